@@ -1,0 +1,90 @@
+"""A plain `torch.nn.Module`, the same on every rank or alone in one process, without any engine.
+
+The smallest whole backend: for studies of numerics on small nets, and the pattern for new ones.
+Every rank stores everything; rank 0 owns it. Micro-batches are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hessian import ops
+from ds_hessian.vectors import Fragment, Layout, VectorSpace
+
+
+class ModuleBackend:
+    """Backend of one replicated module; see `ShardBackend`.
+
+    Args:
+        module: Its trainable parameters define the space. Weights may be fp32, bf16 or fp16; the
+            kept copy from which displacements are written has their dtype.
+        micro_batches: What `loss_fn` takes.
+        loss_fn: Mean loss of one micro-batch, `loss_fn(module, batch)`.
+        unit_roundoff: Of the passes; 2^-9 where they run in bf16.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        micro_batches: Sequence[Any],
+        loss_fn: Callable[[nn.Module, Any], Tensor],
+        unit_roundoff: float = 2.0**-24,
+    ) -> None:
+        self.module, self.micro_batches, self.loss_fn = module, micro_batches, loss_fn
+        self.named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        self.layout = Layout([Fragment(n, 0, p.numel(), p.shape) for n, p in self.named])
+        device = self.named[0][1].device if self.named else torch.device("cpu")
+        owned = self.layout.n_local
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
+            owned = 0
+        self.space = VectorSpace(self.layout.n_local, owned, device)
+        self.num_micro_batches = len(micro_batches)
+        self.gradient_scale: float | None = 1.0 / len(micro_batches)
+        self.loss = float("nan")
+        self.unit_roundoff = unit_roundoff
+        self._losses: dict[int, float] = {}
+        self._masters: list[Tensor] = []
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Keep the weights, and put them back."""
+        self._masters = [p.detach().clone().view(-1) for _, p in self.named]
+        gradients = [p.grad for _, p in self.named]
+        rng = torch.get_rng_state()
+        try:
+            yield
+        finally:
+            self.displace(None, 0.0)
+            for (_, p), gradient in zip(self.named, gradients, strict=True):
+                p.grad = gradient
+            torch.set_rng_state(rng)
+            self._masters = []
+
+    def displace(self, v: Tensor | None, h: float) -> Tensor:
+        """See `ShardBackend.displace`."""
+        weights = [p.data.view(-1) for _, p in self.named]
+        direction = self.space.zeros() if v is None else v
+        return ops.displace(weights, self._masters, direction, h, self.space.n_owned)
+
+    def add_gradient(self, out: Tensor, micro_batches: range) -> None:
+        """See `ShardBackend.add_gradient`."""
+        for i in micro_batches:
+            for _, p in self.named:
+                p.grad = None
+            torch.manual_seed(i)  # the masks of micro-batch i are the same on every evaluation
+            loss = self.loss_fn(self.module, self.micro_batches[i])
+            self._losses[i] = float(loss.detach())
+            loss.backward()
+            for (_, p), (_, part) in zip(self.named, self.layout, strict=True):
+                if p.grad is not None:
+                    out[part].add_(p.grad.view(-1))
+
+    def weight_norm(self) -> float:
+        """See `ShardBackend.weight_norm`."""
+        w = torch.cat([m.float() for m in self._masters])
+        return self.space.norm(w)

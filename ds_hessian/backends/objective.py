@@ -1,0 +1,205 @@
+"""The loss whose Hessian is taken: fixed micro-batches, and how a model's loss is read off them.
+
+    L(w) = mean over micro-batches and data-parallel ranks of the micro-batch's own mean loss
+
+as DeepSpeed averages it in training; where `loss_fn` returns a pair (sum, count), instead
+
+    L(w) = (sum of all sums) / (sum of all counts)
+
+over all micro-batches and ranks, as token-weighted training averages it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hessian.errors import ConfigError, NumericsError
+from ds_hessian.vectors import VectorSpace
+
+LossFn = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor | int | float]"]
+"""`loss_fn(model, batch)` returns a scalar mean loss, or a pair (summed loss, count)."""
+
+
+class Objective:
+    """Micro-batches and the loss on each.
+
+    Args:
+        batches: This rank's micro-batches: a list or any iterable, of which the first `limit` are
+            taken. A batch is a mapping (passed as keywords), a tuple or list (positional) or a
+            tensor; tensors are moved to the model's device when used.
+        loss_fn: See `LossFn`; None where the model returns its loss: a scalar tensor, a tuple that
+            begins with one, or an output with a `loss`.
+        limit: At most this many micro-batches; None for all.
+
+    Raises:
+        ConfigError: there is no micro-batch.
+    """
+
+    def __init__(
+        self, batches: Iterable[Any], loss_fn: LossFn | None = None, limit: int | None = None
+    ) -> None:
+        if isinstance(batches, (Tensor, Mapping)):
+            raise ConfigError(
+                f"batches must be a list (or loader) of micro-batches, got one {_kind(batches)}; "
+                "pass [batch]"
+            )
+        self.batches = list(itertools.islice(batches, limit))
+        if not self.batches:
+            raise ConfigError("batches is empty: at least one micro-batch is needed on every rank")
+        self.loss_fn = loss_fn
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def loss(self, model: Any, index: int, device: torch.device) -> tuple[Tensor, float | None]:
+        """Loss of micro-batch `index` and, for a summed loss, its count (else None).
+
+        Raises:
+            ConfigError: no scalar loss can be read from what the model or `loss_fn` returned.
+            NumericsError: the loss is not finite.
+        """
+        batch = _to(self.batches[index], device)
+        count: float | None = None
+        if self.loss_fn is not None:
+            result = self.loss_fn(model, batch)
+            if isinstance(result, tuple):
+                result, count = _summed(result)
+            loss = result
+        else:
+            loss = _loss_of(_call(model, batch))
+        if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
+            raise ConfigError(
+                "a micro-batch must give one scalar loss that requires gradients, got "
+                f"{_kind(loss)}; pass loss_fn(model, batch) that returns it"
+            )
+        if not torch.isfinite(loss.detach()).item():
+            raise NumericsError(f"the loss of micro-batch {index} is {loss.item()}")
+        return loss.reshape(()), count
+
+    def fingerprint(self) -> str:
+        """A short hash of this rank's micro-batches, for provenance."""
+        digest = hashlib.blake2b(digest_size=8)
+        for tensor in _tensors(self.batches):
+            digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(raw.numpy().tobytes())
+        return digest.hexdigest()
+
+
+class Totals:
+    """Losses and counts of the micro-batches evaluated so far, on this rank."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+        self.counts: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return len(self.losses)
+
+    def add(self, index: int, loss: float, count: float | None) -> None:
+        """Note the first evaluation of a micro-batch."""
+        if index not in self.losses:
+            self.losses[index] = loss
+            if count is not None:
+                self.counts[index] = count
+
+    def reduce(self, space: VectorSpace) -> tuple[float, float]:
+        """What the sum of rank-averaged gradients must be multiplied with, and the mean loss.
+
+        Raises:
+            ConfigError: some micro-batches have counts and others have none, or all counts are 0.
+
+        Collective: one all-reduce.
+        """
+        mine = [len(self.losses), len(self.counts), sum(self.losses.values())]
+        mine.append(sum(self.counts.values()))
+        terms, counted, loss, count = space.reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
+        if counted == 0:
+            return space.world_size / terms, loss / terms
+        if counted < terms or count <= 0:
+            raise ConfigError(
+                "loss_fn must return a pair (summed loss, count) for every micro-batch or for "
+                f"none, and a positive count in all: {int(counted)} of {int(terms)} micro-batches "
+                f"had one, their sum was {count}"
+            )
+        return space.world_size / count, loss / count
+
+
+class Call:
+    """Arguments of one call of the model, captured from training."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+
+
+def _call(model: Any, batch: Any) -> Any:
+    if isinstance(batch, Call):
+        return model(*batch.args, **batch.kwargs)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def _loss_of(output: Any) -> Any:
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    if getattr(output, "loss", None) is not None:
+        return output.loss
+    if isinstance(output, (tuple, list)) and output:
+        return output[0]
+    return output
+
+
+def _summed(pair: tuple[Any, ...]) -> tuple[Any, float]:
+    if len(pair) != 2:
+        raise ConfigError(
+            f"loss_fn must return a loss or a pair (summed loss, count), got {len(pair)} values"
+        )
+    count = float(pair[1])
+    if not count >= 0:
+        raise ConfigError(f"loss_fn returned the count {count}; it must be at least 0")
+    return pair[0], count
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    """Tensors inside nested containers on `device`; the containers are new, the tensors are not
+    copied if they lie there already.
+    """
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {k: _to(v, device) for k, v in value.items()}
+    if isinstance(value, Call):
+        return Call(_to(value.args, device), _to(value.kwargs, device))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_to(v, device) for v in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_to(v, device) for v in value)
+    return value
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Call):
+        yield from _tensors((value.args, value.kwargs))
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, requires_grad={value.requires_grad}"
+    return type(value).__name__

@@ -1,0 +1,112 @@
+"""Pieces of the guard that no host owns: random states, buffers, flags, switched attributes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_MISSING = object()
+
+
+class RandomState:
+    """The generators of python, numpy, torch on the CPU and the current accelerator device.
+
+    Args:
+        device: The device whose generator counts, beside the CPU's.
+        extra: `(get, set)` pairs for generators that a host keeps itself. What `get` returns must
+            not change afterwards.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        extra: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (),
+    ) -> None:
+        self.device = device
+        self.extra = extra
+
+    def get(self) -> tuple[Any, ...]:
+        """The states of all generators now."""
+        accelerator = None
+        if self.device.type != "cpu":
+            accelerator = torch.get_device_module(self.device).get_rng_state(self.device)
+        return (
+            random.getstate(),
+            np.random.get_state(),
+            torch.get_rng_state(),
+            accelerator,
+            tuple(get() for get, _ in self.extra),
+        )
+
+    def set(self, state: tuple[Any, ...]) -> None:
+        """Put the generators where `get` found them."""
+        python, numpy, cpu, accelerator, extra = state
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if accelerator is not None:
+            torch.get_device_module(self.device).set_rng_state(accelerator, self.device)
+        for (_, put), value in zip(self.extra, extra, strict=True):
+            put(value)
+
+
+class Buffers:
+    """A module's buffers as they were: contents, and which tensor each name is bound to."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.saved: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        for owner in module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None:
+                    self.saved.append((owner, name, buffer, buffer.detach().clone()))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put contents and bindings back."""
+        for owner, name, buffer, value in self.saved:
+            buffer.copy_(value)
+            owner._buffers[name] = buffer
+
+
+@contextmanager
+def training_flags(module: nn.Module, train: bool) -> Iterator[None]:
+    """Run the body in train or eval mode; afterwards every submodule has its own flag again."""
+    flags = [(m, m.training) for m in module.modules()]
+    module.train(train)
+    try:
+        yield
+    finally:
+        for m, flag in flags:
+            m.training = flag
+
+
+class Attributes:
+    """Attributes set for a while: remembered when first touched, put back in reverse order."""
+
+    def __init__(self) -> None:
+        self.undo: list[tuple[Any, str, Any]] = []
+
+    def keep(self, owner: Any, *names: str) -> None:
+        """Remember the attributes as they are (or that there is none)."""
+        for name in names:
+            self.undo.append((owner, name, owner.__dict__.get(name, _MISSING)))
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Remember the attribute and set it."""
+        self.keep(owner, name)
+        setattr(owner, name, value)
+
+    def restore(self) -> None:
+        """Put all attributes back."""
+        for owner, name, value in reversed(self.undo):
+            if value is _MISSING:
+                owner.__dict__.pop(name, None)
+            else:
+                owner.__dict__[name] = value
+        self.undo.clear()

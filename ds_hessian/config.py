@@ -1,0 +1,413 @@
+"""The "hessian" section of a DeepSpeed configuration.
+
+A plain pydantic model with the manners of DeepSpeed's own sections (nested, documented, unknown
+keys refused), not a subclass of its `DeepSpeedConfigModel`: that one drops every key whose value
+is "auto" before validation, which would accept `"num_matvecs": "auto"` in silence, and importing
+it selects an accelerator. Nothing here needs DeepSpeed to be importable, let alone initialised.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from ds_hessian.errors import ConfigError
+
+SECTION = "hessian"
+
+
+def _field(default: Any, description: str, requires: str = "", **constraints: Any) -> Any:
+    """A documented field; `requires` says in words what its type and constraints accept."""
+    extra: dict[str, Any] = {"requires": requires}
+    return Field(default, description=description, json_schema_extra=extra, **constraints)
+
+
+def _path_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+class _Section(BaseModel):
+    # strict: "30" is not 30, true is not 1; an integer still passes as a float.
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+
+class FiniteDifferenceConfig(_Section):
+    """How a product `H v` is made from gradients."""
+
+    scheme: Literal["central"] = _field(
+        "central", "Difference formula: central differences, two gradients a product."
+    )
+    displacement: Literal["auto"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = _field(
+        "auto",
+        "Length h of the step in parameter space to either side. With `auto` it is chosen for each "
+        "product from its measured nonlinearity and rounding noise.",
+        '"auto" or a finite number above 0',
+    )
+    precision: Literal["model"] = _field(
+        "model", "Arithmetic of the gradients: that of the model, as it trains."
+    )
+
+
+class ReorthogonalizationConfig(_Section):
+    """How Lanczos keeps its basis orthogonal."""
+
+    mode: Literal["full"] = _field(
+        "full", "Against the whole basis, twice, in every step (no ghosts of outliers)."
+    )
+
+
+class BasisConfig(_Section):
+    """Where and how the Lanczos basis, `num_matvecs` vectors, is stored."""
+
+    dtype: Literal["fp32"] = _field("fp32", "Storage type of the basis.")
+    device: Literal["accelerator"] = _field(
+        "accelerator", "Where the basis lies: with the parameters, on the accelerator."
+    )
+
+
+class HessianConfig(_Section):
+    """The settings of a spectrum; see `describe()` for all keys.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is of the wrong type, impossible or
+            contradictory; one line for each problem.
+    """
+
+    enabled: bool = _field(
+        True,
+        "A section that is present is on; `false` is as if it were absent.",
+        "true or false",
+    )
+    interval: int = _field(
+        0,
+        "Take a spectrum every so many optimizer steps; 0: only on request.",
+        "an integer, at least 0",
+        ge=0,
+    )
+    start_step: int = _field(
+        0,
+        "First optimizer step at which `interval` may take a spectrum.",
+        "an integer, at least 0",
+        ge=0,
+    )
+    num_matvecs: int = _field(
+        30,
+        "Lanczos steps, which is Hessian-vector products, for each probe. More resolve more "
+        "outliers.",
+        "an integer, at least 1",
+        ge=1,
+    )
+    num_probes: int = _field(
+        1,
+        "Random start vectors that are averaged; the cost is `num_probes` x `num_matvecs` "
+        "products. More tighten the trace and the weights.",
+        "an integer, at least 1",
+        ge=1,
+    )
+    probe: Literal["gaussian", "rademacher"] = _field(
+        "gaussian", "Distribution of the probes' entries."
+    )
+    seed: int = _field(
+        0,
+        "Seed of the probes; the same in every parallel layout.",
+        "an integer, at least 0",
+        ge=0,
+    )
+    num_micro_batches: int = _field(
+        8,
+        "Micro-batches for each data-parallel rank that define the loss whose Hessian is taken. "
+        "The slice is fixed for the run, so that spectra of different steps compare.",
+        "an integer, at least 1",
+        ge=1,
+    )
+    finite_difference: FiniteDifferenceConfig = Field(
+        default_factory=FiniteDifferenceConfig, description="How a product is made from gradients."
+    )
+    reorthogonalization: ReorthogonalizationConfig = Field(
+        default_factory=ReorthogonalizationConfig, description="How the basis is kept orthogonal."
+    )
+    basis: BasisConfig = Field(
+        default_factory=BasisConfig, description="How the Lanczos basis is stored."
+    )
+    dropout: bool = _field(
+        False,
+        "Measure with the modules in train mode, one fixed set of dropout masks per micro-batch "
+        "(`true`), or in eval mode (`false`).",
+        "true or false",
+    )
+    output_path: Annotated[str, BeforeValidator(_path_text)] = _field(
+        "hessian_out",
+        "Folder for the results, one subfolder for each measured step; rank 0 writes.",
+        "a path that is not empty",
+        min_length=1,
+    )
+    progress: bool = _field(True, "Show progress on rank 0.", "true or false")
+    plot: bool = _field(
+        True, "Draw a picture of each spectrum (needs matplotlib).", "true or false"
+    )
+
+    def __init__(self, /, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise ConfigError("\n".join(_problems(error))) from None
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> Self:
+        lines = []
+        if self.interval and not self.enabled:
+            lines.append(
+                f"{SECTION}.interval: {self.interval} contradicts {SECTION}.enabled = false, which "
+                "takes no spectrum: remove one of the two"
+            )
+        if self.start_step and not self.interval:
+            lines.append(
+                f"{SECTION}.start_step: {self.start_step} has no effect while {SECTION}.interval "
+                "is 0 (only on request): set an interval above 0 or remove start_step"
+            )
+        if lines:
+            raise PydanticCustomError("contradiction", "{lines}", {"lines": "\n".join(lines)})
+        return self
+
+    @classmethod
+    def parse(cls, section: Mapping[str, Any]) -> HessianConfig:
+        """The config of a "hessian" section.
+
+        Raises:
+            ConfigError: see the class.
+        """
+        if not isinstance(section, Mapping):
+            raise ConfigError(
+                f"{SECTION}: must be an object of settings, got {_shown(section)}: write {{}} for "
+                "the defaults, or remove the section"
+            )
+        return cls(**{str(key): _plain(value) for key, value in section.items()})
+
+    @classmethod
+    def from_deepspeed(cls, config: Mapping[str, Any] | str | Path | None) -> HessianConfig | None:
+        """The config in what `deepspeed.initialize` takes; None if it has no "hessian" section.
+
+        Args:
+            config: The dictionary, the path of the JSON (or HJSON) file, or its URL-safe base64
+                text; None for no configuration at all.
+
+        Raises:
+            ConfigError: the file cannot be read, repeats a key, or holds a key that looks like a
+                misspelt "hessian" (DeepSpeed itself ignores keys that it does not know); or the
+                section is wrong.
+        """
+        if config is None:
+            return None
+        settings = config if isinstance(config, Mapping) else _read(config)
+        if SECTION in settings:
+            return cls.parse(settings[SECTION])
+        for key in settings:
+            if difflib.SequenceMatcher(None, str(key).lower(), SECTION).ratio() > 0.85:
+                raise ConfigError(
+                    f'{key}: unknown key of the DeepSpeed configuration; did you mean "{SECTION}"?'
+                )
+        return None
+
+    def with_overrides(self, **overrides: Any) -> HessianConfig:
+        """This config with some settings changed.
+
+        Args:
+            **overrides: Top-level keys; keys of a subsection by their own name
+                (`displacement=1e-3`); or a subsection as a dictionary, whose other keys stay
+                (`finite_difference={"displacement": 1e-3}`).
+
+        Raises:
+            ConfigError: an override is unknown or given twice, or the result is wrong.
+        """
+        section, given, lines = self.model_dump(), set[str](), list[str]()
+        for name, value in overrides.items():
+            paths = [path for path in _leaves() if path == name or path.endswith(f".{name}")]
+            nested = section.get(name)
+            if isinstance(nested, dict) and isinstance(value, Mapping | BaseModel):
+                changes = _plain(value)
+                nested.update(changes)
+                touched = [f"{name}.{key}" for key in changes]
+            elif name in section:
+                section[name], touched = value, [name]
+            elif len(paths) == 1:
+                parent, leaf = paths[0].split(".")
+                section[parent][leaf], touched = value, paths
+            else:
+                known = [*section, *(path.split(".")[-1] for path in _leaves())]
+                lines.append(f"{name}: unknown override{_suggestion(name, known)}")
+                continue
+            lines += [f"{SECTION}.{p}: overridden twice: keep one" for p in touched if p in given]
+            given.update(touched)
+        if lines:
+            raise ConfigError("\n".join(lines))
+        return self.parse(section)
+
+
+def describe() -> str:
+    """A markdown table of all keys: what each accepts, its default and its meaning."""
+    rows = ["| key | value | default | meaning |", "|---|---|---|---|"]
+    for path, field in _leaves().items():
+        default = json.dumps(field.default)
+        rows.append(f"| `{path}` | {_required(field)} | `{default}` | {field.description} |")
+    return "\n".join(rows) + "\n"
+
+
+def _leaves(model: Any = HessianConfig, prefix: str = "") -> dict[str, Any]:
+    """Dotted path below the section -> field, in order of definition."""
+    found: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        if _is_section(field.annotation):
+            found |= _leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = field
+    return found
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and sections as dictionaries (strict pydantic takes no other mapping)."""
+    if isinstance(value, BaseModel):
+        return value.model_dump()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    return value
+
+
+def _read(config: str | Path) -> Mapping[str, Any]:
+    """What `DeepSpeedConfig` (deepspeed/runtime/config.py) reads from the same argument."""
+    import hjson  # type: ignore[import-untyped]
+
+    if not isinstance(config, str | Path):
+        raise ConfigError(
+            f"the DeepSpeed configuration must be a dictionary or a path, got {_shown(config)}"
+        )
+    try:
+        if os.path.exists(config):
+            text, source = Path(config).read_text(encoding="utf-8"), str(config)
+        else:
+            text, source = base64.urlsafe_b64decode(str(config)).decode(), "base64 text"
+    except (binascii.Error, UnicodeDecodeError, ValueError):
+        raise ConfigError(
+            "the DeepSpeed configuration must be a path of a JSON file, got "
+            f"{_shown(str(config))}: no such file, and not base64 text either"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the DeepSpeed configuration {config}: {error}") from error
+    try:
+        settings = hjson.loads(text, object_pairs_hook=_without_duplicates)
+    except hjson.HjsonDecodeError as error:
+        raise ConfigError(f"{source} is not JSON: {error}") from error
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{source} must hold a JSON object, got {_shown(settings)}")
+    return settings
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    repeated = sorted({key for key in keys if keys.count(key) > 1})
+    if repeated:
+        raise ConfigError(
+            f"the DeepSpeed configuration repeats {', '.join(map(_shown, repeated))} within one "
+            "object: keep one of each"
+        )
+    return dict(pairs)
+
+
+def _problems(error: ValidationError) -> list[str]:
+    """One line for each field that is wrong (a union reports each of its members)."""
+    lines: dict[str, str] = {}
+    for problem in error.errors(include_url=False):
+        if problem["type"] == "contradiction":
+            lines[""] = problem["msg"]
+            continue
+        path, message = _explain(problem["loc"], problem["type"], problem["input"])
+        lines.setdefault(path, f"{path}: {message}")
+    return list(lines.values())
+
+
+def _explain(location: tuple[int | str, ...], kind: str, value: Any) -> tuple[str, str]:
+    """Full path of the field, and what is wrong with its value."""
+    model: Any = HessianConfig
+    path = SECTION
+    for name in map(str, location):
+        if name not in model.model_fields:
+            return f"{path}.{name}", f"unknown key{_suggest_key(path, name, model)}"
+        path, field = f"{path}.{name}", model.model_fields[name]
+        if not _is_section(field.annotation):
+            return path, f"must be {_required(field)}, got {_shown(value)}: {_advice(field, value)}"
+        model = field.annotation
+    keys = ", ".join(model.model_fields)
+    return path, f"must be an object with keys of {keys}, got {_shown(value)}"
+
+
+def _suggest_key(path: str, name: str, model: type[BaseModel]) -> str:
+    """The nearest valid name; a right name in the wrong place is sent to its own."""
+    for leaf in _leaves():
+        if leaf.split(".")[-1] == name:
+            return f'; did you mean "{SECTION}.{leaf}"?'
+    here = list(model.model_fields)
+    if difflib.get_close_matches(name, here):
+        return _suggestion(name, here)
+    elsewhere = {leaf.split(".")[-1]: leaf for leaf in _leaves()}
+    for match in difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.75):
+        return f'; did you mean "{SECTION}.{elsewhere[match]}"?'
+    return _suggestion(name, here)
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    for match in difflib.get_close_matches(name, known, n=1):
+        return f'; did you mean "{match}"?'
+    return f"; known are {', '.join(known)}"
+
+
+def _choices(field: Any) -> tuple[str, ...]:
+    return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+
+
+def _required(field: Any) -> str:
+    if choices := _choices(field):
+        return " or ".join(map(_shown, choices))
+    return str(field.json_schema_extra["requires"])
+
+
+def _advice(field: Any, value: Any) -> str:
+    choices = _choices(field)
+    if choices and isinstance(value, str):
+        for match in difflib.get_close_matches(value.lower(), choices, n=1):
+            return f"did you mean {_shown(match)}?"
+    if value == "auto":
+        return f'Hugging Face\'s "auto" is not resolved in the "{SECTION}" section; write a value'
+    if choices:
+        return f"this version supports {', '.join(map(_shown, choices))} only"
+    if isinstance(value, str) and _is_literal(value):
+        return "remove the quotes"
+    return f"the default is {json.dumps(field.default)}"
+
+
+def _is_literal(text: str) -> bool:
+    """Whether the text of a string would be a JSON number or truth value."""
+    try:
+        return isinstance(json.loads(text.strip().lower()), int | float)
+    except ValueError:
+        return False
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON would write it, shortened."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

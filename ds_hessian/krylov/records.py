@@ -1,0 +1,75 @@
+"""What a Lanczos run leaves behind: small fp64 arrays, the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LanczosRun:
+    """`m` steps of Lanczos from one start vector.
+
+    Attributes:
+        alphas: `(m,)` diagonal of the tridiagonal T, in Hessian entries (loss per parameter^2).
+        betas: `(m,)` off-diagonal; `betas[j]` couples steps j and j+1, the last is the residual's.
+            A zero marks a restart: the Krylov space of what came before was exhausted.
+        product_errors: `(m,)` estimated absolute error `|H v_j - product_j|`; 0 where unknown.
+        displacements: `(m,)` h of each product.
+        nonlinearities: `(m,)` nonlinearity ratio of each product; NaN where not measured.
+        fidelities: `(m,)` cosine of realised displacement and v.
+        trials: `(m,)` pilot evaluations thrown away.
+        asymmetry: `max |A - A'|` of the projected matrix `A = Q' H Q`, which exact products make
+            zero (its entries below the first superdiagonal come for free).
+        all_reduces: All-reduces made by Lanczos itself (not by the products).
+    """
+
+    alphas: Array
+    betas: Array
+    product_errors: Array
+    displacements: Array
+    nonlinearities: Array
+    fidelities: Array
+    trials: Array
+    asymmetry: float
+    all_reduces: int
+
+    @property
+    def num_matvecs(self) -> int:
+        """m."""
+        return len(self.alphas)
+
+
+@dataclass(frozen=True)
+class RitzDecomposition:
+    """Eigenvalues of T and what they say of the operator.
+
+    Attributes:
+        values: `(m,)` Ritz values, ascending.
+        weights: `(m,)` squared first components of T's eigenvectors: quadrature weights, sum 1.
+        errors: `(m,)` a bound on the distance to the nearest eigenvalue: the residual norm of the
+            Ritz pair, `|beta_m s_m|` and the products' errors in quadrature.
+    """
+
+    values: Array
+    weights: Array
+    errors: Array
+
+
+def ritz(run: LanczosRun) -> RitzDecomposition:
+    """Eigendecomposition of the run's tridiagonal (`scipy.linalg.eigh_tridiagonal`, fp64).
+
+    The residual of the pair (theta_i, Q s_i) is `beta_m s_mi q_{m+1} - F s_i`, where column j of F
+    is the error of product j; with independent errors its norm is the root of the sum of squares
+    (Parlett, The Symmetric Eigenvalue Problem, 13.2).
+    """
+    from scipy.linalg import eigh_tridiagonal
+
+    values, vectors = eigh_tridiagonal(run.alphas, run.betas[:-1])
+    residual = abs(run.betas[-1] * vectors[-1])
+    product = np.sqrt(run.product_errors**2 @ vectors**2)
+    return RitzDecomposition(values, vectors[0] ** 2, np.hypot(residual, product))

@@ -1,0 +1,38 @@
+"""Fused vector kernels of this rank's shard; see `ds_hessian.ops.dispatch` for the contracts."""
+
+from ds_hessian.ops.dispatch import (
+    combine,
+    curvature_ratio,
+    difference,
+    displace,
+    dots,
+    fill_gaussian,
+    fill_rademacher,
+    lanczos_update,
+    normalize_store,
+    project,
+    subtract,
+    subtract_project,
+)
+from ds_hessian.ops.native import implementation
+from ds_hessian.ops.random import gaussian, rademacher
+from ds_hessian.ops.report import report
+
+__all__ = [
+    "combine",
+    "curvature_ratio",
+    "difference",
+    "displace",
+    "dots",
+    "fill_gaussian",
+    "fill_rademacher",
+    "gaussian",
+    "implementation",
+    "lanczos_update",
+    "normalize_store",
+    "project",
+    "rademacher",
+    "report",
+    "subtract",
+    "subtract_project",
+]

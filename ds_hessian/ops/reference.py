@@ -1,0 +1,236 @@
+"""Torch twins of the fused kernels: their definition, their reference and their fallback.
+
+Conventions shared by every kernel (`csrc/contracts.h`):
+
+* A vector is a flat contiguous tensor of `n_local` elements. Its first `owned` elements are the
+  coordinates that this rank *owns*; the rest are replicas of coordinates that another rank owns.
+  Updates touch all elements, sums run over the owned prefix only, so that summed over ranks every
+  coordinate counts once.
+* All sums are accumulated in fp64 from the exact products of the fp32 inputs, and returned as an
+  fp64 tensor on the vector's device: partial sums, to be reduced over ranks by the caller.
+* A basis is a `(capacity, n_local)` tensor in its storage dtype (fp32, bf16 or fp16); a row is
+  widened to fp32 before use.
+
+Cost is given as the number of times each operand is read (R) and written (W) by the fused kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ds_hessian.ops.random import philox
+
+CHUNK = 1 << 16  # elements per fp64 temporary: the twins must not double the memory of a vector
+TILE = 1 << 20  # elements of a basis' fp64 temporary, all rows together
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=a.device)
+    for start in range(0, a.numel(), CHUNK):
+        total += torch.dot(a[start : start + CHUNK].double(), b[start : start + CHUNK].double())
+    return total
+
+
+def dots(pairs: Sequence[tuple[Tensor, Tensor]], owned: int) -> Tensor:
+    """Inner products `<a, b>` of pairs of fp32 vectors. Returns `(len(pairs),)`. R each operand."""
+    if not pairs:
+        return torch.zeros(0, dtype=torch.float64)
+    return torch.stack([_dot(a[:owned], b[:owned]) for a, b in pairs])
+
+
+def displace(
+    weights: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    v: Tensor | None,
+    h: float,
+    owned: int,
+    seed: int | None = None,
+) -> Tensor:
+    """Write `w = cast(master + h * v)` shard by shard; never accumulates. `h = 0` restores.
+
+    `weights` and `masters` are matching lists of flat shards whose lengths add up to `n_local`, in
+    the vector's order; each may be fp32, bf16 or fp16. The sum is formed in fp32 and rounded once,
+    to nearest even, or stochastically when `seed` is given (unbiased: a function of (seed, index)).
+
+    With `h = 0`, `w = cast(master)` bit for bit: `v`, which may then be None, takes no part in it
+    (0 * Inf is not 0, -0 + 0 is not -0), and rounding is to nearest.
+
+    Returns:
+        `(2,)`: `<change, v>` (0 without v) and `<change, change>` over the owned prefix, where
+        `change` is what this call did to the stored weights (new minus old). Going from +h to -h,
+        these give the fidelity of the realised displacement. R weights, masters, v; W weights.
+    """
+    device = v.device if v is not None else weights[0].device if weights else None
+    products = torch.zeros(2, dtype=torch.float64, device=device)
+    offset = 0
+    for w, m in zip(weights, masters, strict=True):
+        for start in range(0, w.numel(), CHUNK):
+            w_part, m_part = w[start : start + CHUNK], m[start : start + CHUNK]
+            at = offset + start
+            count = max(0, min(owned - at, w_part.numel()))
+            old = w_part[:count].double()
+            new = m_part.float()
+            if h != 0 and v is not None:
+                new = new + v[at : at + w_part.numel()] * h
+                if seed is not None:
+                    new = _round_stochastically(new, w.dtype, seed, at)
+            w_part.copy_(new)
+            change = w_part[:count].double() - old
+            products[1] += torch.dot(change, change)
+            if v is not None:
+                products[0] += torch.dot(change, v[at : at + count].double())
+        offset += w.numel()
+    return products
+
+
+def difference(
+    g_plus: Tensor,
+    g_minus: Tensor,
+    h: float,
+    v: Tensor,
+    v_previous: Tensor | None,
+    g_zero: Tensor | None,
+    owned: int,
+) -> Tensor:
+    """Central difference in place: `g_plus <- (g_plus - g_minus) / 2h`.
+
+    Returns:
+        `(5,)`: with `p` the result, `<p, v>`, `<p, v_previous>` (0 without one), `<p, p>`,
+        `<s, s>` with `s = g_plus + g_minus - 2 g_zero` (0 without g_zero), and `<s, p>`.
+        R g_plus, g_minus, v, v_previous, g_zero; W g_plus.
+    """
+    products = torch.zeros(5, dtype=torch.float64, device=g_plus.device)
+    for start in range(0, g_plus.numel(), CHUNK):
+        part = slice(start, start + CHUNK)
+        plus, minus = g_plus[part], g_minus[part]
+        count = max(0, min(owned - start, plus.numel()))
+        second = None
+        if g_zero is not None:
+            second = (plus.double() + minus.double() - 2 * g_zero[part].double())[:count]
+        plus.sub_(minus).mul_(1 / (2 * h))
+        p = plus[:count].double()
+        products[0] += torch.dot(p, v[part][:count].double())
+        products[2] += torch.dot(p, p)
+        if v_previous is not None:
+            products[1] += torch.dot(p, v_previous[part][:count].double())
+        if second is not None:
+            products[3] += torch.dot(second, second)
+            products[4] += torch.dot(second, p)
+    return products
+
+
+def curvature_ratio(g_plus: Tensor, g_minus: Tensor, g_zero: Tensor, owned: int) -> Tensor:
+    """`(2,)`: `<d, d>` and `<s, s>` with `d = g_plus - g_minus`, `s = g_plus + g_minus - 2 g_zero`.
+
+    `sqrt(<s, s> / <d, d>)` is the nonlinearity ratio of a trial displacement. R g_plus, g_minus,
+    g_zero; nothing is written.
+    """
+    products = torch.zeros(2, dtype=torch.float64, device=g_plus.device)
+    for start in range(0, owned, CHUNK):
+        part = slice(start, min(start + CHUNK, owned))
+        plus, minus = g_plus[part].double(), g_minus[part].double()
+        d, s = plus - minus, plus + minus - 2 * g_zero[part].double()
+        products += torch.stack([torch.dot(d, d), torch.dot(s, s)])
+    return products
+
+
+def lanczos_update(
+    w: Tensor, v: Tensor, v_previous: Tensor | None, alpha: float, beta: float, owned: int
+) -> Tensor:
+    """Three-term recurrence in place: `w <- w - alpha v - beta v_previous`, rounded once.
+
+    Returns `(1,)`: `<w, w>` of the result. R w, v, v_previous; W w.
+    """
+    for start in range(0, w.numel(), CHUNK):
+        part = slice(start, start + CHUNK)
+        updated = w[part].double() - alpha * v[part].double()
+        if v_previous is not None:
+            updated -= beta * v_previous[part].double()
+        w[part].copy_(updated)
+    return _dot(w[:owned], w[:owned]).reshape(1)
+
+
+def _chunk(rows: int) -> int:
+    """Columns at a time, so that all rows of a basis in fp64 are one moderate temporary."""
+    return min(CHUNK, max(256, TILE // max(rows, 1)))
+
+
+def project(basis: Tensor, w: Tensor, owned: int) -> Tensor:
+    """`(m + 1,)`: the m dot products of the rows of `basis` with `w`, then `<w, w>`. R basis, w."""
+    rows = basis.shape[0]
+    products = torch.zeros(rows + 1, dtype=torch.float64, device=w.device)
+    chunk = _chunk(rows)
+    for start in range(0, owned, chunk):
+        stop = min(start + chunk, owned)
+        part = w[start:stop].double()
+        products[:rows] += basis[:, start:stop].double() @ part
+        products[rows] += torch.dot(part, part)
+    return products
+
+
+def subtract(basis: Tensor, w: Tensor, coefficients: Tensor, owned: int) -> Tensor:
+    """`w <- w - basis' c` in place, with `c` `(m,)` fp64. Returns `(1,)`: `<w, w>`. R basis, w; W w.
+
+    The sum over rows is formed in fp64 and rounded to fp32 once.
+    """
+    chunk = _chunk(basis.shape[0])
+    for start in range(0, w.numel(), chunk):
+        part = slice(start, start + chunk)
+        w[part].copy_(w[part].double() - coefficients @ basis[:, part].double())
+    return _dot(w[:owned], w[:owned]).reshape(1)
+
+
+def subtract_project(basis: Tensor, w: Tensor, coefficients: Tensor, owned: int) -> Tensor:
+    """`subtract` then `project` of the result, reading the basis once: the middle of CGS2.
+
+    Returns `(m + 1,)`. R basis, w; W w.
+    """
+    subtract(basis, w, coefficients, owned)
+    return project(basis, w, owned)
+
+
+def normalize_store(w: Tensor, scale: float, v: Tensor, row: Tensor | None, owned: int) -> Tensor:
+    """`v <- scale * w`, and its copy rounded to the basis' dtype into `row` (if given).
+
+    With a `row` in a 16-bit dtype, `v` receives the *rounded* values, so that the vector that is
+    multiplied next is the vector that is stored. `v` may be `w` itself.
+
+    Returns `(1,)`: `<v, v>` of what was written. R w; W v, row.
+    """
+    torch.mul(w, scale, out=v)
+    if row is not None:
+        row.copy_(v)
+        if row.dtype != torch.float32:
+            v.copy_(row)
+    return _dot(v[:owned], v[:owned]).reshape(1)
+
+
+def combine(basis: Tensor, coefficients: Tensor, out: Tensor) -> None:
+    """`out <- coefficients @ basis`: `(k, m) x (m, n_local) -> (k, n_local)` fp32, summed in fp64.
+
+    R basis once, whatever k; W out.
+    """
+    chunk = _chunk(basis.shape[0])
+    for start in range(0, basis.shape[1], chunk):
+        part = slice(start, start + chunk)
+        out[:, part] = coefficients.double() @ basis[:, part].double()
+
+
+def _round_stochastically(x: Tensor, dtype: torch.dtype, seed: int, start: int) -> Tensor:
+    """Round fp32 `x` to `dtype`, up with the probability of its distance to the lower neighbour."""
+    if dtype == torch.float32:
+        return x
+    index = torch.arange(start, start + x.numel(), device=x.device)
+    bits = philox(seed, 0, 0, index // 4)
+    bits = torch.stack(bits, -1).gather(-1, (index % 4)[:, None]).squeeze(-1)
+    drop = 16 if dtype == torch.bfloat16 else 13
+    mask = (1 << drop) - 1
+    raw = x.view(torch.int32).to(torch.int64)
+    rounded = (raw + (bits & mask)) & ~mask
+    finite = torch.isfinite(x)
+    # Subnormal fp16 results keep fewer bits than `drop` says: those fall to round-to-nearest in
+    # the final cast, which costs unbiasedness below 6e-5 only.
+    return torch.where(finite, rounded.to(torch.int32).view(torch.float32), x).to(dtype)

@@ -1,0 +1,234 @@
+"""Compiles the kernels of `csrc/` into one extension module per backend, with ninja or without.
+
+Imports the standard library only: `setup.py` runs it (through `build_ext.py`) where neither torch
+nor DeepSpeed is installed, `native.py` runs it at first use. The sources know nothing of torch, so
+the result serves every torch version and is ready in seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+# Neither flag changes a result: sqrt need not set errno, comparisons need not raise the FP flags.
+# Products and sums are rounded one by one, as CUDA and the torch twins round them.
+KERNELS = (
+    *("-O3", "-fno-math-errno", "-fno-trapping-math"),
+    *("-ffp-contract=off", "-Wno-psabi", "-pthread"),
+)
+BINDINGS = ("-O1",)  # compile time: a call converts a dozen integers
+CUDA = ("-std=c++17", "-O3", "--fmad=false", "--expt-relaxed-constexpr", "-lineinfo")
+DEFAULT_CUDA_ARCHS = ("8.0", "9.0")
+CPU_SOURCES = ("basis", "parallel", "probes", "streaming")
+CUDA_SOURCES = ("basis", "probes", "streaming")
+
+
+class BuildError(Exception):
+    """A build could not be made; the message says why and holds the compiler's own."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to build one backend.
+
+    Attributes:
+        backend: "cpu" or "cuda".
+        module: Name of the extension module.
+        compiles: (command without its input and output, source) of each object file.
+        link: Command without inputs and output.
+        key: Hash of everything that the result depends on.
+    """
+
+    backend: str
+    module: str
+    compiles: tuple[tuple[tuple[str, ...], Path], ...]
+    link: tuple[str, ...]
+    key: str
+
+    @property
+    def filename(self) -> str:
+        """Name of the extension's file on this interpreter."""
+        return self.module + str(sysconfig.get_config_var("EXT_SUFFIX"))
+
+
+def source_root() -> Path:
+    """The `csrc` directory: inside an installed package, beside the package in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    for candidate in (package / "csrc", package.parent / "csrc"):
+        if (candidate / "contracts.h").is_file():
+            return candidate
+    raise BuildError(f"the kernels' sources (csrc) are neither in {package} nor beside it")
+
+
+def find_compiler() -> str:
+    """The C++ compiler: `CXX`, else the first of the usual names on the PATH."""
+    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+        if found := shutil.which(name):
+            return found
+    raise BuildError("no C++ compiler: none of $CXX, c++, g++, clang++ is on the PATH")
+
+
+def find_nvcc() -> str:
+    """The CUDA compiler: below `CUDA_HOME` or `CUDA_PATH`, else on the PATH."""
+    for home in filter(None, (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"))):
+        if found := shutil.which(os.path.join(home, "bin", "nvcc")):
+            return found
+    if found := shutil.which("nvcc"):
+        return found
+    raise BuildError("no CUDA compiler: nvcc is neither below $CUDA_HOME nor on the PATH")
+
+
+def find_pybind11() -> str:
+    """The directory of pybind11's headers: the package's own, else torch's copy."""
+    for package, below in (("pybind11", "include"), ("torch", "include")):
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin is not None:
+            candidate = Path(spec.origin).parent / below
+            if (candidate / "pybind11" / "pybind11.h").is_file():
+                return str(candidate)
+    raise BuildError("no pybind11 headers: install pybind11 (torch's copy was not found either)")
+
+
+def _version(compiler: str) -> str:
+    try:
+        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"{compiler} --version failed: {error}") from error
+    if done.returncode != 0:
+        raise BuildError(f"{compiler} --version failed: {(done.stdout + done.stderr).strip()}")
+    return done.stdout
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({x for x in lines if x.startswith(("flags", "Features", "model name"))}))
+
+
+def plan_cpu() -> Plan:
+    """The plan of the CPU backend. `DS_HESSIAN_MARCH` replaces `native`.
+
+    Raises:
+        BuildError: no compiler or no pybind11.
+    """
+    root, compiler = source_root(), find_compiler()
+    march = os.environ.get("DS_HESSIAN_MARCH", "native")
+    kernels = (compiler, *COMMON, *KERNELS, f"-march={march}", "-DDS_HESSIAN_BACKEND=cpu")
+    compiles = [(kernels, root / "cpu" / f"{name}.cpp") for name in CPU_SOURCES]
+    compiles.append((_bindings(compiler, "cpu"), root / "bindings.cpp"))
+    versions = (_version(compiler), _processor() if march == "native" else "")
+    link = (compiler, "-shared", "-pthread")
+    return _plan("cpu", compiles, link, root, versions)
+
+
+def plan_cuda(archs: Sequence[str] = ()) -> Plan:
+    """The plan of the CUDA backend for compute capabilities such as "9.0".
+
+    `DS_HESSIAN_CUDA_ARCHS` ("8.0;9.0") comes first, then `archs`, then those that are supported.
+    The newest one is also kept as PTX, for devices that are newer.
+
+    Raises:
+        BuildError: no nvcc, no compiler or no pybind11.
+    """
+    root, compiler, nvcc = source_root(), find_compiler(), find_nvcc()
+    setting = os.environ.get("DS_HESSIAN_CUDA_ARCHS", "").replace(",", ";")
+    chosen = [x.strip() for x in setting.split(";") if x.strip()] or list(archs)
+    numbers = sorted({int(x.replace(".", "")) for x in chosen or DEFAULT_CUDA_ARCHS})
+    targets = [f"-gencode=arch=compute_{x},code=sm_{x}" for x in numbers]
+    targets.append(f"-gencode=arch=compute_{numbers[-1]},code=compute_{numbers[-1]}")
+    host = ("-ccbin", compiler, "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
+    kernels = (nvcc, *CUDA, *host, *targets, "-DDS_HESSIAN_BACKEND=cuda")
+    compiles = [(kernels, root / "cuda" / f"{name}.cu") for name in CUDA_SOURCES]
+    compiles.append((_bindings(compiler, "cuda"), root / "bindings.cpp"))
+    link = (nvcc, "-shared", "-ccbin", compiler, "-cudart=static")
+    return _plan("cuda", compiles, link, root, (_version(compiler), _version(nvcc)))
+
+
+def _bindings(compiler: str, backend: str) -> tuple[str, ...]:
+    defines = (f"-DDS_HESSIAN_BACKEND={backend}", f"-DDS_HESSIAN_MODULE=_native_{backend}")
+    includes = ("-isystem", find_pybind11(), "-isystem", sysconfig.get_path("include"))
+    return (compiler, *COMMON, *BINDINGS, *defines, *includes)
+
+
+def _plan(
+    backend: str,
+    compiles: list[tuple[tuple[str, ...], Path]],
+    link: tuple[str, ...],
+    root: Path,
+    versions: Sequence[str],
+) -> Plan:
+    digest = hashlib.sha256()
+    for text in (*versions, sys.version, *link, *(" ".join(command) for command, _ in compiles)):
+        digest.update(text.encode() + b"\0")
+    for path in sorted(p for p in root.rglob("*") if p.suffix in (".h", ".cpp", ".cu", ".cuh")):
+        digest.update(path.read_bytes() + b"\0")
+    return Plan(backend, f"_native_{backend}", tuple(compiles), link, digest.hexdigest()[:16])
+
+
+def build(plan: Plan, directory: Path, jobs: int | None = None) -> Path:
+    """Compile and link `plan` inside `directory`; returns the path of the extension.
+
+    Raises:
+        BuildError: a command failed; the message is the command and what it printed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    target = directory / plan.filename
+    names = [f"{number}_{source.name}.o" for number, (_, source) in enumerate(plan.compiles)]
+    if ninja := _find_ninja():
+        _write_ninja(plan, directory, names)
+        parallel = [f"-j{jobs}"] if jobs else []
+        _run([ninja, "-C", str(directory), *parallel])
+        return target
+    commands = [
+        [*command, "-c", str(source), "-o", str(directory / name)]
+        for (command, source), name in zip(plan.compiles, names, strict=True)
+    ]
+    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+        list(pool.map(_run, commands))
+    _run([*plan.link, *(str(directory / name) for name in names), "-o", str(target)])
+    return target
+
+
+def _find_ninja() -> str | None:
+    beside = Path(sys.executable).parent / "ninja"  # a virtual environment need not be on the PATH
+    return str(beside) if beside.is_file() else shutil.which("ninja")
+
+
+def _write_ninja(plan: Plan, directory: Path, names: Sequence[str]) -> None:
+    def quote(text: object) -> str:
+        return str(text).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+    lines = ["ninja_required_version = 1.3"]
+    for number, ((command, source), name) in enumerate(zip(plan.compiles, names, strict=True)):
+        shell = " ".join(shlex.quote(part) for part in command).replace("$", "$$")
+        lines += [f"rule compile{number}", f"  command = {shell} -c $in -o $out"]
+        lines += [f"build {name}: compile{number} {quote(source)}"]
+    shell = " ".join(shlex.quote(part) for part in plan.link).replace("$", "$$")
+    lines += ["rule link", f"  command = {shell} $in -o $out"]
+    lines += [f"build {quote(plan.filename)}: link {' '.join(names)}", ""]
+    (directory / "build.ninja").write_text("\n".join(lines))
+
+
+def _run(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise BuildError(f"{command[0]}: {error}") from error
+    if done.returncode != 0:
+        printed = (done.stdout + done.stderr).strip()
+        raise BuildError(f"{' '.join(command)} failed ({done.returncode}):\n{printed}")

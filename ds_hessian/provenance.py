@@ -1,0 +1,43 @@
+"""What a measurement was made on, for the record."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+
+import ds_hessian
+from ds_hessian.backends import ShardBackend
+from ds_hessian.backends.objective import Objective
+from ds_hessian.config import HessianConfig
+from ds_hessian.results import Provenance
+
+
+def describe_run(
+    engine: Any, backend: ShardBackend, objective: Objective, config: HessianConfig
+) -> Provenance:
+    """Provenance of a spectrum of `engine`, as of now."""
+    import deepspeed
+
+    ranks = backend.space.world_size
+    return Provenance(
+        step=int(engine.global_steps),
+        seed=config.seed,
+        probe=config.probe,
+        displacement=config.finite_difference.displacement,
+        scheme=config.finite_difference.scheme,
+        precision=config.finite_difference.precision,
+        dropout=config.dropout,
+        num_micro_batches=len(objective),
+        layout=f"ZeRO-{engine.zero_optimization_stage()}, {ranks} rank{'s' * (ranks > 1)}",
+        world_size=ranks,
+        model_dtype=str(next(engine.module.parameters()).dtype).removeprefix("torch."),
+        data_fingerprint=objective.fingerprint(),
+        versions={
+            "deepspeed": deepspeed.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+        ds_hessian_version=ds_hessian.__version__,
+    )

@@ -1,0 +1,19 @@
+"""Results: records with error bars and provenance, their files, pictures and monitor events."""
+
+from ds_hessian.results.density import Density
+from ds_hessian.results.estimate import Estimate
+from ds_hessian.results.monitor import monitor_events
+from ds_hessian.results.progress import SpectrumProgress
+from ds_hessian.results.provenance import SCHEMA_VERSION, Cost, Provenance
+from ds_hessian.results.spectrum import HessianSpectrum
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "Cost",
+    "Density",
+    "Estimate",
+    "HessianSpectrum",
+    "Provenance",
+    "SpectrumProgress",
+    "monitor_events",
+]

@@ -1,0 +1,42 @@
+"""A number with its error bar."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A measured value.
+
+    Attributes:
+        value: In the unit of the quantity.
+        error: One standard error, or the bound that the quantity's documentation names; same unit.
+    """
+
+    value: float
+    error: float
+
+    def __float__(self) -> float:
+        return self.value
+
+    def __str__(self) -> str:
+        """Value and error to two digits of the error: `84.53 ± 0.12`, `(1.20 ± 0.34)e-08`."""
+        value, error = self.value, self.error
+        if not (math.isfinite(value) and math.isfinite(error)):
+            return f"{value:.6g} ± {error:.2g}"
+        if error == 0:
+            return f"{value:.6g} ± 0"
+        exponent = math.floor(math.log10(max(abs(value), error)))
+        if error < 1e-6 * abs(value):
+            return f"{value:.7g} ± {error:.1g}"
+        if -3 <= exponent < 6:
+            return _fixed(value, error)
+        scale = 10.0**exponent
+        return f"({_fixed(value / scale, error / scale)})e{exponent:+03d}"
+
+
+def _fixed(value: float, error: float) -> str:
+    decimals = max(0, 1 - math.floor(math.log10(error)))
+    return f"{value:.{decimals}f} ± {error:.{decimals}f}"

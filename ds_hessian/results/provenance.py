@@ -1,0 +1,102 @@
+"""What a result cost and what it was measured on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Literal
+
+SCHEMA_VERSION = 1
+"""Version of the stored form; raised with every change that an older reader would misread."""
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What the measurement took on this rank; seconds are wall-clock.
+
+    Attributes:
+        seconds_total: The whole measurement.
+        seconds_per_product: Mean of all products, trials included.
+        seconds_per_gradient: One gradient over the same micro-batches, taken at the weights in the
+            same run: the base that the other figures compare with.
+        products: Hessian-vector products.
+        gradient_evaluations: Gradients spent in products, in units of the whole slice of
+            micro-batches; a trial counts for the one micro-batch that it needs.
+        trials: Pilot evaluations that were thrown away.
+        all_reduces: All-reduces of the vector space (those of the gradients are not counted).
+        peak_memory_bytes: Peak over the training baseline; None if it was not measured.
+    """
+
+    seconds_total: float
+    seconds_per_product: float
+    seconds_per_gradient: float
+    products: int
+    gradient_evaluations: float
+    trials: int
+    all_reduces: int
+    peak_memory_bytes: int | None = None
+
+    @property
+    def gradients_per_product(self) -> float:
+        """Gradient evaluations for each product, as counted."""
+        return self.gradient_evaluations / max(self.products, 1)
+
+    @property
+    def product_time_in_gradients(self) -> float | None:
+        """Seconds of a product over seconds of a gradient; None if no gradient was timed."""
+        if self.seconds_per_gradient <= 0:
+            return None
+        return self.seconds_per_product / self.seconds_per_gradient
+
+    @property
+    def lanczos_overhead(self) -> float | None:
+        """All time outside of the products and the base gradient, as a share of the products'."""
+        products = self.products * self.seconds_per_product
+        if products <= 0:
+            return None
+        return (self.seconds_total - products - self.seconds_per_gradient) / products
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """What was measured, and how: enough to repeat it.
+
+    Attributes:
+        step: Optimizer steps made before the measurement.
+        seed: Of the probes.
+        probe: Distribution of the probes.
+        displacement: The setting; what was used is in the record's `displacements`.
+        scheme: Finite-difference formula.
+        precision: Arithmetic of the gradients.
+        dropout: Whether the modules were in train mode.
+        num_micro_batches: For each data-parallel rank.
+        layout: How the model was split, for people: "ZeRO-3, 2 ranks".
+        world_size: Ranks.
+        model_dtype: Of the weights.
+        data_fingerprint: Hash of the micro-batches.
+        versions: Of python, torch, deepspeed and others.
+        ds_hessian_version: Of this package.
+        created: When the record was made, ISO 8601, UTC.
+        schema_version: Of the stored form.
+    """
+
+    step: int
+    seed: int
+    probe: str
+    displacement: float | Literal["auto"]
+    scheme: str
+    precision: str
+    dropout: bool = False
+    num_micro_batches: int
+    layout: str
+    world_size: int
+    model_dtype: str
+    data_fingerprint: str
+    versions: dict[str, str] = field(default_factory=dict)
+    ds_hessian_version: str
+    created: str = field(default_factory=_now)
+    schema_version: int = SCHEMA_VERSION

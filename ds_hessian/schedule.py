@@ -1,0 +1,96 @@
+"""Spectra by themselves: every `interval` optimizer steps, on micro-batches fixed for the run.
+
+The micro-batches are the first `num_micro_batches` with which training calls the engine, copied;
+nothing is drawn from the user's iterator. `hessian.use(batches, loss_fn)` before the first spectrum
+replaces them, and is needed where the model does not return its loss.
+
+An automatic measurement never ends the training: what it raises is logged on rank 0 and kept in
+`engine.hessian_schedule.failures`; the training state is restored as after any failure.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ds_hessian.backends.objective import Call
+from ds_hessian.errors import HessianError
+from ds_hessian.results import HessianSpectrum, monitor_events
+
+if TYPE_CHECKING:
+    from ds_hessian.engine import HessianEngine
+
+logger = logging.getLogger(__name__)
+
+
+class Schedule:
+    """Captures micro-batches from training and takes a spectrum every `interval` steps.
+
+    Attributes:
+        spectra: `{global step: record}` of what was measured.
+        failures: `{global step: error}` of what was not.
+    """
+
+    def __init__(self, hessian: HessianEngine) -> None:
+        self.hessian, self.config = hessian, hessian.config
+        self.captured: list[Call] = []
+        self.spectra: dict[int, HessianSpectrum] = {}
+        self.failures: dict[int, HessianError] = {}
+
+    def install(self) -> None:
+        """Hook the engine's forward (until enough is captured) and its step."""
+        engine = self.hessian.engine
+        engine.hessian_schedule = self
+        self._capture = engine.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+        inner = engine.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            before = engine.global_steps
+            result = inner(*args, **kwargs)
+            if engine.global_steps != before and self.is_due(engine.global_steps):
+                self.measure()
+            return result
+
+        engine.step = step
+
+    def is_due(self, step: int) -> bool:
+        """Whether a spectrum belongs after this optimizer step."""
+        return step >= self.config.start_step and step % self.config.interval == 0
+
+    def _on_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.hessian.ready or len(self.captured) == self.config.num_micro_batches:
+            self._capture.remove()
+            return
+        if engine.module.training:
+            self.captured.append(Call(_copy(args), _copy(kwargs)))
+
+    def measure(self) -> None:
+        """Take a spectrum now, save it, and tell the monitor."""
+        hessian, step = self.hessian, self.hessian.engine.global_steps
+        try:
+            if not hessian.ready:
+                hessian.use(self.captured)
+            spectrum = hessian.spectrum()
+            hessian.save(spectrum)
+        except HessianError as error:  # every rank has it: training must not end by a measurement
+            self.failures[step] = error
+            if hessian.rank == 0:
+                logger.exception("no Hessian spectrum at step %d; training goes on", step)
+            return
+        self.spectra[step] = spectrum
+        if hessian.rank == 0:
+            logger.info("Hessian spectrum at step %d\n%s", step, spectrum.table())
+            hessian.engine.monitor.write_events(monitor_events(spectrum))
+
+
+def _copy(value: Any) -> Any:
+    """Tensors copied (the user may write the next batch into them), containers rebuilt."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {k: _copy(v) for k, v in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_copy(v) for v in value)
+    return value

@@ -1,0 +1,55 @@
+"""Layout-independent random vectors.
+
+A probe is a function of (seed, probe number, parameter name, index in the unsharded parameter), so
+every world size, ZeRO stage and parallel layout draws the same vector, bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ds_hessian import ops
+from ds_hessian.errors import NumericsError
+from ds_hessian.vectors.layout import Layout
+from ds_hessian.vectors.space import VectorSpace
+
+ProbeKind = Literal["gaussian", "rademacher"]
+
+
+def _hash64(*parts: object) -> int:
+    """A stable 64-bit number for the parts (Python's own hash differs between processes)."""
+    text = "\0".join(str(part) for part in parts).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def random_vector(
+    layout: Layout, space: VectorSpace, seed: int, probe: int = 0, kind: ProbeKind = "gaussian"
+) -> Tensor:
+    """Probe number `probe` of `seed`, `(n_local,)` fp32, of unit length over all ranks.
+
+    Gaussian probes are uniform on the sphere; Rademacher probes have entries +-1/sqrt(n).
+
+    Collective: one all-reduce.
+
+    Raises:
+        NumericsError: the space has no coordinates.
+    """
+    variate = {"gaussian": ops.gaussian, "rademacher": ops.rademacher}[kind]
+    key = _hash64("ds_hessian probe", seed)
+    v = space.zeros()
+    for fragment, part in layout:
+        stream = _hash64(fragment.name, probe)
+        for start in range(0, fragment.numel, 1 << 20):
+            stop = min(start + (1 << 20), fragment.numel)
+            index = torch.arange(
+                fragment.start + start, fragment.start + stop, device=space.device
+            )
+            v[part.start + start : part.start + stop] = variate(key, stream, index)
+    length = space.norm(v)
+    if length == 0.0:
+        raise NumericsError("a probe needs at least one trainable coordinate; the model has none")
+    return v.mul_(1.0 / length)

@@ -1,0 +1,80 @@
+"""Inner products of sharded vectors: the only arithmetic of Krylov methods that crosses ranks.
+
+A global scalar is the sum over all ranks of fp64 partial sums over the coordinates that each rank
+owns; several scalars travel in one all-reduce. Every rank receives the same bits, so every rank
+takes the same branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hessian import ops
+
+
+class VectorSpace:
+    """R^n, split over the ranks of a process group.
+
+    Args:
+        n_local: Number of coordinates that this rank stores.
+        n_owned: How many of them (a prefix) count in sums.
+        device: Where vectors live.
+        group: Process group of all ranks that share the space; None for the default group, or for
+            a single process where torch.distributed is not initialised.
+
+    Attributes:
+        n: Dimension of the space: the owned coordinates of all ranks.
+        all_reduces: Number of all-reduces made so far, for cost accounting.
+
+    Collective: the constructor and every method that returns a global scalar.
+    """
+
+    def __init__(
+        self,
+        n_local: int,
+        n_owned: int | None = None,
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.n_local = n_local
+        self.n_owned = n_local if n_owned is None else n_owned
+        self.device = torch.device(device)
+        self.group = group
+        self.distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(group) if self.distributed else 0
+        self.world_size = dist.get_world_size(group) if self.distributed else 1
+        self.all_reduces = 0
+        self.n = int(self.reduce(torch.tensor([float(self.n_owned)], dtype=torch.float64))[0])
+        self.all_reduces = 0
+
+    def reduce(self, partials: Tensor) -> Tensor:
+        """Sum fp64 `partials` `(k,)` over all ranks in one all-reduce; returns them on the CPU."""
+        self.all_reduces += 1
+        partials = partials.to(self.device)
+        if self.distributed:
+            dist.all_reduce(partials, group=self.group)
+        return partials.cpu()
+
+    def dots(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Global inner products of pairs of vectors, `(len(pairs),)` fp64, in one all-reduce."""
+        return self.reduce(ops.dots(pairs, self.n_owned))
+
+    def dot(self, a: Tensor, b: Tensor) -> float:
+        """Global inner product `<a, b>`."""
+        return float(self.dots([(a, b)])[0])
+
+    def norm(self, a: Tensor) -> float:
+        """Global Euclidean norm."""
+        return self.dot(a, a) ** 0.5
+
+    def zeros(self) -> Tensor:
+        """A new zero vector, `(n_local,)` fp32."""
+        return torch.zeros(self.n_local, dtype=torch.float32, device=self.device)
+
+    def basis(self, capacity: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Storage for `capacity` vectors, `(capacity, n_local)`."""
+        return torch.zeros(capacity, self.n_local, dtype=dtype, device=self.device)

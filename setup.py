@@ -1,0 +1,30 @@
+"""Packaging of ds_hessian. `DS_HESSIAN_BUILD_OPS=1 pip install .` builds the kernels ahead of time."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="ds_hessian",
+    version="0.1.0",
+    description="The true Hessian of a live DeepSpeed engine: spectra on the shards the job has",
+    long_description=open("README.md", encoding="utf-8").read(),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.11",
+    packages=find_packages(include=["ds_hessian", "ds_hessian.*"]),
+    package_data={"ds_hessian": ["py.typed"]},
+    install_requires=[
+        "torch>=2.4",
+        "deepspeed>=0.16.7",
+        "numpy",
+        "scipy",
+        "pydantic>=2",
+        "hjson",
+        "tqdm",
+        "matplotlib",
+        "pybind11",
+        "ninja",
+    ],
+    extras_require={
+        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "clang-format"],
+    },
+)

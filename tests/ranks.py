@@ -1,0 +1,101 @@
+"""Run functions on several ranks of a real gloo job, without paying for imports every time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+
+def free_port() -> int:
+    """A TCP port that is free now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        DS_ACCELERATOR="cpu",
+    )
+    import logging
+
+    import deepspeed
+    import torch
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo", verbose=False)
+    while True:
+        call = pipe.recv()
+        if call is None:
+            return
+        function, args, kwargs = call
+        try:
+            pipe.send((True, function(*args, **kwargs)))
+        except BaseException:  # the test process shows it
+            pipe.send((False, traceback.format_exc()))
+
+
+class RankPool:
+    """`world_size` processes of one job, kept for many calls.
+
+    A call that raises leaves the pool usable only if it raised on every rank; a call that hangs
+    kills it.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world_size):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, world_size, port, theirs), daemon=True
+            )
+            process.start()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any
+    ) -> list[Any]:
+        """Call `function` on every rank; returns the results by rank.
+
+        Raises:
+            AssertionError: it raised somewhere (with the remote traceback), or hung.
+        """
+        for pipe in self.pipes:
+            pipe.send((function, args, kwargs))
+        results: dict[Connection, tuple[bool, Any]] = {}
+        while len(results) < len(self.pipes):
+            ready = wait([p for p in self.pipes if p not in results], timeout=timeout)
+            if not ready:
+                self.close()
+                done = [self.pipes.index(p) for p in results]
+                raise AssertionError(f"{function.__name__} hung; only ranks {done} came back")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                results[pipe] = pipe.recv()
+        for rank, pipe in enumerate(self.pipes):
+            good, value = results[pipe]
+            if not good:
+                raise AssertionError(f"rank {rank} raised:\n{value}")
+        return [results[pipe][1] for pipe in self.pipes]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.kill()
+            process.join()
