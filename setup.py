@@ -1,4 +1,4 @@
-"""Packaging of ds_hessian. `DS_HESSIAN_BUILD_OPS=1 pip install .` builds the kernels ahead of time."""
+"""Packaging of ds_hessian."""
 
 from setuptools import find_packages, setup
 

@@ -1,9 +1,9 @@
 """The true Hessian of a live DeepSpeed engine: spectra and products on the job's own shards.
 
-    import ds_hessian
+import ds_hessian
 
-    engine, optimizer, _, scheduler = ds_hessian.initialize(model=model, config="ds_config.json")
-    spectrum = engine.hessian_spectrum(batches)
+engine, optimizer, _, scheduler = ds_hessian.initialize(model=model, config="ds_config.json")
+spectrum = engine.hessian_spectrum(batches)
 """
 
 from __future__ import annotations

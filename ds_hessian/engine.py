@@ -113,9 +113,7 @@ class HessianEngine:
 
     # ---- vectors
 
-    def random_vector(
-        self, seed: int = 0, kind: ProbeKind = "gaussian", probe: int = 0
-    ) -> Tensor:
+    def random_vector(self, seed: int = 0, kind: ProbeKind = "gaussian", probe: int = 0) -> Tensor:
         """A random unit vector, `(n_local,)` fp32; the same one in every layout."""
         return random_vector(self.backend.layout, self.backend.space, seed, probe, kind)
 
@@ -200,7 +198,7 @@ class HessianEngine:
         config = self.config.with_overrides(**overrides)
         if batches is not None:
             self.use(batches, loss_fn)
-        started = time.perf_counter()
+        started, all_reduces = time.perf_counter(), self.backend.space.all_reduces
         total = config.num_matvecs * config.num_probes
         with ExitStack() as stack:
             operator = stack.enter_context(self.measuring(**overrides))
@@ -217,7 +215,8 @@ class HessianEngine:
             )
             gradient_norm = operator.gradient_norm
         seconds = time.perf_counter() - started
-        return self._record(config, runs, operator, gradient_norm, seconds)
+        all_reduces = self.backend.space.all_reduces - all_reduces
+        return self._record(config, runs, operator, gradient_norm, seconds, all_reduces)
 
     def _record(
         self,
@@ -226,6 +225,7 @@ class HessianEngine:
         operator: FiniteDifferenceHessian,
         gradient_norm: float,
         seconds: float,
+        all_reduces: int,
     ) -> HessianSpectrum:
         spent = operator.cost
         cost = Cost(
@@ -235,7 +235,7 @@ class HessianEngine:
             products=spent.products,
             gradient_evaluations=spent.gradient_evaluations,
             trials=spent.trials,
-            all_reduces=self.backend.space.all_reduces,
+            all_reduces=all_reduces,
         )
         assert self._objective is not None
         provenance = describe_run(self.engine, self.backend, self._objective, config)
@@ -252,6 +252,7 @@ class HessianEngine:
         """Write figures and picture of a spectrum on rank 0.
 
         Args:
+            spectrum: What to write.
             folder: Where to; None for `<output_path>/step_<global step>`.
 
         Raises:

@@ -49,12 +49,14 @@ class TinyGPT(nn.Module):
 
 
 def batch(number: int, rank: int, size: int = 2) -> tuple[Tensor, Tensor]:
-    """Micro-batch `number` of a rank: a noisy periodic text, so that there is something to learn."""
+    """Micro-batch `number` of a rank: noisy periodic text, something to learn."""
     generator = torch.Generator().manual_seed(1000 * number + rank)
     start = torch.randint(0, VOCABULARY, (size, 1), generator=generator)
     tokens = (start + 3 * torch.arange(CONTEXT + 1)) % VOCABULARY
     noise = torch.rand(tokens.shape, generator=generator) < 0.1
-    tokens = torch.where(noise, torch.randint(0, VOCABULARY, tokens.shape, generator=generator), tokens)
+    tokens = torch.where(
+        noise, torch.randint(0, VOCABULARY, tokens.shape, generator=generator), tokens
+    )
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 

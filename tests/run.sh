@@ -5,5 +5,5 @@ export EXTRAS=dev
 ruff format --check .
 ruff check .
 mypy ds_hessian
-clang-format --dry-run --Werror $(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu') </dev/null
+git ls-files "csrc/*" | xargs -r clang-format --dry-run --Werror
 python -m pytest "$@"

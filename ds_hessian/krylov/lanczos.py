@@ -19,7 +19,6 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ds_hessian import ops
@@ -81,11 +80,13 @@ class LanczosState:
         product = self.operator.matvec(self.basis[j])
         before = self.space.all_reduces
         w, basis = product.vector, self.basis[: j + 1]
-        c = self._reduce(ops.project(basis, w, self.space.n_owned))[:-1]
+        c = self.space.reduce(ops.project(basis, w, self.space.n_owned))[:-1]
         self.projected[: j + 1, j] = c
         self.alphas.append(float(c[j]))
-        again = self._reduce(ops.subtract_project(basis, w, c.to(w.device), self.space.n_owned))[:-1]
-        square = self._reduce(ops.subtract(basis, w, again.to(w.device), self.space.n_owned))
+        again = self.space.reduce(
+            ops.subtract_project(basis, w, c.to(w.device), self.space.n_owned)
+        )[:-1]
+        square = self.space.reduce(ops.subtract(basis, w, again.to(w.device), self.space.n_owned))
         beta = math.sqrt(float(square[0]))
         self.diagnostics.append(_figures(product))
         self._append(w, beta)
@@ -108,12 +109,9 @@ class LanczosState:
         basis = self.basis[: self.steps]
         w = self.fresh(self.restarts)
         for _ in range(2):
-            c = self._reduce(ops.project(basis, w, self.space.n_owned))[:-1]
-            square = self._reduce(ops.subtract(basis, w, c.to(w.device), self.space.n_owned))
+            c = self.space.reduce(ops.project(basis, w, self.space.n_owned))[:-1]
+            square = self.space.reduce(ops.subtract(basis, w, c.to(w.device), self.space.n_owned))
         return w, math.sqrt(float(square[0]))
-
-    def _reduce(self, partials: Tensor) -> Tensor:
-        return self.space.reduce(partials)
 
     def run(self) -> LanczosRun:
         """The record of the steps made so far."""
@@ -154,9 +152,13 @@ def lanczos(
     fresh: Callable[[int], Tensor],
     progress: Progress | None = None,
 ) -> LanczosRun:
-    """Run `num_matvecs` steps; see `LanczosState` for the arguments.
+    """Run `num_matvecs` steps of Lanczos.
 
     Args:
+        operator: Symmetric operator.
+        start: Unit start vector, `(n_local,)` fp32.
+        num_matvecs: Steps wanted.
+        fresh: See `LanczosState`.
         progress: Called after each step, on every rank.
 
     Raises:

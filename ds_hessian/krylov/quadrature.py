@@ -37,6 +37,12 @@ def slq(
     begins with the runs of fewer; after the k-th exhausted space it goes on with p + k 2^32.
 
     Args:
+        operator: Symmetric operator.
+        layout: Of the operator's vectors.
+        num_matvecs: Steps of each run.
+        num_probes: Number of runs.
+        seed: Of the random vectors.
+        kind: Their distribution.
         progress: Called with the probe's number after each step, on every rank.
 
     Collective.
@@ -75,7 +81,9 @@ def trace_estimate(
     error = n * math.sqrt(2 / (n + 2) * max(float(second) - mean**2, 0.0) / len(runs))
     if len(runs) > 1:
         error = max(error, n * float(first.std(ddof=1)) / math.sqrt(len(runs)))
-    relative = [r.product_errors[0] / math.hypot(r.alphas[0], r.betas[0]) for r in runs if r.betas[0]]
+    relative = [
+        r.product_errors[0] / math.hypot(r.alphas[0], r.betas[0]) for r in runs if r.betas[0]
+    ]
     return n * mean, math.hypot(error, n * abs(mean) * float(np.mean(relative or [0.0])))
 
 

@@ -40,7 +40,7 @@ class LanczosRun:
 
     @property
     def num_matvecs(self) -> int:
-        """m."""
+        """Number of products m."""
         return len(self.alphas)
 
 

@@ -4,9 +4,10 @@
 
 Cost of a product: two gradients over all micro-batches; with the automatic displacement also three
 instead of two writes of the weights, and two gradients of one micro-batch for every trial that is
-not accepted (an accepted one is part of the product). Three small all-reduces, and one more per
-trial. Memory per rank: 2 `n_local` fp32 for the two gradients, 2 more for those at w (the whole
-slice's and the pilot micro-batch's).
+not accepted (an accepted one is part of the product); rarely, two more, where the finished
+product turns out to be far from its best h. Three small all-reduces, and one more per trial. Memory
+per rank: 2 `n_local` fp32 for the two gradients, 2 more for those at w (the whole slice's and the
+pilot micro-batch's), and the product.
 
 Source: the paper's equation (1), with the step of `ds_hessian.operators.step_control`.
 """
@@ -118,7 +119,11 @@ class FiniteDifferenceHessian:
             change = self._evaluate(v, h / length)
         else:
             h, trials, change = self._evaluate_auto(v, length)
-        product = self._finish(v, length, h, trials, change)
+        product, better = self._finish(v, length, h, trials, change)
+        if better is not None:
+            change = self._evaluate(v, better / length)
+            product, _ = self._finish(v, length, better, trials, change)
+            self.cost.gradient_evaluations += 2
         self.cost.products += 1
         self.cost.trials += trials
         self.cost.gradient_evaluations += 2 + 2 * trials / self.backend.num_micro_batches
@@ -146,9 +151,7 @@ class FiniteDifferenceHessian:
             backend.add_gradient(self._plus.zero_(), range(1))
             change = backend.displace(v, -h / length)
             backend.add_gradient(self._minus.zero_(), range(1))
-            squares = ops.curvature_ratio(
-                self._plus, self._minus, self._pilot, self.space.n_owned
-            )
+            squares = ops.curvature_ratio(self._plus, self._minus, self._pilot, self.space.n_owned)
             d2, s2, along, moved2 = self.space.reduce(torch.cat([squares, change])).tolist()
             rho = h * _sine(along, moved2, length)
             trials.append(Trial(h, math.sqrt(d2), math.sqrt(s2), rho))
@@ -164,7 +167,8 @@ class FiniteDifferenceHessian:
 
     def _finish(
         self, v: Tensor, length: float, h: float, trials: int, change: Tensor
-    ) -> Product:
+    ) -> tuple[Product, float | None]:
+        """The product from the two gradients, and the h at which to repeat it, if any."""
         scale = self.scale
         # The gradients are sums; dividing them by 2h / (scale |v|) gives H v at v's own length.
         partials = ops.difference(
@@ -190,7 +194,7 @@ class FiniteDifferenceHessian:
         assessed = self._assess(full)
         fidelity = math.copysign(math.sqrt(1 - sine**2), -along)
         vector, self._plus = self._plus, torch.empty_like(self._plus)
-        return Product(
+        product = Product(
             vector=vector,
             norm=norm,
             displacement=h,
@@ -200,6 +204,7 @@ class FiniteDifferenceHessian:
             error=assessed.error,
             trials=trials,
         )
+        return product, assessed.better
 
     def _assess(self, full: Trial) -> Assessment:
         if self._controller is not None:

@@ -49,6 +49,10 @@ AFTER_PROBE = 30.0
 
 MAX_TRIALS = 10
 
+REPEAT = 2.0
+"""A finished product is worth doing again at h* if its estimated error is this many times the least
+one: the pilot micro-batch was not like the rest."""
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -75,11 +79,15 @@ class Advice:
 
 @dataclass(frozen=True)
 class Assessment:
-    """What a product's own d and s say of it; see `Product` for the meaning of the fields."""
+    """What a product's own d and s say of it; see `Product` for the meaning of the fields.
+
+    `better` is an h at which the product should be repeated, or None.
+    """
 
     nonlinearity: float
     noise: float | None
     error: float | None
+    better: float | None = None
 
 
 class StepController:
@@ -146,13 +154,14 @@ class StepController:
         b = self._b(kappa, sigma, full.rho)
         truncation = math.sqrt(max(full.s**2 - 6 * sigma**2, 0.0)) / full.d if full.d > 0 else 1.0
         noise = b / full.h
-        if self.products == 1:
-            self.h = self._clamp(full.h / AFTER_PROBE)
-        elif truncation > 0 and full.ratio < SATURATED:
-            self.h = self._clamp(self._optimum(truncation / full.h, b))
-        else:
-            self.h = full.h
-        return Assessment(full.ratio, noise, math.hypot(noise, TRUNCATION * truncation**2))
+        error = math.hypot(noise, TRUNCATION * truncation**2)
+        best = full.h
+        if truncation > 0 and full.ratio < SATURATED:
+            best = self._clamp(self._optimum(truncation / full.h, b))
+        self.h = self._clamp(full.h / AFTER_PROBE) if self.products == 1 else best
+        least = math.sqrt(3) * TRUNCATION * (truncation * best / full.h) ** 2
+        repeat = best != full.h and 0 < least * REPEAT < error
+        return Assessment(full.ratio, noise, error, best if repeat else None)
 
     # ---- the model of the module docstring, solved for its unknowns
 
@@ -183,8 +192,10 @@ class StepController:
         return not 1 / STALE < best / NOISE_DEPTH / self.sigma_h < STALE
 
     def _is_noise_trial(self, trials: list[Trial]) -> bool:
-        return len(trials) > 1 and trials[-1].h < 0.5 * min(t.h for t in trials[:-1]) and (
-            min(t.ratio for t in trials[:-1]) < SATURATED
+        return (
+            len(trials) > 1
+            and trials[-1].h < 0.5 * min(t.h for t in trials[:-1])
+            and (min(t.ratio for t in trials[:-1]) < SATURATED)
         )
 
     def _after_noise_trial(self, trials: list[Trial]) -> Advice:

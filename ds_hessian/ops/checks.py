@@ -159,7 +159,11 @@ def word(kernel: str, name: str, value: int) -> int:
     """A 64-bit unsigned number."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 64:
         raise refuse(
-            kernel, name, "an integer within 0 .. 2^64 - 1", f"is {value!r}", "reduce it modulo 2^64"
+            kernel,
+            name,
+            "an integer within 0 .. 2^64 - 1",
+            f"is {value!r}",
+            "reduce it modulo 2^64",
         )
     return value
 

@@ -312,9 +312,9 @@ def _fp64(coefficients: Tensor, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def subtract(basis: Tensor, w: Tensor, coefficients: Tensor, owned: int) -> Tensor:
-    """`w <- w - basis' c` in place, with `c` `(m,)` fp64. Returns `(1,)`: `<w, w>`. R basis, w; W w.
+    """`w <- w - basis' c` in place, with `c` `(m,)` fp64. Returns `(1,)`: `<w, w>`.
 
-    The sum over rows is formed in fp64 and rounded to fp32 once.
+    The sum over rows is formed in fp64 and rounded to fp32 once. R basis, w; W w.
     """
     n, device = _check_basis("subtract", basis, w, coefficients, owned)
     coefficients = _fp64(coefficients, device)
@@ -389,11 +389,11 @@ def _fill(kernel: str, kind: str, out: Tensor, key: int, stream: int, start: int
     n = out.shape[0]
     checks.word(kernel, "key", key)
     checks.word(kernel, "stream", stream)
-    if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start <= (1 << 63) - 1 - n:
+    if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start <= (1 << 62) - n:
         raise checks.refuse(
             kernel,
             "start",
-            f"an integer within 0 .. 2^63 - 1 - {n}",
+            f"an integer within 0 .. 2^62 - {n}",
             f"is {start!r}",
             "pass an index in the parameter",
         )
@@ -408,7 +408,7 @@ def _fill(kernel: str, kind: str, out: Tensor, key: int, stream: int, start: int
 
 @torch.no_grad()
 def copy(to: Tensor, source: Tensor) -> Tensor:
-    """`to <- source`, two fp32 vectors: the yardstick of `benchmarks/kernels.py`. R source; W to."""
+    """`to <- source`, two fp32 vectors: the yardstick of the benchmark. R source; W to."""
     checks.vector("copy", "to", to)
     checks.vector("copy", "source", source, to.shape[0], to.device)
     checks.apart("copy", [("to", to)], [("source", source)])

@@ -192,9 +192,13 @@ def plan(kind: str) -> toolchain.Plan:
     return toolchain.plan_cuda(sorted(archs))
 
 
-def _just_in_time(kind: str) -> tuple[ModuleType, str]:
-    made = plan(kind)
-    directory = cache_root() / f"{kind}-{made.key}"
+def built(made: toolchain.Plan) -> tuple[Path, str]:
+    """The extension of a plan, from the cache or built now, and how it came to be.
+
+    Raises:
+        BuildError: the build failed.
+    """
+    directory = cache_root() / f"{made.backend}-{made.key}"
     target = directory / made.filename
     reason = f"built just in time, cached: {target}"
     if not target.is_file():
@@ -205,7 +209,13 @@ def _just_in_time(kind: str) -> tuple[ModuleType, str]:
                 _build_into(made, directory)
                 seconds = time.perf_counter() - started
                 reason = f"built just in time in {seconds:.0f} s: {target}"
-                logger.info("ds_hessian kernels for %s %s", kind, reason)
+                logger.info("ds_hessian kernels for %s %s", made.backend, reason)
+    return target, reason
+
+
+def _just_in_time(kind: str) -> tuple[ModuleType, str]:
+    made = plan(kind)
+    target, reason = built(made)
     loader = importlib.machinery.ExtensionFileLoader(made.module, str(target))
     spec = importlib.util.spec_from_file_location(made.module, target, loader=loader)
     assert spec is not None

@@ -27,11 +27,14 @@ def _mulhilo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     return ((second >> 16) + (total >> 32)) & _MASK, total & _MASK
 
 
-def philox(key: int, stream: int, lane: int, block: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(
+    key: int, stream: int, lane: int, block: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four 32-bit words (int64 tensors) for each 64-bit `block` number.
 
     Args:
-        key: 64-bit key. `stream`: 64-bit number; its words are counter words 2 and 3.
+        key: 64-bit key.
+        stream: 64-bit number; its words are counter words 2 and 3.
         lane: added to `stream`, so that one key serves several purposes.
         block: int64 tensor, counter words 0 and 1.
     """
@@ -111,7 +114,7 @@ def _horner(coefficients: list[float], x2: Tensor) -> Tensor:
 
 
 def _cos_or_sin(word: Tensor, sine: Tensor) -> Tensor:
-    """cos or sin of 2 pi (word + 0.5) / 2^32, by octant reduction in exact integers."""
+    """Cosine or sine of 2 pi (word + 0.5) / 2^32, by octant reduction in exact integers."""
     quarter = ((word >> 30) + 3 * sine.to(torch.int64)) & 3  # sin(t) = cos(t + 3/4 turn)
     offset = (word & 0x3FFFFFFF).double() + 0.5  # within the quarter turn, [0, 2^30)
     t = offset * (math.pi / 2.0 * 2.0**-30)

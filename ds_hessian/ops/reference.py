@@ -172,9 +172,9 @@ def project(basis: Tensor, w: Tensor, owned: int) -> Tensor:
 
 
 def subtract(basis: Tensor, w: Tensor, coefficients: Tensor, owned: int) -> Tensor:
-    """`w <- w - basis' c` in place, with `c` `(m,)` fp64. Returns `(1,)`: `<w, w>`. R basis, w; W w.
+    """`w <- w - basis' c` in place, with `c` `(m,)` fp64. Returns `(1,)`: `<w, w>`.
 
-    The sum over rows is formed in fp64 and rounded to fp32 once.
+    The sum over rows is formed in fp64 and rounded to fp32 once. R basis, w; W w.
     """
     chunk = _chunk(basis.shape[0])
     for start in range(0, w.numel(), chunk):
@@ -224,8 +224,8 @@ def _round_stochastically(x: Tensor, dtype: torch.dtype, seed: int, start: int) 
     if dtype == torch.float32:
         return x
     index = torch.arange(start, start + x.numel(), device=x.device)
-    bits = philox(seed, 0, 0, index // 4)
-    bits = torch.stack(bits, -1).gather(-1, (index % 4)[:, None]).squeeze(-1)
+    words = torch.stack(philox(seed, 0, 0, index // 4), -1)
+    bits = words.gather(-1, (index % 4)[:, None]).squeeze(-1)
     drop = 16 if dtype == torch.bfloat16 else 13
     mask = (1 << drop) - 1
     raw = x.view(torch.int32).to(torch.int64)

@@ -35,6 +35,9 @@ CPU_SOURCES = ("basis", "parallel", "probes", "streaming")
 CUDA_SOURCES = ("basis", "probes", "streaming")
 
 
+Compile = tuple[tuple[str, ...], Path]  # a command without its input and output, and its source
+
+
 class BuildError(Exception):
     """A build could not be made; the message says why and holds the compiler's own."""
 
@@ -53,7 +56,7 @@ class Plan:
 
     backend: str
     module: str
-    compiles: tuple[tuple[tuple[str, ...], Path], ...]
+    compiles: tuple[Compile, ...]
     link: tuple[str, ...]
     key: str
 
@@ -117,7 +120,9 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return "\n".join(sorted({x for x in lines if x.startswith(("flags", "Features", "model name"))}))
+    return "\n".join(
+        sorted({x for x in lines if x.startswith(("flags", "Features", "model name"))})
+    )
 
 
 def plan_cpu() -> Plan:
@@ -129,7 +134,7 @@ def plan_cpu() -> Plan:
     root, compiler = source_root(), find_compiler()
     march = os.environ.get("DS_HESSIAN_MARCH", "native")
     kernels = (compiler, *COMMON, *KERNELS, f"-march={march}", "-DDS_HESSIAN_BACKEND=cpu")
-    compiles = [(kernels, root / "cpu" / f"{name}.cpp") for name in CPU_SOURCES]
+    compiles: list[Compile] = [(kernels, root / "cpu" / f"{name}.cpp") for name in CPU_SOURCES]
     compiles.append((_bindings(compiler, "cpu"), root / "bindings.cpp"))
     versions = (_version(compiler), _processor() if march == "native" else "")
     link = (compiler, "-shared", "-pthread")
@@ -153,7 +158,7 @@ def plan_cuda(archs: Sequence[str] = ()) -> Plan:
     targets.append(f"-gencode=arch=compute_{numbers[-1]},code=compute_{numbers[-1]}")
     host = ("-ccbin", compiler, "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
     kernels = (nvcc, *CUDA, *host, *targets, "-DDS_HESSIAN_BACKEND=cuda")
-    compiles = [(kernels, root / "cuda" / f"{name}.cu") for name in CUDA_SOURCES]
+    compiles: list[Compile] = [(kernels, root / "cuda" / f"{name}.cu") for name in CUDA_SOURCES]
     compiles.append((_bindings(compiler, "cuda"), root / "bindings.cpp"))
     link = (nvcc, "-shared", "-ccbin", compiler, "-cudart=static")
     return _plan("cuda", compiles, link, root, (_version(compiler), _version(nvcc)))
@@ -167,7 +172,7 @@ def _bindings(compiler: str, backend: str) -> tuple[str, ...]:
 
 def _plan(
     backend: str,
-    compiles: list[tuple[tuple[str, ...], Path]],
+    compiles: Sequence[Compile],
     link: tuple[str, ...],
     root: Path,
     versions: Sequence[str],

@@ -1,8 +1,16 @@
 """Sharded vectors: their layout, inner products, probes, and agreement between ranks."""
 
-from ds_hessian.vectors.agreement import together
+from ds_hessian.vectors.agreement import checkpoint, together
 from ds_hessian.vectors.layout import Fragment, Layout
 from ds_hessian.vectors.probes import ProbeKind, random_vector
 from ds_hessian.vectors.space import VectorSpace
 
-__all__ = ["Fragment", "Layout", "ProbeKind", "VectorSpace", "random_vector", "together"]
+__all__ = [
+    "Fragment",
+    "Layout",
+    "ProbeKind",
+    "VectorSpace",
+    "checkpoint",
+    "random_vector",
+    "together",
+]

@@ -37,6 +37,28 @@ def first_failure(
     return next(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None)
 
 
+class _Agreed(MeasurementError):
+    """A failure of another rank that all ranks know of already."""
+
+
+def checkpoint(
+    doing: str, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> None:
+    """Inside the body of `together`: go on only if no rank has failed so far.
+
+    For bodies that themselves contain collectives: placed before the first of them, it keeps a rank
+    that failed earlier from leaving the others waiting there.
+
+    Raises:
+        MeasurementError: some rank left the body with an exception before it came here.
+
+    Collective: matches the end of `together` on the ranks that failed.
+    """
+    failure = first_failure(None, group, device)
+    if failure is not None:
+        raise _Agreed(f"while {doing}, {failure}")
+
+
 @contextmanager
 def together(
     doing: str, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
@@ -58,6 +80,8 @@ def together(
     error: Exception | None = None
     try:
         yield
+    except _Agreed:
+        raise
     except Exception as caught:  # re-raised below, after the other ranks have been told
         error = caught
     failure = first_failure(error, group, device)

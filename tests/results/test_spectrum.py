@@ -174,11 +174,6 @@ def test_monitor_events_are_finite_tagged_and_at_the_optimizer_step():
     assert "Train/Hessian/loss" not in {tag for tag, _, _ in monitor_events(without)}
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="trace_estimate takes the second moment from the Ritz values, which leave out the last "
-    "beta: after one product that is all of the spread",
-)
 def test_one_product_gives_a_trace_with_an_error():
     spectrum = spectrum_of(semicircle(2000), m=1)
     assert spectrum.trace.error > 0

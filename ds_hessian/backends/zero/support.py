@@ -54,7 +54,11 @@ def _findings(engine: Any) -> list[tuple[str, bool, str]]:
             not host.is_data_parallel_only(engine),
             "measure a data-parallel job",
         ),
-        ("Muon", any(getattr(p, "use_muon", False) for p in engine.module.parameters()), "use Adam"),
+        (
+            "Muon",
+            any(getattr(p, "use_muon", False) for p in engine.module.parameters()),
+            "use Adam",
+        ),
     ]
 
 

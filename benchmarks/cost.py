@@ -1,0 +1,109 @@
+"""What a product and a Lanczos run cost, in gradients of the same engine measured in the same run.
+
+    deepspeed --num_accelerators 2 benchmarks/cost.py
+
+Prints, for a GPT of about 5 million parameters under ZeRO-3: a plain gradient evaluation (forward
+and backward of the engine on the same micro-batches, nothing of ds_hessian in between), a product
+averaged over 20 Lanczos vectors with all trials, the rest of Lanczos as a share of the products,
+and the peak memory of each rank over that of training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import time
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+import ds_hessian
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from train_gpt import GPT, sample, standard_library  # noqa: E402
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 8,
+    "steps_per_print": 10**9,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 3},
+    "hessian": {"progress": False},
+}
+
+
+def peak_megabytes() -> float:
+    """Peak resident memory of this process so far (peak device memory on an accelerator)."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def gradient_seconds(engine: object, batches: list[list[torch.Tensor]]) -> float:
+    """One gradient over the micro-batches as training makes it, without a step."""
+    started = time.perf_counter()
+    for batch in batches:
+        engine.backward(engine(*batch))
+    engine.optimizer.zero_grad()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--num_matvecs", type=int, default=20)
+    args = parser.parse_args()
+    deepspeed.utils.logger.setLevel("ERROR")
+    torch.manual_seed(0)
+    model = GPT(args.width, args.layers, 4, args.context, 0.1)
+    engine, *_ = ds_hessian.initialize(
+        model=model, model_parameters=model.parameters(), config=CONFIG
+    )
+    text, generator = standard_library(), torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):  # Adam's state and the gather trace exist from here on
+        for _ in range(8):
+            engine.backward(engine(*sample(text, 4, args.context, generator)))
+            engine.step()
+    batches = [sample(text, 4, args.context, generator) for _ in range(8)]
+    trained = peak_megabytes()
+    engine.module.eval()  # as the measurement runs
+    gradient_seconds(engine, batches)
+    gradients = [gradient_seconds(engine, batches) for _ in range(5)]
+    spectrum = engine.hessian_spectrum(batches, num_matvecs=args.num_matvecs)
+    gradients += [gradient_seconds(engine, batches) for _ in range(5)]
+    report(engine, spectrum, sorted(gradients)[len(gradients) // 2], trained)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def report(
+    engine: object, spectrum: ds_hessian.HessianSpectrum, gradient: float, trained: float
+) -> None:
+    """The table, on rank 0."""
+    cost, n_local = spectrum.cost, engine.hessian.backend.layout.n_local
+    extra = peak_megabytes() - trained
+    vectors = extra * 2**20 / (4 * n_local)
+    if dist.get_rank() > 0:
+        return
+    lines = [
+        f"{spectrum.n:,} parameters, {spectrum.provenance.layout}, 8 micro-batches",
+        f"gradient (median of 10)           {gradient:8.3f} s",
+        f"product (mean of {cost.products})              {cost.seconds_per_product:8.3f} s"
+        f"  = {cost.seconds_per_product / gradient:.3f} gradients",
+        f"gradients evaluated per product   {cost.gradients_per_product:8.3f}",
+        f"rest of Lanczos                   {100 * cost.lanczos_overhead:8.2f} % of the products",
+        f"peak memory in training           {trained:8.0f} MB per rank",
+        f"more in the measurement           {extra:8.0f} MB = {vectors:.1f} fp32 vectors",
+    ]
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,361 @@
+// Products with a basis: all rows of a tile of columns at a time, so that the basis is read once.
+#include <cstring>
+#include <memory>
+
+#include "reduce.h"
+
+namespace ds_hessian {
+namespace cpu {
+namespace {
+
+using lanes::D8;
+using lanes::F8;
+using lanes::Full;
+using lanes::widen;
+
+// On a lambda of prefetches only: GCC drops a call that returns nothing and writes nothing.
+#define DS_HESSIAN_INLINED __attribute__((always_inline))
+
+constexpr int64_t kColumns = 2048;      // of a tile: 16 KB in fp64, half of a first-level cache
+constexpr int64_t kFusedColumns = 512;  // two such tiles and the rows at hand share that cache
+constexpr int64_t kGroup = 4;           // rows at a time: their sums stay in registers
+
+template <class T>
+const T* row_of(const Basis& basis, int64_t row) {
+  return static_cast<const T*>(basis.data) + row * basis.stride;
+}
+
+DS_HESSIAN_LANE D8 load_wide(const double* from) {
+  D8 wide;
+  memcpy(&wide.low, from, 32);
+  memcpy(&wide.high, from + 4, 32);
+  return wide;
+}
+
+DS_HESSIAN_LANE void store_wide(double* to, const D8& wide) {
+  memcpy(to, &wide.low, 32);
+  memcpy(to + 4, &wide.high, 32);
+}
+
+// A tile in fp64, with zeros up to the next multiple of eight columns.
+void widen_tile(const float* w, int64_t columns, double* wide) {
+  lanes::each(0, columns, [&](int64_t i, auto io) { store_wide(wide + i, widen(io.load(w + i))); });
+}
+
+void narrow_tile(const double* wide, int64_t columns, float* w) {
+  lanes::each(0, columns,
+              [&](int64_t i, auto io) { io.store(w + i, lanes::narrow(load_wide(wide + i))); });
+}
+
+// Some rows of a tile, `stride` elements apart, and rows that will be wanted next (or null): they
+// lie far apart, and the processor itself prefetches only along one.
+template <class T>
+struct Rows {
+  const T* data;
+  int64_t stride;
+  const T* ahead;
+  int64_t ahead_stride;
+
+  DS_HESSIAN_LANE Rows from(int64_t row) const {
+    return {data + row * stride, stride, ahead ? ahead + row * ahead_stride : nullptr,
+            ahead_stride};
+  }
+  template <int kRows>
+  DS_HESSIAN_LANE void prefetch(int64_t i) const {
+    for (int r = 0; r < kRows; ++r) __builtin_prefetch(ahead + r * ahead_stride + i);
+  }
+};
+
+// sums[r] += the product of row r with `wide`.
+template <int kRows, int kAhead = kRows, class T>
+void project_rows(const Rows<T>& rows, const double* wide, int64_t columns, lanes::Sum* sums) {
+  D8 partial[kRows];
+  for (int r = 0; r < kRows; ++r) partial[r] = lanes::zeros();
+  lanes::each_ahead(
+      columns, [&](int64_t i) DS_HESSIAN_INLINED { rows.template prefetch<kAhead>(i); },
+      [&](int64_t i, auto io) {
+        D8 x = load_wide(wide + i);
+        lanes::keep(&x);  // used kRows times: the loads of the rows are what limits this loop
+        for (int r = 0; r < kRows; ++r)
+          partial[r] = lanes::add_product(partial[r], io.wide(rows.data + r * rows.stride + i), x);
+      });
+  for (int r = 0; r < kRows; ++r) sums[r].add(partial[r].total());
+}
+
+void add_square(const double* wide, int64_t columns, lanes::Sum* sum) {
+  D8 square = lanes::zeros();
+  for (int64_t i = 0; i < columns; i += lanes::kLanes) {
+    const D8 x = load_wide(wide + i);
+    square = lanes::add_product(square, x, x);
+  }
+  sum->add(square.total());
+}
+
+// wide -= the rows times their coefficients; `copy`, if wanted, keeps the rows side by side: rows
+// of a basis whose stride is a power of two share cache sets and would evict each other.
+template <int kRows, bool kCopy, int kAhead = kRows, class T>
+void subtract_rows(const Rows<T>& rows, const double* coefficients, double* wide, int64_t columns,
+                   T* copy, int64_t copy_stride) {
+  D8 factors[kRows];
+  for (int r = 0; r < kRows; ++r) factors[r] = lanes::broadcast(-coefficients[r]);
+  lanes::each_ahead(
+      columns, [&](int64_t i) DS_HESSIAN_INLINED { rows.template prefetch<kAhead>(i); },
+      [&](int64_t i, auto io) {
+        D8 x = load_wide(wide + i);
+        for (int r = 0; r < kRows; ++r) {
+          const T* row = rows.data + r * rows.stride + i;
+          x = lanes::add_product(x, io.wide(row), factors[r]);
+          if (kCopy) io.put(copy + r * copy_stride + i, row);
+        }
+        store_wide(wide + i, x);
+      });
+}
+
+// Runs some(row) for groups of kGroup rows, then one(row) for each of the rest.
+template <class Some, class One>
+DS_HESSIAN_LANE void grouped(int64_t rows, const Some& some, const One& one) {
+  int64_t row = 0;
+  for (; row + kGroup <= rows; row += kGroup) some(row);
+  for (; row < rows; ++row) one(row);
+}
+
+// Runs tile(begin, end, sums) over the blocks of [0, n) in tiles of at most `width` columns on one
+// side of `owned`; out receives the `count` sums of the owned tiles.
+template <class Tile>
+void reduce_tiles(int64_t n, int64_t owned, int64_t width, int64_t count, int threads, double* out,
+                  const Tile& tile) {
+  std::vector<double> partials(static_cast<size_t>(parallel::block_count(n) * count));
+  parallel::blocks(n, threads, [&](int64_t block, int64_t begin, int64_t end) {
+    std::vector<lanes::Sum> sums(static_cast<size_t>(count)), unused(static_cast<size_t>(count));
+    for (int64_t i = begin, stop; i < end; i = stop) {
+      stop = std::min(i + width, end);
+      if (i < owned && owned < stop) stop = owned;
+      tile(i, stop, i < owned ? sums.data() : unused.data());
+    }
+    for (int64_t s = 0; s < count; ++s)
+      partials[static_cast<size_t>(block * count + s)] = sums[static_cast<size_t>(s)].value();
+  });
+  parallel::collect(partials, count, out);
+}
+
+template <class T>
+void project_of(const Basis& basis, const float* w, int64_t owned, double* out, int threads) {
+  reduce_tiles(
+      owned, owned, kColumns, basis.rows + 1, threads, out,
+      [&](int64_t begin, int64_t end, lanes::Sum* sums) {
+        alignas(64) double wide[kColumns];
+        const int64_t columns = end - begin;
+        const T* tile = row_of<T>(basis, 0) + begin;
+        const Rows<T> rows = {tile, basis.stride, tile + kGroup * basis.stride, basis.stride};
+        widen_tile(w + begin, columns, wide);
+        grouped(
+            basis.rows,
+            [&](int64_t row) { project_rows<kGroup>(rows.from(row), wide, columns, sums + row); },
+            [&](int64_t row) { project_rows<1>(rows.from(row), wide, columns, sums + row); });
+        add_square(wide, columns, sums + basis.rows);
+      });
+}
+
+template <class T>
+void subtract_of(const Basis& basis, float* w, const double* coefficients, int64_t n, int64_t owned,
+                 double* out, int threads) {
+  reduce_tiles(
+      n, owned, kColumns, 1, threads, out, [&](int64_t begin, int64_t end, lanes::Sum* sums) {
+        alignas(64) double wide[kColumns];
+        const int64_t columns = end - begin;
+        const T* tile = row_of<T>(basis, 0) + begin;
+        const Rows<T> rows = {tile, basis.stride, tile + kGroup * basis.stride, basis.stride};
+        T* none = nullptr;
+        widen_tile(w + begin, columns, wide);
+        grouped(
+            basis.rows,
+            [&](int64_t r) {
+              subtract_rows<kGroup, false>(rows.from(r), coefficients + r, wide, columns, none, 0);
+            },
+            [&](int64_t r) {
+              subtract_rows<1, false>(rows.from(r), coefficients + r, wide, columns, none, 0);
+            });
+        narrow_tile(wide, columns, w + begin);
+        widen_tile(w + begin, columns, wide);
+        add_square(wide, columns, sums);
+      });
+}
+
+// One thread's work in subtract_project. The rows of a tile are kept in `copies` from their update
+// until their products, which are formed group by group between the updates of the next tile: the
+// processor computes with one tile while it waits for the other.
+template <class T>
+class Fused {
+ public:
+  Fused(const Basis& basis, const double* coefficients, int64_t width)
+      : basis_(basis),
+        coefficients_(coefficients),
+        stride_(width + 64 / int64_t{sizeof(T)}),
+        copies_(static_cast<size_t>(basis.rows * stride_)) {}
+
+  // Updates tile [begin, end) of w and finishes the tile before it.
+  void advance(float* w, int64_t begin, int64_t end, lanes::Sum* sums) {
+    double* next = wide_[turn_];
+    const int64_t columns = end - begin;
+    const T* tile = row_of<T>(basis_, 0) + begin;
+    widen_tile(w + begin, columns, next);
+    grouped(
+        basis_.rows, [&](int64_t row) { step<kGroup>(tile, row, next, columns); },
+        [&](int64_t row) { step<1>(tile, row, next, columns); });
+    close();
+    narrow_tile(next, columns, w + begin);
+    widen_tile(w + begin, columns, next);
+    columns_ = columns;
+    sums_ = sums;
+    turn_ = 1 - turn_;
+  }
+
+  // The products of the last tile.
+  void finish() {
+    grouped(
+        basis_.rows, [&](int64_t row) { products<kGroup, 0>(row, nullptr, 0); },
+        [&](int64_t row) { products<1, 0>(row, nullptr, 0); });
+    close();
+  }
+
+ private:
+  // The products of a group of rows in the tile before, then the group's update of this tile. Each
+  // half of the work asks for half of the group after it, so that memory is never idle.
+  template <int kRows>
+  void step(const T* tile, int64_t row, double* next, int64_t columns) {
+    constexpr int kHalf = (kRows + 1) / 2;
+    const bool last = row + kRows >= basis_.rows;
+    const T* ahead = last ? tile + columns : tile + (row + kRows) * basis_.stride;
+    if (sums_) products<kRows, kHalf>(row, ahead, basis_.stride);
+    const Rows<T> rows = {tile + row * basis_.stride, basis_.stride, ahead + kHalf * basis_.stride,
+                          basis_.stride};
+    subtract_rows<kRows, true, kRows - kHalf>(rows, coefficients_ + row, next, columns,
+                                              copies_.data() + row * stride_, stride_);
+  }
+
+  template <int kRows, int kAhead>
+  void products(int64_t row, const T* ahead, int64_t ahead_stride) {
+    const Rows<T> rows = {copies_.data() + row * stride_, stride_, ahead, ahead_stride};
+    project_rows<kRows, kAhead>(rows, wide_[1 - turn_], columns_, sums_ + row);
+  }
+
+  void close() {
+    if (sums_) add_square(wide_[1 - turn_], columns_, sums_ + basis_.rows);
+    sums_ = nullptr;
+  }
+
+  const Basis& basis_;
+  const double* coefficients_;
+  const int64_t stride_;
+  std::vector<T> copies_;
+  alignas(64) double wide_[2][kFusedColumns];
+  int turn_ = 0;
+  int64_t columns_ = 0;
+  lanes::Sum* sums_ = nullptr;  // of the tile whose products are due
+};
+
+// Columns whose rows take half of a 512 KB second-level cache.
+template <class T>
+int64_t fused_columns(int64_t rows) {
+  const int64_t fit = (int64_t{256} << 10) / int64_t{sizeof(T)} / std::max<int64_t>(rows, 1);
+  return std::min(kFusedColumns, std::max<int64_t>(fit / 64 * 64, 64));
+}
+
+template <class T>
+void subtract_project_of(const Basis& basis, float* w, const double* coefficients, int64_t n,
+                         int64_t owned, double* out, int threads) {
+  const int64_t width = fused_columns<T>(basis.rows), count = basis.rows + 1;
+  std::vector<double> partials(static_cast<size_t>(parallel::block_count(n) * count));
+  parallel::blocks(n, threads, [&](int64_t block, int64_t begin, int64_t end) {
+    std::vector<lanes::Sum> sums(static_cast<size_t>(count)), unused(static_cast<size_t>(count));
+    Fused<T> fused(basis, coefficients, width);
+    for (int64_t i = begin, stop; i < end; i = stop) {
+      stop = std::min(i + width, end);
+      if (i < owned && owned < stop) stop = owned;
+      fused.advance(w, i, stop, i < owned ? sums.data() : unused.data());
+    }
+    fused.finish();
+    for (int64_t s = 0; s < count; ++s)
+      partials[static_cast<size_t>(block * count + s)] = sums[static_cast<size_t>(s)].value();
+  });
+  parallel::collect(partials, count, out);
+}
+
+template <int kRows, class T>
+void combine_rows(const T* const* rows, const double* coefficients, int64_t coefficient_stride,
+                  int64_t k, double* sums, int64_t columns) {
+  lanes::each(0, columns, [&](int64_t i, auto io) {
+    D8 x[kRows];
+    for (int r = 0; r < kRows; ++r) x[r] = io.wide(rows[r] + i);
+    for (int64_t j = 0; j < k; ++j) {
+      const double* c = coefficients + j * coefficient_stride;
+      D8 sum = load_wide(sums + j * kColumns + i);
+      for (int r = 0; r < kRows; ++r) sum = lanes::add_product(sum, x[r], lanes::broadcast(c[r]));
+      store_wide(sums + j * kColumns + i, sum);
+    }
+  });
+}
+
+template <class T>
+void combine_of(const Basis& basis, const double* coefficients, int64_t k, float* out,
+                int64_t out_stride, int64_t n, int threads) {
+  parallel::blocks(n, threads, [&](int64_t, int64_t first, int64_t last) {
+    std::vector<double> sums(static_cast<size_t>(k * kColumns));
+    // 256 KB of sums at most stay in the second-level cache while the rows pass by.
+    const int64_t fit = (int64_t{32} << 10) / std::max<int64_t>(k, 1) / 64 * 64;
+    const int64_t width = std::min(kColumns, std::max<int64_t>(fit, 64));
+    for (int64_t begin = first; begin < last; begin += width) {
+      const int64_t columns = std::min(width, last - begin);
+      std::fill(sums.begin(), sums.end(), 0.0);
+      int64_t row = 0;
+      for (; row + kGroup <= basis.rows; row += kGroup) {
+        const T* group[kGroup];
+        for (int64_t r = 0; r < kGroup; ++r) group[r] = row_of<T>(basis, row + r) + begin;
+        combine_rows<kGroup>(group, coefficients + row, basis.rows, k, sums.data(), columns);
+      }
+      for (; row < basis.rows; ++row) {
+        const T* one = row_of<T>(basis, row) + begin;
+        combine_rows<1>(&one, coefficients + row, basis.rows, k, sums.data(), columns);
+      }
+      for (int64_t j = 0; j < k; ++j)
+        narrow_tile(sums.data() + j * kColumns, columns, out + j * out_stride + begin);
+    }
+  });
+}
+
+}  // namespace
+
+#define DS_HESSIAN_DISPATCH(dtype, function, ...) \
+  switch (dtype) {                                \
+    case Dtype::kBFloat16:                        \
+      return function<bf16>(__VA_ARGS__);         \
+    case Dtype::kFloat16:                         \
+      return function<fp16>(__VA_ARGS__);         \
+    default:                                      \
+      return function<float>(__VA_ARGS__);        \
+  }
+
+void project(const Basis& basis, const float* w, int64_t owned, double* out, const Launch& launch) {
+  DS_HESSIAN_DISPATCH(basis.dtype, project_of, basis, w, owned, out, launch.threads)
+}
+
+void subtract(const Basis& basis, float* w, const double* coefficients, int64_t n, int64_t owned,
+              double* out, const Launch& launch) {
+  DS_HESSIAN_DISPATCH(basis.dtype, subtract_of, basis, w, coefficients, n, owned, out,
+                      launch.threads)
+}
+
+void subtract_project(const Basis& basis, float* w, const double* coefficients, int64_t n,
+                      int64_t owned, double* out, const Launch& launch) {
+  DS_HESSIAN_DISPATCH(basis.dtype, subtract_project_of, basis, w, coefficients, n, owned, out,
+                      launch.threads)
+}
+
+void combine(const Basis& basis, const double* coefficients, int64_t k, float* out,
+             int64_t out_stride, int64_t n, const Launch& launch) {
+  DS_HESSIAN_DISPATCH(basis.dtype, combine_of, basis, coefficients, k, out, out_stride, n,
+                      launch.threads)
+}
+
+}  // namespace cpu
+}  // namespace ds_hessian

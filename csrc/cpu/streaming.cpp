@@ -1,0 +1,330 @@
+// Kernels that pass over vectors once: displacement, difference, Lanczos update, normalisation.
+#include <cstring>
+
+#include "../probe_math.h"
+#include "reduce.h"
+
+namespace ds_hessian {
+namespace cpu {
+namespace {
+
+using lanes::add_product;
+using lanes::D8;
+using lanes::F8;
+using lanes::Full;
+using lanes::Streaming;
+using lanes::widen;
+
+struct Displacement {
+  const float* v;  // of the first element of the shard; null where only restoring
+  float h;
+  uint64_t seed;
+  int64_t at;  // global index of the first element of the shard
+};
+
+// The random words of the elements of whole Philox blocks [first, last), in the elements' order.
+void random_words(uint64_t seed, int64_t first, int64_t last, uint32_t* words) {
+  constexpr int64_t kGroup = 32;  // blocks at a time: the first loop becomes vector code
+  uint32_t x[4][kGroup];
+  for (; first < last; first += kGroup, words += 4 * kGroup) {
+    for (int64_t i = 0; i < kGroup; ++i) {
+      const probe::Words four = probe::philox(seed, 0, static_cast<uint64_t>(first + i));
+      x[0][i] = four.x0;
+      x[1][i] = four.x1;
+      x[2][i] = four.x2;
+      x[3][i] = four.x3;
+    }
+    for (int64_t i = 0; i < kGroup; ++i)
+      for (int64_t j = 0; j < 4; ++j) words[4 * i + j] = x[j][i];
+  }
+}
+
+DS_HESSIAN_LANE F8 round_stochastically(F8 value, const uint32_t* random, uint32_t drop) {
+  lanes::U8 words;
+  memcpy(&words, random, sizeof words);
+  const lanes::U8 raw = lanes::bits_of(value);
+  const uint32_t mask = (1u << drop) - 1u;
+  const lanes::U8 rounded = (raw + (words & mask)) & ~mask;
+  const lanes::U8 finite = (lanes::U8)((raw & 0x7F800000u) != 0x7F800000u);
+  return lanes::from_bits((finite & rounded) | (~finite & raw));
+}
+
+// kAlong: there is a v. Without, nothing is displaced and nothing projected on it.
+template <Rounding kRounding, bool kAlong, class W, class M>
+void displace_tile(W* w, const M* m, const Displacement& d, int64_t begin, int64_t end, D8* sums) {
+  constexpr uint32_t kDrop = std::is_same<W, bf16>::value ? 16 : 13;
+  constexpr bool kRandom = kRounding == Rounding::kStochastic && !std::is_same<W, float>::value;
+  uint32_t words[kRandom ? parallel::kTile + 256 : 1];  // whole groups of Philox blocks
+  const int64_t from = d.at + begin;
+  if (kRandom) random_words(d.seed, from >> 2, (d.at + end + 3) >> 2, words);
+  const float *v = d.v, h = d.h;
+  D8 along = sums[0], square = sums[1];
+  lanes::each(begin, end, [&](int64_t i, auto io) {
+    const D8 old = io.wide(w + i);
+    F8 value = io.load(m + i);
+    if (kRounding != Rounding::kRestore) value = value + io.load(v + i) * h;
+    if (kRandom) value = round_stochastically(value, words + (from & 3) + (i - begin), kDrop);
+    const D8 change = io.store_wide(w + i, value) - old;
+    if (kAlong) along = lanes::add_product(along, change, io.wide(v + i));
+    square = lanes::add_product(square, change, change);
+  });
+  sums[0] = along;
+  sums[1] = square;
+}
+
+template <Rounding kRounding, bool kAlong, class W, class M>
+void displace_range(const Shard& shard, const Displacement& d, int64_t begin, int64_t end,
+                    int64_t owned, lanes::Sum* sums) {
+  W* w = static_cast<W*>(shard.weight);
+  const M* m = static_cast<const M*>(shard.master);
+  parallel::reduce_range<2>(begin, end, owned, sums, [&](int64_t i, int64_t stop, D8* partial) {
+    displace_tile<kRounding, kAlong>(w, m, d, i, stop, partial);
+  });
+}
+
+typedef void (*DisplaceRange)(const Shard&, const Displacement&, int64_t, int64_t, int64_t,
+                              lanes::Sum*);
+
+template <Rounding kRounding, bool kAlong, class W>
+DisplaceRange pick_master(Dtype master) {
+  switch (master) {
+    case Dtype::kBFloat16:
+      return displace_range<kRounding, kAlong, W, bf16>;
+    case Dtype::kFloat16:
+      return displace_range<kRounding, kAlong, W, fp16>;
+    default:
+      return displace_range<kRounding, kAlong, W, float>;
+  }
+}
+
+template <Rounding kRounding, bool kAlong>
+DisplaceRange pick(const Shard& shard) {
+  switch (shard.weight_dtype) {
+    case Dtype::kBFloat16:
+      return pick_master<kRounding, kAlong, bf16>(shard.master_dtype);
+    case Dtype::kFloat16:
+      return pick_master<kRounding, kAlong, fp16>(shard.master_dtype);
+    default:
+      return pick_master<kRounding, kAlong, float>(shard.master_dtype);
+  }
+}
+
+DisplaceRange pick(const Shard& shard, Rounding rounding, bool along) {
+  switch (rounding) {
+    case Rounding::kRestore:
+      return along ? pick<Rounding::kRestore, true>(shard) : pick<Rounding::kRestore, false>(shard);
+    case Rounding::kNearest:
+      return pick<Rounding::kNearest, true>(shard);
+    default:
+      return pick<Rounding::kStochastic, true>(shard);
+  }
+}
+
+struct Task {  // a block of a shard
+  size_t shard;
+  int64_t offset;  // of the shard in the vector
+  int64_t begin, end;
+};
+
+std::vector<Task> divide(const std::vector<Shard>& shards) {
+  int64_t n = 0, offset = 0;
+  for (const Shard& shard : shards) n += shard.length;
+  const int64_t size = parallel::block_size(n);
+  std::vector<Task> tasks;
+  for (size_t i = 0; i < shards.size(); offset += shards[i++].length)
+    for (int64_t begin = 0; begin < shards[i].length; begin += size)
+      tasks.push_back({i, offset, begin, std::min(begin + size, shards[i].length)});
+  return tasks;
+}
+
+}  // namespace
+
+int64_t workspace_size(int64_t, int) { return 0; }
+
+uint32_t required_features() {
+  uint32_t features = 0;
+#if defined(__AVX__)
+  features |= 1;
+#endif
+#if defined(__AVX2__)
+  features |= 2;
+#endif
+#if defined(__FMA__)
+  features |= 4;
+#endif
+#if defined(__AVX512F__)
+  features |= 8;
+#endif
+#if defined(__AVX512BW__) || defined(__AVX512DQ__) || defined(__AVX512VL__)
+  features |= 16;
+#endif
+  return features;
+}
+
+void displace(const std::vector<Shard>& shards, const float* v, float h, int64_t owned,
+              Rounding rounding, uint64_t seed, double* out, const Launch& launch) {
+  const std::vector<Task> tasks = divide(shards);
+  std::vector<double> partials(tasks.size() * 2);
+  parallel::run(static_cast<int64_t>(tasks.size()), launch.threads, [&](int64_t number) {
+    const Task& task = tasks[static_cast<size_t>(number)];
+    const Shard& shard = shards[task.shard];
+    const Displacement d = {v ? v + task.offset : nullptr, h, seed, task.offset};
+    lanes::Sum sums[2];
+    pick(shard, rounding, v != nullptr)(shard, d, task.begin, task.end, owned - task.offset, sums);
+    partials[static_cast<size_t>(2 * number)] = sums[0].value();
+    partials[static_cast<size_t>(2 * number + 1)] = sums[1].value();
+  });
+  parallel::collect(partials, 2, out);
+}
+
+void dots(const std::vector<Pair>& pairs, int64_t owned, double* out, const Launch& launch) {
+  const size_t count = pairs.size();
+  std::vector<double> partials(static_cast<size_t>(parallel::block_count(owned)) * count);
+  parallel::blocks(owned, launch.threads, [&](int64_t block, int64_t begin, int64_t end) {
+    std::vector<lanes::Sum> sums(count);
+    for (int64_t i = begin; i < end; i += parallel::kTile) {  // a tile stays in cache for all pairs
+      const int64_t stop = std::min(i + parallel::kTile, end);
+      for (size_t p = 0; p < count; ++p) {
+        const float *a = pairs[p].a, *b = pairs[p].b;
+        D8 even = lanes::zeros(), odd = lanes::zeros();
+        int64_t j = i;
+        for (; j + 16 <= stop; j += 16) {
+          even = add_product(even, Full{}.wide(a + j), Full{}.wide(b + j));
+          odd = add_product(odd, Full{}.wide(a + j + 8), Full{}.wide(b + j + 8));
+        }
+        lanes::each(j, stop, [&](int64_t k, auto io) {
+          even = add_product(even, io.wide(a + k), io.wide(b + k));
+        });
+        sums[p].add((even + odd).total());
+      }
+    }
+    for (size_t p = 0; p < count; ++p)
+      partials[static_cast<size_t>(block) * count + p] = sums[p].value();
+  });
+  parallel::collect(partials, static_cast<int64_t>(count), out);
+}
+
+namespace {
+
+template <bool kPrevious, bool kZero>
+void difference_of(float* plus, const float* minus, float scale, const float* v,
+                   const float* previous, const float* zero, int64_t n, int64_t owned, double* out,
+                   int threads) {
+  parallel::reduce<5>(n, owned, threads, out, [=](int64_t begin, int64_t end, D8* out_sums) {
+    D8 sums[5];
+    for (int s = 0; s < 5; ++s) sums[s] = out_sums[s];
+    lanes::each(begin, end, [&](int64_t i, auto io) {
+      const F8 a = io.load(plus + i), b = io.load(minus + i);
+      const D8 p = io.store_wide(plus + i, (a - b) * scale);
+      sums[0] = add_product(sums[0], p, io.wide(v + i));
+      if (kPrevious) sums[1] = add_product(sums[1], p, io.wide(previous + i));
+      sums[2] = add_product(sums[2], p, p);
+      if (kZero) {
+        const D8 z = io.wide(zero + i);
+        const D8 s = widen(a) + widen(b) - (z + z);
+        sums[3] = add_product(sums[3], s, s);
+        sums[4] = add_product(sums[4], s, p);
+      }
+    });
+    for (int s = 0; s < 5; ++s) out_sums[s] = sums[s];
+  });
+}
+
+}  // namespace
+
+void difference(float* plus, const float* minus, float scale, const float* v, const float* previous,
+                const float* zero, int64_t n, int64_t owned, double* out, const Launch& launch) {
+  const auto run = previous ? (zero ? difference_of<true, true> : difference_of<true, false>)
+                            : (zero ? difference_of<false, true> : difference_of<false, false>);
+  run(plus, minus, scale, v, previous, zero, n, owned, out, launch.threads);
+}
+
+void curvature_ratio(const float* plus, const float* minus, const float* zero, int64_t owned,
+                     double* out, const Launch& launch) {
+  parallel::reduce<2>(owned, owned, launch.threads, out,
+                      [=](int64_t begin, int64_t end, D8* out_sums) {
+                        D8 first = out_sums[0], second = out_sums[1];
+                        lanes::each(begin, end, [&](int64_t i, auto io) {
+                          const D8 a = io.wide(plus + i), b = io.wide(minus + i);
+                          const D8 z = io.wide(zero + i);
+                          const D8 d = a - b, s = a + b - (z + z);
+                          first = add_product(first, d, d);
+                          second = add_product(second, s, s);
+                        });
+                        out_sums[0] = first;
+                        out_sums[1] = second;
+                      });
+}
+
+namespace {
+
+template <bool kPrevious>
+void update_of(float* w, const float* v, const float* previous, double alpha, double beta,
+               int64_t n, int64_t owned, double* out, int threads) {
+  parallel::reduce<1>(n, owned, threads, out, [=](int64_t begin, int64_t end, D8* out_sums) {
+    D8 square = out_sums[0];
+    lanes::each(begin, end, [&](int64_t i, auto io) {
+      D8 x = io.wide(w + i) - io.wide(v + i) * alpha;
+      if (kPrevious) x = x - io.wide(previous + i) * beta;
+      x = io.store_wide(w + i, lanes::narrow(x));
+      square = add_product(square, x, x);
+    });
+    out_sums[0] = square;
+  });
+}
+
+template <class Whole, class Row>
+void normalize_of(const float* w, float scale, float* v, Row* row, int64_t n, int64_t owned,
+                  double* out, int threads) {
+  parallel::reduce<1>(n, owned, threads, out, [=](int64_t begin, int64_t end, D8* out_sums) {
+    D8 square = out_sums[0];
+    lanes::each<Whole>(begin, end, [&](int64_t i, auto io) {
+      F8 x = io.load(w + i) * scale;
+      if (row) x = io.store(row + i, x);
+      const D8 wide = widen(io.store(v + i, x));
+      square = add_product(square, wide, wide);
+    });
+    out_sums[0] = square;
+    if (std::is_same<Whole, Streaming>::value) parallel::fence();
+  });
+}
+
+template <class Row>
+void normalize_to(const float* w, float scale, float* v, Row* row, int64_t n, int64_t owned,
+                  double* out, int threads) {
+  // A tile cut at `owned` leaves the alignment of the rest to chance.
+  const bool past_caches = v != w && owned % lanes::kLanes == 0 && parallel::streams(v, n) &&
+                           (!row || parallel::streams(row, n * 4 / int64_t{sizeof(Row)}));
+  const auto run = past_caches ? normalize_of<Streaming, Row> : normalize_of<Full, Row>;
+  run(w, scale, v, row, n, owned, out, threads);
+}
+
+}  // namespace
+
+void lanczos_update(float* w, const float* v, const float* previous, double alpha, double beta,
+                    int64_t n, int64_t owned, double* out, const Launch& launch) {
+  const auto run = previous ? update_of<true> : update_of<false>;
+  run(w, v, previous, alpha, beta, n, owned, out, launch.threads);
+}
+
+void normalize_store(const float* w, float scale, float* v, void* row, Dtype row_dtype, int64_t n,
+                     int64_t owned, double* out, const Launch& launch) {
+  switch (row_dtype) {
+    case Dtype::kBFloat16:
+      return normalize_to(w, scale, v, static_cast<bf16*>(row), n, owned, out, launch.threads);
+    case Dtype::kFloat16:
+      return normalize_to(w, scale, v, static_cast<fp16*>(row), n, owned, out, launch.threads);
+    default:
+      return normalize_to(w, scale, v, static_cast<float*>(row), n, owned, out, launch.threads);
+  }
+}
+
+void copy(void* to, const void* from, int64_t bytes, const Launch& launch) {
+  parallel::blocks(bytes, launch.threads, [&](int64_t, int64_t begin, int64_t end) {
+    memcpy(static_cast<char*>(to) + begin, static_cast<const char*>(from) + begin,
+           static_cast<size_t>(end - begin));
+  });
+}
+
+}  // namespace cpu
+}  // namespace ds_hessian

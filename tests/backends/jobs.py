@@ -1,0 +1,333 @@
+"""What runs on the ranks: real ZeRO-3 engines, their spectra, and what training left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ds_hessian
+from ds_hessian.backends.zero.host import Stage3Shards
+from tests.nets import TinyGPT, batch
+
+TOTAL = 6  # micro-batches over all ranks: divides by 1, 2 and 3
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 1,
+    "steps_per_print": 10**9,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+    "zero_optimization": {"stage": 3},
+}
+
+
+def make_engine(
+    module: nn.Module | None = None, zero: dict[str, Any] | None = None, **config: Any
+) -> Any:
+    """An engine on the same initial weights in every call; with the hessian section, attached."""
+    if module is None:
+        torch.manual_seed(0)
+        module = TinyGPT()
+    merged = {**CONFIG, **config}
+    merged["zero_optimization"] = {**merged["zero_optimization"], **(zero or {})}
+    torch.manual_seed(1234 + dist.get_rank())  # dropout masks
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    return ds_hessian.initialize(model=module, model_parameters=parameters, config=merged)[0]
+
+
+QUIET = {"progress": False, "plot": False}
+
+
+def my_batches() -> list[Any]:
+    """This rank's part of the `TOTAL` micro-batches."""
+    return [batch(500 + i, 0) for i in range(dist.get_rank(), TOTAL, dist.get_world_size())]
+
+
+def full_weights(engine: Any) -> dict[str, Tensor] | None:
+    """Unsharded weights on rank 0."""
+    hessian = engine.hessian
+    v = hessian.backend.space.zeros()
+    for (p, _, _, numel), (_, part) in zip(
+        hessian.backend.pieces, hessian.backend.layout, strict=True
+    ):
+        v[part] = p.ds_tensor.data.view(-1)[:numel]
+    return hessian.gather(v)
+
+
+def measure(num_matvecs: int, num_probes: int, zero: dict[str, Any], **config: Any) -> Any:
+    """(weights, probe, product, spectrum, diagnostics) of an untrained TinyGPT."""
+    engine = make_engine(zero=zero, hessian=QUIET, **config)
+    hessian = engine.hessian.use(my_batches())
+    v = hessian.random_vector(seed=5)
+    product = hessian.matvec(v)
+    spectrum = hessian.spectrum(num_matvecs=num_matvecs, num_probes=num_probes)
+    out = (full_weights(engine), hessian.gather(v), hessian.gather(product.vector), spectrum)
+    engine.destroy()
+    return out
+
+
+# ---- neutrality
+
+
+class Broken(Exception):
+    """Raised on purpose."""
+
+
+class Saboteur:
+    """Raises at the n-th call, on the chosen ranks."""
+
+    def __init__(self, at: int, ranks: tuple[int, ...]) -> None:
+        self.at, self.active, self.calls = at, dist.get_rank() in ranks, 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.active and self.calls == self.at:
+            raise Broken("on purpose")
+
+
+class FailingBackward(torch.autograd.Function):
+    """Identity whose backward calls a saboteur."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saboteur: Saboteur) -> Tensor:
+        ctx.saboteur = saboteur
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.saboteur()
+        return gradients[0], None
+
+
+def failing_spectrum(engine: Any, stage: str, at: int, ranks: tuple[int, ...]) -> str:
+    """Try a spectrum that fails; returns the error as text."""
+    saboteur = Saboteur(at, ranks)
+
+    def batches() -> Any:
+        for b in my_batches():
+            if stage == "batches":
+                saboteur()
+            yield b
+
+    def loss_fn(model: Any, b: Any) -> Tensor:
+        if stage == "before":
+            saboteur()
+        loss = model(*b)
+        if stage == "loss":
+            saboteur()
+        return FailingBackward.apply(loss, saboteur) if stage == "backward" else loss
+
+    handle = None
+    if stage == "model":
+        handle = engine.module.down.register_forward_hook(lambda *_: saboteur())
+    try:
+        engine.hessian_spectrum(batches(), loss_fn, num_matvecs=4)
+    except ds_hessian.HessianError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        if handle is not None:
+            handle.remove()
+    return "no error"
+
+
+def train(
+    mode: str,
+    steps: int = 10,
+    zero: dict[str, Any] | None = None,
+    stage: str = "",
+    at: int = 1,
+    failing_ranks: tuple[int, ...] = (0, 1),
+    dropout_on: bool = True,
+    **config: Any,
+) -> dict[str, Any]:
+    """Train with dropout; mode "plain", "measured" (after steps 3 and 7) or "failing" (at 7).
+
+    Returns everything that must be bitwise the same whatever the mode, and the errors.
+    """
+    # The section is there in every mode: attaching must not change training either, which the
+    # bare mode, made by deepspeed.initialize without it, is compared with.
+    section = {} if mode == "bare" else {"hessian": {**QUIET, "dropout": dropout_on}}
+    engine = make_engine(zero=zero, **section, **config)
+    losses, errors = [], []
+    accumulate = engine.gradient_accumulation_steps()
+    for step in range(steps):
+        for k in range(accumulate):
+            loss = engine(*batch(step * accumulate + k, dist.get_rank()))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach().clone())
+            if mode == "inside" and step in (3, 7) and k == 0:
+                engine.hessian_spectrum(my_batches(), num_matvecs=3)
+        if mode == "measured" and step in (3, 7):
+            engine.hessian_spectrum(my_batches(), num_matvecs=4)
+        if mode == "failing" and step == 3:
+            engine.hessian_spectrum(my_batches(), num_matvecs=4)
+        if mode == "failing" and step == 7:
+            errors.append(failing_spectrum(engine, stage, at, failing_ranks))
+    optimizer = engine.optimizer
+    state = {
+        "losses": torch.stack(losses),
+        "masters": [
+            Stage3Shards(optimizer).master(group, offset, engine_numel(p)).clone()
+            for p, group, offset, _ in Stage3Shards(optimizer).parameters()
+        ],
+        "shards": [
+            p.ds_tensor.data.view(-1)[: engine_numel(p)].clone() for p in engine.module.parameters()
+        ],
+        "moments": [
+            t.clone()
+            for s in optimizer.optimizer.state.values()
+            for t in s.values()
+            if torch.is_tensor(t)
+        ],
+        "random": torch.get_rng_state(),
+        "buffers": [b.clone() for b in engine.module.buffers()],
+        "counters": (engine.global_steps, engine.micro_steps, engine.global_samples),
+        "training": [m.training for m in engine.module.modules()],
+    }
+    engine.destroy()
+    return {"state": state, "errors": errors}
+
+
+def engine_numel(p: Any) -> int:
+    """Real elements of this rank's shard; the rest of the last one is uninitialised."""
+    length = p.ds_tensor.ds_numel
+    return max(0, min(length, p.ds_numel - length * dist.get_rank(p.ds_process_group)))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bitwise equality of nested containers of tensors."""
+    if torch.is_tensor(a):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def compare_training(modes: list[dict[str, Any]]) -> tuple[list[list[str]], list[list[str]]]:
+    """Train in the first mode and in each other; returns what differs, and the errors."""
+    first = train(**modes[0])
+    differing, errors = [], []
+    for mode in modes[1:]:
+        other = train(**mode)
+        differing.append(
+            [k for k in first["state"] if not same(first["state"][k], other["state"][k])]
+        )
+        errors.append(other["errors"])
+    return differing, errors
+
+
+# ---- variants of model, loss and batches
+
+
+class Partial(nn.Module):
+    """Frozen, tied and unused parameters, and a loss that is quartic in one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(7, 5), nn.Linear(5, 7)
+        self.b.weight.requires_grad_(False)
+        self.unused = nn.Linear(3, 3)
+        self.w = nn.Parameter(torch.linspace(0.5, 1.5, 11))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scalar loss."""
+        return (self.b(torch.tanh(self.a(x))) ** 2).mean() + (self.w**4).sum()
+
+
+def partial_product() -> Any:
+    """Weights, v and Hv of `Partial`."""
+    torch.manual_seed(0)
+    engine = make_engine(Partial(), hessian=QUIET)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = [torch.randn(4, 7, generator=generator) for _ in range(2)]
+    hessian = engine.hessian.use(batches)
+    v = hessian.random_vector(seed=1)
+    out = (
+        full_weights(engine),
+        hessian.gather(v),
+        hessian.gather(hessian.matvec(v).vector),
+        torch.equal(hessian.scatter(hessian.gather(v)), v),
+        batches,
+    )
+    engine.destroy()
+    return out
+
+
+def forms_of_batches() -> list[Tensor]:
+    """The same product through tuples, dicts, loss_fn, an output object, summed losses."""
+    engine = make_engine(hessian=QUIET)
+    hessian, pairs = engine.hessian, my_batches()
+    dicts = [{"tokens": t, "targets": y} for t, y in pairs]
+
+    class Output:
+        def __init__(self, loss: Tensor) -> None:
+            self.loss = loss
+
+    def summed(model: Any, b: Any) -> tuple[Tensor, int]:
+        return model(*b) * b[1].numel(), b[1].numel()
+
+    cases: list[tuple[Any, Any]] = [
+        (pairs, None),
+        (dicts, None),
+        (iter(pairs), lambda model, b: model(*b)),
+        (pairs, summed),
+    ]
+    v = hessian.random_vector(seed=2)
+    vectors = [hessian.use(b, f).matvec(v).vector for b, f in cases]
+    engine.destroy()
+    return vectors
+
+
+def token_weighted() -> Any:
+    """Weights, v and Hv of a loss whose micro-batches have different numbers of tokens."""
+    engine = make_engine(hessian=QUIET)
+    hessian = engine.hessian
+    keep = 1 + 4 * dist.get_rank()
+
+    def loss_fn(model: Any, b: Any) -> tuple[Tensor, int]:
+        tokens, targets = b[0][:, :keep], b[1][:, :keep]
+        return model(tokens, targets) * targets.numel(), targets.numel()
+
+    v = hessian.random_vector(seed=3)
+    product = hessian.use(my_batches(), loss_fn).matvec(v)
+    out = (full_weights(engine), hessian.gather(v), hessian.gather(product.vector))
+    engine.destroy()
+    return out
+
+
+def refused(zero: dict[str, Any], config: dict[str, Any]) -> str:
+    """The message with which an engine is refused, or "accepted"."""
+    try:
+        engine = make_engine(zero=zero, hessian=QUIET, **config)
+    except ds_hessian.UnsupportedError as error:
+        return str(error)
+    engine.destroy()
+    return "accepted"
+
+
+def on_schedule(folder: str) -> tuple[list[int], list[int], bool]:
+    """Train 7 steps with spectra every 3; returns steps measured, failed, and data fixed."""
+    section = {**QUIET, "interval": 3, "num_matvecs": 3, "num_micro_batches": 2}
+    engine = make_engine(hessian={**section, "output_path": folder})
+    for step in range(7):
+        loss = engine(*batch(step, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+    schedule = engine.hessian_schedule
+    prints = {s.provenance.data_fingerprint for s in schedule.spectra.values()}
+    out = (list(schedule.spectra), list(schedule.failures), len(prints) == 1)
+    engine.destroy()
+    return out
+
+
+def without_section() -> list[str]:
+    """Attributes that `initialize` added to an engine whose config has no section."""
+    engine = make_engine()
+    added = [n for n in ("hessian", "hessian_spectrum", "hessian_schedule") if n in vars(engine)]
+    engine.destroy()
+    return added

@@ -1,0 +1,201 @@
+"""ZeRO-3 in fp32: real engines on 1, 2 and 3 gloo ranks against a dense fp64 Hessian."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.backends import jobs
+from tests.nets import DenseHessian, TinyGPT, batch
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+def oracle(weights: dict[str, torch.Tensor]) -> DenseHessian:
+    return DenseHessian(TinyGPT(), weights, [batch(500 + i, 0) for i in range(jobs.TOTAL)])
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: Ranks) -> dict[int, Any]:
+    """Weights, probe, product and a 15-step spectrum on 1, 2 and 3 ranks."""
+    return {w: ranks(w).run(jobs.measure, 15, 1, {})[0] for w in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_product_is_the_dense_hessian_times_the_vector(
+    runs: dict[int, Any], world_size: int
+) -> None:
+    weights, v, product, spectrum = runs[world_size]
+    dense = oracle(weights)
+    assert relative(dense.flat(product), dense.matvec(dense.flat(v))) < 2e-4
+    assert spectrum.n == sum(p.numel() for p in TinyGPT().parameters())
+    assert spectrum.loss == pytest.approx(dense.loss.item(), rel=1e-5)
+    assert spectrum.gradient_norm == pytest.approx(float(dense.gradient.norm()), rel=1e-4)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_coefficients_do_not_depend_on_the_number_of_ranks(
+    runs: dict[int, Any], world_size: int
+) -> None:
+    one, many = runs[1], runs[world_size]
+    dense = oracle(one[0])
+    assert torch.equal(dense.flat(one[1]), dense.flat(many[1]))  # the probe: the same bits
+    assert relative(dense.flat(many[2]), dense.flat(one[2])) < 1e-4
+    a, b = one[3], many[3]
+    scale = abs(a.alphas).max()
+    assert abs(a.alphas - b.alphas).max() < 1e-3 * scale
+    assert abs(a.betas - b.betas).max() < 1e-3 * scale
+
+
+def test_the_ten_largest_eigenvalues_and_the_trace_are_those_of_the_dense_hessian(
+    ranks: Ranks,
+) -> None:
+    weights, _, _, spectrum = ranks(2).run(jobs.measure, 150, 2, {})[0]
+    exact = torch.linalg.eigvalsh(oracle(weights).matrix()).numpy()
+    largest = exact[np.argsort(-abs(exact))][:10]
+    for probe in range(2):
+        ritz = spectrum.ritz_values[probe]
+        found = ritz[np.argsort(-abs(ritz))][:10]
+        assert np.allclose(found, largest, rtol=1e-3)
+    assert abs(spectrum.trace.value - exact.sum()) < 2 * spectrum.trace.error
+    assert abs(spectrum.eigenvalue_max.value - exact[-1]) <= spectrum.eigenvalue_max.error
+    assert abs(spectrum.eigenvalue_min.value - exact[0]) <= spectrum.eigenvalue_min.error
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nothing persistent": ({"stage3_param_persistence_threshold": 0}, {}),
+    "sub-groups": ({"sub_group_size": 100}, {}),
+    "accumulation": ({}, {"gradient_accumulation_steps": 3}),
+    "contiguous off": ({"contiguous_gradients": False}, {}),
+    "overlap on": ({"overlap_comm": True}, {}),
+    "overlap off": ({"overlap_comm": False, "reduce_scatter": False}, {}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_of_zero3_gives_the_dense_product(ranks: Ranks, name: str) -> None:
+    zero, config = VARIANTS[name]
+    weights, v, product, _ = ranks(2).run(jobs.measure, 2, 1, zero, **config)[0]
+    dense = oracle(weights)
+    assert relative(dense.flat(product), dense.matvec(dense.flat(v))) < 2e-4
+
+
+@pytest.mark.parametrize("name", ["default", *VARIANTS])
+def test_training_with_spectra_in_between_is_bitwise_the_same(ranks: Ranks, name: str) -> None:
+    zero, config = VARIANTS.get(name, ({}, {}))
+    common = {"zero": zero, **config}
+    modes = [{"mode": "bare", **common}, {"mode": "measured", **common}]
+    if name == "default":
+        modes.append({"mode": "measured", "dropout_on": False, **common})
+    if name == "accumulation":
+        modes.append({"mode": "inside", **common})
+    for differing, _ in ranks(2).run(jobs.compare_training, modes):
+        assert differing == [[]] * (len(modes) - 1)
+
+
+# Of 4 products on 3 micro-batches: 1 - 3 are the gradient at w, then come trials at +h and -h.
+FAILURES = [
+    ("batches", 2, (1,)),
+    ("before", 2, (1,)),
+    ("before", 6, (0,)),
+    ("loss", 1, (0, 1)),
+    ("loss", 2, (1,)),
+    ("loss", 4, (0,)),
+    ("loss", 5, (1,)),
+    ("loss", 9, (1,)),
+    ("model", 4, (0, 1)),
+    ("model", 7, (0, 1)),
+    ("backward", 2, (0, 1)),
+    ("backward", 8, (0, 1)),
+]
+
+
+def test_a_failing_spectrum_raises_everywhere_and_leaves_training_bitwise_alone(
+    ranks: Ranks,
+) -> None:
+    modes: list[dict[str, Any]] = [{"mode": "bare"}]
+    for stage, at, failing in FAILURES:
+        modes.append({"mode": "failing", "stage": stage, "at": at, "failing_ranks": failing})
+    for differing, errors in ranks(2).run(jobs.compare_training, modes):
+        assert differing == [[]] * len(FAILURES)
+        for (stage, _, failing), messages in zip(FAILURES, errors, strict=True):
+            assert len(messages) == 1
+            assert f"rank {failing[0]}: Broken: on purpose" in messages[0], (stage, messages)
+
+
+def test_frozen_unused_and_quartic_parameters(ranks: Ranks) -> None:
+    results = ranks(2).run(jobs.partial_product)
+    weights, v, product, round_trip, _ = results[0]
+    assert all(r[3] for r in results) and round_trip
+    assert "b.weight" not in v
+    # b.weight is frozen at its initial value, which the seed makes the same.
+    torch.manual_seed(0)
+    module = jobs.Partial()
+    dense = DenseHessian(
+        module, weights, [b for r in results for b in r[4]], lambda m, b: m(b.double())
+    )
+    assert relative(dense.flat(product), dense.matvec(dense.flat(v))) < 2e-4
+    assert not product["unused.weight"].any()
+    expected = 12 * weights["w"].double() ** 2 * v["w"]
+    assert relative(product["w"].double(), expected) < 2e-4
+
+
+def test_tuples_dicts_loss_fn_and_equal_counts_give_one_product(ranks: Ranks) -> None:
+    first, *others = ranks(2).run(jobs.forms_of_batches)[0]
+    for i, other in enumerate(others):
+        if i < 2:
+            assert torch.equal(other, first)
+        else:  # the loss is scaled by its count: rounding differs, and so do the trials
+            assert relative(other, first) < 2e-4
+
+
+def test_counts_weight_micro_batches_by_their_tokens(ranks: Ranks) -> None:
+    weights, v, product = ranks(2).run(jobs.token_weighted)[0]
+    batches = [(r, batch(500 + i, 0)) for r in range(2) for i in range(r, jobs.TOTAL, 2)]
+
+    def cut(r: int, b: Any) -> Any:
+        return tuple(t[:, : 1 + 4 * r] for t in b)
+
+    total = sum(cut(r, b)[1].numel() for r, b in batches)
+    weighted = [(cut(r, b), cut(r, b)[1].numel() * len(batches) / total) for r, b in batches]
+    dense = DenseHessian(TinyGPT(), weights, weighted, lambda m, x: m(*x[0]) * x[1])
+    assert relative(dense.flat(product), dense.matvec(dense.flat(v))) < 2e-4
+
+
+@pytest.mark.parametrize(
+    ("zero", "config", "message"),
+    [
+        ({"stage": 0}, {}, "ZeRO stage 0"),
+        ({"stage": 1}, {}, "ZeRO stage 1"),
+        ({"stage": 2}, {}, "ZeRO stage 2"),
+        ({}, {"bf16": {"enabled": True}}, "bf16 training"),
+        ({"offload_param": {"device": "cpu"}}, {}, "parameter offload"),
+        ({"zero_hpz_partition_size": 2}, {}, "hpZ"),
+        ({}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name_on_all_ranks(
+    ranks: Ranks, zero: dict[str, Any], config: dict[str, Any], message: str
+) -> None:
+    for text in ranks(2).run(jobs.refused, zero, config):
+        assert text.startswith("ds_hessian does not support") and message in text
+
+
+def test_spectra_on_schedule(ranks: Ranks, tmp_path: Path) -> None:
+    for steps, failures, fixed in ranks(2).run(jobs.on_schedule, str(tmp_path)):
+        assert (steps, failures, fixed) == ([3, 6], [], True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000003", "step_000006"]
+
+
+def test_a_config_without_the_section_leaves_the_engine_untouched(ranks: Ranks) -> None:
+    assert ranks(2).run(jobs.without_section) == [[], []]

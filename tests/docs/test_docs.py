@@ -1,0 +1,145 @@
+"""The documentation says what the code does: its tables are current and its examples run."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_hessian.config import HessianConfig, describe
+from tests.ranks import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md")) + [ROOT / "README.md"]
+
+# What the examples take as given: models that return their loss, a configuration, micro-batches.
+PREAMBLE = """
+import torch
+from tests.nets import TinyGPT, batch as _batch
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model, other_model, config = TinyGPT(), TinyGPT(), "ds_config.json"
+batches = [_batch(number, rank=0) for number in range(4)]
+"""
+
+# An automatic spectrum that fails is logged and kept, so it must be looked for.
+EPILOGUE = """
+schedule = engine.hessian_schedule
+assert not schedule.failures, schedule.failures
+assert len(schedule.spectra) == engine.global_steps // engine.hessian.config.interval
+"""
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """(line number, text) of the fenced blocks of a language."""
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, m.start(1)) + 1, m.group(1)) for m in found]
+
+
+def with_blocks(language: str) -> list[Path]:
+    return [page for page in PAGES if blocks(page, language)]
+
+
+def text_of(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def test_configuration_page_is_what_describe_prints() -> None:
+    _, _, table = text_of("configuration.md").partition("\n\n")
+    assert table == describe(), (
+        "docs/configuration.md is out of date: below its heading and an empty line it must hold "
+        "the output of ds_hessian.config.describe()"
+    )
+
+
+@pytest.mark.parametrize("page", with_blocks("json"), ids=lambda page: page.name)
+def test_configurations_shown_are_accepted(page: Path) -> None:
+    for line, text in blocks(page, "json"):
+        config = HessianConfig.from_deepspeed(json.loads(text))
+        assert config is not None, f'{page.name}:{line}: there is no "hessian" section'
+
+
+def test_modules_named_in_the_architecture_exist() -> None:
+    text = text_of("architecture.md")
+    paths = set(re.findall(r"\b(?:ds_hessian|csrc|tests)/[\w/.]*[\w/]", text))
+    modules = set(re.findall(r"\bds_hessian(?:\.[a-z_]\w*)+", text))
+    assert paths and modules
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+    assert [name for name in sorted(modules) if importlib.util.find_spec(name) is None] == []
+
+
+def test_every_part_of_the_package_is_in_the_architecture() -> None:
+    text = text_of("architecture.md")
+    package = ROOT / "ds_hessian"
+    parts = [f"ds_hessian/{p.name}/" for p in package.iterdir() if (p / "__init__.py").exists()]
+    parts += [f"ds_hessian/{p.name}" for p in package.glob("*.py") if p.name != "__init__.py"]
+    assert [part for part in sorted(parts) if part not in text] == []
+
+
+def test_everything_refused_is_in_the_support_page() -> None:
+    tree = ast.parse((ROOT / "ds_hessian/backends/zero/support.py").read_text(encoding="utf-8"))
+    function = next(
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "_findings"
+    )
+    returned = next(node.value for node in function.body if isinstance(node, ast.Return))
+    assert isinstance(returned, ast.List)
+    names = [
+        part.value.strip()
+        for entry in returned.elts
+        if isinstance(entry, ast.Tuple)
+        for part in ast.walk(entry.elts[0])
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    ]
+    text = text_of("support.md")
+    assert len(names) >= 10
+    assert [name for name in names if name not in text] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", with_blocks("python"), ids=lambda page: page.name)
+def test_examples_run(page: Path, tmp_path: Path) -> None:
+    """All python blocks of a page, in order, in one process that is a job of one rank.
+
+    Line numbers in a traceback are those of the page. `ds_config.json` is the page's first JSON
+    block, or that of the usage page.
+    """
+    configs = blocks(page, "json") or blocks(ROOT / "docs" / "usage.md", "json")
+    (tmp_path / "ds_config.json").write_text(configs[0][1], encoding="utf-8")
+    chunks = [(0, PREAMBLE)] + blocks(page, "python")
+    if any("engine" in code for _, code in chunks):
+        chunks.append((0, EPILOGUE))
+    program = ["space = {'__name__': 'example'}"]
+    for line, code in chunks:
+        source = "\n" * (line - 1) + code
+        name = page.name if line else "test_docs.py"
+        program.append(f"exec(compile({source!r}, {name!r}, 'exec'), space)")
+    environment = os.environ | {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(program)],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]

@@ -1,0 +1,86 @@
+"""The finite-difference Hessian on functions whose Hessian is known in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_hessian.backends.module import ModuleBackend
+from ds_hessian.errors import NumericsError
+from ds_hessian.operators import FiniteDifferenceHessian
+
+
+class Weights(nn.Module):
+    """A bare vector of weights."""
+
+    def __init__(self, w: Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(w.clone())
+
+
+def backend_of(w: Tensor, loss: Callable[[Tensor], Tensor], terms: int = 1) -> ModuleBackend:
+    return ModuleBackend(Weights(w), [None] * terms, lambda m, _: loss(m.w))
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("displacement", ["auto", 1e-2])
+def test_the_hessian_is_taken_at_the_weights_not_at_the_vector(displacement: object) -> None:
+    w = torch.linspace(0.5, 2.0, 20)
+    v = torch.randn(20, generator=torch.Generator().manual_seed(0))
+    backend = backend_of(w, lambda w: (w**4).sum())
+    with backend.measuring():
+        product = FiniteDifferenceHessian(backend, displacement).matvec(v)
+    # Truncation (h^2 / w^2 with |v| = 1 spread over 20) and rounding of g / h: under 2e-4 for both.
+    assert relative(product.vector, 12 * w.double() ** 2 * v) < 2e-4
+
+
+@pytest.mark.parametrize("displacement", ["auto", 1e-3, 1e-1, 10.0])
+def test_a_quadratic_gives_its_matrix_at_any_displacement(displacement: object) -> None:
+    generator = torch.Generator().manual_seed(1)
+    a = torch.randn(30, 30, generator=generator)
+    a = a + a.T
+    w, v = torch.randn(30, generator=generator), torch.randn(30, generator=generator)
+    backend = backend_of(w, lambda w: 0.5 * w @ a @ w)
+    with backend.measuring():
+        product = FiniteDifferenceHessian(backend, displacement).matvec(v)
+    # No truncation; rounding is about u (|w| |A| / (h |Av|)): 6e-8 * 5 / h.
+    h = product.displacement
+    assert relative(product.vector, a.double() @ v.double()) < 1e-6 + 1e-6 / h
+
+
+def test_scaling_the_argument_scales_the_product() -> None:
+    w = torch.linspace(0.5, 2.0, 20)
+    v = torch.ones(20)
+    backend = backend_of(w, lambda w: (w**4).sum())
+    with backend.measuring():
+        operator = FiniteDifferenceHessian(backend, 1e-2)
+        small, large = operator.matvec(1e-3 * v).vector, operator.matvec(1e3 * v).vector
+    assert relative(1e6 * small, large) < 1e-5
+
+
+def test_the_weights_are_bitwise_restored_also_after_an_error() -> None:
+    w = torch.randn(100, generator=torch.Generator().manual_seed(2))
+    backend = backend_of(w, lambda w: (w**4).sum())
+    with pytest.raises(KeyError), backend.measuring():
+        FiniteDifferenceHessian(backend).matvec(torch.ones(100))
+        raise KeyError
+    assert torch.equal(backend.module.w.detach(), w)
+
+
+@pytest.mark.parametrize("v", [torch.zeros(5), torch.tensor([1.0, float("nan"), 0, 0, 0])])
+def test_a_vector_without_direction_is_refused(v: Tensor) -> None:
+    backend = backend_of(torch.ones(5), lambda w: (w**4).sum())
+    with backend.measuring(), pytest.raises(NumericsError, match="other than zero"):
+        FiniteDifferenceHessian(backend).matvec(v)
+
+
+def test_a_loss_that_is_not_finite_is_refused() -> None:
+    backend = backend_of(torch.ones(5), lambda w: (w - 1.0).sum().log())
+    with backend.measuring(), pytest.raises(NumericsError, match="gradient at the current weights"):
+        FiniteDifferenceHessian(backend)

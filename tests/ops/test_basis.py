@@ -1,0 +1,169 @@
+"""The kernels over a basis against fp64 and against their torch twins."""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ds_hessian import ops
+from ds_hessian.ops import reference
+from tests.ops.cases import DEVICES, DTYPES, U64, dot, dot_bound, matrix, relaxed, ulp, vector
+
+on_devices = pytest.mark.parametrize("device", DEVICES)
+lengths = st.one_of(
+    st.sampled_from([0, 1, 7, 8, 511, 512, 513, 2049, 33_000]), st.integers(0, 5000)
+)
+rows = st.one_of(st.integers(0, 13), st.sampled_from([50, 63]))
+
+
+def coefficients(m: int, device: str) -> Tensor:
+    return torch.linspace(-1.0, 1.5, m, dtype=torch.float64).to(device)
+
+
+def check_products(sums: Tensor, basis: Tensor, w: Tensor) -> None:
+    """m products and the square, each to the rounding of a blocked fp64 sum."""
+    assert sums.shape == (basis.shape[0] + 1,)
+    for value, row in zip(sums.tolist(), [*basis.float(), w], strict=True):
+        assert abs(value - dot(row, w)) <= dot_bound(row, w)
+
+
+def check_update(w: Tensor, before: Tensor, basis: Tensor, c: Tensor) -> None:
+    """One rounding to fp32 of a sum whose fp64 rounding is far below it."""
+    exact = before.double() - c @ basis.double()
+    terms = before.double().abs() + c.abs() @ basis.double().abs()
+    error = (w.double() - exact).abs()
+    assert (error <= 0.5 * ulp(exact) + 4 * (basis.shape[0] + 1) * U64 * terms).all()
+
+
+@on_devices
+@relaxed
+@given(
+    n=lengths, m=rows, dtype=st.sampled_from(DTYPES), skip=st.integers(0, 9), at=st.integers(0, 7)
+)
+def test_project_is_all_fp64_products(device, n, m, dtype, skip, at) -> None:
+    basis, w, owned = matrix(m, n, 1, dtype, device), vector(n, 2, device, at), max(0, n - skip)
+    sums = ops.project(basis, w, owned)
+    check_products(sums, basis[:, :owned], w[:owned])
+    twin = reference.project(basis, w, owned)
+    assert torch.allclose(sums, twin, rtol=1e-10, atol=1e-9)
+
+
+@on_devices
+@relaxed
+@given(
+    n=lengths, m=rows, dtype=st.sampled_from(DTYPES), skip=st.integers(0, 9), at=st.integers(0, 7)
+)
+def test_subtract_is_rounded_once(device, n, m, dtype, skip, at) -> None:
+    basis, w, owned = matrix(m, n, 1, dtype, device), vector(n, 2, device, at), max(0, n - skip)
+    c, before = coefficients(m, device), w.clone()
+    sums = ops.subtract(basis, w, c, owned)
+    check_update(w, before, basis, c)
+    check_products(sums, basis[:0, :owned], w[:owned])
+
+
+@on_devices
+@relaxed
+@given(
+    n=lengths, m=rows, dtype=st.sampled_from(DTYPES), skip=st.integers(0, 9), at=st.integers(0, 7)
+)
+def test_fused_is_subtract_then_project(device, n, m, dtype, skip, at) -> None:
+    basis, w, owned = matrix(m, n, 1, dtype, device), vector(n, 2, device, at), max(0, n - skip)
+    c, before, unfused = coefficients(m, device), w.clone(), w.clone()
+    sums = ops.subtract_project(basis, w, c, owned)
+    check_update(w, before, basis, c)
+    check_products(sums, basis[:, :owned], w[:owned])
+    ops.subtract(basis, unfused, c, owned)
+    assert ((w.double() - unfused.double()).abs() <= ulp(w)).all()
+    if device == "cpu":
+        assert torch.equal(w, unfused)
+
+
+@on_devices
+@pytest.mark.parametrize("m", [1, 4, 5, 129, 400, 700])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_number_of_rows(device, m, dtype) -> None:
+    n, owned = 3001, 2990
+    basis, w, c = matrix(m, n, 1, dtype, device), vector(n, 2, device), coefficients(m, device)
+    check_products(ops.project(basis, w, owned), basis[:, :owned], w[:owned])
+    before = w.clone()
+    sums = ops.subtract_project(basis, w, c, owned)
+    check_update(w, before, basis, c)
+    check_products(sums, basis[:, :owned], w[:owned])
+
+
+@on_devices
+@relaxed
+@given(n=lengths, m=rows, k=st.integers(0, 9), dtype=st.sampled_from(DTYPES), pad=st.integers(0, 3))
+def test_combinations_are_rounded_once(device, n, m, k, dtype, pad) -> None:
+    basis = matrix(m, n + pad, 1, dtype, device)[:, :n]
+    weights = matrix(k, m, 3, torch.float32, device).double()
+    out = torch.full((k, n + pad), 7.0, device=device)
+    ops.combine(basis, weights, out[:, :n])
+    exact = weights @ basis.double()
+    terms = weights.abs() @ basis.double().abs()
+    error = (out[:, :n].double() - exact).abs()
+    assert (error <= 0.5 * ulp(exact) + 4 * (m + 1) * U64 * terms).all()
+    assert (out[:, n:] == 7.0).all()
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cgs2_orthogonalises_to_rounding(device, dtype) -> None:
+    """The three passes of a Lanczos step against a basis that is orthonormal in its dtype."""
+    n, m = 20_000, 20
+    q = torch.linalg.qr(matrix(n, m, 1, torch.float32).double())[0].t().contiguous()
+    basis, w = q.to(dtype).to(device), vector(n, 2, device)
+    first = ops.project(basis, w, n)[:-1]
+    second = ops.subtract_project(basis, w, first, n)[:-1]
+    square = ops.subtract(basis, w, second, n)
+    left = ops.project(basis, w, n)[:-1].abs().max() / square.sqrt()
+    # The basis' own departure from orthonormality (its rounding, sqrt(m) columns) enters twice.
+    departure = (basis.double() @ basis.double().t() - torch.eye(m, device=device)).norm()
+    assert left <= 2 * float(departure) ** 2 + 4 * 2.0**-24
+
+
+@on_devices
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_shows(device, bad) -> None:
+    n, m = 3000, 6
+    basis, w, c = (
+        matrix(m, n, 1, torch.float32, device),
+        vector(n, 2, device),
+        coefficients(m, device),
+    )
+    basis[2, 2999] = bad
+    assert not ops.project(basis, w, n)[2].isfinite()
+    assert ops.project(basis, w, 2999).isfinite().all()
+    fused, sums = w.clone(), ops.subtract_project(basis, w.clone(), c, n)
+    assert not sums.isfinite().any()
+    assert ops.subtract_project(basis, fused, c, 2999).isfinite().all()
+    assert not fused[2999].isfinite() and fused[:2999].isfinite().all()
+    out = torch.empty(2, n, device=device)
+    ops.combine(basis, torch.ones(2, m, dtype=torch.float64, device=device), out)
+    assert not out[:, 2999].isfinite().any() and out[:, :2999].isfinite().all()
+
+
+def test_row_offsets_beyond_2_to_the_31_elements() -> None:
+    """Rows 2^31 + 5 elements apart in memory that is reserved, and touched in two places only."""
+    stride, n = 2**31 + 5, 3000
+    try:
+        memory = mmap.mmap(-1, 2 * (stride + n), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError) as error:
+        pytest.skip(f"this machine does not reserve 4 GB of address space: {error}")
+    storage = torch.from_numpy(np.frombuffer(memory, dtype=np.int16)).view(torch.bfloat16)
+    basis = storage.as_strided((2, n), (stride, 1))
+    filled = matrix(2, n, 1, torch.bfloat16)
+    basis.copy_(filled)
+    w, c = vector(n, 2), coefficients(2, "cpu")
+    expected, got = w.clone(), w.clone()
+    assert torch.equal(ops.project(basis, w, n), ops.project(filled, w, n))
+    sums = ops.subtract_project(basis, got, c, n)
+    assert torch.equal(sums, ops.subtract_project(filled, expected, c, n))
+    assert torch.equal(got, expected)
