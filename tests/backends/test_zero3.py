@@ -60,7 +60,7 @@ def test_coefficients_do_not_depend_on_the_number_of_ranks(
 def test_the_ten_largest_eigenvalues_and_the_trace_are_those_of_the_dense_hessian(
     ranks: Ranks,
 ) -> None:
-    weights, _, _, spectrum = ranks(2).run(jobs.measure, 150, 2, {})[0]
+    weights, _, _, spectrum = ranks(2).run(jobs.measure, 150, 2, {}, timeout=800)[0]
     exact = torch.linalg.eigvalsh(oracle(weights).matrix()).numpy()
     largest = exact[np.argsort(-abs(exact))][:10]
     for probe in range(2):
