@@ -63,6 +63,12 @@ class Timer:
         return statistics.median(times)
 
 
+def alternately(timer: Timer, first: Step, second: Step, repeats: int) -> tuple[float, float]:
+    """Median seconds of two steps, measured in turns: other programs come and go."""
+    pairs = [(timer(first, 1), timer(second, 1)) for _ in range(repeats)]
+    return statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
+
+
 class Vectors:
     """The operands: a few fp32 vectors and a basis of `m` rows per dtype, made on demand."""
 
@@ -253,6 +259,12 @@ def peers_loop(basis: Tensor, w: Tensor) -> None:
         w.add_(row, alpha=-float(torch.dot(row, w)))
 
 
+def pyhessian_loop(basis: Tensor, w: Tensor) -> None:
+    """The same sweep in the operations of PyHessian, with their temporaries."""
+    for row in basis:
+        w.add_(row * -float(torch.sum(row * w)))
+
+
 def lanczos_step(x: Vectors, basis: Tensor) -> None:
     """The vector work of a Lanczos step with CGS2 between two gradients."""
     n, p = x.n, x.a
@@ -308,16 +320,23 @@ def compare_loops(x: Vectors, basis: Tensor, timer: Timer, name: str) -> None:
     """CGS2 and the whole Lanczos step, against the loops of the peers."""
     label = f"m={x.m} {name}"
     whole = basis.shape[0] * basis.element_size() * x.n
-    fused = timer(lambda: gram_schmidt_twice(basis, x.a), 3)
-    share = (3 * whole + 20 * x.n) / fused / copy_bandwidth(x, timer)
-    print(f"CGS2 {label}: {fused * 1e3:.0f} ms, {share:.0%} of the copy bandwidth")
+
+    def fused() -> object:
+        return gram_schmidt_twice(basis, x.a)
+
+    seconds, copied = alternately(timer, fused, lambda: dispatch.copy(x.d, x.c), 5)
+    share = (3 * whole + 20 * x.n) / seconds / (8 * x.n / copied)
+    print(f"CGS2 {label}: {seconds * 1e3:.0f} ms, {share:.0%} of the copy bandwidth")
     if basis.dtype != torch.float32:
         return
-    loop = timer(lambda: peers_loop(basis, x.a), 2)
-    print(f"  peers' loop, one sweep: {loop * 1e3:.0f} ms, {loop / fused:.2f}x; ", end="")
-    print(f"two sweeps, as CGS2 orthogonalises: {2 * loop / fused:.2f}x")
-    step = timer(lambda: lanczos_step(x, basis), 3)
-    plain = timer(lambda: natural_lanczos_step(x, basis), 1)
+    seconds, loop = alternately(timer, fused, lambda: peers_loop(basis, x.a), 5)
+    print(f"  loop of dot and axpy, one sweep: {loop / seconds:.2f}x; ", end="")
+    print(f"two, as CGS2 orthogonalises: {2 * loop / seconds:.2f}x")
+    seconds, loop = alternately(timer, fused, lambda: pyhessian_loop(basis, x.a), 3)
+    print(f"  PyHessian's loop, one sweep: {loop / seconds:.2f}x; two: {2 * loop / seconds:.2f}x")
+    step, plain = alternately(
+        timer, lambda: lanczos_step(x, basis), lambda: natural_lanczos_step(x, basis), 3
+    )
     print(f"Lanczos step {label}: {step * 1e3:.0f} ms, plain torch {plain * 1e3:.0f} ms, ", end="")
     print(f"{plain / step:.2f}x")
 

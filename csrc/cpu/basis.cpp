@@ -16,9 +16,9 @@ using lanes::widen;
 // On a lambda of prefetches only: GCC drops a call that returns nothing and writes nothing.
 #define DS_HESSIAN_INLINED __attribute__((always_inline))
 
-constexpr int64_t kColumns = 2048;      // of a tile: 16 KB in fp64, half of a first-level cache
-constexpr int64_t kFusedColumns = 512;  // two such tiles and the rows at hand share that cache
-constexpr int64_t kGroup = 4;           // rows at a time: their sums stay in registers
+constexpr int64_t kColumns = 2048;       // of a tile: 16 KB in fp64, half of a first-level cache
+constexpr int64_t kFusedColumns = 1024;  // two such tiles and the rows at hand fill that cache
+constexpr int64_t kGroup = 4;            // rows at a time: their sums stay in registers
 
 template <class T>
 const T* row_of(const Basis& basis, int64_t row) {
@@ -91,8 +91,7 @@ void add_square(const double* wide, int64_t columns, lanes::Sum* sum) {
   sum->add(square.total());
 }
 
-// wide -= the rows times their coefficients; `copy`, if wanted, keeps the rows side by side: rows
-// of a basis whose stride is a power of two share cache sets and would evict each other.
+// wide -= the rows times their coefficients; `copy`, if wanted, keeps the rows side by side.
 template <int kRows, bool kCopy, int kAhead = kRows, class T>
 void subtract_rows(const Rows<T>& rows, const double* coefficients, double* wide, int64_t columns,
                    T* copy, int64_t copy_stride) {
@@ -181,17 +180,17 @@ void subtract_of(const Basis& basis, float* w, const double* coefficients, int64
       });
 }
 
-// One thread's work in subtract_project. The rows of a tile are kept in `copies` from their update
-// until their products, which are formed group by group between the updates of the next tile: the
-// processor computes with one tile while it waits for the other.
-template <class T>
+// One thread's work in subtract_project. The rows of a tile stay in cache from their update until
+// their products, which are formed group by group between the updates of the next tile: the
+// processor computes with one tile while it waits for the other. kCopy: they stay there as a copy.
+template <class T, bool kCopy>
 class Fused {
  public:
   Fused(const Basis& basis, const double* coefficients, int64_t width)
       : basis_(basis),
         coefficients_(coefficients),
-        stride_(width + 64 / int64_t{sizeof(T)}),
-        copies_(static_cast<size_t>(basis.rows * stride_)) {}
+        stride_(kCopy ? width + 64 / int64_t{sizeof(T)} : basis.stride),
+        copies_(kCopy ? static_cast<size_t>(basis.rows * stride_) : 0) {}
 
   // Updates tile [begin, end) of w and finishes the tile before it.
   void advance(float* w, int64_t begin, int64_t end, lanes::Sum* sums) {
@@ -205,6 +204,7 @@ class Fused {
     close();
     narrow_tile(next, columns, w + begin);
     widen_tile(w + begin, columns, next);
+    kept_ = kCopy ? copies_.data() : tile;
     columns_ = columns;
     sums_ = sums;
     turn_ = 1 - turn_;
@@ -229,13 +229,14 @@ class Fused {
     if (sums_) products<kRows, kHalf>(row, ahead, basis_.stride);
     const Rows<T> rows = {tile + row * basis_.stride, basis_.stride, ahead + kHalf * basis_.stride,
                           basis_.stride};
-    subtract_rows<kRows, true, kRows - kHalf>(rows, coefficients_ + row, next, columns,
-                                              copies_.data() + row * stride_, stride_);
+    T* copy = kCopy ? copies_.data() + row * stride_ : nullptr;
+    subtract_rows<kRows, kCopy, kRows - kHalf>(rows, coefficients_ + row, next, columns, copy,
+                                               stride_);
   }
 
   template <int kRows, int kAhead>
   void products(int64_t row, const T* ahead, int64_t ahead_stride) {
-    const Rows<T> rows = {copies_.data() + row * stride_, stride_, ahead, ahead_stride};
+    const Rows<T> rows = {kept_ + row * stride_, stride_, ahead, ahead_stride};
     project_rows<kRows, kAhead>(rows, wide_[1 - turn_], columns_, sums_ + row);
   }
 
@@ -246,8 +247,9 @@ class Fused {
 
   const Basis& basis_;
   const double* coefficients_;
-  const int64_t stride_;
+  const int64_t stride_;  // of the kept rows
   std::vector<T> copies_;
+  const T* kept_ = nullptr;
   alignas(64) double wide_[2][kFusedColumns];
   int turn_ = 0;
   int64_t columns_ = 0;
@@ -261,14 +263,27 @@ int64_t fused_columns(int64_t rows) {
   return std::min(kFusedColumns, std::max<int64_t>(fit / 64 * 64, 64));
 }
 
+// Whether rows this far apart would evict each other from a second-level cache of 8 ways of 64 KB
+// (the least that current processors have), as rows apart by a power of two do.
 template <class T>
-void subtract_project_of(const Basis& basis, float* w, const double* coefficients, int64_t n,
-                         int64_t owned, double* out, int threads) {
-  const int64_t width = fused_columns<T>(basis.rows), count = basis.rows + 1;
+bool rows_collide(const Basis& basis, int64_t width) {
+  constexpr int64_t kSets = 1024, kLine = 64, kWays = 6;  // two ways for everything else
+  std::vector<int> lines(kSets);
+  const int64_t bytes = basis.stride * static_cast<int64_t>(sizeof(T));
+  for (int64_t row = 0; row < basis.rows; ++row)
+    for (int64_t at = 0; at < width * static_cast<int64_t>(sizeof(T)); at += kLine)
+      if (++lines[static_cast<size_t>((row * bytes + at) / kLine % kSets)] > kWays) return true;
+  return false;
+}
+
+template <bool kCopy, class T>
+void subtract_project_with(const Basis& basis, float* w, const double* coefficients, int64_t n,
+                           int64_t owned, int64_t width, double* out, int threads) {
+  const int64_t count = basis.rows + 1;
   std::vector<double> partials(static_cast<size_t>(parallel::block_count(n) * count));
   parallel::blocks(n, threads, [&](int64_t block, int64_t begin, int64_t end) {
     std::vector<lanes::Sum> sums(static_cast<size_t>(count)), unused(static_cast<size_t>(count));
-    Fused<T> fused(basis, coefficients, width);
+    Fused<T, kCopy> fused(basis, coefficients, width);
     for (int64_t i = begin, stop; i < end; i = stop) {
       stop = std::min(i + width, end);
       if (i < owned && owned < stop) stop = owned;
@@ -279,6 +294,15 @@ void subtract_project_of(const Basis& basis, float* w, const double* coefficient
       partials[static_cast<size_t>(block * count + s)] = sums[static_cast<size_t>(s)].value();
   });
   parallel::collect(partials, count, out);
+}
+
+template <class T>
+void subtract_project_of(const Basis& basis, float* w, const double* coefficients, int64_t n,
+                         int64_t owned, double* out, int threads) {
+  const int64_t width = fused_columns<T>(basis.rows);
+  const auto run = rows_collide<T>(basis, width) ? subtract_project_with<true, T>
+                                                 : subtract_project_with<false, T>;
+  run(basis, w, coefficients, n, owned, width, out, threads);
 }
 
 template <int kRows, class T>
