@@ -1,4 +1,6 @@
-"""Packaging of ds_hessian."""
+"""Packaging of ds_hessian. `DS_HESSIAN_BUILD_OPS=1` builds the kernels ahead of time."""
+
+import runpy
 
 from setuptools import find_packages, setup
 
@@ -27,4 +29,5 @@ setup(
     extras_require={
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "clang-format"],
     },
+    **runpy.run_path("ds_hessian/ops/build_ext.py")["setup_arguments"](),
 )

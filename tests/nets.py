@@ -115,19 +115,25 @@ class DenseHessian:
         )
 
     def matrix(self) -> Tensor:
-        """H, `(n, n)` fp64, row by row."""
-        rows = []
-        for g in self.gradient:
-            row = torch.autograd.grad(
-                g, list(self.named.values()), retain_graph=True, allow_unused=True
+        """H, `(n, n)` fp64, a hundred rows at a time."""
+        blocks = []
+        for directions in torch.eye(self.gradient.numel(), dtype=torch.float64).split(100):
+            rows = torch.autograd.grad(
+                self.gradient,
+                list(self.named.values()),
+                directions,
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=True,
             )
-            rows.append(
+            blocks.append(
                 torch.cat(
                     [
-                        (torch.zeros_like(p) if r is None else r).reshape(-1)
-                        for r, p in zip(row, self.named.values(), strict=True)
-                    ]
+                        (p.new_zeros(len(directions), *p.shape) if r is None else r).flatten(1)
+                        for r, p in zip(rows, self.named.values(), strict=True)
+                    ],
+                    1,
                 )
             )
-        h = torch.stack(rows).detach()
+        h = torch.cat(blocks).detach()
         return (h + h.T) / 2

@@ -39,7 +39,7 @@ class HessianSpectrum:
         weights: `(P, m)` share of the spectrum that each Ritz value stands for; rows sum to 1. That
             of a single outlier (1/n) has a relative standard deviation above 1 for one probe.
         ritz_errors: `(P, m)` bound on the distance to the nearest eigenvalue: Lanczos' residual and
-            the errors of the products.
+            twice the estimated errors of the products.
         product_errors: `(P, m)` estimated absolute error of each product of a unit vector; 0 where
             unknown.
         displacements: `(P, m)` h of each product.

@@ -57,17 +57,18 @@ def test_coefficients_do_not_depend_on_the_number_of_ranks(
     assert abs(a.betas - b.betas).max() < 1e-3 * scale
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_ten_largest_eigenvalues_and_the_trace_are_those_of_the_dense_hessian(
-    ranks: Ranks,
+    ranks: Ranks, world_size: int
 ) -> None:
-    weights, _, _, spectrum = ranks(2).run(jobs.measure, 150, 2, {}, timeout=800)[0]
+    weights, _, _, spectrum = ranks(world_size).run(jobs.measure, 150, 2, {}, timeout=800)[0]
     exact = torch.linalg.eigvalsh(oracle(weights).matrix()).numpy()
     largest = exact[np.argsort(-abs(exact))][:10]
     for probe in range(2):
         ritz = spectrum.ritz_values[probe]
         found = ritz[np.argsort(-abs(ritz))][:10]
         assert np.allclose(found, largest, rtol=1e-3)
-    assert abs(spectrum.trace.value - exact.sum()) < 2 * spectrum.trace.error
+    assert abs(spectrum.trace.value - exact.sum()) <= spectrum.trace.error
     assert abs(spectrum.eigenvalue_max.value - exact[-1]) <= spectrum.eigenvalue_max.error
     assert abs(spectrum.eigenvalue_min.value - exact[0]) <= spectrum.eigenvalue_min.error
 
