@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hessian.backends.objective import LossFn, Objective
-from ds_hessian.backends.zero import ZeroStage3Backend, refuse_unsupported
+from ds_hessian.backends.zero import ZeroBackend, refuse_unsupported
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.krylov import LanczosRun, slq
@@ -49,7 +49,7 @@ class HessianEngine:
         refuse_unsupported(engine)
         self.engine = engine
         self.config = config or HessianConfig()
-        self.backend = ZeroStage3Backend(engine)
+        self.backend = ZeroBackend(engine)
         self._operator: FiniteDifferenceHessian | None = None
         self._objective: Objective | None = None
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_hessian
-from ds_hessian.backends.zero.host import Stage3Shards
+from ds_hessian.backends.zero.stage3 import Stage3Shards
 from tests.nets import TinyGPT, batch
 
 TOTAL = 6  # micro-batches over all ranks: divides by 1, 2 and 3
