@@ -52,8 +52,10 @@ class FiniteDifferenceConfig(_Section):
         "product from its measured nonlinearity and rounding noise.",
         '"auto" or a finite number above 0',
     )
-    precision: Literal["model"] = _field(
-        "model", "Arithmetic of the gradients: that of the model, as it trains."
+    precision: Literal["model", "fp32"] = _field(
+        "model",
+        "Arithmetic of the gradients: that of the model, as it trains, or `fp32`, on fp32 copies "
+        "of the master weights with autocast and TF32 off.",
     )
 
 

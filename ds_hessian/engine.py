@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hessian.backends.objective import LossFn, Objective
-from ds_hessian.backends.zero import ZeroBackend, refuse_unsupported
+from ds_hessian.backends.zero import ZeroBackend, refuse_unsupported, shape
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.krylov import LanczosRun, slq
@@ -101,7 +101,7 @@ class HessianEngine:
         if self._operator is not None:
             raise ConfigError("a measurement is open already: leave `measuring()` first")
         config = self.config.with_overrides(**overrides)
-        self.backend.use(self._objective, train_mode=config.dropout)
+        self.backend.use(self._objective, config.dropout, config.finite_difference.precision)
         with self.backend.measuring():
             self._operator = FiniteDifferenceHessian(
                 self.backend, config.finite_difference.displacement
@@ -128,13 +128,13 @@ class HessianEngine:
         """
         full: dict[str, Tensor] = {}
         for name, p in self._parameters():
-            tensor = torch.zeros(p.ds_numel, dtype=torch.float32, device=self.backend.device)
+            tensor = torch.zeros(shape(p).numel(), dtype=torch.float32, device=self.backend.device)
             for fragment, part in self.backend.layout:
                 if fragment.name == name and fragment.owned:
                     tensor[fragment.start : fragment.start + fragment.numel] = v[part]
             dist.reduce(tensor, dst=0)
             if self.rank == 0:
-                full[name] = tensor.reshape(p.ds_shape)
+                full[name] = tensor.reshape(shape(p))
         return full if self.rank == 0 else None
 
     def scatter(self, full: Mapping[str, Tensor] | None) -> Tensor:
@@ -145,10 +145,10 @@ class HessianEngine:
         """
         v = self.backend.space.zeros()
         for name, p in self._parameters():
-            tensor = torch.zeros(p.ds_numel, dtype=torch.float32, device=self.backend.device)
+            tensor = torch.zeros(shape(p).numel(), dtype=torch.float32, device=self.backend.device)
             with together(f"scattering parameter {name!r}", device=self.backend.device):
                 if self.rank == 0:
-                    tensor.copy_(_expect(full, name, p.ds_shape).reshape(-1))
+                    tensor.copy_(_expect(full, name, shape(p)).reshape(-1))
             dist.broadcast(tensor, src=0)
             for fragment, part in self.backend.layout:
                 if fragment.name == name:

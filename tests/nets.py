@@ -36,7 +36,7 @@ class TinyGPT(nn.Module):
         self.calls += 1
         x = self.drop(self.embed(tokens) + self.position[: tokens.shape[1]])
         q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
-        mask = torch.full((x.shape[1],) * 2, -torch.inf, device=x.device).triu(1)
+        mask = torch.full((x.shape[1],) * 2, -torch.inf, device=x.device, dtype=x.dtype).triu(1)
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + mask
         x = x + self.drop(self.out(scores.softmax(-1) @ v))
         x = x + self.drop(self.down(functional.gelu(self.up(self.norm2(x)))))

@@ -57,14 +57,18 @@ class Objective:
     def __len__(self) -> int:
         return len(self.batches)
 
-    def loss(self, model: Any, index: int, device: torch.device) -> tuple[Tensor, float | None]:
+    def loss(
+        self, model: Any, index: int, device: torch.device, widen: bool = False
+    ) -> tuple[Tensor, float | None]:
         """Loss of micro-batch `index` and, for a summed loss, its count (else None).
+
+        With `widen`, bf16 and fp16 tensors of the micro-batch are passed as fp32.
 
         Raises:
             ConfigError: no scalar loss can be read from what the model or `loss_fn` returned.
             NumericsError: the loss is not finite.
         """
-        batch = _to(self.batches[index], device)
+        batch = _to(self.batches[index], device, widen)
         count: float | None = None
         if self.loss_fn is not None:
             result = self.loss_fn(model, batch)
@@ -169,20 +173,21 @@ def _summed(pair: tuple[Any, ...]) -> tuple[Any, float]:
     return pair[0], count
 
 
-def _to(value: Any, device: torch.device) -> Any:
+def _to(value: Any, device: torch.device, widen: bool) -> Any:
     """Tensors inside nested containers on `device`; the containers are new, the tensors are not
     copied if they lie there already.
     """
     if isinstance(value, Tensor):
-        return value.to(device)
+        narrow = value.dtype in (torch.bfloat16, torch.float16)
+        return value.to(device, torch.float32 if widen and narrow else value.dtype)
     if isinstance(value, Mapping):
-        return {k: _to(v, device) for k, v in value.items()}
+        return {k: _to(v, device, widen) for k, v in value.items()}
     if isinstance(value, Call):
-        return Call(_to(value.args, device), _to(value.kwargs, device))
+        return Call(_to(value.args, device, widen), _to(value.kwargs, device, widen))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to(v, device) for v in value))
+        return type(value)(*(_to(v, device, widen) for v in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(_to(v, device) for v in value)
+        return type(value)(_to(v, device, widen) for v in value)
     return value
 
 

@@ -22,7 +22,6 @@ class ShardBackend(Protocol):
         num_micro_batches: Micro-batches per rank that define the loss.
         gradient_scale: See `add_gradient`; None until every micro-batch has been evaluated once.
         loss: The mean loss at the weights, from then on.
-        unit_roundoff: Of the dtype in which the passes compute (2^-24 for fp32, 2^-9 for bf16).
     """
 
     layout: Layout
@@ -30,7 +29,11 @@ class ShardBackend(Protocol):
     num_micro_batches: int
     gradient_scale: float | None
     loss: float
-    unit_roundoff: float
+
+    @property
+    def unit_roundoff(self) -> float:
+        """Of the dtype in which the passes compute: half of `torch.finfo(dtype).eps`."""
+        ...
 
     def measuring(self) -> AbstractContextManager[None]:
         """Guard of the training state. Evaluations are allowed inside only; leaving it, also by an

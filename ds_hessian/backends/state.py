@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,29 @@ def training_flags(module: nn.Module, train: bool) -> Iterator[None]:
     finally:
         for m, flag in flags:
             m.training = flag
+
+
+def swap(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute (or property) for as long as the stack lives."""
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+@contextmanager
+def full_fp32() -> Iterator[None]:
+    """Run the body with fp32 arithmetic where it says fp32: TF32 and its like are off."""
+    backends: Any = torch.backends
+    switches: list[tuple[Any, str, Any]] = [
+        (owner, "allow_tf32", False) for owner in (backends.cuda.matmul, backends.cudnn)
+    ]
+    if hasattr(backends.cuda.matmul, "fp32_precision"):  # which from torch 2.9 on replaces these
+        owners = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+        owners += [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
+        switches = [(owner, "fp32_precision", "ieee") for owner in owners]
+    with ExitStack() as stack:
+        for owner, name, value in switches:
+            swap(stack, owner, name, value)
+        yield
 
 
 class Attributes:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_hessian
-from ds_hessian.backends.zero.stage3 import Stage3Shards
+from ds_hessian.backends.zero import ZeroBackend
 from tests.nets import TinyGPT, batch
 
 TOTAL = 6  # micro-batches over all ranks: divides by 1, 2 and 3
@@ -46,13 +46,12 @@ def my_batches() -> list[Any]:
 
 
 def full_weights(engine: Any) -> dict[str, Tensor] | None:
-    """Unsharded weights on rank 0."""
+    """Unsharded master weights on rank 0 (the weights themselves where they have no masters)."""
     hessian = engine.hessian
-    v = hessian.backend.space.zeros()
-    for (p, _, _, numel), (_, part) in zip(
-        hessian.backend.pieces, hessian.backend.layout, strict=True
-    ):
-        v[part] = p.ds_tensor.data.view(-1)[:numel]
+    backend, v = hessian.backend, hessian.backend.space.zeros()
+    for piece, (_, part) in zip(backend.pieces, backend.layout, strict=True):
+        master = backend.shards.master(piece)
+        v[part] = backend.shards.weight(piece) if master is None else master
     return hessian.gather(v)
 
 
@@ -142,7 +141,8 @@ def train(
     dropout_on: bool = True,
     **config: Any,
 ) -> dict[str, Any]:
-    """Train with dropout; mode "plain", "measured" (after steps 3 and 7) or "failing" (at 7).
+    """Train with dropout; mode "bare", "measured" (after steps 3 and 7), "inside" (a window),
+    "everywhere" (also before a step, in both precisions) or "failing" (at 7).
 
     Returns everything that must be bitwise the same whatever the mode, and the errors.
     """
@@ -156,7 +156,12 @@ def train(
         for k in range(accumulate):
             loss = engine(*batch(step * accumulate + k, dist.get_rank()))
             engine.backward(loss)
+            if mode == "everywhere" and step == 2:
+                engine.hessian_spectrum(my_batches(), num_matvecs=2)
             engine.step()
+            if mode == "everywhere" and step in (0, 3):
+                precision = ("model", "fp32")[k]
+                engine.hessian_spectrum(my_batches(), num_matvecs=2, precision=precision)
             losses.append(loss.detach().clone())
             if mode == "inside" and step in (3, 7) and k == 0:
                 engine.hessian_spectrum(my_batches(), num_matvecs=3)
@@ -166,35 +171,27 @@ def train(
             engine.hessian_spectrum(my_batches(), num_matvecs=4)
         if mode == "failing" and step == 7:
             errors.append(failing_spectrum(engine, stage, at, failing_ranks))
-    optimizer = engine.optimizer
+    backend = ZeroBackend(engine)  # to find the shards of engines without a Hessian
+    shards, pieces = backend.shards, backend.pieces
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
     state = {
         "losses": torch.stack(losses),
-        "masters": [
-            Stage3Shards(optimizer).master(group, offset, engine_numel(p)).clone()
-            for p, group, offset, _ in Stage3Shards(optimizer).parameters()
-        ],
-        "shards": [
-            p.ds_tensor.data.view(-1)[: engine_numel(p)].clone() for p in engine.module.parameters()
-        ],
+        "masters": [m.clone() for m in map(shards.master, pieces) if m is not None],
+        "weights": [shards.weight(piece).clone() for piece in pieces],
         "moments": [
-            t.clone()
-            for s in optimizer.optimizer.state.values()
-            for t in s.values()
-            if torch.is_tensor(t)
+            t.clone() for s in inner.state.values() for t in s.values() if torch.is_tensor(t)
         ],
         "random": torch.get_rng_state(),
         "buffers": [b.clone() for b in engine.module.buffers()],
         "counters": (engine.global_steps, engine.micro_steps, engine.global_samples),
+        "scaler": sorted((k, v) for k, v in vars(scaler).items() if isinstance(v, (int, float)))
+        if scaler is not None
+        else [],
         "training": [m.training for m in engine.module.modules()],
     }
     engine.destroy()
     return {"state": state, "errors": errors}
-
-
-def engine_numel(p: Any) -> int:
-    """Real elements of this rank's shard; the rest of the last one is uninitialised."""
-    length = p.ds_tensor.ds_numel
-    return max(0, min(length, p.ds_numel - length * dist.get_rank(p.ds_process_group)))
 
 
 def same(a: Any, b: Any) -> bool:
@@ -300,10 +297,10 @@ def token_weighted() -> Any:
     return out
 
 
-def refused(zero: dict[str, Any], config: dict[str, Any]) -> str:
+def refused(module: nn.Module | None, config: dict[str, Any]) -> str:
     """The message with which an engine is refused, or "accepted"."""
     try:
-        engine = make_engine(zero=zero, hessian=QUIET, **config)
+        engine = make_engine(module, hessian=QUIET, **config)
     except ds_hessian.UnsupportedError as error:
         return str(error)
     engine.destroy()
@@ -331,3 +328,26 @@ def without_section() -> list[str]:
     added = [n for n in ("hessian", "hessian_spectrum", "hessian_schedule") if n in vars(engine)]
     engine.destroy()
     return added
+
+
+# ---- every stage and dtype
+
+
+def product_in_both_precisions(config: dict[str, Any]) -> Any:
+    """(master weights, v, product as the model computes, product on fp32 copies) of an engine."""
+    engine = make_engine(hessian=QUIET, **config)
+    hessian = engine.hessian.use(my_batches())
+    v = hessian.random_vector(seed=5)
+    products = []
+    for precision in ("model", "fp32"):
+        with hessian.measuring(precision=precision):
+            products.append(hessian.matvec(v))
+    out = (
+        full_weights(engine),
+        hessian.gather(v),
+        [hessian.gather(p.vector) for p in products],
+        [(p.error, p.fidelity, p.displacement) for p in products],
+        hessian.backend.layout.n_local,
+    )
+    engine.destroy()
+    return out

@@ -173,25 +173,6 @@ def test_counts_weight_micro_batches_by_their_tokens(ranks: Ranks) -> None:
     assert relative(dense.flat(product), dense.matvec(dense.flat(v))) < 2e-4
 
 
-@pytest.mark.parametrize(
-    ("zero", "config", "message"),
-    [
-        ({"stage": 0}, {}, "ZeRO stage 0"),
-        ({"stage": 1}, {}, "ZeRO stage 1"),
-        ({"stage": 2}, {}, "ZeRO stage 2"),
-        ({}, {"bf16": {"enabled": True}}, "bf16 training"),
-        ({"offload_param": {"device": "cpu"}}, {}, "parameter offload"),
-        ({"zero_hpz_partition_size": 2}, {}, "hpZ"),
-        ({}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast"),
-    ],
-)
-def test_what_is_not_supported_is_refused_by_name_on_all_ranks(
-    ranks: Ranks, zero: dict[str, Any], config: dict[str, Any], message: str
-) -> None:
-    for text in ranks(2).run(jobs.refused, zero, config):
-        assert text.startswith("ds_hessian does not support") and message in text
-
-
 def test_spectra_on_schedule(ranks: Ranks, tmp_path: Path) -> None:
     for steps, failures, fixed in ranks(2).run(jobs.on_schedule, str(tmp_path)):
         assert (steps, failures, fixed) == ([3, 6], [], True)

@@ -1,24 +1,38 @@
 """A DeepSpeed engine: each rank stores, displaces and differentiates its own shards.
 
-Displacements are written into the shards from the fp32 masters; the next gather spreads them.
+Displacements are written into the shards from the masters (or from a kept copy where the weights
+are their own masters), rounded once; publishing them lets every rank's next forward read them.
+Every micro-batch is a whole accumulation window, so that its gradient is complete after its
+backward, whatever the stage, and is added up in fp32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ds_hessian import ops
 from ds_hessian.backends.objective import Objective, Totals
-from ds_hessian.backends.state import Attributes, Buffers, RandomState, training_flags
+from ds_hessian.backends.state import (
+    Attributes,
+    Buffers,
+    RandomState,
+    full_fp32,
+    training_flags,
+)
 from ds_hessian.backends.zero import host
+from ds_hessian.backends.zero.flat import BF16Shards, FlatShards
+from ds_hessian.backends.zero.replicated import ReplicatedShards
+from ds_hessian.backends.zero.shards import Piece, Shards
 from ds_hessian.backends.zero.stage3 import Stage3Shards
 from ds_hessian.errors import ConfigError
 from ds_hessian.vectors import Fragment, Layout, VectorSpace, checkpoint, together
+
+Precision = Literal["model", "fp32"]
 
 
 class ZeroBackend:
@@ -30,15 +44,14 @@ class ZeroBackend:
     Collective: the constructor.
     """
 
-    unit_roundoff = 2.0**-24
-
     def __init__(self, engine: Any) -> None:
         self.engine, self.module = engine, engine.module
-        self.shards = Stage3Shards(engine.optimizer)
+        self.shards = _shards_of(engine)
         self.device = torch.device(engine.device)
         self.layout, self.pieces = self._map()
         self.space = VectorSpace(self.layout.n_local, self.layout.n_owned, self.device)
         self.train_mode = False
+        self.precision: Precision = "model"
         self.num_micro_batches = 0
         self.gradient_scale: float | None = None
         self.loss = float("nan")
@@ -46,22 +59,34 @@ class ZeroBackend:
         self._weights: list[Tensor] = []
         self._masters: list[Tensor] = []
 
-    def _map(self) -> tuple[Layout, list[tuple[Any, int, int, int]]]:
-        """The layout, and for each of its fragments (parameter, sub-group, offset, numel)."""
+    def _map(self) -> tuple[Layout, list[Piece]]:
         names = {id(p): name for name, p in self.module.named_parameters()}
-        fragments, pieces = [], []
-        for p, group, offset, length in self.shards.parameters():
-            start = length * torch.distributed.get_rank(p.ds_process_group)
-            numel = max(0, min(length, p.ds_numel - start))
-            fragments.append(Fragment(names[id(p)], start, numel, p.ds_shape))
-            pieces.append((p, group, offset, numel))
-        layout = Layout(fragments)
+        pieces = self.shards.pieces()
+        layout = Layout(
+            [
+                Fragment(names[id(p.parameter)], p.start, p.numel, host.shape(p.parameter), p.owned)
+                for p in pieces
+            ]
+        )
         return layout, [pieces[i] for i in layout.order]
+
+    @property
+    def unit_roundoff(self) -> float:
+        """Of the dtype in which the passes compute."""
+        dtype = torch.float32 if self.precision == "fp32" else host.compute_dtype(self.engine)
+        return torch.finfo(dtype).eps / 2
 
     # ---- the loss
 
-    def use(self, objective: Objective, train_mode: bool = False) -> None:
-        """Fix the loss. Collective.
+    def use(
+        self, objective: Objective, train_mode: bool = False, precision: Precision = "model"
+    ) -> None:
+        """Fix the loss, and the arithmetic in which it is evaluated. Collective.
+
+        Args:
+            objective: This rank's micro-batches.
+            train_mode: Whether the modules are in train mode.
+            precision: `"model"`, as training runs, or `"fp32"`, on fp32 copies of the masters.
 
         Raises:
             ConfigError: ranks have different numbers of micro-batches.
@@ -75,7 +100,7 @@ class ZeroBackend:
                 f"{[int(c) for c in counts]} on ranks 0, 1, ...; pass lists of equal length"
             )
         self._objective, self.num_micro_batches = objective, len(objective)
-        self.train_mode = train_mode
+        self.train_mode, self.precision = train_mode, precision
 
     # ---- the guard
 
@@ -88,7 +113,6 @@ class ZeroBackend:
         self._states: list[Any] = [self._random.get()]
         self._buffers = Buffers(self.module)
         self._totals, self.gradient_scale = Totals(), None
-        gradients = [(p, p.grad) for p in self.module.parameters()]
         with ExitStack() as stack:
             stack.callback(self._random.set, self._states[0])
             stack.callback(self._buffers.restore)
@@ -96,23 +120,30 @@ class ZeroBackend:
             host.quiet(engine, attributes)
             stack.enter_context(host.forward_stack())
             stack.enter_context(training_flags(self.module, self.train_mode))
-            for p, _ in gradients:
-                p.grad = None
-            stack.callback(_put_gradients, gradients)
-            stack.callback(self.shards.unstash, self.shards.stash())
+            stack.callback(self.shards.stash())
+            self.shards.publish()
+            if self.precision == "fp32":
+                stack.enter_context(full_fp32())
+                if host.compute_dtype(engine) != torch.float32:
+                    stack.enter_context(self.shards.in_fp32())
             stack.callback(self._restore_weights, self._keep_weights())
             yield
 
     def _keep_weights(self) -> list[Tensor]:
-        self.shards.publish()
-        self._weights = [
-            p.ds_tensor.data.view(-1).narrow(0, 0, numel) for p, _, _, numel in self.pieces
+        self._weights = [self.shards.weight(piece) for piece in self.pieces]
+        masters = [self.shards.master(piece) for piece in self.pieces]
+        # Weights are the rounded masters after every step, but not after a user's own edit of
+        # either: the weights are what training would go on with, so they are kept themselves.
+        same = all(
+            master is not None and torch.equal(weight, master.to(weight.device, weight.dtype))
+            for weight, master in zip(self._weights, masters, strict=True)
+        )
+        kept = [] if same else [weight.clone() for weight in self._weights]
+        self._masters = [
+            copy if master is None else master.to(copy.device)
+            for copy, master in zip(kept or self._weights, masters, strict=True)
         ]
-        self._masters = [self.shards.master(*piece[1:]) for piece in self.pieces]
-        # Weights and masters hold the same bits after every step, but not after a user's own edit
-        # of either: the weights are what training would go on with, so they are kept themselves.
-        same = all(torch.equal(w, m) for w, m in zip(self._weights, self._masters, strict=True))
-        return [] if same else [w.clone() for w in self._weights]
+        return kept
 
     def _restore_weights(self, kept: list[Tensor]) -> None:
         for weight, value in zip(self._weights, kept or self._masters, strict=True):
@@ -126,9 +157,12 @@ class ZeroBackend:
     def displace(self, v: Tensor | None, h: float) -> Tensor:
         """See `ShardBackend.displace`."""
         direction = self.space.zeros() if v is None else v
+        if self._weights:  # elsewhere than the vectors where parameters are offloaded
+            direction = direction.to(self._weights[0].device)
         change = ops.displace(self._weights, self._masters, direction, h, self.space.n_owned)
+        torch.clear_autocast_cache()
         self.shards.publish()
-        return change
+        return change.to(self.device)
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """See `ShardBackend.add_gradient`.
@@ -143,9 +177,10 @@ class ZeroBackend:
             factor = self._run(index)
             if len(self._states) == index + 1:  # first evaluation: the next one goes on from here
                 self._states.append(self._random.get())
-            self.shards.synchronize_reduction()
-            for (p, _, _, numel), (_, part) in zip(self.pieces, self.layout, strict=True):
-                out[part].add_(self.shards.gradient(p, numel), alpha=factor)
+            gradients = self.shards.gradients(self.pieces)
+            for (_, part), gradient in zip(self.layout, gradients, strict=True):
+                if gradient is not None:
+                    out[part].add_(gradient.to(out.device), alpha=factor)
             self.shards.clear_gradients()
 
     def _run(self, index: int) -> float:
@@ -153,13 +188,14 @@ class ZeroBackend:
         assert self._objective is not None
         doing = f"evaluating the loss of micro-batch {index}"
         with together(doing, device=self.device), self._entry(doing):
-            loss, count = self._objective.loss(self.engine, index, self.device)
+            widen = self.precision == "fp32"
+            loss, count = self._objective.loss(self.engine, index, self.device, widen)
         with together(f"differentiating the loss of micro-batch {index}", device=self.device):
             scale = host.backward(self.engine, loss)
         self._totals.add(index, float(loss.detach()), count)
         if self.gradient_scale is None and len(self._totals) == self.num_micro_batches:
             self.gradient_scale, self.loss = self._totals.reduce(self.space)
-        return 1.0 / scale
+        return host.averaging_factor(self.engine) / scale
 
     @contextmanager
     def _entry(self, doing: str) -> Iterator[None]:
@@ -180,12 +216,23 @@ class ZeroBackend:
     def weight_norm(self) -> float:
         """See `ShardBackend.weight_norm`."""
         owned = zip(self._masters, self.layout.fragments, strict=True)
-        squares = [ops.dots([(m, m)], m.numel()) for m, f in owned if f.owned]
+        squares = [_square(m).to(self.device) for m, f in owned if f.owned]
         total = torch.cat([torch.zeros(1, dtype=torch.float64, device=self.device), *squares])
         total = total.sum().reshape(1)
         return float(self.space.reduce(total)[0]) ** 0.5
 
 
-def _put_gradients(gradients: list[tuple[Any, Tensor | None]]) -> None:
-    for p, gradient in gradients:
-        p.grad = gradient
+def _square(values: Tensor) -> Tensor:
+    wide = values.float()
+    return ops.dots([(wide, wide)], wide.numel())
+
+
+def _shards_of(engine: Any) -> Shards:
+    kind = type(engine.optimizer).__name__
+    if kind == "DeepSpeedZeroOptimizer_Stage3":
+        return Stage3Shards(engine)
+    if kind == "BF16_Optimizer":
+        return BF16Shards(engine)
+    if kind == "DeepSpeedZeroOptimizer":
+        return FlatShards(engine)
+    return ReplicatedShards(engine)

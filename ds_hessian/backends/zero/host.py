@@ -89,6 +89,11 @@ def quiet(engine: Any, attributes: Attributes) -> None:
         names = [name for name in vars(hook_state) if name != "_grad_acc_post_hooks"]
         attributes.keep(hook_state, *names)
     attributes.set(engine.monitor, "enabled", False)
+    for owner in (optimizer, *engine.module.parameters()):
+        if getattr(owner, "use_muon", False):  # ZeRO would give Muon's update for the gradient
+            attributes.set(owner, "use_muon", False)
+    if engine._config.flops_profiler_config.enabled:
+        attributes.set(engine._config.flops_profiler_config, "enabled", False)
     timers = engine.engine_timers
     if timers.micro_timers or timers.global_timers:  # wall_clock_breakdown
         off = type(timers)(enable_micro_timers=False, enable_global_timers=False)
@@ -122,6 +127,31 @@ def backward(engine: Any, loss: Tensor) -> float:
     finally:
         handle.remove()
     return seen[0]
+
+
+def shape(p: Any) -> torch.Size:
+    """Shape of the unsharded parameter."""
+    whole: torch.Size = getattr(p, "ds_shape", p.shape)
+    return whole
+
+
+def compute_dtype(engine: Any) -> torch.dtype:
+    """The dtype in which forward and backward compute."""
+    config = engine._config
+    if getattr(config, "torch_autocast_enabled", False):
+        autocast: torch.dtype = config.torch_autocast_dtype
+        return autocast
+    return (
+        torch.bfloat16
+        if engine.bfloat16_enabled()
+        else (torch.float16 if engine.fp16_enabled() else torch.float32)
+    )
+
+
+def averaging_factor(engine: Any) -> float:
+    """What makes a reduced gradient the average over data-parallel ranks."""
+    averaged = getattr(engine, "gradient_average", True)  # False: "gradient_allreduce_op": "sum"
+    return 1.0 if averaged else 1.0 / torch.distributed.get_world_size()
 
 
 def is_data_parallel_only(engine: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Where ZeRO-3 (`DeepSpeedZeroOptimizer_Stage3`) keeps weights, masters and gradients.
+"""ZeRO-3 (`DeepSpeedZeroOptimizer_Stage3`): weights, masters and gradients are sharded.
 
 A parameter of `ds_numel` elements is split over its process group in equal parts, padded at the end
 of the last; the padding is uninitialised memory in the weights and is left out of every vector.
@@ -6,64 +6,65 @@ of the last; the padding is uninitialised memory in the weights and is left out 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ds_hessian.backends.state import swap
 from ds_hessian.backends.zero.host import accelerator_synchronize
-from ds_hessian.errors import UnsupportedError
+from ds_hessian.backends.zero.shards import Piece, Shards
+
+_GRADIENTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
-class Stage3Shards:
-    """Private layout of `DeepSpeedZeroOptimizer_Stage3`."""
+class Stage3Shards(Shards):
+    """See `Shards`."""
 
-    _GRADIENTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-        needed = (
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.require(
             "fp16_groups",
             "fp32_partitioned_groups_flat",
             "grad_partitions_flat_buffer",
             "empty_partition_cache",
             "invalidate_secondary_tensor",
-            self._GRADIENTS,
+            "ipg_buckets",
+            _GRADIENTS,
         )
-        missing = [name for name in needed if not hasattr(optimizer, name)]
-        if missing:
-            raise UnsupportedError(
-                f"this DeepSpeed's ZeRO-3 optimizer has no {', '.join(missing)}; use a version "
-                "that ds_hessian was tried with (see docs/support.md)"
-            )
 
-    def parameters(self) -> Iterator[tuple[Any, int, int, int]]:
-        """(parameter, sub-group, its offset there, its shard's length) in the optimizer's order."""
+    def pieces(self) -> list[Piece]:
+        """See `Shards.pieces`: one for each parameter, the padding at the end left out."""
+        pieces = []
+        for p, group, offset in self._parameters():
+            length = p.ds_tensor.ds_numel
+            start = length * dist.get_rank(p.ds_process_group)
+            pieces.append(Piece(p, start, max(0, min(length, p.ds_numel - start)), group, offset))
+        return pieces
+
+    def _parameters(self) -> Iterator[tuple[Any, int, int]]:
+        """(parameter, sub-group, offset of its shard there) in the optimizer's order."""
         for group, params in enumerate(self.optimizer.fp16_groups):
             offset = 0
             for p in params:
-                length = p.ds_tensor.ds_numel
-                yield p, group, offset, length
-                offset += length
+                yield p, group, offset
+                offset += p.ds_tensor.ds_numel
 
-    def master(self, group: int, offset: int, numel: int) -> Tensor:
-        """View of the fp32 master weights."""
-        flat: Tensor = self.optimizer.fp32_partitioned_groups_flat[group].detach()
-        return flat.narrow(0, offset, numel)
+    def weight(self, piece: Piece) -> Tensor:
+        """See `Shards.weight`."""
+        shard: Tensor = piece.parameter.ds_tensor.data
+        return shard.view(-1).narrow(0, 0, piece.numel)
 
-    def gradient(self, p: Any, numel: int) -> Tensor:
-        """View of the reduced gradient shard; right after every backward in every mode."""
-        shard: Tensor = getattr(self.optimizer, self._GRADIENTS)[p.ds_id].detach()
-        return shard.view(-1).narrow(0, 0, numel)
-
-    def synchronize_reduction(self) -> None:
-        """Wait for the reduction stream."""
-        stream = self.optimizer.reduce_and_partition_stream
-        if stream is not None:
-            stream.synchronize()
+    def master(self, piece: Piece) -> Tensor:
+        """See `Shards.master`."""
+        flat: Tensor = self.optimizer.fp32_partitioned_groups_flat[piece.group].detach()
+        return flat.narrow(0, piece.offset, piece.numel)
 
     def publish(self) -> None:
-        """Make every rank's next forward read the written shards.
+        """See `Shards.publish`.
 
         Gathered parameters (the persistent, small ones stay gathered after a backward) are
         released, and hpZ's secondary shards dropped. `engine.empty_partition_cache()` does the
@@ -73,26 +74,97 @@ class Stage3Shards:
         self.optimizer.invalidate_secondary_tensor()
         accelerator_synchronize()
 
+    def gradients(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:
+        """See `Shards.gradients`; of any micro-batch of a window, offloaded or not."""
+        stream = self.optimizer.reduce_and_partition_stream
+        if stream is not None:
+            stream.synchronize()
+        shards = getattr(self.optimizer, _GRADIENTS)
+        for piece in pieces:
+            shard: Tensor = shards[piece.parameter.ds_id].detach()
+            yield shard.view(-1).narrow(0, 0, piece.numel)
+
     def clear_gradients(self) -> None:
-        """Forget the pass just made; a parameter that a later pass does not use has gradient 0."""
+        """See `Shards.clear_gradients`."""
         self.optimizer.zero_grad()
         self.optimizer.grad_partitions_flat_buffer.zero_()
 
-    def stash(self) -> dict[str, Any]:
-        """The gradients that training has pending; leaves none."""
-        optimizer = self.optimizer
-        saved = {
-            "buffer": optimizer.grad_partitions_flat_buffer.clone(),
-            "micro_step_id": optimizer.micro_step_id,
-            "averaged": dict(optimizer.averaged_gradients),
-        }
+    def stash(self) -> Callable[[], None]:
+        """See `Shards.stash`."""
+        optimizer, put_back = self.optimizer, super().stash()
+        gathered = self._gathered()
+        buffer = optimizer.grad_partitions_flat_buffer.clone()
+        micro_step, averaged = optimizer.micro_step_id, dict(optimizer.averaged_gradients)
         optimizer.grad_partitions_flat_buffer.zero_()
         optimizer.micro_step_id = 0
-        return saved
+        offloaded = _stash_offloaded(optimizer) if optimizer.offload_optimizer else None
 
-    def unstash(self, saved: dict[str, Any]) -> None:
-        """Put pending gradients back."""
+        def unstash() -> None:
+            put_back()
+            for p, whole in gathered:
+                p.data, p.ds_status = whole, type(p.ds_status).AVAILABLE
+            optimizer.grad_partitions_flat_buffer.copy_(buffer)
+            optimizer.micro_step_id, optimizer.averaged_gradients = micro_step, averaged
+            if offloaded is not None:
+                offloaded()
+
+        return unstash
+
+    def _gathered(self) -> list[tuple[Any, Tensor]]:
+        """Persistent parameters that training holds gathered, to be left so.
+
+        A step gathers them in full precision, a forward in the communication dtype, so gathering
+        them anew can change their bits (tied embeddings under torch_autocast).
+        """
+        parameters = self.engine.module.parameters()
+        return [(p, p.data) for p in parameters if p.ds_persist and p.ds_status.name == "AVAILABLE"]
+
+    def _copy_to_fp32(self, stack: ExitStack) -> None:
+        self.publish()
         optimizer = self.optimizer
-        optimizer.grad_partitions_flat_buffer.copy_(saved["buffer"])
-        optimizer.micro_step_id = saved["micro_step_id"]
-        optimizer.averaged_gradients = saved["averaged"]
+        for p, group, offset in self._parameters():
+            master = optimizer.fp32_partitioned_groups_flat[group].detach()
+            _replace_shard(stack, p, master.narrow(0, offset, p.ds_tensor.ds_numel))
+        for p in self._frozen():
+            _replace_shard(stack, p, p.ds_tensor.data)
+        for name in ("dtype", "communication_data_type", "gradient_accumulation_dtype"):
+            swap(stack, optimizer, name, torch.float32)
+        old = next(iter(optimizer.ipg_buckets.values()))
+        bucket = type(old)()
+        if old.buffer is not None:
+            bucket.buffer = old.buffer.new_empty(old.buffer.numel(), dtype=torch.float32)
+        swap(stack, optimizer, "ipg_buckets", {torch.float32: bucket})
+        shards = getattr(optimizer, _GRADIENTS)
+        flat = torch.zeros_like(optimizer.grad_partitions_flat_buffer, dtype=torch.float32)
+        parts = flat.split([shard.numel() for shard in shards.values()])
+        swap(stack, optimizer, _GRADIENTS, dict(zip(shards, parts, strict=True)))
+        swap(stack, optimizer, "grad_partitions_flat_buffer", flat)
+        stack.callback(self.publish)  # first of all, release what was gathered from the copies
+
+
+def _replace_shard(stack: ExitStack, p: Any, value: Tensor) -> None:
+    shard = p.ds_tensor
+    copy: Any = value.to(shard.device, torch.float32, copy=True)
+    for name in ("ds_numel", "status", "final_location"):
+        setattr(copy, name, getattr(shard, name))
+    swap(stack, p, "ds_tensor", copy)
+    swap(stack, p, "data", torch.empty(0, dtype=torch.float32, device=p.device))
+
+
+def _stash_offloaded(optimizer: Any) -> Callable[[], None]:
+    """The gradients and norms that optimizer offload has pending on the host."""
+    masters = optimizer.fp32_partitioned_groups_flat
+    gradients = [None if m.grad is None else m.grad.clone() for m in masters]
+    norms = dict(optimizer.norm_for_param_grads)
+    names = [n for n in ("_offload_boundary_param_ids",) if hasattr(optimizer, n)]
+    ids = [set(getattr(optimizer, name)) for name in names]
+
+    def unstash() -> None:
+        for master, gradient in zip(masters, gradients, strict=True):
+            if gradient is not None:
+                master.grad.copy_(gradient)
+        optimizer.norm_for_param_grads = norms
+        for name, value in zip(names, ids, strict=True):
+            setattr(optimizer, name, value)
+
+    return unstash

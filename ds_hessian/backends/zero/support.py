@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ds_hessian.backends.zero import host
 from ds_hessian.errors import UnsupportedError
 
@@ -24,12 +26,19 @@ def refuse_unsupported(engine: Any) -> None:
             raise UnsupportedError(f"ds_hessian does not support {name}; {remedy}")
 
 
+KINDS = {
+    0: ("FP16_Optimizer", "FP16_UnfusedOptimizer"),  # or the plain optimizer itself
+    1: ("DeepSpeedZeroOptimizer", "BF16_Optimizer"),
+    2: ("DeepSpeedZeroOptimizer",),
+    3: ("DeepSpeedZeroOptimizer_Stage3",),
+}
+"""Optimizers that DeepSpeed makes at each stage and whose shards are known."""
+
+
 def _findings(engine: Any) -> list[tuple[str, bool, str]]:
     config, optimizer = engine._config, engine.optimizer
-    zero = config.zero_config
-    kind = type(optimizer).__name__
-    stage3 = "use zero_optimization.stage 3 for the measurement (a checkpoint loads in any stage)"
-    full = "use fp32 for the measurement"
+    zero, kind = config.zero_config, type(optimizer).__name__
+    stage, plain = int(zero.stage), isinstance(optimizer, torch.optim.Optimizer)
     return [
         ("an engine without an optimizer", kind in ("NoneType", "DummyOptim"), "give it one"),
         (
@@ -38,32 +47,33 @@ def _findings(engine: Any) -> list[tuple[str, bool, str]]:
             "use the plain DeepSpeedEngine",
         ),
         ("DeepCompile", _is_deepcompile(engine), "switch compile.deepcompile off"),
-        (f"ZeRO stage {zero.stage}", zero.stage != 3, stage3),
-        (f"the ZeRO-3 optimizer {kind}", kind != "DeepSpeedZeroOptimizer_Stage3", "use the plain"),
-        ("bf16 training", bool(engine.bfloat16_enabled()), full),
-        ("fp16 training", bool(engine.fp16_enabled()), full),
-        ("torch_autocast", bool(getattr(config, "torch_autocast_enabled", False)), full),
-        ("optimizer offload", _offloads(zero.offload_optimizer), "keep the optimizer on device"),
-        ("parameter offload", _offloads(zero.offload_param), "keep the parameters on device"),
+        ("offload to NVMe", _offloads(zero, "nvme"), 'use "device": "cpu"'),
+        (
+            f"the ZeRO-{stage} optimizer {kind}",
+            kind not in KINDS[stage] and not (stage == 0 and plain),
+            "use the plain one of this stage (no ZenFlow, no SuperOffload)",
+        ),
         ("offload_states()", bool(getattr(optimizer, "offloaded_states", None)), "reload them"),
-        ("ZeRO++ hpZ", zero.zero_hpz_partition_size > 1, "set zero_hpz_partition_size to 1"),
         ("ZeRO++ qwZ", bool(zero.zero_quantized_weights), "switch zero_quantized_weights off"),
         ("ZeRO++ qgZ", bool(zero.zero_quantized_gradients), "switch it off"),
+        ("MiCS", getattr(zero, "mics_shard_size", -1) > 0, "use plain ZeRO-3"),
+        (
+            "sparse gradients",
+            any(getattr(module, "sparse", False) is True for module in engine.module.modules()),
+            "make embeddings with sparse=False",
+        ),
         (
             "tensor, expert or sequence parallelism",
             not host.is_data_parallel_only(engine),
             "measure a data-parallel job",
         ),
-        (
-            "Muon",
-            any(getattr(p, "use_muon", False) for p in engine.module.parameters()),
-            "use Adam",
-        ),
     ]
 
 
-def _offloads(section: Any) -> bool:
-    return section is not None and str(getattr(section.device, "value", section.device)) != "none"
+def _offloads(zero: Any, device: str) -> bool:
+    sections = (zero.offload_optimizer, zero.offload_param)
+    devices = [s.device for s in sections if s is not None]
+    return any(str(getattr(d, "value", d)) == device for d in devices)
 
 
 def _is_deepcompile(engine: Any) -> bool:

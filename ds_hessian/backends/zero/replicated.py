@@ -1,0 +1,95 @@
+"""ZeRO stage 0: a plain optimizer, or DeepSpeed's `FP16_Optimizer` and `FP16_UnfusedOptimizer`.
+
+Every rank holds all weights, masters and gradients, and so all of a vector; sums are divided over
+the ranks, each of which owns an equal part of the coordinates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hessian.backends.state import swap
+from ds_hessian.backends.zero.shards import Piece, Shards
+from ds_hessian.errors import UnsupportedError
+
+
+class ReplicatedShards(Shards):
+    """See `Shards`."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.masters: dict[int, Tensor] = {}
+        for group, params in enumerate(getattr(self.optimizer, "fp16_groups", [])):
+            for p, master in zip(params, self._group_masters(group), strict=True):
+                self.masters[id(p)] = master.detach().view(-1)
+
+    def _group_masters(self, group: int) -> Sequence[Tensor]:
+        optimizer = self.optimizer
+        if hasattr(optimizer, "fp32_groups"):  # unfused: one tensor for each parameter
+            return list(optimizer.fp32_groups[group])
+        flat, params = optimizer.fp32_groups_flat[group], optimizer.fp16_groups[group]
+        return list(flat.detach().split([p.numel() for p in params]))
+
+    def pieces(self) -> list[Piece]:
+        """See `Shards.pieces`: all coordinates, cut where the part that this rank owns ends.
+
+        Raises:
+            UnsupportedError: a parameter's memory is not contiguous.
+        """
+        named = [(n, p) for n, p in self.engine.module.named_parameters() if p.requires_grad]
+        total, ranks, rank = (
+            sum(p.numel() for _, p in named),
+            dist.get_world_size(),
+            dist.get_rank(),
+        )
+        low, high = total * rank // ranks, total * (rank + 1) // ranks
+        pieces, begin = [], 0
+        for name, p in named:
+            if not p.data.is_contiguous():
+                raise UnsupportedError(
+                    f"ds_hessian does not support parameters in another memory format, such as "
+                    f"{name}; make it contiguous, or use ZeRO 1, 2 or 3"
+                )
+            cuts = sorted(
+                {0, p.numel(), *(c - begin for c in (low, high) if 0 < c - begin < p.numel())}
+            )
+            for start, stop in zip(cuts, cuts[1:], strict=False):
+                owned = low <= begin + start < high
+                pieces.append(Piece(p, start, stop - start, 0, start, owned))
+            begin += p.numel()
+        return pieces
+
+    def weight(self, piece: Piece) -> Tensor:
+        """See `Shards.weight`."""
+        flat: Tensor = piece.parameter.data.view(-1)
+        return flat.narrow(0, piece.start, piece.numel)
+
+    def master(self, piece: Piece) -> Tensor | None:
+        """See `Shards.master`."""
+        master = self.masters.get(id(piece.parameter))
+        return None if master is None else master.narrow(0, piece.start, piece.numel)
+
+    def publish(self) -> None:
+        """See `Shards.publish`: every rank has written the same already."""
+
+    def gradients(self, pieces: Sequence[Piece]) -> Iterator[Tensor | None]:
+        """See `Shards.gradients`."""
+        for piece in pieces:
+            gradient = piece.parameter.grad
+            if gradient is None:
+                yield None
+            else:
+                yield gradient.detach().reshape(-1).narrow(0, piece.start, piece.numel)
+
+    def _copy_to_fp32(self, stack: ExitStack) -> None:
+        for p in self.engine.module.parameters():
+            if p.is_floating_point():
+                master = self.masters.get(id(p))
+                source = p.data if master is None else master.view(p.shape)
+                swap(stack, p, "data", source.to(torch.float32, copy=True))

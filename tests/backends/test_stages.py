@@ -1,0 +1,132 @@
+"""Every ZeRO stage, dtype and placement: real engines on 2 gloo ranks, fp64 oracle, neutrality."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.backends import jobs
+from tests.backends.test_zero3 import oracle, relative
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+def zero(stage: int, **keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **keys}}
+
+
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+STATIC = {"fp16": {"enabled": True, "loss_scale": 128}}
+FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
+FP32_COMMUNICATION = {"communication_data_type": "fp32"}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+ON_CPU = {"device": "cpu"}
+TORCH_ADAM = {"zero_force_ds_cpu_optimizer": False}
+
+FP32_ENGINES: dict[str, dict[str, Any]] = {
+    "0": zero(0),
+    "1": zero(1),
+    "1 overlap": zero(1, overlap_comm=True),
+    "1 round robin": zero(1, round_robin_gradients=True),
+    "2": zero(2),
+    "2 round robin": zero(2, round_robin_gradients=True),
+    "2 not contiguous": zero(2, contiguous_gradients=False),
+    "2 overlap": zero(2, overlap_comm=True),
+    "2 summed gradients": {**zero(2), "gradient_allreduce_op": "sum"},
+    "1 optimizer offload": {**zero(1, offload_optimizer=ON_CPU), **TORCH_ADAM},
+    "2 optimizer offload": {**zero(2, offload_optimizer=ON_CPU), **TORCH_ADAM},
+    "3": zero(3),
+    "3 parameter offload": zero(3, offload_param=ON_CPU),
+    "3 optimizer offload": {**zero(3, offload_optimizer=ON_CPU), **TORCH_ADAM},
+    "3 offload": {**zero(3, offload_param=ON_CPU, offload_optimizer=ON_CPU), **TORCH_ADAM},
+    "3 hpZ": zero(3, zero_hpz_partition_size=2, stage3_param_persistence_threshold=0),
+}
+LOW_ENGINES: dict[str, dict[str, Any]] = {
+    "0 bf16": {**zero(0), **BF16},
+    "1 bf16": {**zero(1), **BF16},
+    "1 bf16 fp32 accumulation": {**zero(1), **BF16, **FP32_ACCUMULATION},
+    "1 bf16 immediate": {
+        **zero(1),
+        **FP32_ACCUMULATION,
+        "bf16": {"enabled": True, "immediate_grad_update": True},
+    },
+    "2 bf16": {**zero(2), **BF16},
+    "2 bf16 fp32 accumulation": {
+        **zero(2),
+        **BF16,
+        **FP32_ACCUMULATION,
+        **FP32_COMMUNICATION,
+    },
+    "2 bf16 optimizer offload": {**zero(2, offload_optimizer=ON_CPU), **BF16, **TORCH_ADAM},
+    "3 bf16": {**zero(3), **BF16},
+    "3 bf16 fp32 accumulation": {
+        **zero(3),
+        **BF16,
+        **FP32_ACCUMULATION,
+        **FP32_COMMUNICATION,
+    },
+    "3 bf16 masters": {
+        **zero(3),
+        "bf16": {
+            "enabled": True,
+            "bf16_master_weights_and_grads": True,
+            "bf16_optimizer_states": True,
+        },
+    },
+    "3 bf16 offload": {
+        **zero(3, offload_param=ON_CPU, offload_optimizer=ON_CPU),
+        **BF16,
+        **FP32_ACCUMULATION,
+        **TORCH_ADAM,
+    },
+    "3 bf16 hpZ": {
+        **zero(3, zero_hpz_partition_size=2, stage3_param_persistence_threshold=20),
+        **BF16,
+    },
+    "0 fp16": {**zero(0), **FP16},
+    "1 fp16": {**zero(1), **FP16},
+    "2 fp16": {**zero(2), **FP16},
+    "2 fp16 static": {**zero(2), **STATIC},
+    "3 fp16": {**zero(3), **FP16},
+    "0 autocast": {**zero(0), **AUTOCAST},
+    "1 autocast": {**zero(1), **AUTOCAST},
+    "2 autocast": {**zero(2), **AUTOCAST},
+    "3 autocast": {**zero(3), **AUTOCAST},
+}
+ENGINES = {**FP32_ENGINES, **LOW_ENGINES}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_products_are_those_of_the_dense_hessian(ranks: Ranks, name: str) -> None:
+    results = ranks(2).run(jobs.product_in_both_precisions, ENGINES[name])
+    weights, v, products, diagnostics, _ = results[0]
+    dense = oracle(weights)
+    exact = dense.matvec(dense.flat(v))
+    in_model, in_fp32 = (relative(dense.flat(p), exact) for p in products)
+    print(name, in_model, in_fp32, diagnostics, [r[4] for r in results])
+    assert in_fp32 < 2e-4
+    assert in_model < (2e-4 if name in FP32_ENGINES else 0.15)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_training_is_bitwise_the_same(ranks: Ranks, name: str) -> None:
+    common = {"steps": 6, "gradient_accumulation_steps": 2, **ENGINES[name]}
+    modes = [{"mode": "bare", **common}, {"mode": "everywhere", **common}]
+    for differing, _ in ranks(2).run(jobs.compare_training, modes):
+        assert differing == [[]]
+
+
+REFUSED: dict[str, tuple[nn.Module | None, dict[str, Any]]] = {
+    "sparse gradients": (nn.Sequential(nn.Embedding(4, 3, sparse=True)), zero(0)),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_supported_is_refused_by_name_on_all_ranks(ranks: Ranks, what: str) -> None:
+    for text in ranks(2).run(jobs.refused, *REFUSED[what]):
+        assert text.startswith(f"ds_hessian does not support {what}")
