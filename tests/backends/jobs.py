@@ -56,15 +56,18 @@ def full_weights(engine: Any) -> dict[str, Tensor] | None:
 
 
 def measure(num_matvecs: int, num_probes: int, zero: dict[str, Any], **config: Any) -> Any:
-    """(weights, probe, product, spectrum, diagnostics) of an untrained TinyGPT."""
+    """(weights, probe, product, spectrum, product at h = 0.1) of an untrained TinyGPT."""
     engine = make_engine(zero=zero, hessian=QUIET, **config)
     hessian = engine.hessian.use(my_batches())
     v = hessian.random_vector(seed=5)
     product = hessian.matvec(v)
     spectrum = hessian.spectrum(num_matvecs=num_matvecs, num_probes=num_probes)
-    out = (full_weights(engine), hessian.gather(v), hessian.gather(product.vector), spectrum)
+    weights = full_weights(engine)
+    with hessian.measuring(displacement=0.1):
+        fixed = hessian.matvec(v)
+    gathered = [hessian.gather(vector) for vector in (v, product.vector, fixed.vector)]
     engine.destroy()
-    return out
+    return weights, *gathered[:2], spectrum, gathered[2]
 
 
 # ---- neutrality
@@ -349,5 +352,20 @@ def product_in_both_precisions(config: dict[str, Any]) -> Any:
         [(p.error, p.fidelity, p.displacement) for p in products],
         hessian.backend.layout.n_local,
     )
+    engine.destroy()
+    return out
+
+
+def bf16_spectra(stage: int, steps: int) -> Any:
+    """Master weights and 20-step spectra in both precisions of a bf16 engine after training."""
+    engine = make_engine(hessian=QUIET, bf16={"enabled": True}, zero_optimization={"stage": stage})
+    for step in range(steps):
+        engine.backward(engine(*batch(step, dist.get_rank())))
+        engine.step()
+    spectra = [
+        engine.hessian_spectrum(my_batches(), num_matvecs=20, precision=precision)
+        for precision in ("model", "fp32")
+    ]
+    out = (full_weights(engine), spectra)
     engine.destroy()
     return out

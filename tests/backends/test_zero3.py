@@ -35,12 +35,12 @@ def runs(ranks: Ranks) -> dict[int, Any]:
 def test_a_product_is_the_dense_hessian_times_the_vector(
     runs: dict[int, Any], world_size: int
 ) -> None:
-    weights, v, product, spectrum = runs[world_size]
+    weights, v, product, spectrum, _ = runs[world_size]
     dense = oracle(weights)
     assert relative(dense.flat(product), dense.matvec(dense.flat(v))) < 2e-4
     assert spectrum.n == sum(p.numel() for p in TinyGPT().parameters())
     assert spectrum.loss == pytest.approx(dense.loss.item(), rel=1e-5)
-    assert spectrum.gradient_norm == pytest.approx(float(dense.gradient.norm()), rel=1e-4)
+    assert spectrum.gradient_norm == pytest.approx(float(dense.gradient.detach().norm()), rel=1e-4)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -50,7 +50,9 @@ def test_coefficients_do_not_depend_on_the_number_of_ranks(
     one, many = runs[1], runs[world_size]
     dense = oracle(one[0])
     assert torch.equal(dense.flat(one[1]), dense.flat(many[1]))  # the probe: the same bits
-    assert relative(dense.flat(many[2]), dense.flat(one[2])) < 1e-4
+    # At the best h, the rounding of the gradients in their reduction alone makes 2e-5.
+    assert relative(dense.flat(many[2]), dense.flat(one[2])) < 6e-5
+    assert relative(dense.flat(many[4]), dense.flat(one[4])) < 1e-5
     a, b = one[3], many[3]
     scale = abs(a.alphas).max()
     assert abs(a.alphas - b.alphas).max() < 1e-3 * scale
@@ -61,7 +63,7 @@ def test_coefficients_do_not_depend_on_the_number_of_ranks(
 def test_the_ten_largest_eigenvalues_and_the_trace_are_those_of_the_dense_hessian(
     ranks: Ranks, world_size: int
 ) -> None:
-    weights, _, _, spectrum = ranks(world_size).run(jobs.measure, 150, 2, {}, timeout=800)[0]
+    weights, _, _, spectrum, _ = ranks(world_size).run(jobs.measure, 150, 2, {}, timeout=800)[0]
     exact = torch.linalg.eigvalsh(oracle(weights).matrix()).numpy()
     largest = exact[np.argsort(-abs(exact))][:10]
     for probe in range(2):
@@ -86,7 +88,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_of_zero3_gives_the_dense_product(ranks: Ranks, name: str) -> None:
     zero, config = VARIANTS[name]
-    weights, v, product, _ = ranks(2).run(jobs.measure, 2, 1, zero, **config)[0]
+    weights, v, product, _, _ = ranks(2).run(jobs.measure, 2, 1, zero, **config)[0]
     dense = oracle(weights)
     assert relative(dense.flat(product), dense.matvec(dense.flat(v))) < 2e-4
 
