@@ -103,9 +103,10 @@ class _Blank(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """A process group by its name, which is the same on all ranks."""
+    """A process group by its name, which is the same on all its ranks."""
 
     name: distributed_c10d.GroupName
+    size: int
 
 
 class _Opaque(NamedTuple):
@@ -128,7 +129,7 @@ def _describe(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, str, Enum, dist.ReduceOp.RedOpType)):
         return value
     if isinstance(value, dist.ProcessGroup):
-        return _Group(value.group_name)
+        return _Group(value.group_name, value.size())
     if isinstance(value, (list, tuple)):
         return [_describe(item) for item in value]
     return _Opaque(type(value).__name__)
@@ -144,10 +145,9 @@ def _make_up(value: Any, device: torch.device) -> Any:
         place = device if value.device == device.type else torch.device(value.device)
         return torch.zeros(value.shape, dtype=value.dtype, device=place)
     if isinstance(value, _Group):
-        group = distributed_c10d._resolve_process_group(value.name)
-        if dist.get_world_size(group) != dist.get_world_size():
-            raise LockstepError(f"it is of a group of {dist.get_world_size(group)} ranks only")
-        return group
+        if value.size != dist.get_world_size():
+            raise LockstepError(f"it is of a group of {value.size} ranks only")
+        return distributed_c10d._resolve_process_group(value.name)
     if isinstance(value, list):
         return [_make_up(item, device) for item in value]
     if isinstance(value, _Opaque):
@@ -219,7 +219,6 @@ class Lockstep:
         self.world_size = dist.get_world_size() if distributed else 1
         self._pass: _Pass | None = None
         self._passes = 0
-        self._error: BaseException | None = None
         if self.world_size == 1:
             return
         self.rank = dist.get_rank()
@@ -229,6 +228,7 @@ class Lockstep:
         stores = [_clone(store) for _ in range(2)]
         prefix = f"ds_hessian/measurement {number}"
         self._store, self._publisher_store = (dist.PrefixStore(prefix, s) for s in stores)
+        self._posted: set[str] = set()
         self._wake, self._closing = threading.Event(), False
         self._publisher = threading.Thread(target=self._publish, name="ds_hessian", daemon=True)
 
@@ -247,6 +247,12 @@ class Lockstep:
             self._closing = True
             self._wake.set()
             self._publisher.join()
+            for key in self._posted:  # all ranks have met since, nobody reads them any more
+                self._store.delete_key(key)
+
+    def _post(self, store: dist.Store, key: str, value: Any) -> None:
+        self._posted.add(key)
+        store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # the stub says str
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
@@ -295,7 +301,7 @@ class Lockstep:
             LockstepError: it is not possible.
         """
         try:
-            _post(self._store, current.key(self.rank, "end"), (len(current.log), False))
+            self._post(self._store, current.key(self.rank, "end"), (len(current.log), False))
             for collective in current.log[current.made :]:  # the one that raised
                 self._replay(current, backend, collective)
             for leader in range(self.world_size):
@@ -323,7 +329,7 @@ class Lockstep:
                 if current.made >= length:
                     return bool(finished)
             if not asked:
-                _post(self._store, current.key(leader, "wanted"), self.rank)
+                self._post(self._store, current.key(leader, "wanted"), self.rank)
                 asked = True
             time.sleep(pause)
             pause = min(pause + 5e-4, TICK / 4)
@@ -340,7 +346,7 @@ class Lockstep:
             if "async_op" in kwargs:
                 kwargs["async_op"] = False
             work = getattr(backend, name)(*args, **kwargs)
-            if isinstance(work, dist.Work):  # async_op among the positional arguments
+            if hasattr(work, "wait"):  # async_op was a positional argument
                 work.wait()
         except Exception as error:
             raise LockstepError(f"{name}, number {current.made} of the pass: {error}") from error
@@ -349,8 +355,7 @@ class Lockstep:
     # ---- the thread
 
     def _publish(self) -> None:
-        """Publish the log where another rank follows it; tidy up when the measurement ends."""
-        served: _Pass | None = None
+        """Publish the log where another rank follows it."""
         before: tuple[int, int] = (0, 0)
         try:
             while not self._closing:
@@ -365,11 +370,7 @@ class Lockstep:
                     current.wanted = self._publisher_store.check([wanted])
                 before = progress
                 if current.wanted:
-                    served = current
                     self._publish_new(current)
-            if served is not None:
-                for name in (*range(served.published), "wanted", "end"):
-                    self._publisher_store.delete_key(served.key(self.rank, name))
         except Exception as error:
             logger.error("the log of collectives cannot be published any more: %s", error)
 
@@ -377,15 +378,11 @@ class Lockstep:
         ended = current.ended  # before the log's length: it does not grow any more
         while current.published < len(current.log):
             line = current.log[current.published]
-            _post(self._publisher_store, current.key(self.rank, current.published), line)
+            self._post(self._publisher_store, current.key(self.rank, current.published), line)
             current.published += 1
         if ended:
             end = (current.published, current.finished)
-            _post(self._publisher_store, current.key(self.rank, "end"), end)
-
-
-def _post(store: dist.Store, key: str, value: Any) -> None:
-    store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # the stub says str
+            self._post(self._publisher_store, current.key(self.rank, "end"), end)
 
 
 def _clone(store: dist.Store) -> dist.Store:
