@@ -20,8 +20,8 @@ A failed rank reads the logs of the others in the order of ranks, up to the firs
 pass: all that finish make the same collectives. If none does, it has seen the longest log.
 
 Cost while nothing fails: a few microseconds per collective, and on a rank that waits or computes
-longer than `TICK` one request to the store per `TICK`. After a failure: a millisecond or two per
-collective, at most O(ranks) requests on each failed rank if many fail.
+longer than `TICK` one request to the store per `TICK`, at most `REQUESTS` per second in the job.
+After a failure: a millisecond or two per collective, and O(ranks) requests from each failed rank.
 
 Not seen, and therefore not followed, are collectives that user code makes with `torch.distributed`
 itself. Not followed, but refused with a message, are those of a part of the ranks, and operations
@@ -52,6 +52,9 @@ logger = logging.getLogger(__name__)
 
 TICK = 0.1
 """Seconds between looks at the store on a rank that makes no progress."""
+
+REQUESTS = 1000.0
+"""Of these looks, as many per second from all ranks together; larger jobs look less often."""
 
 PATIENCE = 600.0
 """Seconds that a failed rank waits for news of another: NCCL's own timeout."""
@@ -357,9 +360,10 @@ class Lockstep:
     def _publish(self) -> None:
         """Publish the log where another rank follows it."""
         before: tuple[int, int] = (0, 0)
+        tick = max(TICK, self.world_size / REQUESTS)
         try:
             while not self._closing:
-                self._wake.wait(TICK)
+                self._wake.wait(tick)
                 self._wake.clear()
                 current = self._pass
                 if current is None:

@@ -7,6 +7,7 @@ of the last; the padding is uninitialised memory in the weights and is left out 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -100,13 +101,22 @@ class Stage3Shards:
             coordinator.release_backward_leftovers()
         if not coordinator.is_invalid_trace():
             coordinator._invalidate_trace()
-        for bucket in self.optimizer.ipg_buckets.values():
+        for bucket in self._buckets():
             bucket.params.clear()
             bucket.elements = 0
             bucket.process_group = None
         for submodule in module.modules():
-            submodule._parameters._in_forward = False  # or reading a weight would gather it
-            submodule.applied_pre_backward_ref_cnt = 0
+            if hasattr(submodule._parameters, "_in_forward"):
+                submodule._parameters._in_forward = False  # or reading a weight would gather it
+            for counter in ("applied_pre_backward_ref_cnt", "ds_grads_remaining"):
+                if counter in vars(submodule):
+                    setattr(submodule, counter, 0)
+
+    def _buckets(self) -> list[Any]:
+        if hasattr(self.optimizer, "ipg_buckets"):  # one for each type, from 0.17.2 on
+            return list(self.optimizer.ipg_buckets.values())
+        params = self.optimizer._DeepSpeedZeroOptimizer_Stage3__params_in_ipg_bucket
+        return [SimpleNamespace(params=params)]
 
     def stash(self) -> dict[str, Any]:
         """The gradients that training has pending; leaves none."""
