@@ -100,9 +100,9 @@ class LockstepError(RuntimeError):
 class _Blank(NamedTuple):
     """A tensor without its values."""
 
-    shape: tuple[int, ...]
+    shape: torch.Size
     dtype: torch.dtype
-    device: str
+    on_cpu: bool
 
 
 class _Group(NamedTuple):
@@ -126,11 +126,14 @@ class _Collective(NamedTuple):
     kwargs: dict[str, Any]
 
 
+_PLAIN = (bool, int, str, Enum, dist.ReduceOp.RedOpType)
+
+
 def _describe(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _Blank(tuple(value.shape), value.dtype, value.device.type)
-    if value is None or isinstance(value, (bool, int, str, Enum, dist.ReduceOp.RedOpType)):
+    if value is None or isinstance(value, _PLAIN):
         return value
+    if isinstance(value, Tensor):
+        return _Blank(value.shape, value.dtype, value.is_cpu)
     if isinstance(value, dist.ProcessGroup):
         return _Group(value.group_name, value.size())
     if isinstance(value, (list, tuple)):
@@ -145,7 +148,7 @@ def _make_up(value: Any, device: torch.device) -> Any:
         LockstepError: it is of a kind, or of a group, that cannot be followed.
     """
     if isinstance(value, _Blank):
-        place = device if value.device == device.type else torch.device(value.device)
+        place = "cpu" if value.on_cpu else device
         return torch.zeros(value.shape, dtype=value.dtype, device=place)
     if isinstance(value, _Group):
         if value.size != dist.get_world_size():
