@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import partition_parameters
 from torch import Tensor, nn
 
 import ds_hessian
@@ -103,33 +104,46 @@ class FailingBackward(torch.autograd.Function):
         return gradients[0], None
 
 
-def failing_spectrum(engine: Any, stage: str, at: int, ranks: tuple[int, ...]) -> str:
-    """Try a spectrum that fails; returns the error as text."""
-    saboteur = Saboteur(at, ranks)
+def failing_spectrum(engine: Any, failures: list[tuple[str, int, tuple[int, ...]]]) -> str:
+    """Try a spectrum that fails at each (stage, number of the call, ranks); returns the error."""
+    saboteurs = {stage: Saboteur(at, ranks) for stage, at, ranks in failures}
+
+    def reached(stage: str, *_: Any) -> None:
+        if stage in saboteurs:
+            saboteurs[stage]()
+
+    def failing_backward(stage: str, x: Tensor) -> Tensor:
+        return FailingBackward.apply(x, saboteurs[stage]) if stage in saboteurs else x
 
     def batches() -> Any:
         for b in my_batches():
-            if stage == "batches":
-                saboteur()
+            reached("batches")
             yield b
 
     def loss_fn(model: Any, b: Any) -> Tensor:
-        if stage == "before":
-            saboteur()
+        reached("before")
         loss = model(*b)
-        if stage == "loss":
-            saboteur()
-        return FailingBackward.apply(loss, saboteur) if stage == "backward" else loss
+        reached("loss")
+        return failing_backward("backward", loss)
 
-    handle = None
-    if stage == "model":
-        handle = engine.module.down.register_forward_hook(lambda *_: saboteur())
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        reached("gather")
+        return partition_parameters_gather(*args, **kwargs)
+
+    module = engine.module
+    handles = [
+        module.down.register_forward_hook(lambda *_: reached("model")),
+        module.down.register_forward_hook(lambda m, i, y: failing_backward("model backward", y)),
+    ]
+    partition_parameters_gather = partition_parameters._dist_allgather_fn
+    partition_parameters._dist_allgather_fn = gather
     try:
         engine.hessian_spectrum(batches(), loss_fn, num_matvecs=4)
     except ds_hessian.HessianError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        if handle is not None:
+        partition_parameters._dist_allgather_fn = partition_parameters_gather
+        for handle in handles:
             handle.remove()
     return "no error"
 
@@ -138,9 +152,7 @@ def train(
     mode: str,
     steps: int = 10,
     zero: dict[str, Any] | None = None,
-    stage: str = "",
-    at: int = 1,
-    failing_ranks: tuple[int, ...] = (0, 1),
+    failures: list[tuple[str, int, tuple[int, ...]]] | None = None,
     dropout_on: bool = True,
     **config: Any,
 ) -> dict[str, Any]:
@@ -173,7 +185,7 @@ def train(
         if mode == "failing" and step == 3:
             engine.hessian_spectrum(my_batches(), num_matvecs=4)
         if mode == "failing" and step == 7:
-            errors.append(failing_spectrum(engine, stage, at, failing_ranks))
+            errors.append(failing_spectrum(engine, failures or []))
     backend = ZeroBackend(engine)  # to find the shards of engines without a Hessian
     shards, pieces = backend.shards, backend.pieces
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)

@@ -106,34 +106,60 @@ def test_training_with_spectra_in_between_is_bitwise_the_same(ranks: Ranks, name
         assert differing == [[]] * (len(modes) - 1)
 
 
+# (stage, number of the call on that rank, ranks), and the rank that the error names.
 # Of 4 products on 3 micro-batches: 1 - 3 are the gradient at w, then come trials at +h and -h.
-FAILURES = [
-    ("batches", 2, (1,)),
-    ("before", 2, (1,)),
-    ("before", 6, (0,)),
-    ("loss", 1, (0, 1)),
-    ("loss", 2, (1,)),
-    ("loss", 4, (0,)),
-    ("loss", 5, (1,)),
-    ("loss", 9, (1,)),
-    ("model", 4, (0, 1)),
-    ("model", 7, (0, 1)),
-    ("backward", 2, (0, 1)),
-    ("backward", 8, (0, 1)),
+Failures = list[tuple[list[tuple[str, int, tuple[int, ...]]], int]]
+FAILURES: Failures = [
+    ([("batches", 2, (1,))], 1),
+    ([("before", 2, (1,))], 1),
+    ([("before", 6, (0,))], 0),
+    ([("loss", 1, (0, 1))], 0),
+    ([("loss", 2, (1,))], 1),
+    ([("loss", 4, (0,))], 0),
+    ([("loss", 9, (1,))], 1),
+    ([("model", 4, (0, 1))], 0),
+    ([("model", 1, (1,))], 1),
+    ([("model", 7, (0,))], 0),
+    ([("backward", 8, (0, 1))], 0),
+    ([("backward", 3, (0,))], 0),
+    ([("backward", 5, (1,))], 1),
+    ([("model backward", 2, (0, 1))], 0),
+    ([("model backward", 1, (0,))], 0),
+    ([("model backward", 6, (1,))], 1),
+    ([("gather", 3, (1,))], 1),
+    ([("gather", 40, (0,))], 0),
+    ([("model", 2, (1,)), ("model backward", 2, (0,))], 1),
 ]
+FAILURES_OF_3: Failures = [
+    ([("model", 2, (0,))], 0),
+    ([("model backward", 4, (2,))], 2),
+    ([("model backward", 2, (0,)), ("before", 2, (2,))], 2),
+    ([("model", 3, (0,)), ("model backward", 3, (1,)), ("loss", 3, (2,))], 0),
+]
+# Many collectives, some of them under way at any time.
+SPLIT = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 300,
+    "stage3_max_reuse_distance": 0,
+    "reduce_bucket_size": 150,
+}
 
 
+@pytest.mark.parametrize(
+    ("world_size", "zero", "failures"),
+    [(2, {}, FAILURES[:-1]), (2, SPLIT, FAILURES[7:]), (3, SPLIT, FAILURES_OF_3)],
+    ids=["2", "2-split", "3-split"],
+)
 def test_a_failing_spectrum_raises_everywhere_and_leaves_training_bitwise_alone(
-    ranks: Ranks,
+    ranks: Ranks, world_size: int, zero: dict[str, Any], failures: Failures
 ) -> None:
-    modes: list[dict[str, Any]] = [{"mode": "bare"}]
-    for stage, at, failing in FAILURES:
-        modes.append({"mode": "failing", "stage": stage, "at": at, "failing_ranks": failing})
-    for differing, errors in ranks(2).run(jobs.compare_training, modes):
-        assert differing == [[]] * len(FAILURES)
-        for (stage, _, failing), messages in zip(FAILURES, errors, strict=True):
+    modes: list[dict[str, Any]] = [{"mode": "bare", "zero": zero}]
+    modes += [{"mode": "failing", "failures": f, "zero": zero} for f, _ in failures]
+    for differing, errors in ranks(world_size).run(jobs.compare_training, modes, timeout=120):
+        assert differing == [[]] * len(failures)
+        for (failure, rank), messages in zip(failures, errors, strict=True):
             assert len(messages) == 1
-            assert f"rank {failing[0]}: Broken: on purpose" in messages[0], (stage, messages)
+            assert f"rank {rank}: Broken: on purpose" in messages[0], (failure, messages)
 
 
 def test_frozen_unused_and_quartic_parameters(ranks: Ranks) -> None:
