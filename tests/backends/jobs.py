@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import partition_parameters
@@ -379,5 +380,46 @@ def bf16_spectra(stage: int, steps: int) -> Any:
         for precision in ("model", "fp32")
     ]
     out = (full_weights(engine), spectra)
+    engine.destroy()
+    return out
+
+
+class Experts(nn.Module):
+    """Two experts, of which a batch uses those that it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+
+    def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
+        """The sum of the used experts."""
+        return sum(torch.tanh(self.inner[i](x)) for i in used)
+
+
+class Routed(nn.Module):
+    """A linear layer, experts, and a squared loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts = nn.Linear(7, 5), Experts()
+
+    def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
+        """Scalar loss."""
+        return (self.experts(self.first(x), used) ** 2).mean()
+
+
+def leaf_product() -> Any:
+    """Weights, v, Hv and batches of `Routed`, whose experts are a leaf and used by some ranks."""
+    torch.manual_seed(0)
+    module = Routed()
+    deepspeed.utils.set_z3_leaf_modules(module, [Experts])
+    engine = make_engine(module, hessian=QUIET)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    used = [((0,), (0,)), ((0, 1), (1,)), ((0,), (0, 1))][dist.get_rank()]
+    batches = [(torch.randn(4, 7, generator=generator), use) for use in used]
+    hessian = engine.hessian.use(batches)
+    v = hessian.random_vector(seed=1)
+    product = hessian.gather(hessian.matvec(v).vector)
+    out = (full_weights(engine), hessian.gather(v), product, batches)
     engine.destroy()
     return out

@@ -179,6 +179,14 @@ def test_frozen_unused_and_quartic_parameters(ranks: Ranks) -> None:
     assert relative(product["w"].double(), expected) < 2e-4
 
 
+def test_a_leaf_module_with_parameters_that_some_ranks_do_not_use(ranks: Ranks) -> None:
+    results = ranks(3).run(jobs.leaf_product)
+    weights, v, product, _ = results[0]
+    micro_batches = [b for r in results for b in r[3]]
+    dense = DenseHessian(jobs.Routed(), weights, micro_batches, lambda m, b: m(b[0].double(), b[1]))
+    assert relative(dense.flat(product), dense.matvec(dense.flat(v))) < 2e-4
+
+
 def test_tuples_dicts_loss_fn_and_equal_counts_give_one_product(ranks: Ranks) -> None:
     first, *others = ranks(2).run(jobs.forms_of_batches)[0]
     for i, other in enumerate(others):
