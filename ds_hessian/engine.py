@@ -26,8 +26,9 @@ from ds_hessian.errors import ConfigError
 from ds_hessian.krylov import LanczosRun, slq
 from ds_hessian.operators import FiniteDifferenceHessian, Product
 from ds_hessian.provenance import describe_run
-from ds_hessian.results import Cost, HessianSpectrum, SpectrumProgress
+from ds_hessian.results import Cost, HessianSpectrum, SelfTest, SpectrumProgress
 from ds_hessian.schedule import Schedule
+from ds_hessian.self_test import self_test
 from ds_hessian.vectors import ProbeKind, random_vector, together
 
 
@@ -217,6 +218,21 @@ class HessianEngine:
         seconds = time.perf_counter() - started
         all_reduces = self.backend.space.all_reduces - all_reduces
         return self._record(config, runs, operator, gradient_norm, seconds, all_reduces)
+
+    def self_test(
+        self,
+        batches: Iterable[Any] | None = None,
+        loss_fn: LossFn | None = None,
+        **overrides: Any,
+    ) -> SelfTest:
+        """Whether this job's Hessian can be trusted, and what to set if not; five products' time.
+
+        See `ds_hessian.self_test` for what is tested. Takes what `spectrum` takes, and raises what
+        it raises; a check that fails is a finding in the record.
+        """
+        if batches is not None:
+            self.use(batches, loss_fn)
+        return self_test(self, **overrides)
 
     def _record(
         self,

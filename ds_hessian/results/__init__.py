@@ -6,14 +6,17 @@ from ds_hessian.results.monitor import monitor_events
 from ds_hessian.results.progress import SpectrumProgress
 from ds_hessian.results.provenance import SCHEMA_VERSION, Cost, Provenance
 from ds_hessian.results.spectrum import HessianSpectrum
+from ds_hessian.results.verdict import Check, SelfTest
 
 __all__ = [
     "SCHEMA_VERSION",
+    "Check",
     "Cost",
     "Density",
     "Estimate",
     "HessianSpectrum",
     "Provenance",
+    "SelfTest",
     "SpectrumProgress",
     "monitor_events",
 ]

@@ -423,3 +423,24 @@ def leaf_product() -> Any:
     out = (full_weights(engine), hessian.gather(v), product, batches)
     engine.destroy()
     return out
+
+
+class Restless(nn.Module):
+    """A loss that depends on how often it was computed: no function of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = TinyGPT(), 0
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Scalar loss."""
+        self.calls += 1
+        return self.inner(tokens, targets) * (1 + 0.01 * (self.calls % 7))
+
+
+def self_tests(module: nn.Module | None, config: dict[str, Any], overrides: dict[str, Any]) -> Any:
+    """The verdict of a self-test, and whether it is the same on all ranks."""
+    engine = make_engine(module, hessian=QUIET, **config)
+    verdict = engine.hessian.self_test(my_batches(), **overrides)
+    engine.destroy()
+    return verdict
