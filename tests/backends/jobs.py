@@ -7,6 +7,9 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.zero import partition_parameters
 from torch import Tensor, nn
 
@@ -313,13 +316,57 @@ def token_weighted() -> Any:
     return out
 
 
-def refused(module: nn.Module | None, config: dict[str, Any]) -> str:
-    """The message with which an engine is refused, or "accepted"."""
+class OneTensorGroup:
+    """An mpu with all ranks in one tensor-parallel group."""
+
+    def __init__(self) -> None:
+        self.alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size()
+
+    def get_model_parallel_group(self) -> Any:
+        return dist.group.WORLD
+
+    def get_data_parallel_rank(self) -> int:
+        return 0
+
+    def get_data_parallel_world_size(self) -> int:
+        return 1
+
+    def get_data_parallel_group(self) -> Any:
+        return self.alone[dist.get_rank()]
+
+
+def refused(feature: str) -> str:
+    """The message with which an engine that uses the feature is refused."""
+    module: nn.Module = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
+    config: dict[str, Any] = {**CONFIG, "zero_optimization": {"stage": 1}, "hessian": QUIET}
+    arguments: dict[str, Any] = {}
+    if feature == "sparse gradients":
+        module[0].sparse = True
+        config["zero_optimization"] = {"stage": 0}
+    if feature == "the engine class PipelineEngine":
+        layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        module = PipelineModule(layers=layers, num_stages=2, loss_fn=nn.MSELoss())
+    if feature == "tensor parallelism":
+        arguments["mpu"] = OneTensorGroup()
+    if feature == "sequence parallelism":
+        config |= {"sequence_parallel_size": 2, "data_parallel_size": 1, "train_batch_size": 2}
+        arguments["mesh_param"] = (1, 2)
+    parameters: Any = module.parameters()
+    if feature == "expert parallelism":
+        module = nn.Sequential(nn.Linear(4, 4), MoE(4, nn.Linear(4, 4), 2, ep_size=2, k=1))
+        parameters = split_params_into_different_moe_groups_for_optimizer(
+            {"params": list(module.parameters()), "name": "all"}
+        )
     try:
-        engine = make_engine(module, hessian=QUIET, **config)
+        ds_hessian.initialize(model=module, model_parameters=parameters, config=config, **arguments)
     except ds_hessian.UnsupportedError as error:
         return str(error)
-    engine.destroy()
     return "accepted"
 
 
