@@ -20,8 +20,11 @@ ALLOWED: dict[str, set[str]] = {
     "krylov": {"operators", "vectors", "ops", "errors"},
     "results": {"krylov", "errors"},
 }
-JOINING = {"engine", "schedule", "provenance"}  # may import everything
-HOSTS = {"deepspeed": ("backends/zero/", "engine.py", "provenance.py", "ops/"), "megatron": ()}
+JOINING = {"engine", "schedule", "provenance", "megatron"}  # may import everything
+HOSTS = {
+    "deepspeed": ("backends/zero/", "engine.py", "provenance.py", "ops/"),
+    "megatron": ("backends/megatron/", "megatron/"),
+}
 
 
 def imports(path: Path) -> set[str]:

@@ -1,11 +1,12 @@
 """Sharded vectors: their layout, inner products, probes, and agreement between ranks."""
 
 from ds_hessian.vectors.agreement import checkpoint, together
-from ds_hessian.vectors.layout import Fragment, Layout
+from ds_hessian.vectors.layout import Box, Fragment, Layout
 from ds_hessian.vectors.probes import ProbeKind, random_vector
 from ds_hessian.vectors.space import VectorSpace
 
 __all__ = [
+    "Box",
     "Fragment",
     "Layout",
     "ProbeKind",
