@@ -354,3 +354,154 @@ def reference(job: Job, v: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
                     whole = torch.zeros(fragment.shape.numel(), dtype=torch.float64)
                     full.setdefault(fragment.name, whole)[fragment.index()] = values
         return out
+
+
+# ---- training
+
+
+def train(job: Job, measure: str = "", steps: int = 3, config: dict[str, Any] | None = None) -> Any:
+    """Train, with dropout if the job has some; what must be the same with and without `measure`.
+
+    Args:
+        job: The layout.
+        measure: "" for none, "spectrum" after every step, or where a measurement after step 1
+            fails on the last rank alone: "batch" (before the model is called), "forward" (after
+            it), "loss", "backward".
+        steps: Optimizer steps.
+        config: Of the measurements.
+
+    Returns:
+        State by name, `[(loss, gradient norm, n), ...]` measured, and the errors.
+    """
+    with running(job) as chunks:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-2,
+                weight_decay=0.01,
+                use_distributed_optimizer=job.distributed,
+                overlap_param_gather=job.overlap and job.distributed,
+                bf16=job.dtype == "bfloat16",
+                params_dtype=job.torch_dtype,
+                clip_grad=1.0,
+            ),
+            chunks,
+            use_gloo_process_groups=False,
+        )
+        optimizer.reload_model_params()  # `fill` wrote behind its back
+        hessian = hessian_of(chunks, job, **(config or {}))
+        measured, errors, norms = [], [], []
+        batches = my_batches()
+        for step in range(steps):
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            model = chunks if len(chunks) > 1 else chunks[0]
+            get_forward_backward_func()(
+                forward_step_func=make_forward_step(job),
+                data_iterator=[iter(batches) for _ in chunks] if job.vpp > 1 else iter(batches),
+                model=model,
+                num_microbatches=len(batches),
+                forward_only=False,
+                **SIZES,
+            )
+            norms.append(optimizer.step()[1])
+            if measure == "spectrum":
+                spectrum = hessian.spectrum(num_matvecs=2)
+                measured.append((spectrum.loss, spectrum.gradient_norm, spectrum.n))
+            elif measure and step == 1:
+                errors.append(failing_spectrum(chunks, job, measure))
+        return training_state(job, chunks, optimizer, norms), measured, errors
+
+
+def training_state(job: Job, chunks: list[Any], optimizer: Any, norms: list[Any]) -> Any:
+    """All that later steps depend on."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from ds_hessian.backends.megatron.host import unwrap
+
+    if job.overlap and job.distributed:
+        for chunk in chunks:
+            chunk.disable_forward_pre_hook(param_sync=True)
+    states = [s for o in optimizer.chained_optimizers for s in o.optimizer.state.values()]
+    return {
+        "gradient norms": norms,
+        "weights": [p.detach().clone() for c in chunks for p in c.parameters()],
+        "moments": [t.clone() for s in states for t in s.values() if torch.is_tensor(t)],
+        "random": [torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()],
+        "buffers": [b.clone() for c in chunks for b in unwrap(c).buffers()],
+        "training": [m.training for c in chunks for m in c.modules()],
+    }
+
+
+class Broken(Exception):
+    """Raised on purpose."""
+
+
+class FailingBackward(torch.autograd.Function):
+    """Identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise Broken("on purpose")
+
+
+def failing_spectrum(chunks: list[Any], job: Job, stage: str) -> str:
+    """A spectrum whose second micro-batch fails on the last rank, as text."""
+    import torch.distributed as dist
+
+    import ds_hessian
+
+    inner, active = make_forward_step(job), dist.get_rank() == dist.get_world_size() - 1
+    calls = [0]
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        calls[0] += 1
+        broken = active and calls[0] == 2
+        if broken and stage == "batch":
+            raise Broken("on purpose")
+        output, loss_func = inner(iterator, model)
+        if broken and stage == "forward":
+            raise Broken("on purpose")
+        if broken and stage == "backward":
+            output = FailingBackward.apply(output)
+
+        def failing_loss(losses: Tensor) -> Any:
+            if broken and stage == "loss":
+                raise Broken("on purpose")
+            return loss_func(losses)
+
+        return output, failing_loss
+
+    try:
+        hessian_of(chunks, job).use(my_batches(), forward_step, **SIZES).spectrum(num_matvecs=2)
+    except ds_hessian.HessianError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bitwise equality of nested lists of tensors."""
+    if torch.is_tensor(a):
+        return torch.equal(a, b)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def compare_training(job: Job, measures: list[str], config: dict[str, Any]) -> list[Any]:
+    """`(what differs from training without, measured, errors)` for each of `measures`."""
+    bare = train(job)[0]
+    out = []
+    for measure in measures:
+        state, measured, errors = train(job, measure, config=config)
+        differing = [name for name in bare if not same(bare[name], state[name])]
+        out.append((differing, measured, errors))
+    return out
