@@ -294,11 +294,13 @@ def product_in_fp64(job: Job, h: float = 2e-4) -> tuple[Stored, Stored, Stored, 
         return vectors[0], vectors[1], vectors[2], hessian.dot(v, v)
 
 
-def measured(job: Job, num_matvecs: int = 5) -> tuple[Stored, Stored, Any, bool, bool, float]:
+def measured(
+    job: Job, num_matvecs: int = 5, **config: Any
+) -> tuple[Stored, Stored, Any, bool, bool, float]:
     """v, product, spectrum, whether weights came back and products repeat bitwise, <v, v>."""
     with running(job) as chunks:
         before = [p.detach().clone() for c in chunks for p in c.parameters()]
-        hessian = hessian_of(chunks, job)
+        hessian = hessian_of(chunks, job, **config)
         v = hessian.random_vector(seed=5)
         with hessian.measuring(displacement=3e-2):
             product, again = hessian.matvec(v), hessian.matvec(v)
@@ -505,3 +507,97 @@ def compare_training(job: Job, measures: list[str], config: dict[str, Any]) -> l
         differing = [name for name in bare if not same(bare[name], state[name])]
         out.append((differing, measured, errors))
     return out
+
+
+# ---- traps
+
+
+def gather_in_flight() -> tuple[Any, Any]:
+    """Coefficients without, and with an asynchronous gather that training has left in flight."""
+    job, alphas = Job(distributed=True, overlap=True), []
+    for dispatch in (False, True):
+        with running(job) as chunks:
+            hessian = hessian_of(chunks, job)
+            chunks[0].disable_forward_pre_hook()
+            if dispatch:
+                chunks[0].start_param_sync()
+            alphas.append(hessian.spectrum(num_matvecs=2, displacement=3e-2).alphas)
+    return alphas[0], alphas[1]
+
+
+def with_rerun_machine() -> str:
+    """Measure with a loss that asks the rerun machine, outside of its loop; the mode afterwards."""
+    with running(Job()) as chunks:
+        from megatron.core import rerun_state_machine
+
+        rerun_state_machine.initialize_rerun_state_machine(
+            mode=rerun_state_machine.RerunMode.VALIDATE_RESULTS
+        )
+        machine = rerun_state_machine.get_rerun_state_machine()
+        inner = make_forward_step(Job())
+
+        def forward_step(iterator: Any, model: Any) -> Any:
+            output, loss_func = inner(iterator, model)
+
+            def validated(losses: Tensor) -> Any:
+                result = loss_func(losses)
+                machine.validate_result(result[0], torch.isnan, message="loss", fatal=True)
+                return result
+
+            return output, validated
+
+        try:
+            hessian = hessian_of(chunks, Job()).use(my_batches(), forward_step, **SIZES)
+            hessian.spectrum(num_matvecs=2)
+            return str(machine.get_mode().value)
+        finally:
+            rerun_state_machine.destroy_rerun_state_machine()
+
+
+def refused(job: Job, where: str = "", option: str = "", value: Any = None) -> str:
+    """The message with which a job is refused, with one option set behind Megatron's back."""
+    import ds_hessian
+    from ds_hessian.megatron import MegatronHessian
+
+    with running(job) as chunks:
+        if option:
+            owner = chunks[0].config if where == "config" else chunks[0].ddp_config
+            setattr(owner, option, value)
+        try:
+            MegatronHessian(chunks[0].module if where == "unwrapped" else chunks)
+        except ds_hessian.UnsupportedError as error:
+            return str(error)
+    return "accepted"
+
+
+def too_few_batches() -> str:
+    """The message for 3 micro-batches in an interleaved pipeline of 2 stages."""
+    import ds_hessian
+
+    job = Job(pp=2, vpp=2)
+    with running(job) as chunks:
+        try:
+            hessian_of(chunks, job).use(my_batches()[:3], make_forward_step(job), **SIZES)
+        except ds_hessian.ConfigError as error:
+            return str(error)
+    return "accepted"
+
+
+def infinite_loss() -> str:
+    """The message for a loss that is NaN on the last rank alone."""
+    import torch.distributed as dist
+
+    import ds_hessian
+
+    with running(Job()) as chunks:
+        inner = make_forward_step(Job())
+
+        def forward_step(iterator: Any, model: Any) -> Any:
+            output, loss_func = inner(iterator, model)
+            return output * (float("nan") if dist.get_rank() == 1 else 1.0), loss_func
+
+        try:
+            hessian_of(chunks, Job()).use(my_batches(), forward_step, **SIZES).spectrum()
+        except ds_hessian.HessianError as error:
+            return str(error)
+    return "no error"

@@ -1,4 +1,4 @@
-"""megatron-core on CPU and gloo: no arithmetic is changed, only where Megatron insists on CUDA.
+"""megatron-core on CPU and gloo: what it computes is not changed, only where it insists on CUDA.
 
 Tried with megatron-core 0.16.1. Every line stands for one place in it (paths below megatron/core).
 """
@@ -29,6 +29,9 @@ class _OnCpu(TorchFunctionMode):
         # (optimizer/optimizer.py, optimizer/distrib_optimizer.py).
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
+        # Routers round to fp32 in the middle (moe/moe_utils.py): a fp64 reference must not.
+        if func is torch.softmax and args[0].dtype == torch.float64:
+            kwargs.pop("dtype", None)
         return func(*args, **kwargs)
 
 
