@@ -302,7 +302,9 @@ def measured(
         before = [p.detach().clone() for c in chunks for p in c.parameters()]
         hessian = hessian_of(chunks, job, **config)
         v = hessian.random_vector(seed=5)
-        with hessian.measuring(displacement=3e-2):
+        # A fixed displacement of both products: the automatic one learns from the first.
+        displacement = 1.0 if job.dtype == "bfloat16" else 3e-2
+        with hessian.measuring(displacement=displacement):
             product, again = hessian.matvec(v), hessian.matvec(v)
         spectrum = hessian.spectrum(num_matvecs=num_matvecs)
         after = [p.detach() for c in chunks for p in c.parameters()]
@@ -422,6 +424,10 @@ def train(job: Job, measure: str = "", steps: int = 3, config: dict[str, Any] | 
 def training_state(job: Job, chunks: list[Any], optimizer: Any, norms: list[Any]) -> Any:
     """All that later steps depend on."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.core.transformer.moe.moe_utils import (
+        clear_aux_losses_tracker,
+        get_moe_layer_wise_logging_tracker,
+    )
 
     from ds_hessian.backends.megatron.host import unwrap
 
@@ -429,14 +435,17 @@ def training_state(job: Job, chunks: list[Any], optimizer: Any, norms: list[Any]
         for chunk in chunks:
             chunk.disable_forward_pre_hook(param_sync=True)
     states = [s for o in optimizer.chained_optimizers for s in o.optimizer.state.values()]
-    return {
+    state = {
         "gradient norms": norms,
         "weights": [p.detach().clone() for c in chunks for p in c.parameters()],
         "moments": [t.clone() for s in states for t in s.values() if torch.is_tensor(t)],
         "random": [torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()],
         "buffers": [b.clone() for c in chunks for b in unwrap(c).buffers()],
         "training": [m.training for c in chunks for m in c.modules()],
+        "logs": [t["values"].clone() for t in get_moe_layer_wise_logging_tracker().values()],
     }
+    clear_aux_losses_tracker()
+    return state
 
 
 class Broken(Exception):

@@ -113,3 +113,22 @@ def test_fp32_spectra_are_those_of_one_process(
     assert spectra[0].gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-4)
     assert {r[5] for r in runs} == {runs[0][5]}
     assert runs[0][5] == pytest.approx(single[5], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["DP distributed optimizer overlap", "TP", "PP"])
+def test_bf16_products_are_those_of_fp64_to_the_rounding_of_gradients(
+    megatron_ranks: Ranks, one: Callable[[bool], Any], name: str
+) -> None:
+    size, layout = LAYOUTS[name]
+    _, _, product, single = one(False)
+    runs = megatron_ranks(size).run(job.measured, Job(**layout, dtype="bfloat16"))
+    assert error(whole([r[1] for r in runs]), product) < 0.15
+    assert all(r[3] and r[4] for r in runs)
+    assert runs[0][5] == pytest.approx(single[5], rel=1e-12)
+
+
+def test_products_repeat_bit_for_bit_with_dropout(megatron_ranks: Ranks) -> None:
+    """Also under sequence parallelism, whose masks come from the tensor-parallel random states."""
+    layout = Job(tp=2, sequence_parallel=True, recompute=True, dropout=0.1)
+    for run in megatron_ranks(2).run(job.measured, layout, 2, dropout=True):
+        assert run[3] and run[4]
