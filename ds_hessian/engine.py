@@ -26,7 +26,7 @@ from ds_hessian.errors import ConfigError
 from ds_hessian.krylov import LanczosRun, slq
 from ds_hessian.operators import FiniteDifferenceHessian, Product
 from ds_hessian.provenance import describe_run
-from ds_hessian.results import Cost, HessianSpectrum, SelfTest, SpectrumProgress
+from ds_hessian.results import Cost, HessianSpectrum, Provenance, SelfTest, SpectrumProgress
 from ds_hessian.schedule import Schedule
 from ds_hessian.self_test import self_test
 from ds_hessian.vectors import ProbeKind, random_vector, together
@@ -128,14 +128,14 @@ class HessianEngine:
         For small models, tests and export: parameters travel one by one, in full.
         """
         full: dict[str, Tensor] = {}
-        for name, p in self._parameters():
-            tensor = torch.zeros(shape(p).numel(), dtype=torch.float32, device=self.backend.device)
+        for name, whole in self._parameters():
+            tensor = torch.zeros(whole.numel(), dtype=torch.float32, device=self.backend.device)
             for fragment, part in self.backend.layout:
                 if fragment.name == name and fragment.owned:
-                    tensor[fragment.start : fragment.start + fragment.numel] = v[part]
+                    tensor[fragment.index(device=tensor.device)] = v[part]
             dist.reduce(tensor, dst=0)
             if self.rank == 0:
-                full[name] = tensor.reshape(shape(p))
+                full[name] = tensor.reshape(whole)
         return full if self.rank == 0 else None
 
     def scatter(self, full: Mapping[str, Tensor] | None) -> Tensor:
@@ -145,19 +145,21 @@ class HessianEngine:
             MeasurementError: a trainable parameter is missing, or has another shape.
         """
         v = self.backend.space.zeros()
-        for name, p in self._parameters():
-            tensor = torch.zeros(shape(p).numel(), dtype=torch.float32, device=self.backend.device)
+        for name, whole in self._parameters():
+            tensor = torch.zeros(whole.numel(), dtype=torch.float32, device=self.backend.device)
             with together(f"scattering parameter {name!r}", device=self.backend.device):
                 if self.rank == 0:
-                    tensor.copy_(_expect(full, name, shape(p)).reshape(-1))
+                    tensor.copy_(_expect(full, name, whole).reshape(-1))
             dist.broadcast(tensor, src=0)
             for fragment, part in self.backend.layout:
                 if fragment.name == name:
-                    v[part] = tensor[fragment.start : fragment.start + fragment.numel]
+                    v[part] = tensor[fragment.index(device=tensor.device)]
         return v
 
-    def _parameters(self) -> list[tuple[str, Any]]:
-        return [(n, p) for n, p in self.engine.module.named_parameters() if p.requires_grad]
+    def _parameters(self) -> list[tuple[str, torch.Size]]:
+        """Names and unsharded shapes, the same list on every rank."""
+        named = self.engine.module.named_parameters()
+        return [(name, shape(p)) for name, p in named if p.requires_grad]
 
     # ---- measurements
 
@@ -253,8 +255,7 @@ class HessianEngine:
             trials=spent.trials,
             all_reduces=all_reduces,
         )
-        assert self._objective is not None
-        provenance = describe_run(self.engine, self.backend, self._objective, config)
+        provenance = self._describe(config)
         return HessianSpectrum.from_runs(
             runs,
             n=self.backend.space.n,
@@ -263,6 +264,11 @@ class HessianEngine:
             loss=self.backend.loss,
             gradient_norm=gradient_norm,
         )
+
+    def _describe(self, config: HessianConfig) -> Provenance:
+        """What a measurement made now is made on."""
+        assert self._objective is not None
+        return describe_run(self.engine, self.backend, self._objective, config)
 
     def save(self, spectrum: HessianSpectrum, folder: str | Path | None = None) -> Path:
         """Write figures and picture of a spectrum on rank 0.

@@ -66,6 +66,11 @@ class Buffers:
                 if buffer is not None:
                     self.saved.append((owner, name, buffer, buffer.detach().clone()))
 
+    def renew(self) -> None:
+        """Bind fresh copies, for a pass to write into; what other passes have saved stays."""
+        for owner, name, _, value in self.saved:
+            owner._buffers[name] = value.clone()
+
     @torch.no_grad()
     def restore(self) -> None:
         """Put contents and bindings back."""

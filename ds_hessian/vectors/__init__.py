@@ -1,16 +1,18 @@
 """Sharded vectors: their layout, inner products, probes, and agreement between ranks."""
 
-from ds_hessian.vectors.agreement import agree, together
-from ds_hessian.vectors.layout import Fragment, Layout
+from ds_hessian.vectors.agreement import agree, checkpoint, together
+from ds_hessian.vectors.layout import Box, Fragment, Layout
 from ds_hessian.vectors.probes import ProbeKind, random_vector
 from ds_hessian.vectors.space import VectorSpace
 
 __all__ = [
+    "Box",
     "Fragment",
     "Layout",
     "ProbeKind",
     "VectorSpace",
     "agree",
+    "checkpoint",
     "random_vector",
     "together",
 ]

@@ -68,6 +68,29 @@ def agree(
     raise MeasurementError(f"while {doing}, {message}") from error
 
 
+class _Agreed(MeasurementError):
+    """A failure of another rank that all ranks know of already."""
+
+
+def checkpoint(
+    doing: str, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> None:
+    """Inside the body of `together`: go on only if no rank has failed so far.
+
+    For bodies that contain collectives: placed before the first of them, it keeps a rank that
+    failed earlier from leaving the others waiting there.
+
+    Raises:
+        MeasurementError: some rank left the body with an exception before it came here.
+
+    Collective: matches the end of `together` on the ranks that failed.
+    """
+    try:
+        agree(None, doing, group, device)
+    except MeasurementError as failure:
+        raise _Agreed(str(failure)) from None
+
+
 @contextmanager
 def together(
     doing: str, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
@@ -82,11 +105,14 @@ def together(
     Raises:
         MeasurementError: the body raised on some rank; there, the original is the cause.
 
-    Collective: every rank of the group must enter and leave; the body contains no collective.
+    Collective: every rank of the group must enter and leave. A body that contains collectives must
+    not fail between them, and calls `checkpoint` before the first.
     """
     error: Exception | None = None
     try:
         yield
+    except _Agreed:
+        raise
     except Exception as caught:  # re-raised by agree, after the other ranks have been told
         error = caught
     agree(error, doing, group, device)

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of a parameter, as tensor or expert parallelism cuts it.
+
+    Attributes:
+        offset: Of the block's first element, in each dim of the unsharded parameter.
+        shape: Of the block.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A contiguous run of coordinates of one parameter, as one rank stores it.
+    """A run of coordinates of one parameter, as one rank stores it.
 
     Attributes:
         name: The parameter's checkpoint name.
-        start: Flat index, in the *unsharded* parameter, of the first coordinate.
-        numel: Number of coordinates.
+        start: Flat index of the first coordinate in the box.
+        numel: Number of coordinates, contiguous in the box.
         shape: Shape of the unsharded parameter.
         owned: False on all but one of the ranks that hold a replica of these coordinates.
+        box: The block of the parameter that the run is in; None for the whole parameter.
     """
 
     name: str
@@ -25,6 +41,25 @@ class Fragment:
     numel: int
     shape: torch.Size
     owned: bool = True
+    box: Box | None = None
+
+    def index(
+        self, first: int = 0, last: int | None = None, device: torch.device | str = "cpu"
+    ) -> Tensor:
+        """Flat indices, in the unsharded parameter, of coordinates `first` to `last`, int64.
+
+        They do not depend on the parameter's first dim, so a vocabulary's padding changes none.
+        """
+        last = self.numel if last is None else last
+        rest = torch.arange(self.start + first, self.start + last, device=device)
+        if self.box is None:
+            return rest
+        index, inner = torch.zeros_like(rest), math.prod(self.box.shape)
+        for offset, block, whole in zip(self.box.offset, self.box.shape, self.shape, strict=True):
+            inner //= block
+            index = index * whole + offset + rest // inner
+            rest = rest % inner
+        return index
 
 
 class Layout:

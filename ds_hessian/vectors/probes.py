@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from ds_hessian import ops
@@ -45,7 +44,7 @@ def random_vector(
         stream = _hash64(fragment.name, probe)
         for start in range(0, fragment.numel, 1 << 20):
             stop = min(start + (1 << 20), fragment.numel)
-            index = torch.arange(fragment.start + start, fragment.start + stop, device=space.device)
+            index = fragment.index(start, stop, space.device)
             v[part.start + start : part.start + stop] = variate(key, stream, index)
     length = space.norm(v)
     if length == 0.0:

@@ -1,0 +1,268 @@
+"""What ds_hessian touches inside Megatron beyond its documented API, each behind a name.
+
+Read and tried against megatron-core 0.16.1; the oldest version accepted is `OLDEST`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hessian.backends.state import Attributes
+
+OLDEST = (0, 14)
+
+
+def unwrap(chunk: Any) -> Any:
+    """The model inside of DDP and Float16Module."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def version() -> str:
+    """Of megatron-core."""
+    import megatron.core
+
+    return str(megatron.core.__version__)
+
+
+def model_config(chunk: Any) -> Any:
+    """The `TransformerConfig`, which the schedules read too."""
+    from megatron.core.utils import get_model_config
+
+    return get_model_config(chunk)
+
+
+def mesh() -> dict[str, int]:
+    """Sizes of the job's parallel axes that are not 1, and of the data-parallel one."""
+    from megatron.core import parallel_state
+
+    sizes = {
+        "TP": parallel_state.get_tensor_model_parallel_world_size(),
+        "PP": parallel_state.get_pipeline_model_parallel_world_size(),
+        "VPP": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "CP": parallel_state.get_context_parallel_world_size(),
+        "EP": parallel_state.get_expert_model_parallel_world_size(),
+    }
+    sizes = {axis: size for axis, size in sizes.items() if size > 1}
+    return {**sizes, "DP": parallel_state.get_data_parallel_world_size()}
+
+
+def expert_tensor_parallel_size() -> int:
+    """Tensor-parallel size of expert layers."""
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_expert_tensor_parallel_world_size())
+
+
+def first_tensor_rank() -> bool:
+    """Whether this rank speaks for its tensor-parallel group."""
+    from megatron.core import parallel_state
+
+    return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
+
+
+def first_optimizer_instance(chunk: Any) -> bool:
+    """Whether this rank's shards are those of the first distributed-optimizer instance."""
+    from megatron.core import parallel_state
+
+    if chunk.ddp_config.num_distributed_optimizer_instances == 1:
+        return True
+    return bool(parallel_state.get_inter_distributed_optimizer_instance_group().rank() == 0)
+
+
+def micro_batch_group(chunks: Sequence[Any]) -> int:
+    """The smallest number of micro-batches that the schedule takes: the interleaved one needs a
+    whole group of them.
+    """
+    if len(chunks) == 1:
+        return 1
+    return int(model_config(chunks[0]).microbatch_group_size_per_vp_stage)
+
+
+def tracker_states() -> tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...]:
+    """`(get, set)` of the tensor- and expert-parallel random states, for `RandomState`.
+
+    `set_states` stores the dict itself and `fork` edits it, so it is given a new one every time.
+    """
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    def get() -> dict[str, Tensor]:
+        return dict(get_cuda_rng_tracker().get_states())
+
+    def put(states: dict[str, Tensor]) -> None:
+        if states:
+            get_cuda_rng_tracker().set_states(dict(states))
+
+    return ((get, put),)
+
+
+def has_plain_random_states() -> bool:
+    """False with the generators of CUDA graphs, which are objects and not states."""
+    ((get, _),) = tracker_states()
+    return all(isinstance(state, Tensor) for state in get().values())
+
+
+def quiet(chunks: Sequence[Any], attributes: Attributes) -> None:
+    """Let the schedule run forward and backward and nothing else, until `attributes.restore()`.
+
+    Reductions are left to `reduce_gradients`, where all ranks have agreed that they come; so the
+    overlap is off, and with it the check for NaN inside of it, which raises on one rank alone.
+    """
+    for config in {id(c): c for c in map(model_config, chunks)}.values():
+        for name in ("timers", "grad_scale_func", "param_sync_func", "grad_sync_func"):
+            attributes.set(config, name, None)
+        attributes.set(config, "finalize_model_grads_func", None)
+    for ddp in {id(chunk.ddp_config): chunk.ddp_config for chunk in chunks}.values():
+        for name in ("overlap_grad_reduce", "check_for_nan_in_grad", "check_for_large_grads"):
+            attributes.set(ddp, name, False)
+    _disable_reruns(attributes)
+
+
+def _disable_reruns(attributes: Attributes) -> None:
+    """In its other modes the rerun machine refuses results outside of Megatron-LM's own loop."""
+    from megatron.core import rerun_state_machine
+
+    machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
+    if machine is not None:
+        attributes.set(machine, "mode", rerun_state_machine.RerunMode.DISABLED)
+
+
+def keep_logs(chunks: Sequence[Any]) -> Callable[[], None]:
+    """Remember what forward passes add to logged losses and to qk-clip; returns what restores it.
+
+    `current_max_attn_logits` (Transformer Engine, qk-clip) is read by the next optimizer step.
+    """
+    from megatron.core.transformer import multi_token_prediction
+    from megatron.core.transformer.moe import moe_utils
+
+    trackers: list[dict[str, Any]] = [multi_token_prediction.MTPLossLoggingHelper.tracker]
+    if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):
+        trackers.append(moe_utils.get_moe_layer_wise_logging_tracker())
+    kept = [(tracker, _copy(tracker)) for tracker in trackers]
+    name = "current_max_attn_logits"
+    modules = [m for c in chunks for m in unwrap(c).modules() if hasattr(m, name)]
+    logits = [_copy(getattr(m, name)) for m in modules]
+
+    def restore() -> None:
+        for tracker, entries in kept:
+            tracker.clear()
+            tracker.update(entries)
+        for module, value in zip(modules, logits, strict=True):
+            setattr(module, name, value)
+
+    return restore
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copy(entry) for key, entry in value.items()}
+    return value
+
+
+def gather_parameters(chunks: Sequence[Any]) -> None:
+    """With the distributed optimizer: spread every rank's shard over its data-parallel group.
+
+    A gather that training has left in flight is only waited for, and does not spread what was
+    written since: drain it first. Collective.
+    """
+    for chunk in chunks:
+        if chunk.ddp_config.use_distributed_optimizer:
+            chunk.start_param_sync(force_sync=True)
+
+
+def without_gather_hooks(chunks: Sequence[Any]) -> Callable[[], None]:
+    """Finish all gathers and take off the hooks that overlap them; returns what puts them back."""
+    hooked = [c for c in chunks if getattr(c, "remove_forward_pre_hook_handles", None)]
+    for chunk in hooked:
+        chunk.disable_forward_pre_hook(param_sync=True)
+    gather_parameters([c for c in chunks if c not in hooked])
+
+    def enable() -> None:
+        for chunk in hooked:
+            chunk.enable_forward_pre_hook()
+
+    return enable
+
+
+def run_schedule(
+    chunks: Sequence[Any], forward_step: Callable[..., Any], data: Any, **sizes: int
+) -> None:
+    """Forward and backward of `num_microbatches` micro-batches. Collective."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    interleaved = len(chunks) > 1
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[data() for _ in chunks] if interleaved else data(),
+        model=list(chunks) if interleaved else chunks[0],
+        forward_only=False,
+        **sizes,
+    )
+
+
+def reduce_gradients(chunks: Sequence[Any], finalize: Callable[..., Any] | None) -> None:
+    """Sum and average gradients over ranks as training does, but for the division by the tokens.
+
+    Args:
+        chunks: The model chunks.
+        finalize: The job's `config.finalize_model_grads_func`; None for Megatron's own.
+
+    Collective.
+    """
+    from megatron.core.distributed import finalize_model_grads
+
+    (finalize or finalize_model_grads)(list(chunks), None)
+
+
+def shards(chunk: Any) -> Iterator[tuple[Any, int, int]]:
+    """`(parameter, first, last)`: this rank's part of each flattened trainable parameter.
+
+    All of it, or with the distributed optimizer what the rank's chunks of the buckets hold.
+    `bucket.param_to_index` ignores padding up to 0.16; `param_index_map` is right in all versions.
+    """
+    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+        for bucket in buffer.buckets:
+            first, last = 0, bucket.grad_data.numel()
+            if chunk.ddp_config.use_distributed_optimizer:
+                size = last // buffer.data_parallel_world_size
+                first = buffer.data_parallel_group.rank() * size
+                last = first + size
+            for parameter in bucket.params_list:
+                start, stop = (i - bucket.offset for i in buffer.param_index_map[parameter][:2])
+                low, high = max(start, first), min(stop, last)
+                if low < high:
+                    yield parameter, low - start, high - start
+
+
+def sharded_tensors(chunk: Any) -> Iterator[tuple[Any, int, Any]]:
+    """`(parameter, offset, sharded tensor)` from the model's checkpoint description.
+
+    A parameter that a checkpoint stores as several tensors (the halves of a gated layer) comes
+    several times; `offset` is where the tensor begins in the flattened parameter.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"non_homogeneous_layers": True, "dp_cp_group": group}
+    known = {id(p): p for p in unwrap(chunk).parameters()}
+    for entry in unwrap(chunk).sharded_state_dict(metadata=metadata).values():
+        parameter = known.get(id(getattr(entry, "data", None)))
+        if parameter is None:  # a buffer, or state of a layer
+            continue
+        if not isinstance(entry, ShardedTensorFactory):
+            yield parameter, 0, entry
+            continue
+        # The factory cuts whatever it holds: let it cut the positions.
+        entry.data = torch.arange(parameter.numel()).view(parameter.shape)
+        for part in entry.build():
+            where = part.data.reshape(-1)
+            if torch.equal(where, where[0] + torch.arange(where.numel())):
+                yield parameter, int(where[0]), part

@@ -1,0 +1,87 @@
+"""What is measured and what is refused, by name, before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ds_hessian.backends.megatron import host
+from ds_hessian.errors import UnsupportedError
+
+
+def refuse_unsupported(chunks: Sequence[Any]) -> None:
+    """Raise for a job on which products would be wrong or untested.
+
+    The decision uses the configuration alone, so every rank takes the same one.
+
+    Raises:
+        UnsupportedError: names the option, and what to do.
+    """
+    number = tuple(int(part) for part in host.version().split(".")[:2])
+    if number < host.OLDEST:
+        raise UnsupportedError(
+            f"megatron-core {'.'.join(map(str, host.OLDEST))} or newer is needed, found "
+            f"{host.version()}; upgrade megatron-core"
+        )
+    for chunk in chunks:
+        kind = type(chunk).__name__
+        if kind != "DistributedDataParallel" or not hasattr(chunk, "expert_parallel_buffers"):
+            raise UnsupportedError(
+                f"ds_hessian does not support a model wrapped in {kind}; wrap each chunk in "
+                "megatron.core.distributed.DistributedDataParallel (no Megatron-FSDP, no FSDP2)"
+            )
+        for name, present, remedy in _findings(chunk):
+            if present:
+                raise UnsupportedError(f"ds_hessian does not support {name}; {remedy}")
+
+
+def _findings(chunk: Any) -> list[tuple[str, bool, str]]:
+    config, ddp, mesh = host.model_config(chunk), chunk.ddp_config, host.mesh()
+    experts = bool(getattr(config, "num_moe_experts", None))
+    tensor, expert = mesh.get("TP", 1), mesh.get("EP", 1)
+
+    def on(owner: Any, *names: str) -> bool:
+        return any(getattr(owner, name, None) not in (None, False, "none") for name in names)
+
+    return [
+        ("Megatron-FSDP", on(ddp, "use_megatron_fsdp", "use_custom_fsdp"), "use plain DDP"),
+        ("fp8 or fp4 layers", on(config, "fp8", "fp4"), "measure a bf16 or fp32 job"),
+        (
+            "parameters that share memory with gradients (reuse_grad_buf_for_mxfp8_param_ag)",
+            on(ddp, "reuse_grad_buf_for_mxfp8_param_ag"),
+            "switch it off",
+        ),
+        ("fp16 with loss scaling", on(config, "fp16"), "measure a bf16 or fp32 job"),
+        (
+            "CUDA graphs",
+            on(config, "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"),
+            "switch them off",
+        ),
+        (
+            "the random states of CUDA graphs",
+            not host.has_plain_random_states(),
+            "initialise the tracker without use_cudagraphable_rng",
+        ),
+        ("context parallelism", mesh.get("CP", 1) > 1, "use context_parallel_size 1"),
+        (
+            "reduce_scatter_with_fp32_accumulation",
+            on(ddp, "reduce_scatter_with_fp32_accumulation"),
+            "switch it off",
+        ),
+        (
+            "overlap_moe_expert_parallel_comm and delay_wgrad_compute",
+            on(config, "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
+            "switch them off",
+        ),
+        (
+            "experts that are replicated over tensor-parallel ranks without expert parallelism",
+            experts and expert == 1 and tensor > host.expert_tensor_parallel_size(),
+            "their gradients are not summed by Megatron: use expert_tensor_parallel_size = "
+            "tensor_model_parallel_size, or expert parallelism",
+        ),
+        (
+            "biases of experts under sequence and expert parallelism",
+            experts and expert > 1 and config.sequence_parallel and config.add_bias_linear,
+            "Megatron sums those of different experts: use add_bias_linear=False",
+        ),
+    ]

@@ -1,0 +1,10 @@
+"""The Hessian of a Megatron job: for training loops on megatron-core, and for `pretrain`.
+
+from ds_hessian.megatron import hessian_spectrum
+
+spectrum = hessian_spectrum(model, forward_step, batches, seq_length=..., micro_batch_size=...)
+"""
+
+from ds_hessian.megatron.hessian import MegatronHessian, hessian_spectrum
+
+__all__ = ["MegatronHessian", "hessian_spectrum"]

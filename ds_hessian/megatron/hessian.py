@@ -1,0 +1,145 @@
+"""The Hessian of model chunks on megatron-core, for any training loop."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+import ds_hessian
+from ds_hessian.backends.megatron import (
+    ForwardStep,
+    MegatronBackend,
+    PipelineObjective,
+    host,
+    refuse_unsupported,
+)
+from ds_hessian.config import HessianConfig
+from ds_hessian.engine import HessianEngine
+from ds_hessian.results import HessianSpectrum, Provenance
+from ds_hessian.vectors import together
+
+
+class MegatronHessian(HessianEngine):
+    """The Hessian of a Megatron job, with all methods of `HessianEngine`.
+
+    Every method is collective: all ranks of the job call it, in the same order, after an optimizer
+    step and before the next forward. Parameters, optimizer and random states are bit for bit the
+    same after it, also when it raises; gradient buffers, which training clears there, are zero.
+
+    Args:
+        model: The model chunks, each in megatron-core's `DistributedDataParallel`: one, or the list
+            that the schedule takes.
+        config: A `HessianConfig` or its settings as a dictionary; None for the defaults.
+
+    Attributes:
+        step: Optimizer steps made so far, for the record; set it before measuring.
+
+    Raises:
+        ConfigError: a setting is unknown or impossible.
+        UnsupportedError: the job uses a feature on which products would be wrong.
+    """
+
+    backend: MegatronBackend  # type: ignore[assignment]
+
+    def __init__(self, model: Any, config: HessianConfig | Mapping[str, Any] | None = None) -> None:
+        chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+        self.config = (
+            config if isinstance(config, HessianConfig) else HessianConfig.parse(config or {})
+        )
+        refuse_unsupported(chunks)
+        self.backend = MegatronBackend(chunks)
+        self.step = 0
+        self._operator = None
+        self._objective = None
+
+    def use(  # type: ignore[override]
+        self,
+        batches: Iterable[Any],
+        forward_step: ForwardStep,
+        *,
+        seq_length: int,
+        micro_batch_size: int,
+    ) -> MegatronHessian:
+        """Fix the micro-batches (this rank's own) and the loss that define H; returns self.
+
+        Args:
+            batches: What `next(data_iterator)` gives in `forward_step`; all of them count. An
+                empty list on ranks whose `forward_step` reads nothing.
+            forward_step: As Megatron's schedules take it: `forward_step(data_iterator, model)`
+                returns `(output, loss_func)`.
+            seq_length: Sequence length of a micro-batch, as the schedules take it.
+            micro_batch_size: Sequences in a micro-batch.
+
+        Raises:
+            ConfigError: no batches, or different numbers of them on ranks that have some.
+            MeasurementError: the iterable raised on some rank.
+        """
+        with together("reading the batches", device=self.backend.device):
+            objective = PipelineObjective(batches, forward_step, seq_length, micro_batch_size)
+        self.backend.use(objective)
+        self._objective = objective
+        return self
+
+    def _parameters(self) -> list[tuple[str, torch.Size]]:
+        return self.backend.parameters
+
+    def _describe(self, config: HessianConfig) -> Provenance:
+        assert self._objective is not None
+        backend = self.backend
+        sizes = ", ".join(f"{axis} {size}" for axis, size in host.mesh().items())
+        kind = "distributed optimizer" if backend.is_sharded else "DDP"
+        return Provenance(
+            step=self.step,
+            seed=config.seed,
+            probe=config.probe,
+            displacement=config.finite_difference.displacement,
+            scheme=config.finite_difference.scheme,
+            precision=config.finite_difference.precision,
+            dropout=config.dropout,
+            num_micro_batches=backend.num_micro_batches * backend.group,
+            layout=f"Megatron {sizes}, {kind}",
+            world_size=backend.space.world_size,
+            model_dtype=str(backend.dtype).removeprefix("torch."),
+            data_fingerprint=self._objective.fingerprint(),
+            versions={
+                "megatron-core": host.version(),
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+            },
+            ds_hessian_version=ds_hessian.__version__,
+        )
+
+
+def hessian_spectrum(
+    model: Any,
+    forward_step: ForwardStep,
+    batches: Iterable[Any],
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    config: HessianConfig | Mapping[str, Any] | None = None,
+    step: int = 0,
+) -> HessianSpectrum:
+    """Spectrum of the Hessian of a Megatron job, once; see `MegatronHessian` and its `use`.
+
+    Args:
+        model: See `MegatronHessian`.
+        forward_step: See `MegatronHessian.use`.
+        batches: See `MegatronHessian.use`.
+        seq_length: See `MegatronHessian.use`.
+        micro_batch_size: See `MegatronHessian.use`.
+        config: See `MegatronHessian`.
+        step: Optimizer steps made so far, for the record.
+
+    Returns:
+        The record, the same on every rank. Nothing is written to disk.
+
+    Collective: every rank of the job calls it, after an optimizer step.
+    """
+    hessian = MegatronHessian(model, config)
+    hessian.step = step
+    sizes = {"seq_length": seq_length, "micro_batch_size": micro_batch_size}
+    return hessian.use(batches, forward_step, **sizes).spectrum()

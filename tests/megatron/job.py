@@ -1,0 +1,612 @@
+"""What runs on the ranks: GPTs of real megatron-core in every layout, and their Hessians."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tests.megatron import shim
+
+VOCABULARY, SEQUENCE, SIZE, TOTAL = 40, 8, 2, 4  # TOTAL micro-batches, split over DP
+QUIET = {"progress": False, "plot": False}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A layout and what it trains."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sequence_parallel: bool = False
+    distributed: bool = False  # the distributed optimizer
+    instances: int = 1
+    overlap: bool = False
+    per_token: bool = False
+    recompute: bool = False
+    experts: int = 0
+    expert_bias: bool = False
+    aux_loss: float = 0.0
+    dropout: float = 0.0
+    bias: bool = True
+    dtype: str = "float32"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+
+def model_config(job: Job) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    recompute: dict[str, Any] = {}
+    if job.recompute:
+        recompute = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    moe: dict[str, Any] = {}
+    if job.experts:
+        moe = {
+            "num_moe_experts": job.experts,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 12,
+            "moe_token_dispatcher_type": "allgather",  # the other needs CUDA streams
+            "moe_router_load_balancing_type": "aux_loss" if job.aux_loss else "none",
+            "moe_aux_loss_coeff": job.aux_loss,
+            "moe_router_enable_expert_bias": job.expert_bias,
+            "moe_router_score_function": "sigmoid" if job.expert_bias else "softmax",
+            "expert_model_parallel_size": job.ep,
+            "expert_tensor_parallel_size": job.etp,
+        }
+    return TransformerConfig(
+        num_layers=4,
+        hidden_size=16,
+        ffn_hidden_size=20,
+        num_attention_heads=4,
+        num_query_groups=2,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        add_bias_linear=job.bias,
+        use_cpu_initialization=True,
+        params_dtype=job.torch_dtype,
+        pipeline_dtype=job.torch_dtype,
+        bf16=job.dtype == "bfloat16",
+        hidden_dropout=job.dropout,
+        attention_dropout=job.dropout,
+        gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=job.tp,
+        pipeline_model_parallel_size=job.pp,
+        virtual_pipeline_model_parallel_size=job.vpp if job.vpp > 1 else None,
+        sequence_parallel=job.sequence_parallel,
+        # With PP=2 interleaved, previous and next stage are one rank: batched sends would be
+        # matched in posting order. On gloo, a send then races with the freeing of its tensor.
+        overlap_p2p_comm=job.vpp > 1,
+        batch_p2p_comm=job.vpp == 1,
+        deallocate_pipeline_outputs=job.pp > 1 and job.vpp == 1,
+        calculate_per_token_loss=job.per_token,
+        **recompute,
+        **moe,
+    )
+
+
+@contextlib.contextmanager
+def running(job: Job) -> Iterator[list[Any]]:
+    """The job's DDP chunks on weights that do not depend on the layout."""
+    shim.install()
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.module import Float16Module
+
+    parallel_state.initialize_model_parallel(
+        job.tp,
+        job.pp,
+        job.vpp if job.vpp > 1 else None,
+        expert_model_parallel_size=job.ep,
+        expert_tensor_parallel_size=job.etp if job.experts else None,
+        num_distributed_optimizer_instances=job.instances,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+    torch.manual_seed(1234)
+    config = model_config(job)
+    spec = get_gpt_layer_local_spec(num_experts=job.experts or None, moe_grouped_gemm=False)
+    chunks = []
+    for stage in range(job.vpp):
+        where = {"ignore_virtual": job.vpp == 1, "vp_stage": stage if job.vpp > 1 else None}
+        model = GPTModel(
+            config,
+            spec,
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            share_embeddings_and_output_weights=True,
+            vp_stage=where["vp_stage"],
+            # Megatron's parallel cross entropy is fp32: fp64 takes torch's on gathered logits.
+            parallel_output=job.dtype != "float64",
+        ).to(job.torch_dtype)
+        if job.dtype == "bfloat16":
+            model = Float16Module(config, model)
+        chunks.append(model)
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=job.distributed,
+        num_distributed_optimizer_instances=job.instances,
+        overlap_grad_reduce=job.overlap,
+        overlap_param_gather=job.overlap and job.distributed,
+        bucket_size=1500,
+        grad_reduce_in_fp32=job.dtype == "bfloat16",
+    )
+    chunks = [
+        DistributedDataParallel(config, ddp, model, disable_bucketing=i > 0)
+        for i, model in enumerate(chunks)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    if job.overlap:
+        config.no_sync_func = [c.no_sync for c in chunks] if job.vpp > 1 else chunks[0].no_sync
+    fill(chunks)
+    try:
+        yield chunks
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def weight(name: str, shape: Any) -> Tensor:
+    """Initial value of a whole parameter, a function of its checkpoint name."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    if "layernorm" in name or "layer_norm" in name:
+        return values * 0.1 + (1.0 if name.endswith("weight") else 0.0)
+    return values * (0.05 if name.endswith("bias") else 0.15)
+
+
+@torch.no_grad()
+def fill(chunks: list[Any]) -> None:
+    """Set every parameter of these layers from `weight`."""
+    from ds_hessian.backends.megatron import host
+    from ds_hessian.backends.megatron.pieces import fragment_of
+
+    for chunk in chunks:
+        for parameter, offset, tensor in host.sharded_tensors(chunk):
+            fragment = fragment_of(tensor, 0, tensor.data.numel(), True)
+            values = weight(fragment.name, fragment.shape).reshape(-1)[fragment.index()]
+            parameter.data.view(-1).narrow(0, offset, fragment.numel).copy_(values)
+
+
+# ---- data and loss
+
+
+def micro_batches() -> list[dict[str, Tensor]]:
+    """All `TOTAL` of them."""
+    generator = torch.Generator().manual_seed(7)
+    batches = []
+    for i in range(TOTAL):
+        rows = torch.randint(0, VOCABULARY, (2, SIZE, SEQUENCE), generator=generator)
+        mask = (torch.rand(SIZE, SEQUENCE, generator=generator) < 0.3 + 0.15 * i).float()
+        batches.append({"tokens": rows[0], "labels": rows[1], "mask": mask})
+    return batches
+
+
+def my_batches() -> list[dict[str, Tensor]]:
+    """This data-parallel rank's."""
+    from megatron.core import parallel_state
+
+    size = parallel_state.get_data_parallel_world_size()
+    return micro_batches()[parallel_state.get_data_parallel_rank() :: size]
+
+
+POSITIONS = torch.arange(SEQUENCE)[None].expand(SIZE, -1)
+CAUSAL = torch.triu(torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool), 1)[None, None]
+
+
+def token_losses(model: Any, batch: dict[str, Tensor], job: Job) -> Tensor:
+    """`(SIZE, SEQUENCE)` losses on the last stage, else the stage's output."""
+    from ds_hessian.backends.megatron.host import unwrap
+
+    if job.dtype != "float64":
+        return model(batch["tokens"], POSITIONS, CAUSAL, labels=batch["labels"])
+    logits = model(batch["tokens"], POSITIONS, CAUSAL)
+    if not unwrap(model).post_process:
+        return logits
+    losses = functional.cross_entropy(
+        logits.reshape(-1, VOCABULARY), batch["labels"].reshape(-1), reduction="none"
+    )
+    return losses.view(SIZE, SEQUENCE)
+
+
+def make_forward_step(job: Job) -> Callable[..., Any]:
+    """The job's forward step."""
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        batch = next(iterator)
+
+        def loss_func(losses: Tensor) -> Any:
+            losses = losses if job.dtype == "float64" else losses.float()
+            mask = batch["mask"] if job.per_token else torch.ones_like(batch["mask"])
+            total = (losses * mask).sum()
+            logs = {"lm loss": total.detach().clone()}
+            return total, mask.sum().to(torch.int), logs
+
+        return token_losses(model, batch, job), loss_func
+
+    return forward_step
+
+
+SIZES = {"seq_length": SEQUENCE, "micro_batch_size": SIZE}
+
+
+def hessian_of(chunks: list[Any], job: Job, **config: Any) -> Any:
+    """The job's Hessian on its micro-batches."""
+    from ds_hessian.megatron import MegatronHessian
+
+    hessian = MegatronHessian(chunks, {**QUIET, **config})
+    return hessian.use(my_batches(), make_forward_step(job), **SIZES)
+
+
+# ---- measurements
+
+Stored = list[tuple[str, Tensor, Tensor, bool]]
+
+
+def stored(backend: Any, v: Tensor) -> Stored:
+    """A vector as this rank has it: `(name, unsharded indices, values, owned)`."""
+    return [(f.name, f.index(), v[part].clone(), f.owned) for f, part in backend.layout]
+
+
+def product_in_fp64(job: Job, h: float = 2e-4) -> tuple[Stored, Stored, Stored, float]:
+    """v, gradient and product of a fp64 job, in fp64, and <v, v>; vectors are fp32 otherwise."""
+    with running(job) as chunks:
+        from ds_hessian.backends.megatron import host
+
+        hessian = hessian_of(chunks, job)
+        backend, v = hessian.backend, hessian.random_vector(seed=5)
+        sums = []
+        with backend.measuring():
+            for sign in (0, 1, -1):
+                with torch.no_grad():
+                    for w, master, (_, part) in zip(
+                        backend._weights, backend._masters, backend.layout, strict=True
+                    ):
+                        w.copy_(master + sign * h * v[part].double())
+                host.gather_parameters(chunks)
+                out = torch.zeros_like(v, dtype=torch.float64)
+                backend.add_gradient(out, range(backend.num_micro_batches))
+                sums.append(out * backend.gradient_scale)
+        product = (sums[1] - sums[2]) / (2 * h)
+        vectors = [stored(backend, x) for x in (v, sums[0], product)]
+        return vectors[0], vectors[1], vectors[2], hessian.dot(v, v)
+
+
+def measured(
+    job: Job, num_matvecs: int = 5, **config: Any
+) -> tuple[Stored, Stored, Any, bool, bool, float]:
+    """v, product, spectrum, whether weights came back and products repeat bitwise, <v, v>."""
+    with running(job) as chunks:
+        before = [p.detach().clone() for c in chunks for p in c.parameters()]
+        hessian = hessian_of(chunks, job, **config)
+        v = hessian.random_vector(seed=5)
+        # A fixed displacement of both products: the automatic one learns from the first.
+        displacement = 1.0 if job.dtype == "bfloat16" else 3e-2
+        with hessian.measuring(displacement=displacement):
+            product, again = hessian.matvec(v), hessian.matvec(v)
+        spectrum = hessian.spectrum(num_matvecs=num_matvecs)
+        after = [p.detach() for c in chunks for p in c.parameters()]
+        restored = all(map(torch.equal, before, after))
+        backend = hessian.backend
+        vector = product.vector
+        repeats = torch.equal(vector, again.vector)
+        return (
+            stored(backend, v),
+            stored(backend, vector),
+            spectrum,
+            restored,
+            repeats,
+            hessian.dot(v, v),
+        )
+
+
+def reference(job: Job, v: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradient and H v by double backward, `{name: flat fp64 tensor}`; one process, job unsharded.
+
+    Avoids Megatron's parallel cross entropy and recomputation, which have no second derivative.
+    """
+    with running(job) as chunks:
+        from ds_hessian.backends.megatron import host
+        from ds_hessian.backends.megatron.pieces import fragment_of
+
+        model = host.unwrap(chunks[0]).eval()
+        total = count = torch.zeros((), dtype=torch.float64)
+        for batch in micro_batches():
+            mask = batch["mask"].double() if job.per_token else torch.ones(SIZE, SEQUENCE)
+            total = total + (token_losses(model, batch, job) * mask).sum()
+            count = count + mask.sum()
+        parameters = list(model.parameters())
+        gradient = torch.autograd.grad(total / count, parameters, create_graph=True)
+        where: dict[int, list[tuple[int, Any]]] = {}
+        for parameter, offset, tensor in host.sharded_tensors(chunks[0]):
+            fragment = fragment_of(tensor, 0, tensor.data.numel(), True)
+            where.setdefault(id(parameter), []).append((offset, fragment))
+        directions = []
+        for p in parameters:
+            flat = torch.zeros(p.numel(), dtype=torch.float64)
+            for offset, fragment in where[id(p)]:
+                flat[offset : offset + fragment.numel] = v[fragment.name][fragment.index()]
+            directions.append(flat.view(p.shape))
+        product = torch.autograd.grad(gradient, parameters, directions)
+        out: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        for full, tensors in zip(out, (gradient, product), strict=True):
+            for p, t in zip(parameters, tensors, strict=True):
+                for offset, fragment in where[id(p)]:
+                    values = t.detach().reshape(-1)[offset : offset + fragment.numel]
+                    whole = torch.zeros(fragment.shape.numel(), dtype=torch.float64)
+                    full.setdefault(fragment.name, whole)[fragment.index()] = values
+        return out
+
+
+# ---- training
+
+
+def train(job: Job, measure: str = "", steps: int = 3, config: dict[str, Any] | None = None) -> Any:
+    """Train, with dropout if the job has some; what must be the same with and without `measure`.
+
+    Args:
+        job: The layout.
+        measure: "" for none, "spectrum" after every step, or where a measurement after step 1
+            fails on the last rank alone: "batch" (before the model is called), "forward" (after
+            it), "loss", "backward".
+        steps: Optimizer steps.
+        config: Of the measurements.
+
+    Returns:
+        State by name, `[(loss, gradient norm, n), ...]` measured, and the errors.
+    """
+    with running(job) as chunks:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-2,
+                weight_decay=0.01,
+                use_distributed_optimizer=job.distributed,
+                overlap_param_gather=job.overlap and job.distributed,
+                bf16=job.dtype == "bfloat16",
+                params_dtype=job.torch_dtype,
+                clip_grad=1.0,
+            ),
+            chunks,
+            use_gloo_process_groups=False,
+        )
+        optimizer.reload_model_params()  # `fill` wrote behind its back
+        hessian = hessian_of(chunks, job, **(config or {}))
+        measured, errors, norms = [], [], []
+        batches = my_batches()
+        for step in range(steps):
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            model = chunks if len(chunks) > 1 else chunks[0]
+            get_forward_backward_func()(
+                forward_step_func=make_forward_step(job),
+                data_iterator=[iter(batches) for _ in chunks] if job.vpp > 1 else iter(batches),
+                model=model,
+                num_microbatches=len(batches),
+                forward_only=False,
+                **SIZES,
+            )
+            norms.append(optimizer.step()[1])
+            if measure == "spectrum":
+                spectrum = hessian.spectrum(num_matvecs=2)
+                measured.append((spectrum.loss, spectrum.gradient_norm, spectrum.n))
+            elif measure and step == 1:
+                errors.append(failing_spectrum(chunks, job, measure))
+        return training_state(job, chunks, optimizer, norms), measured, errors
+
+
+def training_state(job: Job, chunks: list[Any], optimizer: Any, norms: list[Any]) -> Any:
+    """All that later steps depend on."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.core.transformer.moe.moe_utils import (
+        clear_aux_losses_tracker,
+        get_moe_layer_wise_logging_tracker,
+    )
+
+    from ds_hessian.backends.megatron.host import unwrap
+
+    if job.overlap and job.distributed:
+        for chunk in chunks:
+            chunk.disable_forward_pre_hook(param_sync=True)
+    states = [s for o in optimizer.chained_optimizers for s in o.optimizer.state.values()]
+    state = {
+        "gradient norms": norms,
+        "weights": [p.detach().clone() for c in chunks for p in c.parameters()],
+        "moments": [t.clone() for s in states for t in s.values() if torch.is_tensor(t)],
+        "random": [torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()],
+        "buffers": [b.clone() for c in chunks for b in unwrap(c).buffers()],
+        "training": [m.training for c in chunks for m in c.modules()],
+        "logs": [t["values"].clone() for t in get_moe_layer_wise_logging_tracker().values()],
+    }
+    clear_aux_losses_tracker()
+    return state
+
+
+class Broken(Exception):
+    """Raised on purpose."""
+
+
+class FailingBackward(torch.autograd.Function):
+    """Identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise Broken("on purpose")
+
+
+def failing_spectrum(chunks: list[Any], job: Job, stage: str) -> str:
+    """A spectrum whose second micro-batch fails on the last rank, as text."""
+    import torch.distributed as dist
+
+    import ds_hessian
+
+    inner, active = make_forward_step(job), dist.get_rank() == dist.get_world_size() - 1
+    calls = [0]
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        calls[0] += 1
+        broken = active and calls[0] == 2
+        if broken and stage == "batch":
+            raise Broken("on purpose")
+        output, loss_func = inner(iterator, model)
+        if broken and stage == "forward":
+            raise Broken("on purpose")
+        if broken and stage == "backward":
+            output = FailingBackward.apply(output)
+
+        def failing_loss(losses: Tensor) -> Any:
+            if broken and stage == "loss":
+                raise Broken("on purpose")
+            return loss_func(losses)
+
+        return output, failing_loss
+
+    try:
+        hessian_of(chunks, job).use(my_batches(), forward_step, **SIZES).spectrum(num_matvecs=2)
+    except ds_hessian.HessianError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bitwise equality of nested lists of tensors."""
+    if torch.is_tensor(a):
+        return torch.equal(a, b)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def compare_training(job: Job, measures: list[str], config: dict[str, Any]) -> list[Any]:
+    """`(what differs from training without, measured, errors)` for each of `measures`."""
+    bare = train(job)[0]
+    out = []
+    for measure in measures:
+        state, measured, errors = train(job, measure, config=config)
+        differing = [name for name in bare if not same(bare[name], state[name])]
+        out.append((differing, measured, errors))
+    return out
+
+
+# ---- traps
+
+
+def gather_in_flight() -> tuple[Any, Any]:
+    """Coefficients without, and with an asynchronous gather that training has left in flight."""
+    job, alphas = Job(distributed=True, overlap=True), []
+    for dispatch in (False, True):
+        with running(job) as chunks:
+            hessian = hessian_of(chunks, job)
+            chunks[0].disable_forward_pre_hook()
+            if dispatch:
+                chunks[0].start_param_sync()
+            alphas.append(hessian.spectrum(num_matvecs=2, displacement=3e-2).alphas)
+    return alphas[0], alphas[1]
+
+
+def with_rerun_machine() -> str:
+    """Measure with a loss that asks the rerun machine, outside of its loop; the mode afterwards."""
+    with running(Job()) as chunks:
+        from megatron.core import rerun_state_machine
+
+        rerun_state_machine.initialize_rerun_state_machine(
+            mode=rerun_state_machine.RerunMode.VALIDATE_RESULTS
+        )
+        machine = rerun_state_machine.get_rerun_state_machine()
+        inner = make_forward_step(Job())
+
+        def forward_step(iterator: Any, model: Any) -> Any:
+            output, loss_func = inner(iterator, model)
+
+            def validated(losses: Tensor) -> Any:
+                result = loss_func(losses)
+                machine.validate_result(result[0], torch.isnan, message="loss", fatal=True)
+                return result
+
+            return output, validated
+
+        try:
+            hessian = hessian_of(chunks, Job()).use(my_batches(), forward_step, **SIZES)
+            hessian.spectrum(num_matvecs=2)
+            return str(machine.get_mode().value)
+        finally:
+            rerun_state_machine.destroy_rerun_state_machine()
+
+
+def refused(job: Job, where: str = "", option: str = "", value: Any = None) -> str:
+    """The message with which a job is refused, with one option set behind Megatron's back."""
+    import ds_hessian
+    from ds_hessian.megatron import MegatronHessian
+
+    with running(job) as chunks:
+        if option:
+            owner = chunks[0].config if where == "config" else chunks[0].ddp_config
+            setattr(owner, option, value)
+        try:
+            MegatronHessian(chunks[0].module if where == "unwrapped" else chunks)
+        except ds_hessian.UnsupportedError as error:
+            return str(error)
+    return "accepted"
+
+
+def too_few_batches() -> str:
+    """The message for 3 micro-batches in an interleaved pipeline of 2 stages."""
+    import ds_hessian
+
+    job = Job(pp=2, vpp=2)
+    with running(job) as chunks:
+        try:
+            hessian_of(chunks, job).use(my_batches()[:3], make_forward_step(job), **SIZES)
+        except ds_hessian.ConfigError as error:
+            return str(error)
+    return "accepted"
+
+
+def infinite_loss() -> str:
+    """The message for a loss that is NaN on the last rank alone."""
+    import torch.distributed as dist
+
+    import ds_hessian
+
+    with running(Job()) as chunks:
+        inner = make_forward_step(Job())
+
+        def forward_step(iterator: Any, model: Any) -> Any:
+            output, loss_func = inner(iterator, model)
+            return output * (float("nan") if dist.get_rank() == 1 else 1.0), loss_func
+
+        try:
+            hessian_of(chunks, Job()).use(my_batches(), forward_step, **SIZES).spectrum()
+        except ds_hessian.HessianError as error:
+            return str(error)
+    return "no error"

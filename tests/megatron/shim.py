@@ -1,0 +1,83 @@
+"""megatron-core on CPU and gloo: what it computes is not changed, only where it insists on CUDA.
+
+Tried with megatron-core 0.16.1. Every line stands for one place in it (paths below megatron/core).
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+_installed = False
+
+
+class _OnCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        # Schedules count tokens and p2p receives activations on device="cuda"
+        # (pipeline_parallel/schedules.py, p2p_communication.py).
+        if torch.device(kwargs.get("device") or CPU).type == "cuda":
+            kwargs["device"] = CPU
+        if func is torch.Tensor.cuda:
+            return args[0]
+        # Optimizers sort parameters by their type's name, "torch.cuda.FloatTensor"
+        # (optimizer/optimizer.py, optimizer/distrib_optimizer.py).
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        # Routers round to fp32 in the middle (moe/moe_utils.py): a fp64 reference must not.
+        if func is torch.softmax and args[0].dtype == torch.float64:
+            kwargs.pop("dtype", None)
+        return func(*args, **kwargs)
+
+
+def _norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+    norm = torch.nn.LayerNorm(hidden_size, eps=eps)
+    for p in norm.parameters():
+        p.sequence_parallel = config.sequence_parallel
+    return norm
+
+
+def install() -> None:
+    """Make this process' megatron-core run on CPU; once."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    warnings.filterwarnings("ignore")
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: CPU  # buffers are allocated there (param_and_grad_buffer.py)
+    # Distinct functions: torch.compile's tables refuse the same object under two names.
+    cuda.synchronize = lambda *a, **k: None  # after batched p2p (p2p_communication.py)
+    cuda.empty_cache = lambda *a, **k: None
+    # Reserved with several optimizer instances, used with overlap only
+    # (distributed_data_parallel.py).
+    cuda.Stream = type("Stream", (), {"__init__": lambda self, device: None})
+    # The random tracker keeps the state of the CPU's generator instead (tensor_parallel/random.py).
+    cuda.get_rng_state = lambda *a, **k: torch.get_rng_state()
+    cuda.manual_seed = lambda seed: torch.random.default_generator.manual_seed(int(seed))
+    import megatron.core.tensor_parallel.random as tracker
+
+    tracker._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
+        torch.get_rng_state()
+    )
+    tracker._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
+        state
+    )
+    # It warns that the CPU's state changes while it thinks it changes the GPU's.
+    logging.getLogger(tracker.__name__).setLevel(logging.ERROR)
+    # The plain norm refuses sequence parallelism, which only marks its parameters
+    # (transformer/torch_norm.py; the fused norms do the same).
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    WrappedTorchNorm.__new__ = _norm
+    # Without Transformer Engine the name is not defined (transformer/moe/moe_utils.py).
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    _OnCpu().__enter__()

@@ -1,0 +1,134 @@
+"""Products, probes and coefficients of every layout against one process and double backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.megatron import job
+from tests.megatron.job import Job, Stored
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "DP": (2, {}),
+    "DP overlap": (2, {"overlap": True}),
+    "DP distributed optimizer": (2, {"distributed": True}),
+    "DP distributed optimizer overlap": (2, {"distributed": True, "overlap": True}),
+    "TP": (2, {"tp": 2}),
+    "TP sequence parallel": (2, {"tp": 2, "sequence_parallel": True}),
+    "PP": (2, {"pp": 2}),
+    "PP interleaved": (2, {"pp": 2, "vpp": 2}),
+    "TP x PP": (4, {"tp": 2, "pp": 2}),
+    "TP x DP distributed optimizer": (4, {"tp": 2, "distributed": True}),
+    "two optimizer instances": (4, {"distributed": True, "instances": 2}),
+    "TP per token": (2, {"tp": 2, "per_token": True}),
+    "DP distributed optimizer per token": (2, {"distributed": True, "per_token": True}),
+    "PP per token": (2, {"pp": 2, "per_token": True}),
+}
+
+
+def whole(ranks: list[Stored]) -> dict[str, Tensor]:
+    """`{name: flat fp64 tensor}` from what each rank owns; every coordinate must be owned once."""
+    found: dict[str, dict[int, float]] = {}
+    for name, index, values, owned in (entry for rank in ranks for entry in rank):
+        if owned:
+            part = found.setdefault(name, {})
+            assert not part.keys() & set(index.tolist()), f"{name} is owned twice"
+            part.update(zip(index.tolist(), values.tolist(), strict=True))
+    return {
+        name: torch.tensor([part[i] for i in range(len(part))], dtype=torch.float64)
+        for name, part in found.items()
+    }
+
+
+def error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    assert found.keys() == exact.keys()
+    a, b = (torch.cat([x[name] for name in exact]) for x in (found, exact))
+    return float((a - b).norm() / b.norm())
+
+
+def assert_replicas_agree(ranks: list[Stored], tolerance: float) -> None:
+    full = whole(ranks)
+    for name, index, values, _ in (entry for rank in ranks for entry in rank):
+        assert (values - full[name][index]).abs().max() <= tolerance * full[name].abs().max(), name
+
+
+@pytest.fixture(scope="module")
+def one(megatron_ranks: Ranks) -> Callable[[bool], Any]:
+    """Of one process: v, exact gradient and product, and the spectrum in fp32."""
+    kept: dict[bool, Any] = {}
+
+    def get(per_token: bool) -> Any:
+        if per_token not in kept:
+            ranks = megatron_ranks(1)
+            (run,) = ranks.run(job.measured, Job(per_token=per_token))
+            v = whole([run[0]])
+            ((gradient, product),) = ranks.run(
+                job.reference, Job(per_token=per_token, dtype="float64"), v
+            )
+            kept[per_token] = v, gradient, product, run
+        return kept[per_token]
+
+    return get
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fp64_gradients_and_products_are_those_of_a_double_backward(
+    megatron_ranks: Ranks, one: Callable[[bool], Any], name: str
+) -> None:
+    size, layout = LAYOUTS[name]
+    v, gradient, product, _ = one(layout.get("per_token", False))
+    runs = megatron_ranks(size).run(job.product_in_fp64, Job(**layout, dtype="float64"))
+    assert error(whole([r[0] for r in runs]), v) == 0.0  # the same probe, bit for bit
+    assert error(whole([r[1] for r in runs]), gradient) < 1e-14
+    assert error(whole([r[2] for r in runs]), product) < 1e-7
+    for vector in range(3):
+        assert_replicas_agree([r[vector] for r in runs], 1e-10)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fp32_spectra_are_those_of_one_process(
+    megatron_ranks: Ranks, one: Callable[[bool], Any], name: str
+) -> None:
+    size, layout = LAYOUTS[name]
+    _, _, product, single = one(layout.get("per_token", False))
+    runs = megatron_ranks(size).run(job.measured, Job(**layout))
+    assert error(whole([r[1] for r in runs]), product) < 2e-4
+    assert all(r[3] for r in runs), "weights came back bit for bit"
+    assert all(r[4] for r in runs), "products repeat bit for bit"
+    spectra = [r[2] for r in runs]
+    assert all((s.alphas == spectra[0].alphas).all() for s in spectra)
+    expected = single[2]
+    scale = abs(expected.alphas).max()
+    assert abs(spectra[0].alphas - expected.alphas).max() < 1e-3 * scale
+    assert abs(spectra[0].betas - expected.betas).max() < 1e-3 * scale
+    assert spectra[0].n == expected.n
+    assert spectra[0].loss == pytest.approx(expected.loss, rel=1e-5)
+    assert spectra[0].gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-4)
+    assert {r[5] for r in runs} == {runs[0][5]}
+    assert runs[0][5] == pytest.approx(single[5], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["DP distributed optimizer overlap", "TP", "PP"])
+def test_bf16_products_are_those_of_fp64_to_the_rounding_of_gradients(
+    megatron_ranks: Ranks, one: Callable[[bool], Any], name: str
+) -> None:
+    size, layout = LAYOUTS[name]
+    _, _, product, single = one(False)
+    runs = megatron_ranks(size).run(job.measured, Job(**layout, dtype="bfloat16"))
+    assert error(whole([r[1] for r in runs]), product) < 0.15
+    assert all(r[3] and r[4] for r in runs)
+    assert runs[0][5] == pytest.approx(single[5], rel=1e-12)
+
+
+def test_products_repeat_bit_for_bit_with_dropout(megatron_ranks: Ranks) -> None:
+    """Also under sequence parallelism, whose masks come from the tensor-parallel random states."""
+    layout = Job(tp=2, sequence_parallel=True, recompute=True, dropout=0.1)
+    for run in megatron_ranks(2).run(job.measured, layout, 2, dropout=True):
+        assert run[3] and run[4]

@@ -1,0 +1,74 @@
+"""Training with measurements in between is bitwise training without, also where they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.megatron import job
+from tests.megatron.job import Job
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+SHARDED = {"distributed": True, "overlap": True}
+
+JOBS: dict[str, dict[str, Any]] = {
+    "DP": {},
+    "DP distributed optimizer": {"distributed": True},
+    "DP distributed optimizer overlap": SHARDED,
+    "DP distributed optimizer overlap bf16": {**SHARDED, "dtype": "bfloat16"},
+    "TP sequence parallel recompute": {"tp": 2, "sequence_parallel": True, "recompute": True},
+    "TP bf16": {"tp": 2, "dtype": "bfloat16"},
+    "PP": {"pp": 2},
+    "PP interleaved": {"pp": 2, "vpp": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def gradient_norms() -> dict[str, list[float]]:
+    return {}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_training_with_spectra_in_between_is_bitwise_the_same(
+    megatron_ranks: Ranks, gradient_norms: dict[str, list[float]], name: str
+) -> None:
+    layout = Job(**JOBS[name], dropout=0.1)
+    # Of DP, gradients without dropout are compared below.
+    config = {"dropout": not name.startswith("DP")}
+    runs = megatron_ranks(2).run(job.compare_training, layout, ["spectrum"], config)
+    for ((differing, measured, _),) in runs:
+        assert differing == []
+        gradient_norms[name] = [m[1] for m in measured]
+
+
+def test_gradients_right_after_a_step_are_the_same_with_and_without_sharded_optimizer(
+    gradient_norms: dict[str, list[float]],
+) -> None:
+    """`param.grad` is the gradient buffer after a step of the fp32 optimizers: a backward that
+    accumulates into it counts the first micro-batch twice.
+    """
+    plain = gradient_norms["DP"]
+    assert gradient_norms["DP distributed optimizer"] == pytest.approx(plain, rel=1e-5)
+    assert gradient_norms["DP distributed optimizer overlap"] == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layout, stages",
+    [
+        (SHARDED, ["batch", "forward", "loss", "backward"]),
+        ({"pp": 2}, ["forward", "loss"]),
+        ({"tp": 2}, ["batch", "forward", "loss"]),
+    ],
+    ids=["DP", "PP", "TP"],
+)
+def test_a_failure_on_one_rank_ends_on_all_and_leaves_training_alone(
+    megatron_ranks: Ranks, layout: dict[str, Any], stages: list[str]
+) -> None:
+    runs = megatron_ranks(2).run(job.compare_training, Job(**layout, dropout=0.1), stages, {})
+    for run in runs:
+        for stage, (differing, _, errors) in zip(stages, run, strict=True):
+            assert differing == [], stage
+            assert "rank 1: Broken: on purpose" in errors[0], (stage, errors)

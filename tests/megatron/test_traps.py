@@ -1,0 +1,111 @@
+"""Experts, and the places where Megatron's own state would spoil a product or be spoiled by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.megatron import job
+from tests.megatron.job import Job
+from tests.megatron.test_layouts import assert_replicas_agree, error, whole
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+MOE: dict[str, Any] = {"experts": 4, "bias": False}
+
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "EP": (2, {"ep": 2}),
+    "EP distributed optimizer": (2, {"ep": 2, "distributed": True}),
+    "TP x EP": (2, {"tp": 2, "ep": 2, "sequence_parallel": True}),
+    "TP x expert TP": (2, {"tp": 2, "etp": 2, "sequence_parallel": True}),
+    "TP x EP x DP distributed optimizer": (
+        4,
+        {"tp": 2, "ep": 2, "sequence_parallel": True, "distributed": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
+def test_products_of_experts_are_those_of_a_double_backward(
+    megatron_ranks: Ranks, experts: Any, name: str
+) -> None:
+    v, gradient, product = experts
+    size, layout = EXPERT_LAYOUTS[name]
+    runs = megatron_ranks(size).run(job.product_in_fp64, Job(**layout, **MOE, dtype="float64"))
+    assert error(whole([r[0] for r in runs]), v) == 0.0
+    assert error(whole([r[1] for r in runs]), gradient) < 1e-14
+    assert error(whole([r[2] for r in runs]), product) < 1e-7
+    for vector in range(3):
+        assert_replicas_agree([r[vector] for r in runs], 1e-10)
+
+
+@pytest.fixture(scope="module")
+def experts(megatron_ranks: Ranks) -> Any:
+    """v, exact gradient and product of the model with experts."""
+    exact = Job(**MOE, dtype="float64")
+    ((v, *_),) = megatron_ranks(1).run(job.product_in_fp64, exact)
+    full = whole([v])
+    ((gradient, product),) = megatron_ranks(1).run(job.reference, exact, full)
+    return full, gradient, product
+
+
+def test_expert_bias_and_logged_losses_are_as_they_were(megatron_ranks: Ranks) -> None:
+    """Every gradient moves the router's expert bias and adds to the logged auxiliary losses; the
+    passes of a product must not see each other's, and training none of them.
+    """
+    layout = Job(ep=2, **MOE, expert_bias=True, aux_loss=0.1)
+    runs = megatron_ranks(2).run(job.compare_training, layout, ["spectrum"], {"dropout": True})
+    for ((differing, _, _),) in runs:
+        assert differing == []
+    for run in megatron_ranks(2).run(job.measured, layout, 3, dropout=True):
+        assert run[3] and run[4]
+
+
+def test_a_gather_in_flight_is_finished_before_weights_are_written(megatron_ranks: Ranks) -> None:
+    """`start_param_sync(force_sync=True)` only waits for a gather that training has started."""
+    for clean, in_flight in megatron_ranks(2).run(job.gather_in_flight):
+        assert (clean == in_flight).all()
+
+
+def test_the_rerun_machine_does_not_refuse_losses(megatron_ranks: Ranks) -> None:
+    assert megatron_ranks(2).run(job.with_rerun_machine) == ["validate_results"] * 2
+
+
+def test_experts_replicated_over_tensor_ranks_are_refused(megatron_ranks: Ranks) -> None:
+    layout = Job(tp=2, etp=1, sequence_parallel=True, **MOE)
+    for message in megatron_ranks(2).run(job.refused, layout):
+        assert "does not support experts that are replicated" in message
+
+
+@pytest.mark.parametrize(
+    "where, option, value, name",
+    [
+        ("config", "fp8", "e4m3", "fp8 or fp4 layers"),
+        ("config", "cuda_graph_impl", "local", "CUDA graphs"),
+        ("config", "fp16", True, "fp16 with loss scaling"),
+        ("ddp", "use_megatron_fsdp", True, "Megatron-FSDP"),
+        ("ddp", "reuse_grad_buf_for_mxfp8_param_ag", True, "share memory with gradients"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    megatron_ranks: Ranks, where: str, option: str, value: Any, name: str
+) -> None:
+    (message,) = megatron_ranks(1).run(job.refused, Job(), where, option, value)
+    assert message.startswith("ds_hessian does not support ") and name in message
+
+
+def test_a_model_that_is_not_in_megatrons_ddp_is_refused(megatron_ranks: Ranks) -> None:
+    (message,) = megatron_ranks(1).run(job.refused, Job(), "unwrapped")
+    assert "a model wrapped in GPTModel" in message
+
+
+def test_interleaved_pipelines_need_whole_groups(megatron_ranks: Ranks) -> None:
+    for message in megatron_ranks(2).run(job.too_few_batches):
+        assert "groups of 2 micro-batches, got 3; pass a multiple" in message
+
+
+def test_a_loss_that_is_not_finite_is_an_error_on_every_rank(megatron_ranks: Ranks) -> None:
+    for message in megatron_ranks(2).run(job.infinite_loss):
+        assert "the loss of micro-batch 0 is nan" in message
