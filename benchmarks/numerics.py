@@ -193,7 +193,9 @@ def products(
             }
             spent = auto.cost.gradient_evaluations
             product = auto.matvec(v)
-            case.extra += (auto.cost.gradient_evaluations - spent - len(auto.scheme.nodes)) / vectors
+            case.extra += (
+                auto.cost.gradient_evaluations - spent - len(auto.scheme.nodes)
+            ) / vectors
             best = min(GRID[compute], key=lambda h: errors[h])
             case.curves.append(errors)
             case.fixed.append(errors[FIXED[compute]])

@@ -103,8 +103,9 @@ class HessianEngine:
         config = self.config.with_overrides(**overrides)
         self.backend.use(self._objective, train_mode=config.dropout)
         with self.backend.measuring():
+            settings = config.finite_difference
             self._operator = FiniteDifferenceHessian(
-                self.backend, config.finite_difference.displacement
+                self.backend, settings.displacement, settings.scheme
             )
             try:
                 yield self._operator
@@ -163,7 +164,8 @@ class HessianEngine:
     def matvec(self, v: Tensor) -> Product:
         """`H v` and its diagnostics; see `Product`.
 
-        Alone it costs three gradients (one at the weights); inside `measuring()`, two.
+        Alone it costs five gradients (one at the weights, two for the noise) and some trials of h;
+        each further one inside `measuring()` two, and one or two trials.
 
         Raises:
             NumericsError: v is zero, or something is not finite.

@@ -2,5 +2,14 @@
 
 from ds_hessian.operators.finite_difference import FiniteDifferenceHessian, OperatorCost
 from ds_hessian.operators.protocol import LinearOperator, Product
+from ds_hessian.operators.schemes import SCHEMES, Scheme, SchemeName
 
-__all__ = ["FiniteDifferenceHessian", "LinearOperator", "OperatorCost", "Product"]
+__all__ = [
+    "SCHEMES",
+    "FiniteDifferenceHessian",
+    "LinearOperator",
+    "OperatorCost",
+    "Product",
+    "Scheme",
+    "SchemeName",
+]

@@ -38,7 +38,7 @@ DESCENT = 4.0
 PLATEAU = 0.5
 """A change over DESCENT of less than this, relative, lies between saturation and noise."""
 
-SATURATED = 0.3
+SATURATED = 0.4
 """A larger relative change says that h is far outside of where the error model holds."""
 
 ACCEPT_LOW, ACCEPT_HIGH = 0.5, 1.5
@@ -47,6 +47,9 @@ ACCEPT_LOW, ACCEPT_HIGH = 0.5, 1.5
 VISIBLE, HIDDEN = 1.5, 0.15
 """A change above VISIBLE times what noise makes shows truncation. In one below, truncation is
 assumed to be the part HIDDEN: then h* comes out well above the trial, which is not accepted."""
+
+LOST = 3.0
+"""A change that is saturated and above LOST times what noise makes says that h is too large."""
 
 AFTER_PROBE = 10.0
 """From a random probe to the next Krylov vector, rich in outliers, h* falls by 3 - 30."""
@@ -133,7 +136,7 @@ class StepController:
         self.above = AMPLIFY ** (1 / scheme.order)
         self.interval = math.ceil(CHECK_EVERY / num_micro_batches)
         self.h = fixed or unit_roundoff ** (1 / (scheme.order + 1)) * scale
-        self.smallest, self.largest = 2.0**-24 * scale, scale
+        self.smallest, self.largest = unit_roundoff / 16 * scale, scale
         self.noise: float | None = None  # N of the pilot
         self.noise_ratio = math.sqrt(pilot / num_micro_batches)  # N of all in units of it
         self.whole = pilot == num_micro_batches
@@ -180,7 +183,7 @@ class StepController:
         """Down; now and then up, as long as no plateau is seen."""
         low, high = min(t.h for t in trials), max(t.h for t in trials)
         lost = all(pair.relative > PLATEAU for pair in pairs)
-        if low <= self.smallest or (lost and len(trials) % 4 == 0):
+        if low / DESCENT < self.smallest or (lost and len(trials) % 4 == 0):
             return high * DESCENT
         return low / DESCENT
 
@@ -188,17 +191,19 @@ class StepController:
         """With the noise known: towards h*."""
         self._learn(pairs)
         if self.floor and not final:
-            return Advice(self._leave_saturation(pairs), False)
+            target = self._leave_saturation(pairs)
+            return Advice(target, target == last.h)
         assert self.noise is not None
         best = self._best_h(self.noise * self.noise_ratio / last.size if last.size else 0.0)
         if final or self._is_near(last.h, best) or pairs[-1].change == 0:
             return Advice(last.h, True)
-        return Advice(min(max(best, last.h / 30), last.h * 8), False)
+        target = self._clamp(min(max(best, last.h / 30), last.h * 8))
+        return Advice(target, target == last.h)
 
     def _leave_saturation(self, pairs: list[_Pair]) -> float:
         """Down from where h is too large; up, never down, where there is nothing but noise."""
         assert self.noise is not None
-        large = [pair for pair in pairs if pair.noise > VISIBLE * self.noise]
+        large = [pair for pair in pairs if pair.noise > LOST * self.noise]
         if pairs[-1] in large:
             return self._clamp(pairs[-1].below / DESCENT)
         ceiling = min((pair.below for pair in large), default=math.inf)
@@ -209,16 +214,17 @@ class StepController:
         valid = [pair for pair in pairs if pair.relative <= SATURATED]
         if self.noise is not None:
             self.noise = min([self.noise, *(pair.noise for pair in valid)])
-        visible, hidden = [], []
-        for pair in valid:
-            bound = pair.relative / (pair.above**self.order - pair.below**self.order)
-            if self.noise is None or pair.noise > VISIBLE * self.noise:
-                share = (self.noise or 0.0) / pair.noise
-                visible.append(bound * math.sqrt(1 - share**2))
-            else:
-                hidden.append(bound * HIDDEN)
         self.floor = 0.0 if valid else pairs[-1].relative
-        self.truncation = min(visible or hidden or [self.truncation])
+        if not valid:
+            return
+        best = min(valid, key=self._bound)
+        share = (self.noise or 0.0) / best.noise if best.change else 1.0
+        visible = math.sqrt(1 - share**2) if share < 1 / VISIBLE else HIDDEN
+        self.truncation = visible * self._bound(best)
+
+    def _bound(self, pair: _Pair) -> float:
+        """On the truncation, were it the whole change."""
+        return pair.relative / (pair.above**self.order - pair.below**self.order)
 
     def _best_h(self, noise: float) -> float:
         """h* for a relative noise `noise / h`."""
