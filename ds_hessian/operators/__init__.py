@@ -3,6 +3,7 @@
 from ds_hessian.operators.finite_difference import FiniteDifferenceHessian, OperatorCost
 from ds_hessian.operators.protocol import LinearOperator, Product
 from ds_hessian.operators.schemes import SCHEMES, Scheme, SchemeName
+from ds_hessian.operators.sweep import SweepPoint, default_range, sweep
 
 __all__ = [
     "SCHEMES",
@@ -12,4 +13,7 @@ __all__ = [
     "Product",
     "Scheme",
     "SchemeName",
+    "SweepPoint",
+    "default_range",
+    "sweep",
 ]

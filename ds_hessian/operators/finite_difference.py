@@ -6,11 +6,12 @@
 
 Cost of a product, in gradients over all micro-batches: 2 (forward 1, fourth_order 4) and, for
 trials of the displacement on a *pilot* of one micro-batch in sixteen, some 0.15 - 0.3 more; with
-the first product of a measurement also one more product. Each trial costs one small all-reduce, a
-product two. Memory per rank, in vectors of `n_local` fp32: one for each gradient of the product,
-one for that at w, two for the products of trials (one of them becomes the next product's), and
-with forward differences one for the pilot's gradient at w: central 5, forward 5, fourth_order 7;
-fourth_order has one more for a moment in each trial.
+the first product of a measurement also one or two more products; rarely one more, where the pilot
+turns out to be unlike the rest. Each trial costs two small all-reduces, a product two. Memory per
+rank, in vectors of `n_local` fp32: one for each gradient of the product, two for those at w (of all
+micro-batches and of the pilot) and two for the products of trials: forward 5, central 6,
+fourth_order 8, which has one more for a moment in each trial. A finished product takes the place of
+its first gradient.
 
 Source: the paper's equation (1); `ds_hessian.operators.schemes`; the step is that of
 `ds_hessian.operators.step_control`.
@@ -81,7 +82,7 @@ class FiniteDifferenceHessian:
         scheme: SchemeName = "central",
     ) -> None:
         self.backend, self.space = backend, backend.space
-        self.scheme = SCHEMES[scheme]
+        self.displacement, self.scheme = displacement, SCHEMES[scheme]
         self.cost = OperatorCost()
         count = backend.num_micro_batches
         self._all, self._pilot = range(count), range(math.ceil(count / PILOT))
@@ -89,6 +90,7 @@ class FiniteDifferenceHessian:
         self._gradients = {node: self.space.zeros() for node in self.scheme.nodes}
         self._trial: Tensor | None = None
         self._where: float | None = None  # displacement in units of the current v
+        self._pilot_nonlinearity = math.nan  # of the last trial
         self._moved: tuple[Tensor, float] = (torch.zeros(2), 1.0)
         self.gradient, self._pilot_gradient = self._start()
         assert backend.gradient_scale is not None
@@ -102,13 +104,13 @@ class FiniteDifferenceHessian:
             None if displacement == "auto" else float(displacement),
         )
 
-    def _start(self) -> tuple[Tensor, Tensor | None]:
-        """The gradient at w, which also fixes the scale of the loss; the pilot's where needed."""
+    def _start(self) -> tuple[Tensor, Tensor]:
+        """The gradients at w of all micro-batches and the pilot; fixes the scale of the loss."""
         backend, started = self.backend, time.perf_counter()
         backend.displace(None, 0.0)
         gradient = self.space.zeros()
         backend.add_gradient(gradient, self._pilot)
-        pilot = gradient.clone() if self.scheme.one_sided else None
+        pilot = gradient.clone()
         backend.add_gradient(gradient, self._rest)
         square = self.space.dot(gradient, gradient)
         self.cost.gradient_seconds = time.perf_counter() - started
@@ -139,6 +141,11 @@ class FiniteDifferenceHessian:
             better = self._measure_noise(v, length, raw)
             if better != h:
                 raw = self._difference(v, length, better)
+        better = self._controller.better_h(
+            raw.displacement, raw.norm, raw.nonlinearity, self._pilot_nonlinearity
+        )
+        if better != raw.displacement:
+            raw = self._difference(v, length, better)
         noise, error = self._controller.assess(raw.displacement, raw.norm)
         self.cost.trials += trials
         self.cost.product_seconds += time.perf_counter() - started
@@ -219,6 +226,10 @@ class FiniteDifferenceHessian:
 
     def _judge(self, h: float, before: list[Trial]) -> Trial:
         """The pilot's product for a unit vector, compared with the trial before."""
+        if not self.scheme.one_sided:
+            inner = (self._gradients[1], self._gradients[-1], self._pilot_gradient)
+            d2, s2 = self.space.reduce(ops.curvature_ratio(*inner, self.space.n_owned)).tolist()
+            self._pilot_nonlinearity = _ratio(math.sqrt(s2), math.sqrt(d2))
         last, product = self._trial, self._pilot_product(h)
         self._trial = product
         pairs = [(product, product)] + ([(product, last)] if last is not None else [])
@@ -233,7 +244,6 @@ class FiniteDifferenceHessian:
         scale = self.scale * len(self._all) / len(self._pilot)
         for a, b, weight in self.scheme.differences:
             base = self._gradients[b] if b else self._pilot_gradient
-            assert base is not None
             part = torch.sub(self._gradients[a], base).mul_(weight * scale / ((a - b) * h))
             total = part if total is None else total.add_(part)
         assert total is not None

@@ -54,6 +54,10 @@ LOST = 3.0
 AFTER_PROBE = 10.0
 """From a random probe to the next Krylov vector, rich in outliers, h* falls by 3 - 30."""
 
+UNLIKE, REPEAT = 2.0, 2.0
+"""A pilot is unlike the rest if the nonlinearity ratio of the rest is above UNLIKE times its own;
+the product is repeated if that makes its error above REPEAT times the least one."""
+
 CHECK_EVERY = 8
 """Trials above h are made for every vector from this many micro-batches on; with fewer, where they
 weigh more, for every second, third, ... vector."""
@@ -257,6 +261,21 @@ class StepController:
         self.noise = self.noise or noise
         best = self._best_h(noise / first.size) if first.size and not self.fixed else first.h
         return first.h if self._is_near(first.h, best) else best
+
+    def better_h(self, h: float, size: float, nonlinearity: float | None, pilot: float) -> float:
+        """Compare the nonlinearity ratio of a full product of norm `size` with that of its pilot.
+
+        Where the rest is much less linear than the pilot, so is its truncation error assumed to
+        be larger. Returns the h at which to repeat the product; its own if it can stay.
+        """
+        if nonlinearity is None or not nonlinearity > UNLIKE * pilot or not self.noise:
+            return h
+        noise = self.noise * self.noise_ratio / size
+        self.truncation *= (nonlinearity / pilot) ** self.order if pilot else 1.0
+        best = self._best_h(noise)
+        least = math.hypot(noise / best, self.truncation * best**self.order)
+        error = math.hypot(noise / h, self.truncation * h**self.order)
+        return best if self.fixed is None and error > REPEAT * least else h
 
     def assess(self, h: float, size: float) -> tuple[float | None, float | None]:
         """Relative noise and error of a full product of norm `size`; moves h for the next."""

@@ -6,11 +6,13 @@ from ds_hessian.results.monitor import monitor_events
 from ds_hessian.results.progress import SpectrumProgress
 from ds_hessian.results.provenance import SCHEMA_VERSION, Cost, Provenance
 from ds_hessian.results.spectrum import HessianSpectrum
+from ds_hessian.results.sweep import DisplacementSweep
 
 __all__ = [
     "SCHEMA_VERSION",
     "Cost",
     "Density",
+    "DisplacementSweep",
     "Estimate",
     "HessianSpectrum",
     "Provenance",
