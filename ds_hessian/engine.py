@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,6 +38,8 @@ from ds_hessian.results import (
 )
 from ds_hessian.schedule import Schedule
 from ds_hessian.vectors import ProbeKind, random_vector, together
+
+logger = logging.getLogger(__name__)
 
 TOP_STEPS = 10
 """Lanczos steps for the direction of the largest eigenvalue: it is to point there, not to be it."""
@@ -227,15 +230,18 @@ class HessianEngine:
                 progress.update,
             )
             gradient_norm = operator.gradient_norm
-        cost = self._cost(operator, started, all_reduces)
-        return HessianSpectrum.from_runs(
+        spectrum = HessianSpectrum.from_runs(
             runs,
             n=self.backend.space.n,
-            cost=cost,
+            cost=self._cost(operator, started, all_reduces),
             provenance=self._provenance(config),
             loss=self.backend.loss,
             gradient_norm=gradient_norm,
         )
+        if self.rank == 0:
+            for warning in spectrum.warnings:
+                logger.warning("Hessian spectrum: %s", warning)
+        return spectrum
 
     def displacement_sweep(
         self,

@@ -105,6 +105,7 @@ def _as_json(spectrum: HessianSpectrum) -> dict[str, Any]:
             "fidelities": _range(s.fidelities),
             "asymmetry": float(s.asymmetries.max()),
         },
+        "warnings": list(s.warnings),
         "cost": dataclasses.asdict(cost),
         "cost_derived": {
             "gradients_per_product": cost.gradients_per_product,
