@@ -48,6 +48,9 @@ VISIBLE, HIDDEN = 1.5, 0.15
 """A change above VISIBLE times what noise makes shows truncation. In one below, truncation is
 assumed to be the part HIDDEN: then h* comes out well above the trial, which is not accepted."""
 
+QUIET = 1.2
+"""A change below QUIET times what noise makes is nothing else: larger steps must be seen."""
+
 LOST = 3.0
 """A change that is saturated and above LOST times what noise makes says that h is too large."""
 
@@ -198,6 +201,9 @@ class StepController:
             target = self._leave_saturation(pairs)
             return Advice(target, target == last.h)
         assert self.noise is not None
+        top = min(pairs, key=self._bound)
+        if top.noise < QUIET * self.noise and not final and 0 < top.above < self.largest:
+            return Advice(self._clamp(self.above * top.above), False)
         best = self._best_h(self.noise * self.noise_ratio / last.size if last.size else 0.0)
         if final or self._is_near(last.h, best) or pairs[-1].change == 0:
             return Advice(last.h, True)
