@@ -6,6 +6,7 @@ from ds_hessian.results.monitor import monitor_events
 from ds_hessian.results.progress import SpectrumProgress
 from ds_hessian.results.provenance import SCHEMA_VERSION, Cost, Provenance
 from ds_hessian.results.spectrum import HessianSpectrum
+from ds_hessian.results.sweep import DisplacementSweep
 from ds_hessian.results.verdict import Check, SelfTest
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Check",
     "Cost",
     "Density",
+    "DisplacementSweep",
     "Estimate",
     "HessianSpectrum",
     "Provenance",
