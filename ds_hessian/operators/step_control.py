@@ -168,10 +168,13 @@ class StepController:
                 self._learn(pairs)
             return Advice(self.fixed, here == self.fixed)
         if self.noise is None and not self._find_noise(pairs):
-            if len(trials) < MAX_TRIALS and (not pairs or pairs[-1].change > 0):
-                return Advice(self._explore(trials, pairs), False)
+            target = self._explore(trials, pairs)
+            if target and len(trials) < MAX_TRIALS and (not pairs or pairs[-1].change > 0):
+                return Advice(target, False)
             best = min(pairs, key=lambda pair: pair.relative)
             self.noise = best.noise  # no more than that
+            if best.relative > PLATEAU:
+                return Advice(math.sqrt(best.above * best.below), False)
         if not pairs:
             return Advice(self.h, here == self.h)
         return self._approach(trials[-1], pairs, final=len(trials) > MAX_TRIALS)
@@ -186,13 +189,13 @@ class StepController:
         self.noise = last.noise
         return True
 
-    def _explore(self, trials: list[Trial], pairs: list[_Pair]) -> float:
-        """Down; now and then up, as long as no plateau is seen."""
-        low, high = min(t.h for t in trials), max(t.h for t in trials)
+    def _explore(self, trials: list[Trial], pairs: list[_Pair]) -> float | None:
+        """Down; now and then up, as long as no plateau is seen. None at the end of the range."""
+        low, high = min(t.h for t in trials) / DESCENT, max(t.h for t in trials) * DESCENT
         lost = all(pair.relative > PLATEAU for pair in pairs)
-        if low / DESCENT < self.smallest or (lost and len(trials) % 4 == 0):
-            return high * DESCENT
-        return low / DESCENT
+        if high < self.largest and (low < self.smallest or (lost and len(trials) % 4 == 0)):
+            return high
+        return low if low >= self.smallest else None
 
     def _approach(self, last: Trial, pairs: list[_Pair], final: bool) -> Advice:
         """With the noise known: towards h*."""
@@ -202,9 +205,9 @@ class StepController:
             return Advice(target, target == last.h)
         assert self.noise is not None
         top = min(pairs, key=self._bound)
-        larger = self._clamp(self.above * top.above)
-        if top.noise < QUIET * self.noise and not final and top.above < larger != last.h:
-            return Advice(larger, False)
+        further = self._clamp(self.above * top.above)
+        if top.noise < QUIET * self.noise and not final and further > max(top.above, last.h):
+            return Advice(further, False)
         best = self._best_h(self.noise * self.noise_ratio / last.size if last.size else 0.0)
         if final or self._is_near(last.h, best) or pairs[-1].change == 0:
             return Advice(last.h, True)
@@ -266,7 +269,9 @@ class StepController:
         noise = pair.noise * math.sqrt(max(1 - (share / pair.change) ** 2, 0.25))
         self.noise_ratio = noise / self.noise if self.noise else 1.0
         self.noise = self.noise or noise
-        best = self._best_h(noise / first.size) if first.size and not self.fixed else first.h
+        if self.fixed is not None or self.floor or not first.size:
+            return first.h
+        best = self._best_h(noise / first.size)
         return first.h if self._is_near(first.h, best) else best
 
     def better_h(self, h: float, size: float, nonlinearity: float | None, pilot: float) -> float:
