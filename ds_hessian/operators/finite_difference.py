@@ -235,9 +235,9 @@ class FiniteDifferenceHessian:
         pairs = [(product, product)] + ([(product, last)] if last is not None else [])
         square, *dots = self.space.dots(pairs).tolist()
         size = math.sqrt(square) if math.isfinite(square) else math.inf
-        if not before:
-            return Trial(h, size, math.inf)
-        return Trial(h, size, _distance(size, before[-1].size, dots[0]))
+        change = _distance(size, before[-1].size, dots[0]) if before else math.inf
+        bent = None if self.scheme.one_sided else self._pilot_nonlinearity
+        return Trial(h, size, change, bent)
 
     def _pilot_product(self, h: float) -> Tensor:
         total: Tensor | None = None

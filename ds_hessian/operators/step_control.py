@@ -58,25 +58,32 @@ AFTER_PROBE = 10.0
 """From a random probe to the next Krylov vector, rich in outliers, h* falls by 3 - 30."""
 
 UNLIKE, REPEAT = 2.0, 2.0
-"""A pilot is unlike the rest if the nonlinearity ratio of the rest is above UNLIKE times its own;
-the product is repeated if that makes its error above REPEAT times the least one."""
+"""Where the nonlinearity ratio of all micro-batches is above UNLIKE times the pilot's (with few of
+them, also below 1 / UNLIKE), the product is repeated if its error is above REPEAT times the least
+one."""
 
-CHECK_EVERY = 8
-"""Trials above h are made for every vector from this many micro-batches on; with fewer, where they
-weigh more, for every second, third, ... vector."""
+CHECK_ALL = 32
+"""From this many micro-batches on, every vector has a trial above h; with fewer, where trials weigh
+more, every second, third, ... vector, and in between the change of the pilot's nonlinearity ratio
+stands for that of its truncation error."""
+
+CALIBRATE = 16
+"""From this many micro-batches on, the noise of all of them is measured, by a second product of the
+first vector; with fewer it is taken for that of independent micro-batches."""
 
 MAX_TRIALS = 10
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A product of the pilot: its displacement, its norm |D|, and |D - D'| from the trial before
-    (inf for the first, and where something is not finite).
+    """A product of the pilot: its displacement, its norm |D|, |D - D'| from the trial before (inf
+    for the first, and where something is not finite), and its nonlinearity ratio (None: unknown).
     """
 
     h: float
     size: float
     change: float
+    nonlinearity: float | None = None
 
 
 @dataclass(frozen=True)
@@ -141,13 +148,17 @@ class StepController:
         scale = weight_norm if weight_norm > 0 else 1.0
         self.order, self.fixed = scheme.order, fixed
         self.above = AMPLIFY ** (1 / scheme.order)
-        self.interval = math.ceil(CHECK_EVERY / num_micro_batches)
+        sparing = CHECK_ALL / (2 if scheme.one_sided else 1)  # these have no nonlinearity ratio
+        self.interval = math.ceil(sparing / num_micro_batches)
         self.h = fixed or unit_roundoff ** (1 / (scheme.order + 1)) * scale
         self.smallest, self.largest = unit_roundoff / 16 * scale, scale
         self.noise: float | None = None  # N of the pilot
         self.noise_ratio = math.sqrt(pilot / num_micro_batches)  # N of all in units of it
+        self.few = pilot < num_micro_batches < CALIBRATE
         self.whole = pilot == num_micro_batches
-        self.truncation = 0.0  # T / |D|
+        self.truncation = 0.0  # T / |D| of the pilot
+        self.unlike = 1.0  # that of all micro-batches in units of it
+        self.bend: float | None = None  # nonlinearity ratio over h, of the same vector
         self.floor = 0.0  # of the relative error, where the model does not hold
         self.products = 0
 
@@ -155,6 +166,8 @@ class StepController:
 
     def first_h(self) -> float:
         """The displacement of the next vector's first trial."""
+        if not self.few:
+            self.unlike = 1.0
         searching = self.fixed is None and self.noise is None
         due = self.products < 2 or self.products % self.interval == 0
         return self.h * self.above if due and not searching else self.h
@@ -176,8 +189,20 @@ class StepController:
             if best.relative > PLATEAU:
                 return Advice(math.sqrt(best.above * best.below), False)
         if not pairs:
-            return Advice(self.h, here == self.h)
+            return self._follow(trials[-1])
         return self._approach(trials[-1], pairs, final=len(trials) > MAX_TRIALS)
+
+    def _follow(self, trial: Trial) -> Advice:
+        """One trial, with noise and truncation known from the vectors before."""
+        bend = trial.nonlinearity / trial.h if trial.nonlinearity else None
+        if bend and self.bend and trial.size and trial.h == self.h:
+            assert self.noise is not None
+            self.truncation *= (bend / self.bend) ** self.order
+            self.bend = bend
+            best = self._best_h(self.noise * self.noise_ratio / trial.size)
+            if not self._is_near(trial.h, best):
+                return Advice(best, False)
+        return Advice(self.h, trial.h == self.h)
 
     def _find_noise(self, pairs: list[_Pair]) -> bool:
         """Whether the last step down led into the noise, which is then known."""
@@ -200,6 +225,7 @@ class StepController:
     def _approach(self, last: Trial, pairs: list[_Pair], final: bool) -> Advice:
         """With the noise known: towards h*."""
         self._learn(pairs)
+        self.bend = last.nonlinearity / last.h if last.nonlinearity else None
         if self.floor and not final:
             target = self._leave_saturation(pairs)
             return Advice(target, target == last.h)
@@ -242,7 +268,7 @@ class StepController:
 
     def _best_h(self, noise: float) -> float:
         """h* for a relative noise `noise / h`."""
-        truncation = math.sqrt(self.order) * self.truncation
+        truncation = math.sqrt(self.order) * self.truncation * self.unlike
         best = (noise / truncation) ** (1 / (self.order + 1)) if truncation else math.inf
         return self._clamp(best)
 
@@ -257,7 +283,7 @@ class StepController:
     @property
     def wants_full_noise(self) -> bool:
         """Whether to make this product once more, over all micro-batches, at another h."""
-        return self.products == 0 and (self.noise is None or not self.whole)
+        return self.products == 0 and (self.noise is None or not (self.whole or self.few))
 
     def set_full_noise(self, first: Trial, second: Trial) -> float:
         """From two full products of one vector, the second h well below the first.
@@ -265,7 +291,12 @@ class StepController:
         Returns the h at which the first should have been made; its own if that is near enough.
         """
         pair = _Pair(first, second)
-        share = self.truncation * (pair.above**self.order - pair.below**self.order) * first.size
+        share = (
+            self.truncation
+            * self.unlike
+            * (pair.above**self.order - pair.below**self.order)
+            * first.size
+        )
         noise = pair.noise * math.sqrt(max(1 - (share / pair.change) ** 2, 0.25))
         self.noise_ratio = noise / self.noise if self.noise else 1.0
         self.noise = self.noise or noise
@@ -277,22 +308,29 @@ class StepController:
     def better_h(self, h: float, size: float, nonlinearity: float | None, pilot: float) -> float:
         """Compare the nonlinearity ratio of a full product of norm `size` with that of its pilot.
 
-        Where the rest is much less linear than the pilot, so is its truncation error assumed to
-        be larger. Returns the h at which to repeat the product; its own if it can stay.
+        Where all micro-batches are much less linear than the pilot, so is their truncation error
+        assumed to be larger; with few of them, where the pilot's is inferred from nonlinearity
+        anyway, smaller or larger in every case. Returns the h at which to repeat the product; its
+        own if it can stay.
         """
-        if nonlinearity is None or not nonlinearity > UNLIKE * pilot or not self.noise:
+        if not nonlinearity or not self.noise or not 0 < pilot < math.inf:
+            return h
+        ratio = nonlinearity / pilot
+        like = (1 / UNLIKE if self.few else 0.0) < ratio < UNLIKE
+        self.unlike = 1.0 if like and not self.few else ratio**self.order
+        if like or self.fixed is not None:
             return h
         noise = self.noise * self.noise_ratio / size
-        self.truncation *= (nonlinearity / pilot) ** self.order if pilot else 1.0
         best = self._best_h(noise)
-        least = math.hypot(noise / best, self.truncation * best**self.order)
-        error = math.hypot(noise / h, self.truncation * h**self.order)
-        return best if self.fixed is None and error > REPEAT * least else h
+        truncation = self.truncation * self.unlike
+        least = math.hypot(noise / best, truncation * best**self.order)
+        error = math.hypot(noise / h, truncation * h**self.order)
+        return best if error > REPEAT * least else h
 
     def assess(self, h: float, size: float) -> tuple[float | None, float | None]:
         """Relative noise and error of a full product of norm `size`; moves h for the next."""
         self.products += 1
-        truncation = max(self.truncation * h**self.order, self.floor)
+        truncation = max(self.truncation * self.unlike * h**self.order, self.floor)
         if self.noise is None or size == 0:
             return None, truncation if size else None
         absolute = self.noise * self.noise_ratio / h

@@ -12,7 +12,7 @@ from ds_hessian.backends.module import ModuleBackend
 from ds_hessian.operators import SCHEMES, FiniteDifferenceHessian
 from tests.operators.nets import Exact, backend_of, batches, mlp, relative, train
 
-BEST = {"forward": 2e-3, "central": 3e-4, "fourth_order": 6e-5}
+BEST = {"forward": 2.5e-3, "central": 3e-4, "fourth_order": 6e-5}
 """fp32: about ten times u^(p / (p + 1)), what the order of each scheme allows."""
 
 
@@ -85,7 +85,7 @@ def test_cost_is_that_of_the_scheme_and_a_quarter(scheme: str) -> None:
     per_product = operator.cost.gradient_evaluations / operator.cost.products
     assert per_product == pytest.approx(count / 16 / 20)
     # One more product for the noise, one trial of 1/16 each, and a search for the first vectors.
-    assert per_product < own * (1 + 1 / 20 + 2 / 16)
+    assert per_product < own * (1 + 1 / 20 + 2 / 16), per_product
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

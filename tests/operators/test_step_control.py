@@ -15,7 +15,9 @@ GRID = {False: [10 ** (k / 3) for k in range(-13, 0)], True: [10 ** (k / 3) for 
 FIXED = {False: 5e-3, True: 0.2}
 
 
-def search(controller: StepController, noise: float, truncation: float) -> tuple[float, int]:
+def search(
+    controller: StepController, noise: float, truncation: float, bend: float
+) -> tuple[float, int]:
     """h and number of trials where changes follow the error model exactly; |D| = 1."""
     trials, h = list[Trial](), controller.first_h()
     while True:
@@ -25,7 +27,8 @@ def search(controller: StepController, noise: float, truncation: float) -> tuple
             change = math.hypot(
                 noise * math.hypot(1 / h, 1 / last), truncation * abs(h**p - last**p)
             )
-        trials.append(Trial(h, 1.0, min(change, 1.5) if trials else change))
+        ratio = bend * h if controller.order > 1 else None
+        trials.append(Trial(h, 1.0, min(change, 1.5) if trials else change, ratio))
         advice = controller.advise(trials)
         if advice.accept:
             return h, len(trials)
@@ -35,14 +38,17 @@ def search(controller: StepController, noise: float, truncation: float) -> tuple
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("noise", [1e-9, 1e-7])
 @pytest.mark.parametrize("length", [1e-3, 1e-2, 1e-1])
+@pytest.mark.parametrize("micro_batches", [4, 16])
 def test_h_is_near_its_best_from_wherever_the_search_starts(
-    scheme: str, noise: float, length: float
+    scheme: str, noise: float, length: float, micro_batches: int
 ) -> None:
     p = SCHEMES[scheme].order
-    controller = StepController(SCHEMES[scheme], 2.0**-24, 10.0, 8, 8)
+    if micro_batches < 16 and scheme == "forward":
+        pytest.skip("with few micro-batches h is followed by the nonlinearity of two-sided schemes")
+    controller = StepController(SCHEMES[scheme], 2.0**-24, 10.0, 16, micro_batches)
     for vector, scale in enumerate((length, length / 10, length / 10, length * 10, length / 30)):
         truncation = 0.1 * scale**-p
-        h, trials = search(controller, noise, truncation)
+        h, trials = search(controller, noise, truncation, 1 / scale)
         best = (noise / (math.sqrt(p) * truncation)) ** (1 / (p + 1))
         assert 0.45 < h / best < 2.0, (vector, h, best)
         assert trials <= MAX_TRIALS + 1
