@@ -42,6 +42,8 @@ from megatron.training import get_args  # noqa: E402
 from ds_hessian.megatron import PretrainHook, hessian_arguments, with_hessian  # noqa: E402
 
 cuda: Any = torch.cuda
+# Tensor parallelism asks for the architecture (arguments.py).
+cuda.get_device_properties = lambda *a, **k: types.SimpleNamespace(major=8, minor=0)
 cuda.device_count = lambda: 1  # process groups are made only where there is a device
 for name in ("set_device", "reset_peak_memory_stats", "memory_stats"):
     setattr(cuda, name, functools.partial(lambda *a, **k: {}, name))
