@@ -22,11 +22,12 @@ from ds_hessian.errors import (
 if TYPE_CHECKING:
     from ds_hessian.config import HessianConfig
     from ds_hessian.engine import HessianEngine, attach, initialize
-    from ds_hessian.results import HessianSpectrum
+    from ds_hessian.results import DisplacementSweep, HessianSpectrum
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "DisplacementSweep": "ds_hessian.results",
     "HessianConfig": "ds_hessian.config",
     "HessianEngine": "ds_hessian.engine",
     "HessianSpectrum": "ds_hessian.results",
@@ -36,6 +37,7 @@ _LAZY = {
 
 __all__ = [
     "ConfigError",
+    "DisplacementSweep",
     "HessianConfig",
     "HessianEngine",
     "HessianError",

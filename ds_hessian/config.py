@@ -43,13 +43,15 @@ class _Section(BaseModel):
 class FiniteDifferenceConfig(_Section):
     """How a product `H v` is made from gradients."""
 
-    scheme: Literal["central"] = _field(
-        "central", "Difference formula: central differences, two gradients a product."
+    scheme: Literal["central", "forward", "fourth_order"] = _field(
+        "central",
+        "Difference formula: central differences, two gradients a product; forward, one, for rough "
+        "figures; fourth order, four, for the most exact ones in fp32.",
     )
     displacement: Literal["auto"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = _field(
         "auto",
         "Length h of the step in parameter space to either side. With `auto` it is chosen for each "
-        "product from its measured nonlinearity and rounding noise.",
+        "product from its measured truncation and rounding errors.",
         '"auto" or a finite number above 0',
     )
     precision: Literal["model", "fp32"] = _field(

@@ -9,26 +9,42 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_hessian.backends.objective import LossFn, Objective
 from ds_hessian.backends.zero import ZeroBackend, refuse_unsupported, shape
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
-from ds_hessian.krylov import LanczosRun, slq
-from ds_hessian.operators import FiniteDifferenceHessian, Product
+from ds_hessian.krylov import LanczosState, slq, top_vector
+from ds_hessian.operators import FiniteDifferenceHessian, Product, default_range, sweep
 from ds_hessian.provenance import describe_run
-from ds_hessian.results import Cost, HessianSpectrum, Provenance, SpectrumProgress
+from ds_hessian.results import (
+    Cost,
+    DisplacementSweep,
+    HessianSpectrum,
+    Provenance,
+    SelfTest,
+    SpectrumProgress,
+)
 from ds_hessian.schedule import Schedule
+from ds_hessian.self_test import self_test
 from ds_hessian.vectors import ProbeKind, random_vector, together
+
+logger = logging.getLogger(__name__)
+
+TOP_STEPS = 10
+"""Lanczos steps for the direction of the largest eigenvalue: it is to point there, not to be it."""
 
 
 class HessianEngine:
@@ -103,8 +119,9 @@ class HessianEngine:
         config = self.config.with_overrides(**overrides)
         self.backend.use(self._objective, config.dropout, config.finite_difference.precision)
         with self.backend.measuring():
+            settings = config.finite_difference
             self._operator = FiniteDifferenceHessian(
-                self.backend, config.finite_difference.displacement
+                self.backend, settings.displacement, settings.scheme
             )
             try:
                 yield self._operator
@@ -165,7 +182,8 @@ class HessianEngine:
     def matvec(self, v: Tensor) -> Product:
         """`H v` and its diagnostics; see `Product`.
 
-        Alone it costs three gradients (one at the weights); inside `measuring()`, two.
+        Alone it costs five gradients (one at the weights, two for the noise) and some trials of h;
+        each further one inside `measuring()` two, and one or two trials.
 
         Raises:
             NumericsError: v is zero, or something is not finite.
@@ -216,37 +234,124 @@ class HessianEngine:
                 progress.update,
             )
             gradient_norm = operator.gradient_norm
-        seconds = time.perf_counter() - started
-        all_reduces = self.backend.space.all_reduces - all_reduces
-        return self._record(config, runs, operator, gradient_norm, seconds, all_reduces)
+        spectrum = HessianSpectrum.from_runs(
+            runs,
+            n=self.backend.space.n,
+            cost=self._cost(operator, started, all_reduces),
+            provenance=self._describe(config),
+            loss=self.backend.loss,
+            gradient_norm=gradient_norm,
+        )
+        if self.rank == 0:
+            for warning in spectrum.warnings:
+                logger.warning("Hessian spectrum: %s", warning)
+        return spectrum
 
-    def _record(
+    def self_test(
         self,
-        config: HessianConfig,
-        runs: list[LanczosRun],
+        batches: Iterable[Any] | None = None,
+        loss_fn: LossFn | None = None,
+        **overrides: Any,
+    ) -> SelfTest:
+        """Whether this job's Hessian can be trusted, and what to set if not; five products' time.
+
+        See `ds_hessian.self_test` for what is tested. Takes what `spectrum` takes, and raises what
+        it raises; a check that fails is a finding in the record.
+        """
+        if batches is not None:
+            self.use(batches, loss_fn)
+        return self_test(self, **overrides)
+
+    def displacement_sweep(
+        self,
+        directions: Sequence[str] | Mapping[str, Tensor] = ("random", "top", "gradient"),
+        displacements: Sequence[float] | None = None,
+        batches: Iterable[Any] | None = None,
+        loss_fn: LossFn | None = None,
+        **overrides: Any,
+    ) -> DisplacementSweep:
+        """`v'Hv` and the product's diagnostics over a range of displacements: curvature at scale h.
+
+        Costs a product for each direction and displacement, and ten more for `"top"`.
+
+        Args:
+            directions: Among `"random"` (a unit Gaussian vector), `"top"` (the largest eigenvalue's
+                vector, from ten Lanczos steps) and `"gradient"`; or vectors of one's own by name.
+            displacements: Ascending; None for three in each decade from rounding noise to |w|.
+            batches: As for `use`; None for those of the last `use`.
+            loss_fn: As for `use`.
+            overrides: Config values for this call; the displacement is that of `"top"`'s products.
+
+        Raises:
+            ConfigError: a bad override or direction, or no batches.
+            NumericsError: a loss, gradient or product is not finite: take smaller displacements.
+            MeasurementError: batches, model or loss raised on some rank.
+        """
+        if batches is not None:
+            self.use(batches, loss_fn)
+        config = self.config.with_overrides(**overrides)
+        started, all_reduces = time.perf_counter(), self.backend.space.all_reduces
+        with self.measuring(**overrides) as operator:
+            vectors = self._directions(operator, directions, config.seed)
+            h = displacements or default_range(self.backend)
+            points = [sweep(operator, v, h) for v in vectors.values()]
+            gradient_norm = operator.gradient_norm
+
+        def stack(name: str) -> NDArray[np.float64]:
+            return np.array([[getattr(point, name) for point in row] for row in points])
+
+        return DisplacementSweep(
+            n=self.backend.space.n,
+            directions=tuple(vectors),
+            displacements=np.array(h),
+            curvatures=stack("curvature"),
+            norms=stack("norm"),
+            changes=stack("change"),
+            nonlinearities=stack("nonlinearity"),
+            fidelities=stack("fidelity"),
+            loss=self.backend.loss,
+            gradient_norm=gradient_norm,
+            cost=self._cost(operator, started, all_reduces),
+            provenance=self._describe(config),
+        )
+
+    def _directions(
+        self,
         operator: FiniteDifferenceHessian,
-        gradient_norm: float,
-        seconds: float,
-        all_reduces: int,
-    ) -> HessianSpectrum:
+        directions: Sequence[str] | Mapping[str, Tensor],
+        seed: int,
+    ) -> dict[str, Tensor]:
+        if isinstance(directions, Mapping):
+            return dict(directions)
+        vectors = {}
+        for name in directions:
+            if name == "random":
+                vectors[name] = self.random_vector(seed)
+            elif name == "gradient":
+                vectors[name] = operator.gradient.clone()
+            elif name == "top":
+                state = LanczosState(
+                    operator, self.random_vector(seed), TOP_STEPS, lambda k: self.random_vector(k)
+                )
+                while not state.done:
+                    state.step()
+                vectors[name] = top_vector(state)
+            else:
+                raise ConfigError(
+                    f'no direction {name!r}: "random", "top", "gradient", or a mapping of vectors'
+                )
+        return vectors
+
+    def _cost(self, operator: FiniteDifferenceHessian, started: float, all_reduces: int) -> Cost:
         spent = operator.cost
-        cost = Cost(
-            seconds_total=seconds,
+        return Cost(
+            seconds_total=time.perf_counter() - started,
             seconds_per_product=spent.product_seconds / max(spent.products, 1),
             seconds_per_gradient=spent.gradient_seconds,
             products=spent.products,
             gradient_evaluations=spent.gradient_evaluations,
             trials=spent.trials,
-            all_reduces=all_reduces,
-        )
-        provenance = self._describe(config)
-        return HessianSpectrum.from_runs(
-            runs,
-            n=self.backend.space.n,
-            cost=cost,
-            provenance=provenance,
-            loss=self.backend.loss,
-            gradient_norm=gradient_norm,
+            all_reduces=self.backend.space.all_reduces - all_reduces,
         )
 
     def _describe(self, config: HessianConfig) -> Provenance:

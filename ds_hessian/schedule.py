@@ -25,6 +25,37 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class Capture:
+    """Copies of the first calls of an engine's forward in training.
+
+    Args:
+        engine: The engine.
+        count: Of calls.
+
+    Attributes:
+        calls: Those seen so far.
+    """
+
+    def __init__(self, engine: Any, count: int) -> None:
+        self.count, self.calls = count, list[Call]()
+        self._handle = engine.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+
+    @property
+    def full(self) -> bool:
+        """Whether there are as many as were asked for."""
+        return len(self.calls) == self.count
+
+    def stop(self) -> None:
+        """Capture no more."""
+        self._handle.remove()
+
+    def _on_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if engine.module.training:
+            self.calls.append(Call(_copy(args), _copy(kwargs)))
+            if self.full:
+                self.stop()
+
+
 class Schedule:
     """Captures micro-batches from training and takes a spectrum every `interval` steps.
 
@@ -35,7 +66,7 @@ class Schedule:
 
     def __init__(self, hessian: HessianEngine) -> None:
         self.hessian, self.config = hessian, hessian.config
-        self.captured: list[Call] = []
+        self.captured: Capture | None = None
         self.spectra: dict[int, HessianSpectrum] = {}
         self.failures: dict[int, HessianError] = {}
 
@@ -43,7 +74,7 @@ class Schedule:
         """Hook the engine's forward (until enough is captured) and its step."""
         engine = self.hessian.engine
         engine.hessian_schedule = self
-        self._capture = engine.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+        self.captured = Capture(engine, self.config.num_micro_batches)
         inner = engine.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -59,19 +90,15 @@ class Schedule:
         """Whether a spectrum belongs after this optimizer step."""
         return step >= self.config.start_step and step % self.config.interval == 0
 
-    def _on_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.hessian.ready or len(self.captured) == self.config.num_micro_batches:
-            self._capture.remove()
-            return
-        if engine.module.training:
-            self.captured.append(Call(_copy(args), _copy(kwargs)))
-
     def measure(self) -> None:
         """Take a spectrum now, save it, and tell the monitor."""
         hessian, step = self.hessian, self.hessian.engine.global_steps
         try:
-            if not hessian.ready:
-                hessian.use(self.captured)
+            if self.captured is not None:
+                self.captured.stop()
+                if not hessian.ready:
+                    hessian.use(self.captured.calls)
+                self.captured = None
             spectrum = hessian.spectrum()
             hessian.save(spectrum)
         except HessianError as error:  # every rank has it: training must not end by a measurement

@@ -21,11 +21,13 @@ class ModuleBackend:
     """Backend of one replicated module; see `ShardBackend`.
 
     Args:
-        module: Its trainable parameters define the space. Weights may be fp32, bf16 or fp16; the
-            kept copy from which displacements are written has their dtype.
+        module: Its trainable parameters define the space. Weights may be fp32, bf16 or fp16.
         micro_batches: What `loss_fn` takes.
         loss_fn: Mean loss of one micro-batch, `loss_fn(module, batch)`.
         unit_roundoff: Of the passes; 2^-9 where they run in bf16.
+        masters: One tensor for each trainable parameter, from which displacements are written, as
+            training with fp32 masters has them; None for a copy of the weights. Leaving
+            `measuring` puts back the weights themselves in any case.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class ModuleBackend:
         micro_batches: Sequence[Any],
         loss_fn: Callable[[nn.Module, Any], Tensor],
         unit_roundoff: float = 2.0**-24,
+        masters: Sequence[Tensor] | None = None,
     ) -> None:
         self.module, self.micro_batches, self.loss_fn = module, micro_batches, loss_fn
         self.named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
@@ -48,19 +51,21 @@ class ModuleBackend:
         self.loss = float("nan")
         self.unit_roundoff = unit_roundoff
         self._losses: dict[int, float] = {}
-        self._masters: list[Tensor] = []
+        self._given, self._masters = masters, list[Tensor]()
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Keep the weights, and put them back."""
-        self._masters = [p.detach().clone().view(-1) for _, p in self.named]
+        kept = [p.detach().clone().view(-1) for _, p in self.named]
+        self._masters = kept if self._given is None else [m.view(-1) for m in self._given]
         gradients = [p.grad for _, p in self.named]
         rng = torch.get_rng_state()
+        self._losses.clear()
         try:
             yield
         finally:
-            self.displace(None, 0.0)
-            for (_, p), gradient in zip(self.named, gradients, strict=True):
+            for (_, p), weight, gradient in zip(self.named, kept, gradients, strict=True):
+                p.data.view(-1).copy_(weight)
                 p.grad = gradient
             torch.set_rng_state(rng)
             self._masters = []
@@ -78,11 +83,13 @@ class ModuleBackend:
                 p.grad = None
             torch.manual_seed(i)  # the masks of micro-batch i are the same on every evaluation
             loss = self.loss_fn(self.module, self.micro_batches[i])
-            self._losses[i] = float(loss.detach())
+            self._losses.setdefault(i, float(loss.detach()))  # the first evaluation is at w
             loss.backward()
             for (_, p), (_, part) in zip(self.named, self.layout, strict=True):
                 if p.grad is not None:
                     out[part].add_(p.grad.view(-1))
+        if len(self._losses) == self.num_micro_batches:
+            self.loss = sum(self._losses.values()) / self.num_micro_batches
 
     def weight_norm(self) -> float:
         """See `ShardBackend.weight_norm`."""

@@ -1,6 +1,6 @@
 """Krylov methods: serial-looking code on operators and vector spaces."""
 
-from ds_hessian.krylov.lanczos import LanczosState, lanczos
+from ds_hessian.krylov.lanczos import LanczosState, lanczos, top_vector
 from ds_hessian.krylov.quadrature import slq, trace_estimate
 from ds_hessian.krylov.records import LanczosRun, RitzDecomposition, ritz
 
@@ -11,5 +11,6 @@ __all__ = [
     "lanczos",
     "ritz",
     "slq",
+    "top_vector",
     "trace_estimate",
 ]

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ds_hessian import ops
@@ -172,3 +173,18 @@ def lanczos(
         if progress is not None:
             progress(state)
     return state.run()
+
+
+def top_vector(state: LanczosState) -> Tensor:
+    """The unit Ritz vector of the largest Ritz value, `(n_local,)` fp32.
+
+    Cost: one read of the basis, one all-reduce.
+    """
+    from scipy.linalg import eigh_tridiagonal
+
+    k = state.steps
+    _, vectors = eigh_tridiagonal(np.array(state.alphas), np.array(state.betas[: k - 1]))
+    out = state.space.zeros().unsqueeze(0)
+    coefficients = torch.from_numpy(vectors[:, -1:].T.copy()).to(out.device)
+    ops.combine(state.basis[:k], coefficients, out)
+    return out[0] / state.space.norm(out[0])

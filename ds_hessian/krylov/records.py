@@ -69,7 +69,7 @@ def ritz(run: LanczosRun) -> RitzDecomposition:
     The residual of the pair (theta_i, Q s_i) is `beta_m s_mi q_{m+1} - F s_i`, where column j of F
     is the error of product j; with independent errors its norm is the root of the sum of squares
     (Parlett, The Symmetric Eigenvalue Problem, 13.2). The estimates of the products' errors are
-    themselves 0.5 - 2 times the truth (docs/benchmarks.md), hence `COVERAGE` of them.
+    themselves 0.3 - 3 times the truth (docs/numerics.md), hence `COVERAGE` of them.
     """
     from scipy.linalg import eigh_tridiagonal
 

@@ -2,5 +2,18 @@
 
 from ds_hessian.operators.finite_difference import FiniteDifferenceHessian, OperatorCost
 from ds_hessian.operators.protocol import LinearOperator, Product
+from ds_hessian.operators.schemes import SCHEMES, Scheme, SchemeName
+from ds_hessian.operators.sweep import SweepPoint, default_range, sweep
 
-__all__ = ["FiniteDifferenceHessian", "LinearOperator", "OperatorCost", "Product"]
+__all__ = [
+    "SCHEMES",
+    "FiniteDifferenceHessian",
+    "LinearOperator",
+    "OperatorCost",
+    "Product",
+    "Scheme",
+    "SchemeName",
+    "SweepPoint",
+    "default_range",
+    "sweep",
+]

@@ -1,22 +1,27 @@
-"""The Hessian as an operator: central differences of the gradient, with step control.
+"""The Hessian as an operator: differences of the gradient along a vector, with step control.
 
-    H v = (g(w + h v) - g(w - h v)) / 2h
+    central        H v = (g(w + h v) - g(w - h v)) / 2h
+    forward        H v = (g(w + h v) - g(w)) / h
+    fourth_order   H v = (8 (g(w + h v) - g(w - h v)) - (g(w + 2 h v) - g(w - 2 h v))) / 12h
 
-Cost of a product: two gradients over all micro-batches; with the automatic displacement also three
-instead of two writes of the weights, and two gradients of one micro-batch for every trial that is
-not accepted (an accepted one is part of the product); rarely, two more, where the finished
-product turns out to be far from its best h. Three small all-reduces, and one more per trial. Memory
-per rank: 2 `n_local` fp32 for the two gradients, 2 more for those at w (the whole slice's and the
-pilot micro-batch's), and the product.
+Cost of a product, in gradients over all micro-batches: 2 (forward 1, fourth_order 4) and, for
+trials of the displacement on a *pilot* of one micro-batch in sixteen, some 0.15 - 0.3 more; with
+the first product of a measurement also one or two more products; rarely one more, where the pilot
+turns out to be unlike the rest. Each trial costs two small all-reduces, a product two. Memory per
+rank, in vectors of `n_local` fp32: one for each gradient of the product, two for those at w (of all
+micro-batches and of the pilot) and two for the products of trials: forward 5, central 6,
+fourth_order 8, which has one more for a moment in each trial. A finished product takes the place of
+its first gradient.
 
-Source: the paper's equation (1), with the step of `ds_hessian.operators.step_control`.
+Source: the paper's equation (1); `ds_hessian.operators.schemes`; the step is that of
+`ds_hessian.operators.step_control`.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -26,7 +31,15 @@ from ds_hessian import ops
 from ds_hessian.backends.protocol import ShardBackend
 from ds_hessian.errors import NumericsError
 from ds_hessian.operators.protocol import Product
-from ds_hessian.operators.step_control import TRUNCATION, Assessment, StepController, Trial
+from ds_hessian.operators.schemes import SCHEMES, SchemeName
+from ds_hessian.operators.step_control import StepController, Trial
+
+PILOT = 16
+"""One of so many micro-batches, rounded up, is in the pilot."""
+
+CHECK_AT = 1 / 3
+"""The first product is made again at this part of its h: there its error is three times the noise,
+and the truncation error of neither matters."""
 
 
 @dataclass
@@ -54,6 +67,7 @@ class FiniteDifferenceHessian:
     Args:
         backend: The shards.
         displacement: `"auto"`, or h itself: the length of the step in parameter space.
+        scheme: The difference formula; see `ds_hessian.operators.schemes`.
 
     Raises:
         NumericsError: the gradient at the weights is not finite.
@@ -62,42 +76,50 @@ class FiniteDifferenceHessian:
     """
 
     def __init__(
-        self, backend: ShardBackend, displacement: float | Literal["auto"] = "auto"
+        self,
+        backend: ShardBackend,
+        displacement: float | Literal["auto"] = "auto",
+        scheme: SchemeName = "central",
     ) -> None:
-        self.backend = backend
-        self.space = backend.space
-        self.displacement = displacement
+        self.backend, self.space = backend, backend.space
+        self.displacement, self.scheme = displacement, SCHEMES[scheme]
         self.cost = OperatorCost()
-        self.gradient = self.space.zeros()
-        self._plus, self._minus = self.space.zeros(), self.space.zeros()
-        self._rest = range(1, backend.num_micro_batches)
-        self._controller, self._pilot = self._start()
+        count = backend.num_micro_batches
+        self._all, self._pilot = range(count), range(math.ceil(count / PILOT))
+        self._rest = range(len(self._pilot), count)
+        self._gradients = {node: self.space.zeros() for node in self.scheme.nodes}
+        self._trial: Tensor | None = None
+        self._where: float | None = None  # displacement in units of the current v
+        self._pilot_nonlinearity = math.nan  # of the last trial
+        self._moved: tuple[Tensor, float] = (torch.zeros(2), 1.0)
+        self.gradient, self._pilot_gradient = self._start()
         assert backend.gradient_scale is not None
         self.scale = backend.gradient_scale
+        self._controller = StepController(
+            self.scheme,
+            backend.unit_roundoff,
+            backend.weight_norm(),
+            len(self._pilot),
+            count,
+            None if displacement == "auto" else float(displacement),
+        )
 
-    def _start(self) -> tuple[StepController | None, Tensor]:
-        """Evaluate the gradient at w, which also fixes the scale of the loss."""
+    def _start(self) -> tuple[Tensor, Tensor]:
+        """The gradients at w of all micro-batches and the pilot; fixes the scale of the loss."""
         backend, started = self.backend, time.perf_counter()
         backend.displace(None, 0.0)
-        backend.add_gradient(self.gradient, range(1))
-        pilot = self.gradient.clone()
-        backend.add_gradient(self.gradient, self._rest)
-        squares = self.space.dots([(pilot, pilot), (self.gradient, self.gradient)])
+        gradient = self.space.zeros()
+        backend.add_gradient(gradient, self._pilot)
+        pilot = gradient.clone()
+        backend.add_gradient(gradient, self._rest)
+        square = self.space.dot(gradient, gradient)
         self.cost.gradient_seconds = time.perf_counter() - started
-        if not torch.isfinite(squares).all():
+        if not math.isfinite(square):
             raise NumericsError(
                 "the gradient at the current weights is not finite, so there is no Hessian: look "
                 "at the loss on these micro-batches"
             )
-        if self.displacement != "auto":
-            return None, pilot
-        controller = StepController(
-            backend.unit_roundoff,
-            backend.weight_norm(),
-            math.sqrt(float(squares[0])),
-            backend.num_micro_batches,
-        )
-        return controller, pilot
+        return gradient, pilot
 
     @property
     def gradient_norm(self) -> float:
@@ -110,113 +132,181 @@ class FiniteDifferenceHessian:
         Raises:
             NumericsError: v is zero or not finite, or the product is not finite.
         """
-        started = time.perf_counter()
-        length = self.space.norm(v)
-        if not (math.isfinite(length) and length > 0):
-            raise NumericsError(f"a product needs a finite vector other than zero; |v| = {length}")
-        if self._controller is None:
-            h, trials = float(self.displacement), 0
-            change = self._evaluate(v, h / length)
-        else:
-            h, trials, change = self._evaluate_auto(v, length)
-        product, better = self._finish(v, length, h, trials, change)
-        if better is not None:
-            change = self._evaluate(v, better / length)
-            product, _ = self._finish(v, length, better, trials, change)
-            self.cost.gradient_evaluations += 2
+        started, length = time.perf_counter(), self._length(v)
+        h, trials = self._search(v, length)
+        self._evaluate(v, h / length, self._rest)
+        raw = self._assemble(v, length, h)
         self.cost.products += 1
+        if self._controller.wants_full_noise:
+            better = self._measure_noise(v, length, raw)
+            if better != h:
+                raw = self._difference(v, length, better)
+        better = self._controller.better_h(
+            raw.displacement, raw.norm, raw.nonlinearity, self._pilot_nonlinearity
+        )
+        if better != raw.displacement:
+            raw = self._difference(v, length, better)
+        noise, error = self._controller.assess(raw.displacement, raw.norm)
         self.cost.trials += trials
-        self.cost.gradient_evaluations += 2 + 2 * trials / self.backend.num_micro_batches
+        self.cost.product_seconds += time.perf_counter() - started
+        return replace(raw, noise=noise, error=error, trials=trials)
+
+    def product_at(self, v: Tensor, h: float) -> Product:
+        """The bare difference at displacement h, whatever it is worth: no trial, no estimate.
+
+        Raises:
+            NumericsError: as `matvec`.
+        """
+        started, length = time.perf_counter(), self._length(v)
+        product = self._difference(v, length, h)
+        self.cost.products += 1
         self.cost.product_seconds += time.perf_counter() - started
         return product
 
-    def _evaluate(self, v: Tensor, step: float) -> Tensor:
-        backend = self.backend
-        backend.displace(v, step)
-        backend.add_gradient(self._plus.zero_(), range(backend.num_micro_batches))
-        change = backend.displace(v, -step)
-        backend.add_gradient(self._minus.zero_(), range(backend.num_micro_batches))
-        return change
+    def _difference(self, v: Tensor, length: float, h: float) -> Product:
+        self._restart()
+        self._evaluate(v, h / length, self._all)
+        return self._assemble(v, length, h)
 
-    def _evaluate_auto(self, v: Tensor, length: float) -> tuple[float, int, Tensor]:
-        """Trials on the first micro-batch until one is accepted, which the product then finishes.
+    def _length(self, v: Tensor) -> float:
+        length = self.space.norm(v)
+        if not (math.isfinite(length) and length > 0):
+            raise NumericsError(f"a product needs a finite vector other than zero; |v| = {length}")
+        self._where = None
+        return length
 
-        Returns h, the number of trials thrown away, and the partials of the last displacement.
+    # ---- gradients
+
+    def _restart(self) -> None:
+        for gradient in self._gradients.values():
+            gradient.zero_()
+
+    def _evaluate(self, v: Tensor, step: float, micro_batches: range) -> None:
+        """Add these micro-batches' gradients at all nodes, beginning where the weights are."""
+        if not micro_batches:
+            return
+        points = [node for a, b, _ in self.scheme.differences for node in (a, b)]
+        if self._where == points[-1] * step:
+            points.reverse()
+        for node in points:
+            self._move(v, node * step, inner=abs(node) <= 1)
+            if node:
+                self.backend.add_gradient(self._gradients[node], micro_batches)
+        self.cost.gradient_evaluations += (
+            len(self.scheme.nodes) * len(micro_batches) / len(self._all)
+        )
+
+    def _move(self, v: Tensor, to: float, inner: bool) -> None:
+        """Displace the weights, and see how much of the way across the inner difference is v."""
+        if self._where == to:
+            return
+        change, start = self.backend.displace(v, to), self._where
+        self._where = to
+        if start is not None and inner:
+            self._moved = (change, math.copysign(1.0, to - start))
+
+    # ---- trials
+
+    def _search(self, v: Tensor, length: float) -> tuple[float, int]:
+        """Trials on the pilot until one is accepted, which the product then finishes.
+
+        Returns h and the number of trials thrown away.
         """
-        assert self._controller is not None
-        backend, trials = self.backend, list[Trial]()
-        h = self._controller.propose()
+        trials = list[Trial]()
+        h = self._controller.first_h()
         while True:
-            backend.displace(v, h / length)
-            backend.add_gradient(self._plus.zero_(), range(1))
-            change = backend.displace(v, -h / length)
-            backend.add_gradient(self._minus.zero_(), range(1))
-            squares = ops.curvature_ratio(self._plus, self._minus, self._pilot, self.space.n_owned)
-            d2, s2, along, moved2 = self.space.reduce(torch.cat([squares, change])).tolist()
-            rho = h * _sine(along, moved2, length)
-            trials.append(Trial(h, math.sqrt(d2), math.sqrt(s2), rho))
+            self._restart()
+            self._evaluate(v, h / length, self._pilot)
+            trials.append(self._judge(h, trials))
             advice = self._controller.advise(trials)
             if advice.accept:
-                break
+                self._trial = None
+                return h, len(trials) - 1
             h = advice.h
-        if self._rest:
-            backend.add_gradient(self._minus, self._rest)
-            backend.displace(v, h / length)
-            backend.add_gradient(self._plus, self._rest)
-        return h, len(trials) - 1, change
 
-    def _finish(
-        self, v: Tensor, length: float, h: float, trials: int, change: Tensor
-    ) -> tuple[Product, float | None]:
-        """The product from the two gradients, and the h at which to repeat it, if any."""
-        scale = self.scale
-        # The gradients are sums; dividing them by 2h / (scale |v|) gives H v at v's own length.
-        partials = ops.difference(
-            self._plus,
-            self._minus,
-            h / (scale * length),
-            v,
-            None,
-            self.gradient,
-            self.space.n_owned,
-        )
-        sums = self.space.reduce(torch.cat([partials, change])).tolist()
-        product2, second2, along, moved2 = sums[2], sums[3], sums[5], sums[6]
-        if not (math.isfinite(product2) and math.isfinite(second2)):
+    def _judge(self, h: float, before: list[Trial]) -> Trial:
+        """The pilot's product for a unit vector, compared with the trial before."""
+        if not self.scheme.one_sided:
+            inner = (self._gradients[1], self._gradients[-1], self._pilot_gradient)
+            d2, s2 = self.space.reduce(ops.curvature_ratio(*inner, self.space.n_owned)).tolist()
+            self._pilot_nonlinearity = _ratio(math.sqrt(s2), math.sqrt(d2))
+        last, product = self._trial, self._pilot_product(h)
+        self._trial = product
+        pairs = [(product, product)] + ([(product, last)] if last is not None else [])
+        square, *dots = self.space.dots(pairs).tolist()
+        size = math.sqrt(square) if math.isfinite(square) else math.inf
+        if not before:
+            return Trial(h, size, math.inf)
+        return Trial(h, size, _distance(size, before[-1].size, dots[0]))
+
+    def _pilot_product(self, h: float) -> Tensor:
+        total: Tensor | None = None
+        scale = self.scale * len(self._all) / len(self._pilot)
+        for a, b, weight in self.scheme.differences:
+            base = self._gradients[b] if b else self._pilot_gradient
+            part = torch.sub(self._gradients[a], base).mul_(weight * scale / ((a - b) * h))
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total
+
+    # ---- products
+
+    def _assemble(self, v: Tensor, length: float, h: float) -> Product:
+        """The product from the gradients, without figures on its error."""
+        partials = []
+        for a, b, weight in self.scheme.differences:
+            base, middle = (self._gradients[b], self.gradient) if b else (self.gradient, None)
+            # The gradients are sums; this gives the weighted part of H v at v's own length.
+            half = (a - b) * h / (2 * weight * self.scale * length)
+            owned = self.space.n_owned
+            partials.append(ops.difference(self._gradients[a], base, half, v, None, middle, owned))
+        (inner, _, weight), *outer = self.scheme.differences
+        vector = self._gradients[inner]
+        self._gradients[inner] = torch.empty_like(vector)
+        for a, _, _ in outer:
+            vector.add_(self._gradients[a])
+        change, sign = self._moved
+        local = [partials[0], change]
+        if outer:
+            local.append(ops.dots([(vector, vector)], self.space.n_owned))
+        sums = self.space.reduce(torch.cat(local)).tolist()
+        inner2, second2, along, moved2 = sums[2], sums[3], sums[5], sums[6]
+        square = sums[7] if outer else inner2
+        if not (math.isfinite(square) and math.isfinite(second2)):
             raise NumericsError(
                 f"the product at displacement {h:.3e} is not finite: the loss is not finite there; "
                 'use a smaller displacement, or "auto"'
             )
-        norm = math.sqrt(product2) / length
-        mean = 1.0 / self.backend.num_micro_batches
-        sine = _sine(along, moved2, length)
-        full = Trial(h, 2 * h * norm / scale * mean, math.sqrt(second2) * mean, h * sine)
-        assessed = self._assess(full)
-        fidelity = math.copysign(math.sqrt(1 - sine**2), -along)
-        vector, self._plus = self._plus, torch.empty_like(self._plus)
-        product = Product(
+        first = 2 * h * math.sqrt(inner2) / (weight * self.scale * length)
+        return Product(
             vector=vector,
-            norm=norm,
+            norm=math.sqrt(square) / length,
             displacement=h,
-            nonlinearity=assessed.nonlinearity,
-            noise=assessed.noise,
-            fidelity=fidelity,
-            error=assessed.error,
-            trials=trials,
+            nonlinearity=_ratio(math.sqrt(second2), first) if not self.scheme.one_sided else None,
+            noise=None,
+            fidelity=sign * _ratio(along, math.sqrt(moved2) * length, nothing=0.0),
+            error=None,
+            trials=0,
         )
-        return product, assessed.better
 
-    def _assess(self, full: Trial) -> Assessment:
-        if self._controller is not None:
-            return self._controller.assess(full)
-        return Assessment(full.ratio, None, TRUNCATION * full.ratio**2)
+    def _measure_noise(self, v: Tensor, length: float, product: Product) -> float:
+        """Make the product once more at another h: its change is the noise of all micro-batches.
+
+        Returns the best h in the light of it.
+        """
+        other = self._difference(v, length, CHECK_AT * product.displacement)
+        dot = self.space.dot(product.vector, other.vector) / length**2
+        change = _distance(product.norm, other.norm, dot)
+        first = Trial(product.displacement, product.norm, math.inf)
+        second = Trial(other.displacement, other.norm, change)
+        return self._controller.set_full_noise(first, second)
 
 
-def _sine(along: float, moved2: float, length: float) -> float:
-    """Sine of the angle between the realised displacement and v, from `<change, v>`, `|change|^2`.
+def _distance(a: float, b: float, dot: float) -> float:
+    """`|x - y|` from the norms and the inner product (in fp64: exact to 1e-8 of the norms)."""
+    square = a * a + b * b - 2 * dot
+    return math.sqrt(max(square, 0.0)) if math.isfinite(square) else math.inf
 
-    1 where nothing moved.
-    """
-    if moved2 <= 0:
-        return 1.0
-    return math.sqrt(max(0.0, 1.0 - along * along / (moved2 * length * length)))
+
+def _ratio(a: float, b: float, nothing: float = math.inf) -> float:
+    return a / b if b > 0 else nothing

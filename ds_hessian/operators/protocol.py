@@ -18,9 +18,9 @@ class Product:
         vector: `H v`, `(n_local,)` fp32, in units of loss per squared parameter times those of v.
         norm: `|H v| / |v|`, over all ranks.
         displacement: h, the length of the step in parameter space to either side (not relative).
-        nonlinearity: `|g(w+h) + g(w-h) - 2 g(w)| / |g(w+h) - g(w-h)|`; None if not measured.
-        noise: Relative error of the product from rounding: `sigma / (sqrt(2) h |H v|)`; None if the
-            noise was not measured.
+        nonlinearity: `|g(w+h) + g(w-h) - 2 g(w)| / |g(w+h) - g(w-h)|`; None with forward
+            differences, which have no g(w-h).
+        noise: The part of `error` that comes from rounding; None if it was not measured.
         fidelity: Cosine between the realised displacement of the stored weights and v.
         error: Estimated relative error of `vector`; None if there is nothing to base it on.
         trials: Pilot evaluations (two gradients of one micro-batch each) beyond the product's own.

@@ -1,72 +1,82 @@
 """Choosing the displacement h of each product by measurement.
 
-Notation: v is a unit vector, `d = g(w+hv) - g(w-hv)`, `s = g(w+hv) + g(w-hv) - 2 g(w)`, kappa =
-|Hv|. To leading order, with an rms gradient rounding noise sigma,
+Notation: v is a unit vector, D(h) the finite-difference product at displacement h, p the order of
+its scheme. For h neither far too large nor far too small, the error of D(h) is
 
-    |d|^2 = (2 h kappa)^2 + 2 sigma^2          |s|^2 = (2 h^2 kappa a)^2 + 6 sigma^2
+    sqrt((N / h)^2 + (T h^p)^2)        smallest at        h* = (N / (sqrt(p) T))^(1 / (p + 1))
 
-where 1/a is the length over which the curvature along v changes. The nonlinearity ratio |s|/|d|
-costs no gradient beyond g(w). The relative error of the central difference is about
+N is the rounding noise of the gradients, of everything in a pass that rounds; it hardly depends on
+v or h. T is the truncation error, and belongs to v. Both are seen in the one quantity that contains
+nothing else: the change of the product between two displacements a > b,
 
-    sqrt((B/h)^2 + (c a^2 h^2)^2)    with    B = hypot(sigma / sqrt(2), rho kappa_rms) / kappa,
+    |D(a) - D(b)|^2  =  N^2 (1/a^2 + 1/b^2)  +  T^2 (a^p - b^p)^2
 
-smallest at h* = (B / (sqrt(2) c a^2))^(1/3). So h* needs a, kappa and sigma: the first two from one
-trial on the truncation branch, sigma from one trial on the noise branch, below h*, near enough to
-it that the rounding is that of the product (a far smaller step does not re-roll it). The second
-part of B is the rounding of the displaced weights, which s cannot see where w lies on the grid of
-its dtype, since w + hv and w - hv are then rounded symmetrically: rho, the length of the realised
-step's part across v, is known exactly from the write, and the Hessian stretches it, as it does any
-direction unrelated to v, by about kappa_rms, the smallest |Hv| seen (a random probe's).
+A *trial* is D at one displacement on the pilot, a few of the micro-batches. For the first vector,
+trials descend until the change grows again: there N is read off. Every other vector gets a trial
+above its proposed h, where T shows, and one at it, which becomes part of the product if h is near
+h*. The pilot's relative truncation error T / |D| stands for that of all micro-batches; the ratio of
+their noises is measured once, by a second full product.
 
-Everything here is arithmetic on numbers that all ranks share.
+Everything here is arithmetic on numbers that all ranks share. Figures: docs/numerics.md.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
-SATURATED = 0.5
-"""Above this ratio neither branch is linear: a step far too large, or nothing but noise."""
+from ds_hessian.operators.schemes import Scheme
 
-TRUNCATION = 1.5
-"""c: the truncation error in units of r^2. It is 0.6 - 3, rarely 7; an h too small costs less."""
+AMPLIFY = 8.0
+"""The trial above h has this many times the truncation error: enough to be seen over the pilot's
+noise, which is larger than that of the whole slice."""
 
-ACCEPT_LOW, ACCEPT_HIGH = 0.4, 1.6
-"""h / h* for which a trial is good enough: the error is then below 2.1 times the least one."""
+DESCENT = 4.0
+"""From trial to trial while the noise is unknown."""
 
-NOISE_DEPTH = 15.0
-"""The noise trial goes this far below h*: there the noise part of |s| is 2 - 3 times the rest."""
+PLATEAU = 0.5
+"""A change over DESCENT of less than this, relative, lies between saturation and noise."""
 
-STALE = 30.0
-"""sigma is measured again once h* has moved this far from where it was measured."""
+SATURATED = 0.4
+"""A larger relative change says that h is far outside of where the error model holds."""
 
-PRIOR_NOISE = 10.0
-"""sigma before it is measured, in units of u |g|; seen: 3 for untrained, 23 for trained nets."""
+ACCEPT_LOW, ACCEPT_HIGH = 0.5, 1.5
+"""h / h* for which a trial is good enough: the error is then at most 1.6 times the least one."""
 
-AFTER_PROBE = 30.0
-"""From a random probe to the next Krylov vector, rich in outliers, h* falls by 10 - 100."""
+VISIBLE, HIDDEN = 1.5, 0.15
+"""A change above VISIBLE times what noise makes shows truncation. In one below, truncation is
+assumed to be the part HIDDEN: then h* comes out well above the trial, which is not accepted."""
+
+QUIET = 1.2
+"""A change below QUIET times what noise makes is nothing else: larger steps must be seen."""
+
+LOST = 3.0
+"""A change that is saturated and above LOST times what noise makes says that h is too large."""
+
+AFTER_PROBE = 10.0
+"""From a random probe to the next Krylov vector, rich in outliers, h* falls by 3 - 30."""
+
+UNLIKE, REPEAT = 2.0, 2.0
+"""A pilot is unlike the rest if the nonlinearity ratio of the rest is above UNLIKE times its own;
+the product is repeated if that makes its error above REPEAT times the least one."""
+
+CHECK_EVERY = 8
+"""Trials above h are made for every vector from this many micro-batches on; with fewer, where they
+weigh more, for every second, third, ... vector."""
 
 MAX_TRIALS = 10
-
-REPEAT = 2.0
-"""A finished product is worth doing again at h* if its estimated error is this many times the least
-one: the pilot micro-batch was not like the rest."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Norms of d and s, per micro-batch, at one displacement h, and rho of the realised step."""
+    """A product of the pilot: its displacement, its norm |D|, and |D - D'| from the trial before
+    (inf for the first, and where something is not finite).
+    """
 
     h: float
-    d: float
-    s: float
-    rho: float
-
-    @property
-    def ratio(self) -> float:
-        """The nonlinearity ratio |s| / |d| (inf where nothing changed)."""
-        return self.s / self.d if self.d > 0 else math.inf
+    size: float
+    change: float
 
 
 @dataclass(frozen=True)
@@ -78,156 +88,216 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class Assessment:
-    """What a product's own d and s say of it; see `Product` for the meaning of the fields.
+class _Pair:
+    """Two consecutive trials."""
 
-    `better` is an h at which the product should be repeated, or None.
-    """
+    first: Trial
+    second: Trial
 
-    nonlinearity: float
-    noise: float | None
-    error: float | None
-    better: float | None = None
+    @property
+    def above(self) -> float:
+        return max(self.first.h, self.second.h)
+
+    @property
+    def below(self) -> float:
+        return min(self.first.h, self.second.h)
+
+    @property
+    def change(self) -> float:
+        return self.second.change
+
+    @property
+    def relative(self) -> float:
+        size = max(self.first.size, self.second.size)
+        return self.change / size if math.isfinite(self.change) and size > 0 else math.inf
+
+    @property
+    def noise(self) -> float:
+        """N, if the change is nothing but noise; it cannot be more."""
+        return self.change / math.hypot(1 / self.above, 1 / self.below)
 
 
 class StepController:
-    """Carries h, a and sigma from product to product.
+    """Carries h, noise and truncation from product to product.
 
     Args:
-        unit_roundoff: Of the dtype in which the passes compute.
-        weight_norm: |w|, which sets the scale of the very first trial.
-        gradient_norm: |g(w)| of the pilot micro-batch.
-        num_micro_batches: Terms in the full gradient, one in a trial's.
+        scheme: Gives the order.
+        unit_roundoff: Of the dtype in which the passes compute; sets the scale of the first trial.
+        weight_norm: |w|, likewise.
+        pilot: Number of micro-batches in a trial.
+        num_micro_batches: All of them.
+        fixed: A displacement that is used whatever the trials say; they estimate its error.
     """
 
     def __init__(
         self,
+        scheme: Scheme,
         unit_roundoff: float,
         weight_norm: float,
-        gradient_norm: float,
+        pilot: int,
         num_micro_batches: int,
+        fixed: float | None = None,
     ) -> None:
         scale = weight_norm if weight_norm > 0 else 1.0
-        self.h = unit_roundoff ** (1 / 3) * scale
-        self.smallest = 4 * unit_roundoff * scale
-        self.largest = scale
-        self.sigma: float | None = None
-        self.sigma_h = math.nan
-        self.prior_sigma = PRIOR_NOISE * unit_roundoff * gradient_norm
-        # The rounding of the passes is independent between micro-batches, so it averages out.
-        self.full_noise = num_micro_batches**-0.5
-        self.kappa_rms = math.inf
+        self.order, self.fixed = scheme.order, fixed
+        self.above = AMPLIFY ** (1 / scheme.order)
+        self.interval = math.ceil(CHECK_EVERY / num_micro_batches)
+        self.h = fixed or unit_roundoff ** (1 / (scheme.order + 1)) * scale
+        self.smallest, self.largest = unit_roundoff / 16 * scale, scale
+        self.noise: float | None = None  # N of the pilot
+        self.noise_ratio = math.sqrt(pilot / num_micro_batches)  # N of all in units of it
+        self.whole = pilot == num_micro_batches
+        self.truncation = 0.0  # T / |D|
+        self.floor = 0.0  # of the relative error, where the model does not hold
         self.products = 0
 
-    def propose(self) -> float:
+    # ---- before and during the trials of a vector
+
+    def first_h(self) -> float:
         """The displacement of the next vector's first trial."""
-        return self.h
+        searching = self.fixed is None and self.noise is None
+        due = self.products < 2 or self.products % self.interval == 0
+        return self.h * self.above if due and not searching else self.h
 
     def advise(self, trials: list[Trial]) -> Advice:
-        """Judge the last of the trials made for the current vector."""
-        last = trials[-1]
-        if len(trials) >= MAX_TRIALS:
-            return self._settle(trials)
-        if self.sigma is not None and last.s < 1.5 * math.sqrt(6) * self.sigma:
-            if self._is_noise_trial(trials):
-                return self._after_noise_trial(trials)
-            return self._try(8 * last.h)  # a cannot be seen: a larger step, never a smaller one
-        if self._is_noise_trial(trials):
-            return self._after_noise_trial(trials)
-        if not last.ratio < SATURATED:
-            return self._leave_saturation(trials)
-        best = self._best_h(last)
-        if self._sigma_is_stale(best):
-            return self._try(best / NOISE_DEPTH)
-        if ACCEPT_LOW <= last.h / best <= ACCEPT_HIGH or last.h == self._clamp(best):
+        """Judge the trials made for the current vector so far."""
+        here = trials[-1].h
+        pairs = [_Pair(a, b) for a, b in pairwise(trials)]
+        if self.fixed is not None:
+            if pairs:
+                self._learn(pairs)
+            return Advice(self.fixed, here == self.fixed)
+        if self.noise is None and not self._find_noise(pairs):
+            target = self._explore(trials, pairs)
+            if target and len(trials) < MAX_TRIALS and (not pairs or pairs[-1].change > 0):
+                return Advice(target, False)
+            best = min(pairs, key=lambda pair: pair.relative)
+            self.noise = best.noise  # no more than that
+            if best.relative > PLATEAU:
+                return Advice(math.sqrt(best.above * best.below), False)
+        if not pairs:
+            return Advice(self.h, here == self.h)
+        return self._approach(trials[-1], pairs, final=len(trials) > MAX_TRIALS)
+
+    def _find_noise(self, pairs: list[_Pair]) -> bool:
+        """Whether the last step down led into the noise, which is then known."""
+        if len(pairs) < 2:
+            return False
+        best, last = min(pairs, key=lambda pair: pair.relative), pairs[-1]
+        if best.relative > PLATEAU or last.below > best.below or last.change < 2 * best.change:
+            return False
+        self.noise = last.noise
+        return True
+
+    def _explore(self, trials: list[Trial], pairs: list[_Pair]) -> float | None:
+        """Down; now and then up, as long as no plateau is seen. None at the end of the range."""
+        low, high = min(t.h for t in trials) / DESCENT, max(t.h for t in trials) * DESCENT
+        lost = all(pair.relative > PLATEAU for pair in pairs)
+        if high < self.largest and (low < self.smallest or (lost and len(trials) % 4 == 0)):
+            return high
+        return low if low >= self.smallest else None
+
+    def _approach(self, last: Trial, pairs: list[_Pair], final: bool) -> Advice:
+        """With the noise known: towards h*."""
+        self._learn(pairs)
+        if self.floor and not final:
+            target = self._leave_saturation(pairs)
+            return Advice(target, target == last.h)
+        assert self.noise is not None
+        top = min(pairs, key=self._bound)
+        further = self._clamp(self.above * top.above)
+        if top.noise < QUIET * self.noise and not final and further > max(top.above, last.h):
+            return Advice(further, False)
+        best = self._best_h(self.noise * self.noise_ratio / last.size if last.size else 0.0)
+        if final or self._is_near(last.h, best) or pairs[-1].change == 0:
             return Advice(last.h, True)
-        return self._try(best)
+        target = self._clamp(min(max(best, last.h / 30), last.h * 8))
+        return Advice(target, target == last.h)
 
-    def assess(self, full: Trial) -> Assessment:
-        """Judge a product by its own d and s over all micro-batches, and move h for the next."""
-        self.products += 1
-        if self.sigma is None:
-            return Assessment(full.ratio, None, TRUNCATION * full.ratio**2)
-        sigma = self.sigma * self.full_noise
-        kappa = self._kappa(full, sigma)
-        self.kappa_rms = min(self.kappa_rms, kappa)
-        b = self._b(kappa, sigma, full.rho)
-        truncation = math.sqrt(max(full.s**2 - 6 * sigma**2, 0.0)) / full.d if full.d > 0 else 1.0
-        noise = b / full.h
-        error = math.hypot(noise, TRUNCATION * truncation**2)
-        best = full.h
-        if truncation > 0 and full.ratio < SATURATED:
-            best = self._clamp(self._optimum(truncation / full.h, b))
-        self.h = self._clamp(full.h / AFTER_PROBE) if self.products == 1 else best
-        least = math.sqrt(3) * TRUNCATION * (truncation * best / full.h) ** 2
-        repeat = best != full.h and 0 < least * REPEAT < error
-        return Assessment(full.ratio, noise, error, best if repeat else None)
+    def _leave_saturation(self, pairs: list[_Pair]) -> float:
+        """Down from where h is too large; up, never down, where there is nothing but noise."""
+        assert self.noise is not None
+        large = [pair for pair in pairs if pair.noise > LOST * self.noise]
+        if pairs[-1] in large:
+            return self._clamp(pairs[-1].below / DESCENT)
+        ceiling = min((pair.below for pair in large), default=math.inf)
+        return self._clamp(min(8 * pairs[-1].below, math.sqrt(pairs[-1].below * ceiling)))
 
-    # ---- the model of the module docstring, solved for its unknowns
+    def _learn(self, pairs: list[_Pair]) -> None:
+        """Truncation: each pair that is not saturated bounds it, and the noise, from above."""
+        valid = [pair for pair in pairs if pair.relative <= SATURATED]
+        if self.noise is not None:
+            self.noise = min([self.noise, *(pair.noise for pair in valid)])
+        self.floor = 0.0 if valid else pairs[-1].relative
+        if not valid:
+            return
+        best = min(valid, key=self._bound)
+        share = (self.noise or 0.0) / best.noise if best.change else 1.0
+        visible = math.sqrt(1 - share**2) if share < 1 / VISIBLE else HIDDEN
+        self.truncation = visible * self._bound(best)
 
-    @staticmethod
-    def _kappa(trial: Trial, sigma: float) -> float:
-        return math.sqrt(max(trial.d**2 - 2 * sigma**2, 0.0)) / (2 * trial.h)
+    def _bound(self, pair: _Pair) -> float:
+        """On the truncation, were it the whole change."""
+        return pair.relative / (pair.above**self.order - pair.below**self.order)
 
-    def _b(self, kappa: float, sigma: float, rho: float) -> float:
-        if kappa <= 0:
-            return math.inf
-        return math.hypot(sigma / math.sqrt(2), rho * min(self.kappa_rms, kappa)) / kappa
+    def _best_h(self, noise: float) -> float:
+        """h* for a relative noise `noise / h`."""
+        truncation = math.sqrt(self.order) * self.truncation
+        best = (noise / truncation) ** (1 / (self.order + 1)) if truncation else math.inf
+        return self._clamp(best)
 
-    @staticmethod
-    def _optimum(a: float, b: float) -> float:
-        return (b / (math.sqrt(2) * TRUNCATION * a * a)) ** (1 / 3) if a > 0 else math.inf
-
-    def _best_h(self, trial: Trial) -> float:
-        """h* of the full product, from one trial on the truncation branch."""
-        sigma = self.prior_sigma if self.sigma is None else self.sigma
-        truncation2 = max(trial.s**2 - 6 * sigma**2, 0.25 * trial.s**2)
-        a = math.sqrt(truncation2) / trial.d / trial.h
-        b = self._b(self._kappa(trial, 0.0), sigma * self.full_noise, trial.rho)
-        return self._optimum(a, b)
-
-    def _sigma_is_stale(self, best: float) -> bool:
-        if self.sigma is None:
-            return True
-        return not 1 / STALE < best / NOISE_DEPTH / self.sigma_h < STALE
-
-    def _is_noise_trial(self, trials: list[Trial]) -> bool:
-        return (
-            len(trials) > 1
-            and trials[-1].h < 0.5 * min(t.h for t in trials[:-1])
-            and (min(t.ratio for t in trials[:-1]) < SATURATED)
-        )
-
-    def _after_noise_trial(self, trials: list[Trial]) -> Advice:
-        """Take sigma from the last trial; the one before it fixes the truncation branch."""
-        last = trials[-1]
-        above = min((t for t in trials[:-1] if t.ratio < SATURATED), key=lambda t: t.ratio)
-        truncation = above.s * (last.h / above.h) ** 2
-        noise2 = last.s**2 - truncation**2
-        if noise2 < 0.5 * last.s**2 and last.h > self.smallest:
-            return self._try(last.h / 8)  # the noise is smaller than thought: not visible yet
-        self.sigma = math.sqrt(max(noise2, 0.0) / 6)
-        self.sigma_h = last.h
-        best = self._best_h(above)
-        if ACCEPT_LOW <= last.h / best <= ACCEPT_HIGH:
-            return Advice(last.h, True)
-        return self._try(best)
-
-    def _leave_saturation(self, trials: list[Trial]) -> Advice:
-        if self.sigma is not None:  # not noise, so far too large a step
-            return self._try(trials[-1].h / 10)
-        decades = (0, -1, -2, 1, -3, 2, -4)
-        if len(trials) < len(decades):  # one value cannot tell the sides apart: look at both
-            return self._try(trials[0].h * 10.0 ** decades[len(trials)])
-        return self._settle(trials)
-
-    def _settle(self, trials: list[Trial]) -> Advice:
-        """Out of trials: the smallest ratio seen is the best that can be said."""
-        best = min(trials, key=lambda t: t.ratio)
-        return Advice(best.h, best.h == trials[-1].h)
+    def _is_near(self, h: float, best: float) -> bool:
+        return ACCEPT_LOW <= h / best <= ACCEPT_HIGH
 
     def _clamp(self, h: float) -> float:
         return min(max(h, self.smallest), self.largest)
 
-    def _try(self, h: float) -> Advice:
-        return Advice(self._clamp(h), False)
+    # ---- after a product
+
+    @property
+    def wants_full_noise(self) -> bool:
+        """Whether to make this product once more, over all micro-batches, at another h."""
+        return self.products == 0 and (self.noise is None or not self.whole)
+
+    def set_full_noise(self, first: Trial, second: Trial) -> float:
+        """From two full products of one vector, the second h well below the first.
+
+        Returns the h at which the first should have been made; its own if that is near enough.
+        """
+        pair = _Pair(first, second)
+        share = self.truncation * (pair.above**self.order - pair.below**self.order) * first.size
+        noise = pair.noise * math.sqrt(max(1 - (share / pair.change) ** 2, 0.25))
+        self.noise_ratio = noise / self.noise if self.noise else 1.0
+        self.noise = self.noise or noise
+        if self.fixed is not None or self.floor or not first.size:
+            return first.h
+        best = self._best_h(noise / first.size)
+        return first.h if self._is_near(first.h, best) else best
+
+    def better_h(self, h: float, size: float, nonlinearity: float | None, pilot: float) -> float:
+        """Compare the nonlinearity ratio of a full product of norm `size` with that of its pilot.
+
+        Where the rest is much less linear than the pilot, so is its truncation error assumed to
+        be larger. Returns the h at which to repeat the product; its own if it can stay.
+        """
+        if nonlinearity is None or not nonlinearity > UNLIKE * pilot or not self.noise:
+            return h
+        noise = self.noise * self.noise_ratio / size
+        self.truncation *= (nonlinearity / pilot) ** self.order if pilot else 1.0
+        best = self._best_h(noise)
+        least = math.hypot(noise / best, self.truncation * best**self.order)
+        error = math.hypot(noise / h, self.truncation * h**self.order)
+        return best if self.fixed is None and error > REPEAT * least else h
+
+    def assess(self, h: float, size: float) -> tuple[float | None, float | None]:
+        """Relative noise and error of a full product of norm `size`; moves h for the next."""
+        self.products += 1
+        truncation = max(self.truncation * h**self.order, self.floor)
+        if self.noise is None or size == 0:
+            return None, truncation if size else None
+        absolute = self.noise * self.noise_ratio / h
+        noise = absolute / math.sqrt(max(size**2 - absolute**2, size**2 / 4))
+        if self.fixed is None:
+            best = self._best_h(noise * h)
+            self.h = best / AFTER_PROBE if self.products == 1 else best
+        return noise, math.hypot(noise, truncation)

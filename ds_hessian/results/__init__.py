@@ -6,14 +6,19 @@ from ds_hessian.results.monitor import monitor_events
 from ds_hessian.results.progress import SpectrumProgress
 from ds_hessian.results.provenance import SCHEMA_VERSION, Cost, Provenance
 from ds_hessian.results.spectrum import HessianSpectrum
+from ds_hessian.results.sweep import DisplacementSweep
+from ds_hessian.results.verdict import Check, SelfTest
 
 __all__ = [
     "SCHEMA_VERSION",
+    "Check",
     "Cost",
     "Density",
+    "DisplacementSweep",
     "Estimate",
     "HessianSpectrum",
     "Provenance",
+    "SelfTest",
     "SpectrumProgress",
     "monitor_events",
 ]

@@ -172,6 +172,16 @@ class HessianSpectrum:
         """Median absolute error of the products; eigenvalues below it cannot be told from 0."""
         return float(np.median(self.product_errors))
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What speaks against the figures (fidelity, errors, nonlinearity, asymmetry), with advice.
+
+        Empty where nothing does. Printed by `table`, and logged by the engine.
+        """
+        from ds_hessian.results.advice import warnings_of
+
+        return warnings_of(self)
+
     def density(self, grid: ArrayLike | None = None, width: float | None = None) -> Density:
         """Smoothed spectral density; integrates to 1 over the real line, and nothing rescales it.
 

@@ -1,7 +1,7 @@
-"""A spectrum on disk: `spectrum.json` for people and tools, `spectrum.npz` for the arrays.
+"""Records on disk: `<kind>.json` for people and tools, `<kind>.npz` for the arrays.
 
 The JSON holds every scalar, what follows from the arrays, and the SHA-256 of the NPZ, so that a
-truncated file or two files of different spectra are noticed. Scalars survive exactly (Python
+truncated file or two files of different records are noticed. Scalars survive exactly (Python
 writes the shortest decimal that reads back as the same double).
 """
 
@@ -13,8 +13,9 @@ import io
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,20 +23,46 @@ from ds_hessian.errors import HessianError, ResultError
 from ds_hessian.results.estimate import Estimate
 from ds_hessian.results.provenance import SCHEMA_VERSION, Cost, Provenance
 from ds_hessian.results.spectrum import HessianSpectrum
+from ds_hessian.results.sweep import DisplacementSweep
 
-JSON_NAME = "spectrum.json"
-NPZ_NAME = "spectrum.npz"
+Record = TypeVar("Record", HessianSpectrum, DisplacementSweep)
 
 
 def save(spectrum: HessianSpectrum, folder: Path) -> Path:
     """See `HessianSpectrum.save`."""
+    return _save("spectrum", spectrum, _as_json(spectrum), folder)
+
+
+def save_sweep(sweep: DisplacementSweep, folder: Path) -> Path:
+    """See `DisplacementSweep.save`."""
+    content = {
+        "schema_version": sweep.provenance.schema_version,
+        "n": sweep.n,
+        "directions": sweep.directions,
+        "loss": sweep.loss,
+        "gradient_norm": sweep.gradient_norm,
+        "plateaus": {
+            name: {"displacement": float(sweep.displacements[sweep.best(name)])}
+            | {"curvature": float(sweep.plateau(name))}
+            for name in sweep.directions
+        },
+        "cost": dataclasses.asdict(sweep.cost),
+        "provenance": dataclasses.asdict(sweep.provenance),
+    }
+    return _save("sweep", sweep, content, folder)
+
+
+def _save(
+    kind: str, record: HessianSpectrum | DisplacementSweep, content: dict[str, Any], folder: Path
+) -> Path:
+    """Write both files, each at once."""
     folder.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
-    np.savez(buffer, **{name: getattr(spectrum, name) for name in spectrum.array_names()})
-    content = _as_json(spectrum)
-    content["arrays"] = {"file": NPZ_NAME, "sha256": hashlib.sha256(buffer.getvalue()).hexdigest()}
+    np.savez(buffer, **{name: getattr(record, name) for name in record.array_names()})
+    digest = hashlib.sha256(buffer.getvalue()).hexdigest()
+    content["arrays"] = {"file": f"{kind}.npz", "sha256": digest}
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    parts = {folder / NPZ_NAME: buffer.getvalue(), folder / JSON_NAME: text.encode()}
+    parts = {folder / f"{kind}.npz": buffer.getvalue(), folder / f"{kind}.json": text.encode()}
     written: list[Path] = []
     try:
         for target, data in parts.items():
@@ -78,6 +105,7 @@ def _as_json(spectrum: HessianSpectrum) -> dict[str, Any]:
             "fidelities": _range(s.fidelities),
             "asymmetry": float(s.asymmetries.max()),
         },
+        "warnings": list(s.warnings),
         "cost": dataclasses.asdict(cost),
         "cost_derived": {
             "gradients_per_product": cost.gradients_per_product,
@@ -99,17 +127,11 @@ def _range(array: np.ndarray[Any, Any]) -> dict[str, float | None]:
 
 def load(folder: Path) -> HessianSpectrum:
     """See `HessianSpectrum.load`."""
-    content = _read_json(folder / JSON_NAME)
-    found = content.get("schema_version")
-    if found != SCHEMA_VERSION:
-        raise ResultError(
-            f"{folder / JSON_NAME} has schema version {found}, this ds_hessian reads "
-            f"{SCHEMA_VERSION}: load it with the version that wrote it, "
-            f"{content.get('provenance', {}).get('ds_hessian_version')}"
-        )
-    try:
-        arrays = _read_arrays(folder / NPZ_NAME, content["arrays"]["sha256"])
-        return HessianSpectrum(
+    return _load(
+        "spectrum",
+        folder,
+        HessianSpectrum.array_names(),
+        lambda content, arrays: HessianSpectrum(
             n=content["n"],
             loss=content["loss"],
             gradient_norm=content["gradient_norm"],
@@ -117,19 +139,58 @@ def load(folder: Path) -> HessianSpectrum:
             cost=Cost(**content["cost"]),
             provenance=Provenance(**content["provenance"]),
             **arrays,
+        ),
+    )
+
+
+def load_sweep(folder: Path) -> DisplacementSweep:
+    """See `DisplacementSweep.load`."""
+    return _load(
+        "sweep",
+        folder,
+        DisplacementSweep.array_names(),
+        lambda content, arrays: DisplacementSweep(
+            n=content["n"],
+            directions=tuple(content["directions"]),
+            loss=content["loss"],
+            gradient_norm=content["gradient_norm"],
+            cost=Cost(**content["cost"]),
+            provenance=Provenance(**content["provenance"]),
+            **arrays,
+        ),
+    )
+
+
+def _load(
+    kind: str,
+    folder: Path,
+    names: list[str],
+    build: Callable[[dict[str, Any], dict[str, Any]], Record],
+) -> Record:
+    path = folder / f"{kind}.json"
+    content = _read_json(path, kind)
+    found = content.get("schema_version")
+    if found != SCHEMA_VERSION:
+        raise ResultError(
+            f"{path} has schema version {found}, this ds_hessian reads "
+            f"{SCHEMA_VERSION}: load it with the version that wrote it, "
+            f"{content.get('provenance', {}).get('ds_hessian_version')}"
         )
+    try:
+        sha256 = content["arrays"]["sha256"]
+        return build(content, _read_arrays(folder / f"{kind}.npz", kind, sha256, names))
     except ResultError:
         raise
     except (KeyError, TypeError, AttributeError, HessianError) as error:
-        raise ResultError(f"{folder} does not hold a spectrum: {error}") from error
+        raise ResultError(f"{folder} does not hold a {kind}: {error}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, kind: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ResultError(
-            f"no spectrum in {path.parent}: cannot read {path.name}: {error}"
+            f"no {kind} in {path.parent}: cannot read {path.name}: {error}"
         ) from error
     except ValueError as error:
         raise ResultError(f"{path} is damaged, it is not JSON: {error}") from error
@@ -138,16 +199,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_arrays(path: Path, sha256: str) -> dict[str, Any]:
+def _read_arrays(path: Path, kind: str, sha256: str, names: list[str]) -> dict[str, Any]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ResultError(f"cannot read {path}, which {JSON_NAME} names: {error}") from error
+        raise ResultError(f"cannot read {path}, which {kind}.json names: {error}") from error
     found = hashlib.sha256(data).hexdigest()
     if found != sha256:
         raise ResultError(
-            f"{path} ({len(data)} bytes) is truncated, changed, or belongs to another spectrum: "
-            f"its SHA-256 is {found[:12]}..., {JSON_NAME} says {sha256[:12]}..."
+            f"{path} ({len(data)} bytes) is truncated, changed, or belongs to another {kind}: "
+            f"its SHA-256 is {found[:12]}..., {kind}.json says {sha256[:12]}..."
         )
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in HessianSpectrum.array_names()}
+        return {name: arrays[name] for name in names}

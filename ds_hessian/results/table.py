@@ -15,9 +15,8 @@ Array = NDArray[np.float64]
 
 def table(spectrum: HessianSpectrum) -> str:
     """See `HessianSpectrum.table`."""
-    return "\n".join(
-        [headline(spectrum), *(f"  {name:<20}{text}" for name, text in _rows(spectrum))]
-    )
+    rows = _rows(spectrum) + [("warning", text) for text in spectrum.warnings]
+    return "\n".join([headline(spectrum), *(f"  {name:<20}{text}" for name, text in rows)])
 
 
 def headline(spectrum: HessianSpectrum) -> str:

@@ -1,6 +1,6 @@
 """Sharded vectors: their layout, inner products, probes, and agreement between ranks."""
 
-from ds_hessian.vectors.agreement import checkpoint, together
+from ds_hessian.vectors.agreement import agree, checkpoint, together
 from ds_hessian.vectors.layout import Box, Fragment, Layout
 from ds_hessian.vectors.probes import ProbeKind, random_vector
 from ds_hessian.vectors.space import VectorSpace
@@ -11,6 +11,7 @@ __all__ = [
     "Layout",
     "ProbeKind",
     "VectorSpace",
+    "agree",
     "checkpoint",
     "random_vector",
     "together",

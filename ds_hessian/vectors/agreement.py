@@ -1,8 +1,11 @@
 """Failing together: an exception on one rank becomes an exception on every rank.
 
 A rank that raised alone would leave the others waiting in a collective. Code between collectives
-that can fail on one rank only (the user's batches, model and loss, memory) therefore runs inside
-`together`, which asks all ranks how it went before anyone goes on.
+that can fail on one rank only (the user's batches and files) therefore runs inside `together`,
+which asks all ranks how it went before anyone goes on. Code that itself contains collectives needs
+more: see `ds_hessian.backends.zero.lockstep`.
+
+Cost: one all-reduce of an integer, and a gather of the messages where a rank has failed.
 """
 
 from __future__ import annotations
@@ -15,26 +18,54 @@ import torch.distributed as dist
 
 from ds_hessian.errors import HessianError, MeasurementError
 
+_FINE = 2**31 - 1
 
-def first_failure(
-    error: BaseException | None,
+
+def agree(
+    error: Exception | None,
+    doing: str,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
-) -> str | None:
-    """The lowest failing rank's error as text, the same on every rank; None if no rank failed.
+    when: int = 0,
+) -> None:
+    """Return if no rank has an error; otherwise raise on all of them.
 
-    Collective: one all-reduce of a flag, and a gather of the messages if it is set.
+    The message names the lowest of the ranks that failed first; a later failure may be a
+    consequence of theirs. A rank whose own error is a `HessianError` raises that, if it was first.
+
+    Args:
+        error: This rank's error.
+        doing: What was tried, for the message: "while <doing>, rank 1: ...".
+        group: The ranks that tried; None for the default group.
+        device: Where the group's collectives take their tensors.
+        when: A number that orders this rank's error among those of the others.
+
+    Raises:
+        MeasurementError: some rank has an error; where it does, that is the cause.
+
+    Collective: every rank of the group.
     """
     message = None if error is None else f"{type(error).__name__}: {error}"
-    if not (dist.is_available() and dist.is_initialized()):
-        return message
-    flag = torch.tensor([error is not None], dtype=torch.int32, device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-    if not flag.item():
-        return None
-    messages: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(messages, message, group=group)
-    return next(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None)
+    first = when
+    if dist.is_available() and dist.is_initialized():
+        flag = torch.tensor([_FINE if error is None else when], dtype=torch.int32, device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+        first = int(flag.item())
+        if first == _FINE:
+            return
+        found: list[tuple[int, str | None]] = [(0, None)] * dist.get_world_size(group)
+        dist.all_gather_object(found, (when, message), group=group)
+        rank, message = next(
+            (rank, text)
+            for rank, (moment, text) in enumerate(found)
+            if text is not None and moment == first
+        )
+        message = f"rank {rank}: {message}"
+    if message is None:
+        return
+    if isinstance(error, HessianError) and when == first:
+        raise error
+    raise MeasurementError(f"while {doing}, {message}") from error
 
 
 class _Agreed(MeasurementError):
@@ -46,47 +77,42 @@ def checkpoint(
 ) -> None:
     """Inside the body of `together`: go on only if no rank has failed so far.
 
-    For bodies that themselves contain collectives: placed before the first of them, it keeps a rank
-    that failed earlier from leaving the others waiting there.
+    For bodies that contain collectives: placed before the first of them, it keeps a rank that
+    failed earlier from leaving the others waiting there.
 
     Raises:
         MeasurementError: some rank left the body with an exception before it came here.
 
     Collective: matches the end of `together` on the ranks that failed.
     """
-    failure = first_failure(None, group, device)
-    if failure is not None:
-        raise _Agreed(f"while {doing}, {failure}")
+    try:
+        agree(None, doing, group, device)
+    except MeasurementError as failure:
+        raise _Agreed(str(failure)) from None
 
 
 @contextmanager
 def together(
     doing: str, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
 ) -> Iterator[None]:
-    """Run the body; if it raised on any rank, raise on all of them.
-
-    A rank whose own error is a `HessianError` raises that.
+    """Run the body; if it raised on any rank, raise on all of them, as `agree` does.
 
     Args:
-        doing: What the body does, for the message: "while <doing>, rank 1: ...".
+        doing: What the body does, for the message.
         group: The ranks that run the body; None for the default group.
         device: Where the group's collectives take their tensors.
 
     Raises:
         MeasurementError: the body raised on some rank; there, the original is the cause.
 
-    Collective: every rank of the group must enter and leave.
+    Collective: every rank of the group must enter and leave. A body that contains collectives must
+    not fail between them, and calls `checkpoint` before the first.
     """
     error: Exception | None = None
     try:
         yield
     except _Agreed:
         raise
-    except Exception as caught:  # re-raised below, after the other ranks have been told
+    except Exception as caught:  # re-raised by agree, after the other ranks have been told
         error = caught
-    failure = first_failure(error, group, device)
-    if failure is None:
-        return
-    if isinstance(error, HessianError):
-        raise error
-    raise MeasurementError(f"while {doing}, {failure}") from error
+    agree(error, doing, group, device)

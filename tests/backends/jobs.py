@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.zero import partition_parameters
 from torch import Tensor, nn
 
 import ds_hessian
@@ -56,15 +61,18 @@ def full_weights(engine: Any) -> dict[str, Tensor] | None:
 
 
 def measure(num_matvecs: int, num_probes: int, zero: dict[str, Any], **config: Any) -> Any:
-    """(weights, probe, product, spectrum, diagnostics) of an untrained TinyGPT."""
+    """(weights, probe, product, spectrum, product at h = 0.1) of an untrained TinyGPT."""
     engine = make_engine(zero=zero, hessian=QUIET, **config)
     hessian = engine.hessian.use(my_batches())
     v = hessian.random_vector(seed=5)
     product = hessian.matvec(v)
     spectrum = hessian.spectrum(num_matvecs=num_matvecs, num_probes=num_probes)
-    out = (full_weights(engine), hessian.gather(v), hessian.gather(product.vector), spectrum)
+    weights = full_weights(engine)
+    with hessian.measuring(displacement=0.1):
+        fixed = hessian.matvec(v)
+    gathered = [hessian.gather(vector) for vector in (v, product.vector, fixed.vector)]
     engine.destroy()
-    return out
+    return weights, *gathered[:2], spectrum, gathered[2]
 
 
 # ---- neutrality
@@ -100,33 +108,46 @@ class FailingBackward(torch.autograd.Function):
         return gradients[0], None
 
 
-def failing_spectrum(engine: Any, stage: str, at: int, ranks: tuple[int, ...]) -> str:
-    """Try a spectrum that fails; returns the error as text."""
-    saboteur = Saboteur(at, ranks)
+def failing_spectrum(engine: Any, failures: list[tuple[str, int, tuple[int, ...]]]) -> str:
+    """Try a spectrum that fails at each (stage, number of the call, ranks); returns the error."""
+    saboteurs = {stage: Saboteur(at, ranks) for stage, at, ranks in failures}
+
+    def reached(stage: str, *_: Any) -> None:
+        if stage in saboteurs:
+            saboteurs[stage]()
+
+    def failing_backward(stage: str, x: Tensor) -> Tensor:
+        return FailingBackward.apply(x, saboteurs[stage]) if stage in saboteurs else x
 
     def batches() -> Any:
         for b in my_batches():
-            if stage == "batches":
-                saboteur()
+            reached("batches")
             yield b
 
     def loss_fn(model: Any, b: Any) -> Tensor:
-        if stage == "before":
-            saboteur()
+        reached("before")
         loss = model(*b)
-        if stage == "loss":
-            saboteur()
-        return FailingBackward.apply(loss, saboteur) if stage == "backward" else loss
+        reached("loss")
+        return failing_backward("backward", loss)
 
-    handle = None
-    if stage == "model":
-        handle = engine.module.down.register_forward_hook(lambda *_: saboteur())
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        reached("gather")
+        return partition_parameters_gather(*args, **kwargs)
+
+    module = engine.module
+    handles = [
+        module.down.register_forward_hook(lambda *_: reached("model")),
+        module.down.register_forward_hook(lambda m, i, y: failing_backward("model backward", y)),
+    ]
+    partition_parameters_gather = partition_parameters._dist_allgather_fn
+    partition_parameters._dist_allgather_fn = gather
     try:
         engine.hessian_spectrum(batches(), loss_fn, num_matvecs=4)
     except ds_hessian.HessianError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        if handle is not None:
+        partition_parameters._dist_allgather_fn = partition_parameters_gather
+        for handle in handles:
             handle.remove()
     return "no error"
 
@@ -135,9 +156,7 @@ def train(
     mode: str,
     steps: int = 10,
     zero: dict[str, Any] | None = None,
-    stage: str = "",
-    at: int = 1,
-    failing_ranks: tuple[int, ...] = (0, 1),
+    failures: list[tuple[str, int, tuple[int, ...]]] | None = None,
     dropout_on: bool = True,
     **config: Any,
 ) -> dict[str, Any]:
@@ -170,7 +189,7 @@ def train(
         if mode == "failing" and step == 3:
             engine.hessian_spectrum(my_batches(), num_matvecs=4)
         if mode == "failing" and step == 7:
-            errors.append(failing_spectrum(engine, stage, at, failing_ranks))
+            errors.append(failing_spectrum(engine, failures or []))
     backend = ZeroBackend(engine)  # to find the shards of engines without a Hessian
     shards, pieces = backend.shards, backend.pieces
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
@@ -297,13 +316,57 @@ def token_weighted() -> Any:
     return out
 
 
-def refused(module: nn.Module | None, config: dict[str, Any]) -> str:
-    """The message with which an engine is refused, or "accepted"."""
+class OneTensorGroup:
+    """An mpu with all ranks in one tensor-parallel group."""
+
+    def __init__(self) -> None:
+        self.alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size()
+
+    def get_model_parallel_group(self) -> Any:
+        return dist.group.WORLD
+
+    def get_data_parallel_rank(self) -> int:
+        return 0
+
+    def get_data_parallel_world_size(self) -> int:
+        return 1
+
+    def get_data_parallel_group(self) -> Any:
+        return self.alone[dist.get_rank()]
+
+
+def refused(feature: str) -> str:
+    """The message with which an engine that uses the feature is refused."""
+    module: nn.Module = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
+    config: dict[str, Any] = {**CONFIG, "zero_optimization": {"stage": 1}, "hessian": QUIET}
+    arguments: dict[str, Any] = {}
+    if feature == "sparse gradients":
+        module[0].sparse = True
+        config["zero_optimization"] = {"stage": 0}
+    if feature == "the engine class PipelineEngine":
+        layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        module = PipelineModule(layers=layers, num_stages=2, loss_fn=nn.MSELoss())
+    if feature == "tensor parallelism":
+        arguments["mpu"] = OneTensorGroup()
+    if feature == "sequence parallelism":
+        config |= {"sequence_parallel_size": 2, "data_parallel_size": 1, "train_batch_size": 2}
+        arguments["mesh_param"] = (1, 2)
+    parameters: Any = module.parameters()
+    if feature == "expert parallelism":
+        module = nn.Sequential(nn.Linear(4, 4), MoE(4, nn.Linear(4, 4), 2, ep_size=2, k=1))
+        parameters = split_params_into_different_moe_groups_for_optimizer(
+            {"params": list(module.parameters()), "name": "all"}
+        )
     try:
-        engine = make_engine(module, hessian=QUIET, **config)
+        ds_hessian.initialize(model=module, model_parameters=parameters, config=config, **arguments)
     except ds_hessian.UnsupportedError as error:
         return str(error)
-    engine.destroy()
     return "accepted"
 
 
@@ -351,3 +414,80 @@ def product_in_both_precisions(config: dict[str, Any]) -> Any:
     )
     engine.destroy()
     return out
+
+
+def bf16_spectra(stage: int, steps: int) -> Any:
+    """Master weights and 20-step spectra in both precisions of a bf16 engine after training."""
+    engine = make_engine(hessian=QUIET, bf16={"enabled": True}, zero_optimization={"stage": stage})
+    for step in range(steps):
+        engine.backward(engine(*batch(step, dist.get_rank())))
+        engine.step()
+    spectra = [
+        engine.hessian_spectrum(my_batches(), num_matvecs=20, precision=precision)
+        for precision in ("model", "fp32")
+    ]
+    out = (full_weights(engine), spectra)
+    engine.destroy()
+    return out
+
+
+class Experts(nn.Module):
+    """Two experts, of which a batch uses those that it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+
+    def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
+        """The sum of the used experts."""
+        return sum(torch.tanh(self.inner[i](x)) for i in used)
+
+
+class Routed(nn.Module):
+    """A linear layer, experts, and a squared loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts = nn.Linear(7, 5), Experts()
+
+    def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
+        """Scalar loss."""
+        return (self.experts(self.first(x), used) ** 2).mean()
+
+
+def leaf_product() -> Any:
+    """Weights, v, Hv and batches of `Routed`, whose experts are a leaf and used by some ranks."""
+    torch.manual_seed(0)
+    module = Routed()
+    deepspeed.utils.set_z3_leaf_modules(module, [Experts])
+    engine = make_engine(module, hessian=QUIET)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    used = [((0,), (0,)), ((0, 1), (1,)), ((0,), (0, 1))][dist.get_rank()]
+    batches = [(torch.randn(4, 7, generator=generator), use) for use in used]
+    hessian = engine.hessian.use(batches)
+    v = hessian.random_vector(seed=1)
+    product = hessian.gather(hessian.matvec(v).vector)
+    out = (full_weights(engine), hessian.gather(v), product, batches)
+    engine.destroy()
+    return out
+
+
+class Restless(nn.Module):
+    """A loss that depends on how often it was computed: no function of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = TinyGPT(), 0
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Scalar loss."""
+        self.calls += 1
+        return self.inner(tokens, targets) * (1 + 0.01 * (self.calls % 7))
+
+
+def self_tests(module: nn.Module | None, config: dict[str, Any], overrides: dict[str, Any]) -> Any:
+    """The verdict of a self-test, and whether it is the same on all ranks."""
+    engine = make_engine(module, hessian=QUIET, **config)
+    verdict = engine.hessian.self_test(my_batches(), **overrides)
+    engine.destroy()
+    return verdict

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch import nn
 
 from tests.backends import jobs
 from tests.backends.test_zero3 import oracle, relative
@@ -121,12 +120,58 @@ def test_training_is_bitwise_the_same(ranks: Ranks, name: str) -> None:
         assert differing == [[]]
 
 
-REFUSED: dict[str, tuple[nn.Module | None, dict[str, Any]]] = {
-    "sparse gradients": (nn.Sequential(nn.Embedding(4, 3, sparse=True)), zero(0)),
+REFUSED = (
+    "sparse gradients",
+    "the engine class PipelineEngine",
+    "tensor parallelism",
+    "expert parallelism",
+    "sequence parallelism",
+)
+
+
+@pytest.mark.parametrize("feature", REFUSED)
+def test_what_is_not_supported_is_refused_by_name_on_all_ranks(feature: str) -> None:
+    pool = RankPool(2)  # of its own: some of these set process groups up for good
+    try:
+        for text in pool.run(jobs.refused, feature):
+            assert text.startswith(f"ds_hessian does not support {feature}")
+    finally:
+        pool.close()
+
+
+FAILING_ENGINES = {
+    "0": zero(0),
+    "1": zero(1, reduce_bucket_size=150),
+    "1 overlap": zero(1, reduce_bucket_size=150, overlap_comm=True),
+    "2": zero(2, reduce_bucket_size=150),
+    "2 overlap": zero(2, reduce_bucket_size=150, overlap_comm=True),
+    "2 not contiguous": zero(2, reduce_bucket_size=150, contiguous_gradients=False),
+    "2 bf16 fp32 accumulation": {
+        **zero(2, reduce_bucket_size=150),
+        **BF16,
+        **FP32_ACCUMULATION,
+        **FP32_COMMUNICATION,
+    },
+    "2 bf16 optimizer offload": {
+        **zero(2, reduce_bucket_size=150, offload_optimizer=ON_CPU),
+        **BF16,
+        **TORCH_ADAM,
+    },
+    "1 bf16 fp32 accumulation": LOW_ENGINES["1 bf16 fp32 accumulation"],
+    "3 bf16": LOW_ENGINES["3 bf16"],
+    "3 offload": FP32_ENGINES["3 offload"],
 }
+ON_ONE_RANK = [("model", 4, (1,)), ("model backward", 2, (0,)), ("loss", 9, (1,))]
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_is_not_supported_is_refused_by_name_on_all_ranks(ranks: Ranks, what: str) -> None:
-    for text in ranks(2).run(jobs.refused, *REFUSED[what]):
-        assert text.startswith(f"ds_hessian does not support {what}")
+@pytest.mark.parametrize("name", FAILING_ENGINES)
+def test_a_failure_on_one_rank_raises_on_both_and_leaves_training_alone(
+    ranks: Ranks, name: str
+) -> None:
+    common = {"steps": 9, **FAILING_ENGINES[name]}
+    modes: list[dict[str, Any]] = [{"mode": "bare", **common}]
+    modes += [{"mode": "failing", "failures": [failure], **common} for failure in ON_ONE_RANK]
+    for differing, errors in ranks(2).run(jobs.compare_training, modes, timeout=120):
+        assert differing == [[]] * len(ON_ONE_RANK)
+        for (_, _, (rank,)), messages in zip(ON_ONE_RANK, errors, strict=True):
+            assert len(messages) == 1 and f"rank {rank}: Broken: on purpose" in messages[0]

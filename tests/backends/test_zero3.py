@@ -35,12 +35,12 @@ def runs(ranks: Ranks) -> dict[int, Any]:
 def test_a_product_is_the_dense_hessian_times_the_vector(
     runs: dict[int, Any], world_size: int
 ) -> None:
-    weights, v, product, spectrum = runs[world_size]
+    weights, v, product, spectrum, _ = runs[world_size]
     dense = oracle(weights)
     assert relative(dense.flat(product), dense.matvec(dense.flat(v))) < 2e-4
     assert spectrum.n == sum(p.numel() for p in TinyGPT().parameters())
     assert spectrum.loss == pytest.approx(dense.loss.item(), rel=1e-5)
-    assert spectrum.gradient_norm == pytest.approx(float(dense.gradient.norm()), rel=1e-4)
+    assert spectrum.gradient_norm == pytest.approx(float(dense.gradient.detach().norm()), rel=1e-4)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -50,7 +50,9 @@ def test_coefficients_do_not_depend_on_the_number_of_ranks(
     one, many = runs[1], runs[world_size]
     dense = oracle(one[0])
     assert torch.equal(dense.flat(one[1]), dense.flat(many[1]))  # the probe: the same bits
-    assert relative(dense.flat(many[2]), dense.flat(one[2])) < 1e-4
+    # At the best h, the rounding of the gradients in their reduction alone makes 2e-5.
+    assert relative(dense.flat(many[2]), dense.flat(one[2])) < 6e-5
+    assert relative(dense.flat(many[4]), dense.flat(one[4])) < 1e-5
     a, b = one[3], many[3]
     scale = abs(a.alphas).max()
     assert abs(a.alphas - b.alphas).max() < 1e-3 * scale
@@ -61,7 +63,7 @@ def test_coefficients_do_not_depend_on_the_number_of_ranks(
 def test_the_ten_largest_eigenvalues_and_the_trace_are_those_of_the_dense_hessian(
     ranks: Ranks, world_size: int
 ) -> None:
-    weights, _, _, spectrum = ranks(world_size).run(jobs.measure, 150, 2, {}, timeout=800)[0]
+    weights, _, _, spectrum, _ = ranks(world_size).run(jobs.measure, 150, 2, {}, timeout=800)[0]
     exact = torch.linalg.eigvalsh(oracle(weights).matrix()).numpy()
     largest = exact[np.argsort(-abs(exact))][:10]
     for probe in range(2):
@@ -86,7 +88,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_of_zero3_gives_the_dense_product(ranks: Ranks, name: str) -> None:
     zero, config = VARIANTS[name]
-    weights, v, product, _ = ranks(2).run(jobs.measure, 2, 1, zero, **config)[0]
+    weights, v, product, _, _ = ranks(2).run(jobs.measure, 2, 1, zero, **config)[0]
     dense = oracle(weights)
     assert relative(dense.flat(product), dense.matvec(dense.flat(v))) < 2e-4
 
@@ -104,34 +106,60 @@ def test_training_with_spectra_in_between_is_bitwise_the_same(ranks: Ranks, name
         assert differing == [[]] * (len(modes) - 1)
 
 
+# (stage, number of the call on that rank, ranks), and the rank that the error names.
 # Of 4 products on 3 micro-batches: 1 - 3 are the gradient at w, then come trials at +h and -h.
-FAILURES = [
-    ("batches", 2, (1,)),
-    ("before", 2, (1,)),
-    ("before", 6, (0,)),
-    ("loss", 1, (0, 1)),
-    ("loss", 2, (1,)),
-    ("loss", 4, (0,)),
-    ("loss", 5, (1,)),
-    ("loss", 9, (1,)),
-    ("model", 4, (0, 1)),
-    ("model", 7, (0, 1)),
-    ("backward", 2, (0, 1)),
-    ("backward", 8, (0, 1)),
+Failures = list[tuple[list[tuple[str, int, tuple[int, ...]]], int]]
+FAILURES: Failures = [
+    ([("batches", 2, (1,))], 1),
+    ([("before", 2, (1,))], 1),
+    ([("before", 6, (0,))], 0),
+    ([("loss", 1, (0, 1))], 0),
+    ([("loss", 2, (1,))], 1),
+    ([("loss", 4, (0,))], 0),
+    ([("loss", 9, (1,))], 1),
+    ([("model", 4, (0, 1))], 0),
+    ([("model", 1, (1,))], 1),
+    ([("model", 7, (0,))], 0),
+    ([("backward", 8, (0, 1))], 0),
+    ([("backward", 3, (0,))], 0),
+    ([("backward", 5, (1,))], 1),
+    ([("model backward", 2, (0, 1))], 0),
+    ([("model backward", 1, (0,))], 0),
+    ([("model backward", 6, (1,))], 1),
+    ([("gather", 3, (1,))], 1),
+    ([("gather", 40, (0,))], 0),
+    ([("model", 2, (1,)), ("model backward", 2, (0,))], 1),
 ]
+FAILURES_OF_3: Failures = [
+    ([("model", 2, (0,))], 0),
+    ([("model backward", 4, (2,))], 2),
+    ([("model backward", 2, (0,)), ("before", 2, (2,))], 2),
+    ([("model", 3, (0,)), ("model backward", 3, (1,)), ("loss", 3, (2,))], 0),
+]
+# Many collectives, some of them under way at any time.
+SPLIT = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 300,
+    "stage3_max_reuse_distance": 0,
+    "reduce_bucket_size": 150,
+}
 
 
+@pytest.mark.parametrize(
+    ("world_size", "zero", "failures"),
+    [(2, {}, FAILURES[:-1]), (2, SPLIT, FAILURES[7:]), (3, SPLIT, FAILURES_OF_3)],
+    ids=["2", "2-split", "3-split"],
+)
 def test_a_failing_spectrum_raises_everywhere_and_leaves_training_bitwise_alone(
-    ranks: Ranks,
+    ranks: Ranks, world_size: int, zero: dict[str, Any], failures: Failures
 ) -> None:
-    modes: list[dict[str, Any]] = [{"mode": "bare"}]
-    for stage, at, failing in FAILURES:
-        modes.append({"mode": "failing", "stage": stage, "at": at, "failing_ranks": failing})
-    for differing, errors in ranks(2).run(jobs.compare_training, modes):
-        assert differing == [[]] * len(FAILURES)
-        for (stage, _, failing), messages in zip(FAILURES, errors, strict=True):
+    modes: list[dict[str, Any]] = [{"mode": "bare", "zero": zero}]
+    modes += [{"mode": "failing", "failures": f, "zero": zero} for f, _ in failures]
+    for differing, errors in ranks(world_size).run(jobs.compare_training, modes, timeout=120):
+        assert differing == [[]] * len(failures)
+        for (failure, rank), messages in zip(failures, errors, strict=True):
             assert len(messages) == 1
-            assert f"rank {failing[0]}: Broken: on purpose" in messages[0], (stage, messages)
+            assert f"rank {rank}: Broken: on purpose" in messages[0], (failure, messages)
 
 
 def test_frozen_unused_and_quartic_parameters(ranks: Ranks) -> None:
@@ -149,6 +177,14 @@ def test_frozen_unused_and_quartic_parameters(ranks: Ranks) -> None:
     assert not product["unused.weight"].any()
     expected = 12 * weights["w"].double() ** 2 * v["w"]
     assert relative(product["w"].double(), expected) < 2e-4
+
+
+def test_a_leaf_module_with_parameters_that_some_ranks_do_not_use(ranks: Ranks) -> None:
+    results = ranks(3).run(jobs.leaf_product)
+    weights, v, product, _ = results[0]
+    micro_batches = [b for r in results for b in r[3]]
+    dense = DenseHessian(jobs.Routed(), weights, micro_batches, lambda m, b: m(b[0].double(), b[1]))
+    assert relative(dense.flat(product), dense.matvec(dense.flat(v))) < 2e-4
 
 
 def test_tuples_dicts_loss_fn_and_equal_counts_give_one_product(ranks: Ranks) -> None:

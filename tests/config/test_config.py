@@ -77,8 +77,8 @@ def test_leaf_names_are_unique_so_that_overrides_can_use_them():
         ({"basis": {"dtype": "auto"}}, r'Hugging Face\'s "auto" is not resolved'),
         ({"probe": "rademacer"}, r'must be "gaussian" or "rademacher", .*mean "rademacher"\?'),
         (
-            {"finite_difference": {"scheme": "forward"}},
-            r'finite_difference\.scheme: must be "central", got "forward": this version supports',
+            {"finite_difference": {"scheme": "backward"}},
+            r'finite_difference\.scheme: must be "central" or "forward" or "fourth_order", got',
         ),
         ({"basis": {"dtype": "bf16"}}, r'this version supports "fp32" only'),
         ({"reorthogonalization": {"mode": "none"}}, r'this version supports "full" only'),

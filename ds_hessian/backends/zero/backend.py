@@ -26,11 +26,12 @@ from ds_hessian.backends.state import (
 )
 from ds_hessian.backends.zero import host
 from ds_hessian.backends.zero.flat import BF16Shards, FlatShards
+from ds_hessian.backends.zero.lockstep import Lockstep
 from ds_hessian.backends.zero.replicated import ReplicatedShards
 from ds_hessian.backends.zero.shards import Piece, Shards
 from ds_hessian.backends.zero.stage3 import Stage3Shards
-from ds_hessian.errors import ConfigError
-from ds_hessian.vectors import Fragment, Layout, VectorSpace, checkpoint, together
+from ds_hessian.errors import ConfigError, HessianError
+from ds_hessian.vectors import Fragment, Layout, VectorSpace
 
 Precision = Literal["model", "fp32"]
 
@@ -127,6 +128,7 @@ class ZeroBackend:
                 if host.compute_dtype(engine) != torch.float32:
                     stack.enter_context(self.shards.in_fp32())
             stack.callback(self._restore_weights, self._keep_weights())
+            self._lockstep = stack.enter_context(Lockstep(self.device))
             yield
 
     def _keep_weights(self) -> list[Tensor]:
@@ -186,32 +188,18 @@ class ZeroBackend:
     def _run(self, index: int) -> float:
         """Forward and backward; returns what the reduced gradient must be multiplied with."""
         assert self._objective is not None
-        doing = f"evaluating the loss of micro-batch {index}"
-        with together(doing, device=self.device), self._entry(doing):
-            widen = self.precision == "fp32"
-            loss, count = self._objective.loss(self.engine, index, self.device, widen)
-        with together(f"differentiating the loss of micro-batch {index}", device=self.device):
-            scale = host.backward(self.engine, loss)
-        self._totals.add(index, float(loss.detach()), count)
+        try:
+            with self._lockstep.together(f"evaluating micro-batch {index}"):
+                widen = self.precision == "fp32"
+                loss, count = self._objective.loss(self.engine, index, self.device, widen)
+                scale = host.backward(self.engine, loss)
+                self._totals.add(index, float(loss.detach()), count)
+        except HessianError:
+            self.shards.abandon()
+            raise
         if self.gradient_scale is None and len(self._totals) == self.num_micro_batches:
             self.gradient_scale, self.loss = self._totals.reduce(self.space)
         return host.averaging_factor(self.engine) / scale
-
-    @contextmanager
-    def _entry(self, doing: str) -> Iterator[None]:
-        """Ask all ranks, at the engine's first call, whether they got there: the forward gathers
-        parameters, and a rank whose batch or `loss_fn` failed before it would be missing.
-        """
-
-        def ask(*_: Any) -> None:
-            handle.remove()
-            checkpoint(doing, device=self.device)
-
-        handle = self.engine.register_forward_pre_hook(ask)
-        try:
-            yield
-        finally:
-            handle.remove()
 
     def weight_norm(self) -> float:
         """See `ShardBackend.weight_norm`."""

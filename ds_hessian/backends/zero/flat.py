@@ -115,6 +115,20 @@ class FlatShards(Shards):
         optimizer = self.optimizer
         return [optimizer.averaged_gradients, getattr(optimizer, "all_grad_tensors", {})]
 
+    def abandon(self) -> None:
+        """See `Shards.abandon`: nothing waits for its reduction afterwards."""
+        accelerator_synchronize()
+        optimizer = self.optimizer
+        for bucket in optimizer.ipg_buckets.values():
+            bucket.params.clear()
+            bucket.grads.clear()
+            bucket.elements = bucket.index = 0
+        optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
+        for gradients in optimizer.previous_reduced_grads.values():
+            gradients.clear()
+        optimizer._release_ipg_buffers()
+        self.clear_gradients()
+
     def stash(self) -> Callable[[], None]:
         """See `Shards.stash`."""
         optimizer, put_back = self.optimizer, super().stash()
@@ -200,6 +214,10 @@ class BF16Shards(FlatShards):
         for params in self.optimizer.bf16_groups:
             for p in params:
                 p.grad = None
+
+    def abandon(self) -> None:
+        """See `Shards.abandon`."""
+        self.clear_gradients()
 
     def stash(self) -> Callable[[], None]:
         """See `Shards.stash`."""

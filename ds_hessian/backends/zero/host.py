@@ -154,16 +154,11 @@ def averaging_factor(engine: Any) -> float:
     return 1.0 if averaged else 1.0 / torch.distributed.get_world_size()
 
 
-def is_data_parallel_only(engine: Any) -> bool:
-    """No tensor, pipeline, expert or sequence axis: every rank holds different ZeRO shards."""
+def sequence_parallel_size(engine: Any) -> int:
+    """Ranks that share a sequence (Ulysses)."""
     from deepspeed.utils import groups
 
-    return (
-        getattr(engine, "mpu", None) is None
-        and not getattr(engine, "has_moe_layers", False)
-        and groups._get_sequence_parallel_world_size() == 1
-        and not type(engine).__name__.startswith(("Pipeline", "DualPipe"))
-    )
+    return int(groups._get_sequence_parallel_world_size())
 
 
 def world_size(group: Any) -> int:

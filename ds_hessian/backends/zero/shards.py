@@ -86,6 +86,10 @@ class Shards(ABC):
         """Forget the pass just made; a parameter that a later pass does not use has gradient 0."""
         self.engine.zero_grad()
 
+    def abandon(self) -> None:
+        """Forget a forward or backward that ranks have left at different places."""
+        self.clear_gradients()
+
     def stash(self) -> Callable[[], None]:
         """Put aside the gradients that training has pending; returns what puts them back."""
         kept = [

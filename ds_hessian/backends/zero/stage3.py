@@ -33,6 +33,7 @@ class Stage3Shards(Shards):
             "empty_partition_cache",
             "invalidate_secondary_tensor",
             "ipg_buckets",
+            "parameter_offload",
             _GRADIENTS,
         )
 
@@ -88,6 +89,38 @@ class Stage3Shards(Shards):
         """See `Shards.clear_gradients`."""
         self.optimizer.zero_grad()
         self.optimizer.grad_partitions_flat_buffer.zero_()
+
+    def abandon(self) -> None:
+        """See `Shards.abandon`.
+
+        Afterwards nothing is in flight, no gradient waits for its reduction, and all ranks record
+        the order of gathers anew: it would be compared between them at the next forward.
+        """
+        accelerator_synchronize()
+        offload = self.optimizer.parameter_offload
+        coordinator, module = offload.param_coordinator, offload.module
+        in_flight = type(next(module.parameters()).ds_status).INFLIGHT
+        # Not by waiting for the handles: one that failed half-way asserts when waited for again.
+        module.ds_inflight_param_registry.clear()
+        for p in module.parameters():
+            p.grad = None  # zero_grad() expects none outside backward
+            p.ds_active_sub_modules.clear()
+            if p.ds_status == in_flight:
+                p.ds_status = type(p.ds_status).AVAILABLE  # the next publish() frees it
+        if hasattr(coordinator, "release_backward_leftovers"):  # from 0.19 on
+            coordinator.release_backward_leftovers()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
+        for bucket in self.optimizer.ipg_buckets.values():
+            bucket.params.clear()
+            bucket.elements = 0
+            bucket.process_group = None
+        for submodule in module.modules():
+            if hasattr(submodule._parameters, "_in_forward"):
+                submodule._parameters._in_forward = False  # or reading a weight would gather it
+            for counter in ("applied_pre_backward_ref_cnt", "ds_grads_remaining"):
+                if counter in vars(submodule):
+                    setattr(submodule, counter, 0)
 
     def stash(self) -> Callable[[], None]:
         """See `Shards.stash`."""

@@ -63,9 +63,19 @@ def _findings(engine: Any) -> list[tuple[str, bool, str]]:
             "make embeddings with sparse=False",
         ),
         (
-            "tensor, expert or sequence parallelism",
-            not host.is_data_parallel_only(engine),
-            "measure a data-parallel job",
+            "tensor parallelism (an mpu, or tensor_parallel)",
+            getattr(engine, "mpu", None) is not None,
+            "measure a data-parallel job: a checkpoint of it has the same Hessian",
+        ),
+        (
+            "expert parallelism (MoE layers)",
+            bool(getattr(engine, "has_moe_layers", False)),
+            "measure a job without deepspeed.moe",
+        ),
+        (
+            "sequence parallelism (Ulysses)",
+            host.sequence_parallel_size(engine) > 1,
+            "set sequence_parallel_size to 1 for the measurement",
         ),
     ]
 

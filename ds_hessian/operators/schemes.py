@@ -1,0 +1,48 @@
+"""Difference formulas: which gradients make a product, and how its error falls with h.
+
+A product is a weighted sum of first differences of the gradient g along the unit vector v,
+
+    H v = sum_k weight_k (g(w + a_k h v) - g(w + b_k h v)) / ((a_k - b_k) h) + O(h^order)
+
+The fourth-order formula is Richardson's extrapolation of central differences over h and 2h:
+(8 (g_1 - g_-1) - (g_2 - g_-2)) / 12h.
+
+Source: Fornberg, Math. Comp. 51 (1988).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+SchemeName = Literal["forward", "central", "fourth_order"]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A difference formula.
+
+    Attributes:
+        order: p; the relative truncation error is `tau h^p` for small h.
+        differences: `(a, b, weight)` of each first difference.
+    """
+
+    order: int
+    differences: tuple[tuple[int, int, float], ...]
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Where gradients are evaluated, in units of h; the one at w is there already."""
+        return tuple(node for a, b, _ in self.differences for node in (a, b) if node)
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether the gradient at w is one of the product's."""
+        return any(b == 0 for _, b, _ in self.differences)
+
+
+SCHEMES: dict[SchemeName, Scheme] = {
+    "forward": Scheme(1, ((1, 0, 1.0),)),
+    "central": Scheme(2, ((1, -1, 1.0),)),
+    "fourth_order": Scheme(4, ((1, -1, 4 / 3), (2, -2, -1 / 3))),
+}

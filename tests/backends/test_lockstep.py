@@ -1,0 +1,175 @@
+"""A rank that fails between collectives takes part in those of the others, until all raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_hessian.backends.zero.lockstep import Lockstep, LockstepError
+from ds_hessian.errors import HessianError
+from ds_hessian.vectors import agree
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+def operations() -> list[Callable[[], Any]]:
+    """One collective of each kind that ZeRO makes, blocking and not."""
+    from deepspeed import comm
+
+    world = dist.get_world_size()
+
+    def x(n: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.ones(3 * n, dtype=dtype)
+
+    return [
+        lambda: comm.all_reduce(x()),
+        lambda: comm.all_reduce(x(2), op=comm.ReduceOp.MAX, group=comm.get_world_group()),
+        lambda: comm.all_reduce(x(dtype=torch.bfloat16), op=dist.ReduceOp.MAX, async_op=True),
+        lambda: comm.broadcast(x(dtype=torch.int64), 0),
+        lambda: comm.allgather_fn(x(world), x(), async_op=True).wait(),
+        lambda: comm.all_gather([x() for _ in range(world)], x()),
+        lambda: comm.reduce_scatter_fn(x(), x(world)),
+        lambda: comm.reduce(x(), 0),
+        lambda: comm.barrier(),
+    ]
+
+
+def leave_at(places: list[int | None], repeats: int = 2) -> tuple[str, int, int]:
+    """Make all operations `repeats` times, but leave before number `places[rank]`.
+
+    Returns the error, the keys left on the store by the pass and the sum of a later all-reduce.
+    """
+    from deepspeed import comm
+
+    place, backend = places[dist.get_rank()], comm.comm.cdb
+    error = "no error"
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    keys = store.num_keys()
+    dist.barrier()
+    with Lockstep(torch.device("cpu")) as lockstep:
+        for _ in range(2):  # the pass after a failed one works as well
+            try:
+                with lockstep.together("trying"):
+                    for number, operation in enumerate(operations() * repeats):
+                        if number == place:
+                            raise ValueError(f"left at {number}")
+                        operation()
+                    if place == -1:
+                        raise ValueError("left at the end")
+            except HessianError as caught:
+                error = str(caught)
+            assert comm.comm.cdb is backend
+    dist.barrier()
+    left = store.num_keys() - keys
+    dist.barrier()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return error, left, int(total)
+
+
+@pytest.mark.parametrize(
+    ("places", "first"),
+    [
+        ([None, None, None], None),
+        ([0, None, None], 0),  # before the first collective
+        ([None, 7, None], 1),
+        ([None, None, -1], 2),  # after the last
+        ([3, 11, None], 0),
+        ([None, 11, 3], 2),
+        ([2, 9, 5], 0),  # none finishes
+        ([9, 9, 4], 2),
+        ([5, 5, 5], 0),
+        ([-1, 0, -1], 1),
+    ],
+)
+def test_ranks_that_leave_at_different_places_raise_together_and_meet_again(
+    ranks: Ranks, places: list[int | None], first: int | None
+) -> None:
+    results = ranks(3).run(leave_at, places, timeout=120)
+    errors, left, totals = zip(*results, strict=True)
+    assert totals == (3, 3, 3)
+    assert len(set(errors)) == 1
+    if first is None:
+        assert errors[0] == "no error"
+    else:
+        where = "the end" if places[first] == -1 else places[first]
+        assert errors[0] == f"while trying, rank {first}: ValueError: left at {where}"
+    assert left[0] in (0, 3)  # the first measurement of the job leaves a counter for each rank
+
+
+def left_inside() -> str:
+    """Rank 0 runs out of memory once inside its second collective, before that is made."""
+    from deepspeed import comm
+
+    backend, sizes = comm.comm.cdb, []
+
+    def all_reduce(tensor: torch.Tensor, *args: Any) -> Any:
+        sizes.append(len(tensor))
+        if len(sizes) == 2 and dist.get_rank() == 0:
+            raise MemoryError("full")
+        return type(backend).all_reduce(backend, tensor, *args)
+
+    backend.all_reduce = all_reduce
+    try:
+        with Lockstep(torch.device("cpu")) as lockstep, lockstep.together("trying"):
+            for n in (3, 2, 1):
+                comm.all_reduce(torch.ones(n))
+    except HessianError as caught:
+        return f"{caught}, {sizes}"
+    finally:
+        del backend.all_reduce
+    return "no error"
+
+
+def test_a_collective_that_raises_is_made_up_for(ranks: Ranks) -> None:
+    message = "while trying, rank 0: MemoryError: full, "
+    results = ranks(2).run(left_inside, timeout=120)
+    assert results == [message + "[3, 2, 2, 1]", message + "[3, 2, 1]"]
+
+
+def unfollowed(subgroup: bool) -> str:
+    """Rank 0 fails where the others make a collective that cannot be followed."""
+    from deepspeed import comm
+
+    group = dist.new_group([1, 2])
+
+    def impossible() -> None:
+        if subgroup:
+            comm.all_reduce(torch.ones(1), group=group)
+        else:
+            comm.all_gather_object([None] * 3, "x")
+
+    try:
+        with Lockstep(torch.device("cpu")) as lockstep, lockstep.together("trying"):
+            if dist.get_rank() == 0:
+                raise ValueError("first")
+            impossible()
+    except LockstepError as caught:
+        # Here the job would end; the test lets the other ranks go on.
+        if not subgroup:
+            impossible()
+        with pytest.raises(HessianError):
+            agree(ValueError("first"), "trying")
+        return str(caught)
+    except HessianError:
+        return ""
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("subgroup", "reason"),
+    [(False, "all_gather_object, number 0 of the pass"), (True, "a group of 2 ranks only")],
+)
+def test_what_cannot_be_followed_is_refused_with_a_reason(
+    ranks: Ranks, subgroup: bool, reason: str
+) -> None:
+    message, *others = ranks(3).run(unfollowed, subgroup, timeout=120)
+    assert others == ["", ""]
+    assert message.startswith("rank 0 failed (ValueError: first) and cannot take part")
+    assert reason in message and message.endswith("end the job")

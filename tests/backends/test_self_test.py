@@ -1,0 +1,64 @@
+"""The self-test passes on healthy jobs and names what is wrong with others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.backends import jobs
+from tests.backends.test_stages import BF16, zero
+from tests.ranks import RankPool, free_port
+
+Ranks = Callable[[int], RankPool]
+ROOT = Path(__file__).resolve().parents[2]
+
+CASES: dict[str, tuple[nn.Module | None, dict[str, Any], dict[str, Any], set[str]]] = {
+    "fp32": (None, zero(3), {}, set()),
+    "bf16": (None, {**zero(2), **BF16}, {}, set()),
+    "bf16 in fp32": (None, {**zero(2), **BF16}, {"precision": "fp32"}, set()),
+    "a step too small for bf16": (
+        None,
+        {**zero(3), **BF16},
+        {"displacement": 1e-4},
+        {"fidelity", "nonlinearity"},
+    ),
+    "not a function": (jobs.Restless(), zero(1), {}, {"determinism"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_verdict_names_what_is_wrong(ranks: Ranks, name: str) -> None:
+    module, config, overrides, wrong = CASES[name]
+    first, second = ranks(2).run(jobs.self_tests, module, config, overrides)
+    failed = {check.name for check in first.checks if not check.passed}
+    assert repr(first) == repr(second)
+    assert wrong <= failed if wrong else not failed, first.table()
+    assert first.passed == (not wrong)
+    assert ("precision" in " ".join(first.suggestions)) == (
+        name in ("bf16", "a step too small for bf16")
+    )
+
+
+@pytest.mark.slow
+def test_the_command_tests_an_unmodified_script(tmp_path: Path) -> None:
+    command = [
+        str(Path(sys.executable).with_name("deepspeed")),
+        *("--num_accelerators", "2", "--master_port", str(free_port())),
+        *("--module", "ds_hessian.self_test", "examples/train_gpt.py"),
+        *("--width", "16", "--layers", "1", "--context", "16"),
+        *("--deepspeed", "--deepspeed_config", "examples/ds_config.json"),
+    ]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Hessian self-test: all is well" in done.stdout
+    assert "step   10" not in done.stderr

@@ -1,0 +1,93 @@
+"""Small nets with their fp64 products by double backward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ds_hessian.backends.module import ModuleBackend
+from ds_hessian.vectors import random_vector
+
+Batch = tuple[Tensor, Tensor]
+
+
+def batches(count: int = 8) -> list[Batch]:
+    """Micro-batches of 16 points of three overlapping kinds in ten dimensions."""
+    generator = torch.Generator().manual_seed(0)
+    kinds = torch.randn(3, 10, generator=generator)
+    found = []
+    for _ in range(count):
+        y = torch.randint(3, (16,), generator=generator)
+        found.append((kinds[y] + torch.randn(16, 10, generator=generator), y))
+    return found
+
+
+def mlp() -> nn.Module:
+    """611 parameters, smooth."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(10, 20), nn.GELU(), nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 3)
+    )
+
+
+def loss_of(net: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross entropy; in fp64 for an fp64 net, else with fp32 logits."""
+    dtype = next(net.parameters()).dtype
+    logits = net(batch[0].to(dtype))
+    return functional.cross_entropy(logits if dtype == torch.float64 else logits.float(), batch[1])
+
+
+def train(net: nn.Module, data: list[Batch], steps: int) -> nn.Module:
+    """Adam on the given batches and no others: enough steps memorise them."""
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    for i in range(steps):
+        optimizer.zero_grad()
+        loss_of(net, data[i % len(data)]).backward()
+        optimizer.step()
+    return net
+
+
+class Exact:
+    """fp64 products of the mean loss at the net's weights."""
+
+    def __init__(self, net: nn.Module, data: list[Batch]) -> None:
+        self.net = copy.deepcopy(net).double()
+        self.parameters = list(self.net.parameters())
+        self.loss = torch.stack([loss_of(self.net, b) for b in data]).mean()
+        gradient = torch.autograd.grad(self.loss, self.parameters, create_graph=True)
+        self.gradient = torch.cat([g.reshape(-1) for g in gradient])
+
+    def __call__(self, v: Tensor) -> Tensor:
+        """`(n,)` to `(n,)`."""
+        product = torch.autograd.grad(
+            self.gradient @ v.double(), self.parameters, retain_graph=True
+        )
+        return torch.cat([p.reshape(-1) for p in product])
+
+    def krylov(self, backend: ModuleBackend, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The first Lanczos vectors, fp32, each with its exact product."""
+        basis = [random_vector(backend.layout, backend.space, seed=0)]
+        for _ in range(count):
+            truth = self(basis[-1])
+            yield basis[-1], truth
+            w = truth.clone()
+            for q in (*basis, *basis):
+                w -= (q.double() @ w) * q.double()
+            basis.append((w / w.norm()).float())
+
+
+def backend_of(net: nn.Module, data: list[Batch], bf16: bool = False) -> ModuleBackend:
+    """fp32, or bf16 weights and passes with fp32 masters."""
+    if not bf16:
+        return ModuleBackend(net, data, loss_of)
+    masters = [p.detach().clone() for p in net.parameters()]
+    return ModuleBackend(copy.deepcopy(net).bfloat16(), data, loss_of, 2.0**-9, masters)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """`|a - b| / |b|`."""
+    return float((a.double() - b.double()).norm() / b.double().norm())

@@ -1,0 +1,41 @@
+"""Warnings fire for what makes figures poor, and only then."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from tests.results.makers import language_model_like, spectrum_of
+
+
+def test_good_products_bring_no_warning() -> None:
+    spectrum = spectrum_of(language_model_like(1000), m=10, noise=1e-3)
+    assert spectrum.warnings == ()
+    assert "warning" not in spectrum.table()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("fidelities", 0.63, r"1 of 10 products moved .* \(fidelity down to 0.63\)"),
+        ("nonlinearities", 0.8, r"1 of 10 products reach beyond .* up to 0.80"),
+        ("product_errors", 1e3, r"1 of 10 products have an estimated error above 10%"),
+    ],
+)
+def test_one_poor_product_is_warned_of(name: str, value: float, text: str) -> None:
+    spectrum = spectrum_of(language_model_like(1000), m=10, noise=1e-3)
+    array = np.array(getattr(spectrum, name))
+    array[0, 3] = value
+    spectrum = dataclasses.replace(spectrum, **{name: array})
+    (warning,) = spectrum.warnings
+    assert re.search(text, warning)
+    assert warning in spectrum.table()
+
+
+def test_an_asymmetry_beyond_the_errors_is_warned_of() -> None:
+    spectrum = spectrum_of(language_model_like(1000), m=10, noise=1e-6)
+    spectrum = dataclasses.replace(spectrum, asymmetries=np.array([1.0]))
+    assert "error bars are too small" in spectrum.warnings[0]
