@@ -27,6 +27,7 @@ setup(
         "ninja",
     ],
     extras_require={
+        "megatron": ["megatron-core>=0.14"],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "clang-format"],
     },
     **runpy.run_path("ds_hessian/ops/build_ext.py")["setup_arguments"](),

@@ -234,7 +234,7 @@ class HessianConfig(_Section):
         """
         section, given, lines = self.model_dump(), set[str](), list[str]()
         for name, value in overrides.items():
-            paths = [path for path in _leaves() if path == name or path.endswith(f".{name}")]
+            paths = [path for path in leaves() if path == name or path.endswith(f".{name}")]
             nested = section.get(name)
             if isinstance(nested, dict) and isinstance(value, Mapping | BaseModel):
                 changes = _plain(value)
@@ -246,7 +246,7 @@ class HessianConfig(_Section):
                 parent, leaf = paths[0].split(".")
                 section[parent][leaf], touched = value, paths
             else:
-                known = [*section, *(path.split(".")[-1] for path in _leaves())]
+                known = [*section, *(path.split(".")[-1] for path in leaves())]
                 lines.append(f"{name}: unknown override{_suggestion(name, known)}")
                 continue
             lines += [f"{SECTION}.{p}: overridden twice: keep one" for p in touched if p in given]
@@ -259,18 +259,18 @@ class HessianConfig(_Section):
 def describe() -> str:
     """A markdown table of all keys: what each accepts, its default and its meaning."""
     rows = ["| key | value | default | meaning |", "|---|---|---|---|"]
-    for path, field in _leaves().items():
+    for path, field in leaves().items():
         default = json.dumps(field.default)
         rows.append(f"| `{path}` | {_required(field)} | `{default}` | {field.description} |")
     return "\n".join(rows) + "\n"
 
 
-def _leaves(model: Any = HessianConfig, prefix: str = "") -> dict[str, Any]:
+def leaves(model: Any = HessianConfig, prefix: str = "") -> dict[str, Any]:
     """Dotted path below the section -> field, in order of definition."""
     found: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         if _is_section(field.annotation):
-            found |= _leaves(field.annotation, f"{prefix}{name}.")
+            found |= leaves(field.annotation, f"{prefix}{name}.")
         else:
             found[prefix + name] = field
     return found
@@ -358,13 +358,13 @@ def _explain(location: tuple[int | str, ...], kind: str, value: Any) -> tuple[st
 
 def _suggest_key(path: str, name: str, model: type[BaseModel]) -> str:
     """The nearest valid name; a right name in the wrong place is sent to its own."""
-    for leaf in _leaves():
+    for leaf in leaves():
         if leaf.split(".")[-1] == name:
             return f'; did you mean "{SECTION}.{leaf}"?'
     here = list(model.model_fields)
     if difflib.get_close_matches(name, here):
         return _suggestion(name, here)
-    elsewhere = {leaf.split(".")[-1]: leaf for leaf in _leaves()}
+    elsewhere = {leaf.split(".")[-1]: leaf for leaf in leaves()}
     for match in difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.75):
         return f'; did you mean "{SECTION}.{elsewhere[match]}"?'
     return _suggestion(name, here)

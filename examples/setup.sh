@@ -11,6 +11,8 @@ if [ ! -e "$stamp" ]; then
     # deepspeed imports torch while it builds, so it must see this environment's torch.
     DS_BUILD_OPS=0 .venv/bin/python -m pip install --quiet --no-build-isolation deepspeed==0.19.8
     .venv/bin/python -m pip install --quiet --no-build-isolation --editable ".${EXTRAS:+[$EXTRAS]}"
+    # Its own requirements are met; those of its extras (Transformer Engine, ...) need CUDA.
+    .venv/bin/python -m pip install --quiet --no-deps megatron-core==0.16.1
     touch "$stamp"
 fi
 export PATH="$root/.venv/bin:$PATH"

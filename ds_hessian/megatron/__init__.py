@@ -6,5 +6,12 @@ spectrum = hessian_spectrum(model, forward_step, batches, seq_length=..., micro_
 """
 
 from ds_hessian.megatron.hessian import MegatronHessian, hessian_spectrum
+from ds_hessian.megatron.pretrain import PretrainHook, hessian_arguments, with_hessian
 
-__all__ = ["MegatronHessian", "hessian_spectrum"]
+__all__ = [
+    "MegatronHessian",
+    "PretrainHook",
+    "hessian_arguments",
+    "hessian_spectrum",
+    "with_hessian",
+]

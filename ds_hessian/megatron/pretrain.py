@@ -1,0 +1,259 @@
+"""Spectra in Megatron-LM's `pretrain()`, without an edit of Megatron-LM.
+
+    from ds_hessian.megatron import with_hessian
+
+    with_hessian(pretrain)(train_valid_test_datasets_provider, model_provider, ..., forward_step)
+
+and `--hessian-interval 500` on the command line. The micro-batches are the first
+`--hessian-num-micro-batches` that training reads, copied; nothing is drawn from its iterator. From
+Megatron-LM 0.18 on, whose scripts parse their arguments themselves, `hessian_arguments` goes into
+`parse_and_validate_args(extra_args_provider=...)`.
+
+An automatic measurement never ends the training: what it raises is logged on rank 0 and kept in
+`failures`. It takes long beside a step: fault-tolerance and NCCL timeouts must allow for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import json
+import logging
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ds_hessian.backends.megatron import ForwardStep
+from ds_hessian.config import HessianConfig, leaves
+from ds_hessian.errors import HessianError, UnsupportedError
+from ds_hessian.megatron.hessian import MegatronHessian
+from ds_hessian.results import HessianSpectrum, monitor_events
+
+logger = logging.getLogger(__name__)
+
+
+def hessian_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add `--hessian-<key>` for every key of the "hessian" section; an `extra_args_provider`."""
+    group = parser.add_argument_group(title="hessian")
+    for path, field in leaves().items():
+        if path != "enabled":
+            flag = "--hessian-" + path.split(".")[-1].replace("_", "-")
+            text = field.description.replace("%", "%%")
+            group.add_argument(flag, type=_value, default=None, help=text)
+    return parser
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def config_from(args: Any) -> HessianConfig:
+    """The settings given on the command line, over the defaults.
+
+    Raises:
+        ConfigError: a value is impossible.
+    """
+    names = [path.split(".")[-1] for path in leaves() if path != "enabled"]
+    values = {name: getattr(args, f"hessian_{name}", None) for name in names}
+    given = {name: value for name, value in values.items() if value is not None}
+    return HessianConfig().with_overrides(**given)
+
+
+class PretrainHook:
+    """Records micro-batches of training and takes spectra of it.
+
+    `with_hessian` does everything at once. Where Megatron-LM must not be patched at all, in its own
+    terms, with a spectrum at every evaluation:
+
+        hook = PretrainHook()
+        pretrain(..., hook.record(forward_step), extra_args_provider=hessian_arguments,
+                 non_loss_data_func=hook.at_evaluation)
+
+    Attributes:
+        spectra: `{iteration: record}` of what was measured.
+        failures: `{iteration: error}` of what was not.
+    """
+
+    def __init__(self) -> None:
+        self.spectra: dict[int, HessianSpectrum] = {}
+        self.failures: dict[int, HessianError] = {}
+        self._config: HessianConfig | None = None
+        self._hessian: MegatronHessian | None = None
+        self._recorded: dict[int, list[Any]] = {}
+
+    @property
+    def config(self) -> HessianConfig:
+        """From Megatron-LM's arguments, read at the first use."""
+        if self._config is None:
+            from megatron.training import get_args
+
+            self._config = config_from(get_args())
+        return self._config
+
+    def record(self, forward_step: ForwardStep) -> ForwardStep:
+        """The forward step for `pretrain`: the same, but micro-batches of training are copied."""
+        self._forward_step = forward_step
+
+        @functools.wraps(forward_step)
+        def recording(data_iterator: Any, model: Any, *rest: Any) -> Any:
+            kept = self._recorded.setdefault(id(model), [])
+            if model.training and data_iterator is not None and len(kept) < self._wanted():
+                data_iterator = _Recorder(data_iterator, kept)
+            return forward_step(data_iterator, model, *rest)
+
+        return recording
+
+    def _wanted(self) -> int:
+        return self.config.num_micro_batches if self._hessian is None else 0
+
+    def at_evaluation(self, model: Any) -> None:
+        """A `non_loss_data_func`: measures at each evaluation, or those on the interval."""
+        from megatron.training import get_args
+
+        iteration = int(get_args().curr_iteration) + 1
+        if iteration not in {*self.spectra, *self.failures} and self._is_due(iteration, 1):
+            self.measure(model, iteration)
+
+    def _is_due(self, iteration: int, default_interval: int) -> bool:
+        interval = self.config.interval or default_interval
+        return bool(interval and iteration % interval == 0 and iteration >= self.config.start_step)
+
+    def measure(self, model: Any, iteration: int) -> None:
+        """Take a spectrum now, save it, and tell Megatron's writers. Collective."""
+        try:
+            hessian = self._ready(model)
+            hessian.step = iteration
+            spectrum = hessian.spectrum()
+            hessian.save(spectrum)
+        except HessianError as error:  # every rank has it: training must not end by a measurement
+            self.failures[iteration] = error
+            if torch.distributed.get_rank() == 0:
+                logger.exception("no Hessian spectrum at iteration %d", iteration)
+            return
+        self.spectra[iteration] = spectrum
+        if hessian.rank == 0:
+            logger.info("Hessian spectrum at iteration %d\n%s", iteration, spectrum.table())
+        _write(spectrum)
+
+    def _ready(self, model: Any) -> MegatronHessian:
+        if self._hessian is None:
+            from megatron.training import get_args
+
+            args = get_args()
+            hessian = MegatronHessian(model, self.config)
+            # A rank's chunks read the same data where more than one reads any.
+            batches = next((kept for kept in self._recorded.values() if kept), [])
+            self._hessian = hessian.use(
+                batches,
+                self._forward_step,
+                seq_length=args.seq_length,
+                micro_batch_size=args.micro_batch_size,
+            )
+        return self._hessian
+
+    @contextlib.contextmanager
+    def installed(self, training: Any) -> Iterator[None]:
+        """Measure on the interval, after `post_training_step_callbacks` of the module `training`.
+
+        Raises:
+            UnsupportedError: this Megatron-LM has no such function.
+        """
+        name = "post_training_step_callbacks"
+        inner = getattr(training, name, None)
+        if inner is None:
+            raise UnsupportedError(
+                f"this Megatron-LM has no {name}; use non_loss_data_func=hook.at_evaluation of a "
+                "PretrainHook"
+            )
+        signature = inspect.signature(inner)
+
+        @functools.wraps(inner)
+        def callbacks(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            if self._is_due(given["iteration"], 0):
+                with _interval_timer_stopped():
+                    self.measure(given["model"], given["iteration"])
+            return inner(*args, **kwargs)
+
+        setattr(training, name, callbacks)
+        try:
+            yield
+        finally:
+            setattr(training, name, inner)
+
+
+def with_hessian(pretrain: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron-LM's `pretrain` with spectra every `--hessian-interval` iterations.
+
+    Takes and returns what `pretrain` does, in every version since 0.12: the arguments that matter
+    are found by name.
+    """
+    signature = inspect.signature(pretrain)
+
+    @functools.wraps(pretrain)
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        hook = PretrainHook()
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        given["forward_step_func"] = hook.record(given["forward_step_func"])
+        if "extra_args_provider" in signature.parameters:
+            given["extra_args_provider"] = _both(given.get("extra_args_provider"))
+        with hook.installed(sys.modules[pretrain.__module__]):
+            return pretrain(*bound.args, **bound.kwargs)
+
+    return measured
+
+
+def _both(provider: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    def add(parser: Any) -> Any:
+        return hessian_arguments(parser if provider is None else provider(parser))
+
+    return add
+
+
+class _Recorder:
+    """An iterator that keeps copies of what it gives."""
+
+    def __init__(self, inner: Any, kept: list[Any]) -> None:
+        self.inner, self.kept = inner, kept
+
+    def __iter__(self) -> _Recorder:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self.inner)
+        self.kept.append(copy.deepcopy(batch))
+        return batch
+
+
+@contextlib.contextmanager
+def _interval_timer_stopped() -> Iterator[None]:
+    """Megatron-LM's throughput is of training alone, as around its evaluation."""
+    from megatron.training import get_timers
+
+    timers = get_timers()
+    timers("interval-time").stop()
+    try:
+        yield
+    finally:
+        timers("interval-time", log_level=0).start(barrier=True)
+
+
+def _write(spectrum: HessianSpectrum) -> None:
+    """To TensorBoard and W&B, on the rank where Megatron-LM has them."""
+    from megatron.training import get_tensorboard_writer, get_wandb_writer
+
+    board, wandb = get_tensorboard_writer(), get_wandb_writer()
+    for tag, value, step in monitor_events(spectrum):
+        if board is not None:
+            board.add_scalar(tag, value, step)
+        if wandb is not None:
+            wandb.log({tag: value}, step)

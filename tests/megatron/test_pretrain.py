@@ -1,0 +1,110 @@
+"""The hook in Megatron-LM's own `pretrain()`: its tree (core_v0.16.1) is named by MEGATRON_LM."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+
+from ds_hessian.config import HessianConfig
+from ds_hessian.errors import ConfigError
+from tests.ranks import free_port
+
+ARGUMENTS = """
+--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
+--micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 1e-2 --lr-decay-style constant
+--mock-data --vocab-size 120 --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 8
+--distributed-backend gloo --use-cpu-initialization --transformer-impl local
+--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion
+--no-gradient-accumulation-fusion --no-persist-layer-norm --num-workers 0 --log-interval 1
+--eval-interval 2 --eval-iters 1 --split 90,5,5 --seed 1234 --attention-dropout 0.1
+--hidden-dropout 0.1 --attention-backend unfused --no-ckpt-fully-parallel-save
+--hessian-interval 2 --hessian-num-matvecs 3 --hessian-num-micro-batches 2
+--hessian-progress false --hessian-plot false
+"""
+LAYOUTS = {
+    "DP": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "TP": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "PP": "--pipeline-model-parallel-size 2 --calculate-per-token-loss",
+}
+
+
+def pretrain(mode: str, layout: str, folder: Path) -> list[str]:
+    """Hash of the final weights by rank."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command += ["--master_port", str(free_port())]
+    command += [str(Path(__file__).with_name("pretrain_on_cpu.py")), *ARGUMENTS.split()]
+    command += [*LAYOUTS[layout].split(), "--data-cache-path", str(folder / "cache")]
+    command += ["--hessian-output-path", str(folder / mode)]
+    root = str(Path(__file__).parents[2])
+    environment = {
+        **os.environ,
+        "MODE": mode,
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+    }
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    return [hash for _, hash in sorted(re.findall(r"FINAL (\d) (\w+)", run.stdout))]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MEGATRON_LM" not in os.environ,
+    reason="set MEGATRON_LM to a tree of Megatron-LM core_v0.16.1 to train with its pretrain()",
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pretrain_ends_with_the_same_bits_with_and_without_spectra(
+    layout: str, tmp_path: Path
+) -> None:
+    bare = pretrain("bare", layout, tmp_path)
+    assert len(bare) == 2
+    for mode in ("hook", "evaluation"):
+        assert pretrain(mode, layout, tmp_path) == bare
+        steps = sorted(p.name for p in (tmp_path / mode).iterdir())
+        assert steps == ["step_000002", "step_000004"]
+
+
+def test_every_setting_is_an_argument() -> None:
+    from ds_hessian.megatron import hessian_arguments
+    from ds_hessian.megatron.pretrain import config_from
+
+    parser = hessian_arguments(ArgumentParser())
+    assert config_from(parser.parse_args([])) == HessianConfig()
+    given = ["--hessian-interval", "5", "--hessian-displacement", "1e-3", "--hessian-dropout"]
+    config = config_from(parser.parse_args([*given, "true"]))
+    assert (config.interval, config.finite_difference.displacement) == (5, 1e-3)
+    assert config.dropout
+    with pytest.raises(ConfigError, match="num_matvecs"):
+        config_from(parser.parse_args(["--hessian-num-matvecs", "0"]))
+
+
+def test_pretrain_is_wrapped_by_the_names_of_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signatures differ between versions of Megatron-LM: 0.16, and 0.19, which parses before."""
+    import ds_hessian.megatron as face
+
+    seen = {}
+
+    def pretrain_0_16(datasets, provider, model_type, forward_step_func, extra_args_provider=None):
+        seen["0.16"] = (forward_step_func, extra_args_provider)
+
+    def pretrain_0_19(cfg_container, datasets, model_type, forward_step_func, model_provider=None):
+        seen["0.19"] = (forward_step_func, None)
+
+    def forward_step(data_iterator, model):
+        return "output", "loss"
+
+    module = sys.modules[__name__]
+    inner = lambda model, optimizer, scheduler, iteration: "kept"  # noqa: E731
+    monkeypatch.setattr(module, "post_training_step_callbacks", inner, raising=False)
+    face.with_hessian(pretrain_0_16)("d", "p", "t", forward_step)
+    face.with_hessian(pretrain_0_19)("c", "d", "t", forward_step, model_provider="p")
+    assert all(wrapped.__wrapped__ is forward_step for wrapped, _ in seen.values())
+    parsed = seen["0.16"][1](ArgumentParser()).parse_args(["--hessian-interval", "7"])
+    assert parsed.hessian_interval == 7
+    assert module.post_training_step_callbacks is inner  # type: ignore[attr-defined]
