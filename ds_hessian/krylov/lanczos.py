@@ -236,6 +236,11 @@ class LanczosState:
         )
 
 
+def absolute_error(product: Product) -> float:
+    """Estimated |H v - product| for a unit v; at least the rounding of fp32."""
+    return max(product.error or 0.0, ROUNDOFF) * product.norm
+
+
 def _figures(product: Product) -> tuple[float, ...]:
     """What is kept of a product: its vector becomes the next basis vector."""
     return (

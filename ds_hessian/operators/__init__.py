@@ -2,5 +2,6 @@
 
 from ds_hessian.operators.finite_difference import FiniteDifferenceHessian, OperatorCost
 from ds_hessian.operators.protocol import LinearOperator, Product
+from ds_hessian.operators.views import Congruent
 
-__all__ = ["FiniteDifferenceHessian", "LinearOperator", "OperatorCost", "Product"]
+__all__ = ["Congruent", "FiniteDifferenceHessian", "LinearOperator", "OperatorCost", "Product"]
