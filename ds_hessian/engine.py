@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hessian.analyses import Analyses, cost_of
 from ds_hessian.backends.objective import LossFn, Objective
 from ds_hessian.backends.zero import ZeroBackend, refuse_unsupported, shape
 from ds_hessian.config import HessianConfig
@@ -26,12 +27,12 @@ from ds_hessian.errors import ConfigError
 from ds_hessian.krylov import LanczosRun, slq
 from ds_hessian.operators import FiniteDifferenceHessian, Product
 from ds_hessian.provenance import describe_run
-from ds_hessian.results import Cost, HessianSpectrum, SpectrumProgress
+from ds_hessian.results import HessianSpectrum, SpectrumProgress
 from ds_hessian.schedule import Schedule
 from ds_hessian.vectors import ProbeKind, random_vector, together
 
 
-class HessianEngine:
+class HessianEngine(Analyses):
     """The Hessian of one DeepSpeed engine; `engine.hessian`.
 
     Every method is collective: all ranks call it, in the same order, outside of a forward/backward
@@ -126,16 +127,17 @@ class HessianEngine:
 
         For small models, tests and export: parameters travel one by one, in full.
         """
-        full: dict[str, Tensor] = {}
-        for name, p in self._parameters():
-            tensor = torch.zeros(shape(p).numel(), dtype=torch.float32, device=self.backend.device)
-            for fragment, part in self.backend.layout:
-                if fragment.name == name and fragment.owned:
-                    tensor[fragment.start : fragment.start + fragment.numel] = v[part]
-            dist.reduce(tensor, dst=0)
-            if self.rank == 0:
-                full[name] = tensor.reshape(shape(p))
+        full = {name: self._whole(v, name, p) for name, p in self._parameters()}
         return full if self.rank == 0 else None
+
+    def _whole(self, v: Tensor, name: str, p: Any) -> Tensor:
+        """A parameter's coordinates of v in its unsharded shape, on rank 0."""
+        tensor = torch.zeros(shape(p).numel(), dtype=torch.float32, device=self.backend.device)
+        for fragment, part in self.backend.layout:
+            if fragment.name == name and fragment.owned:
+                tensor[fragment.start : fragment.start + fragment.numel] = v[part]
+        dist.reduce(tensor, dst=0)
+        return tensor.reshape(shape(p))
 
     def scatter(self, full: Mapping[str, Tensor] | None) -> Tensor:
         """The reverse of `gather`: rank 0 passes the tensors, the others None.
@@ -149,11 +151,16 @@ class HessianEngine:
             with together(f"scattering parameter {name!r}", device=self.backend.device):
                 if self.rank == 0:
                     tensor.copy_(_expect(full, name, shape(p)).reshape(-1))
-            dist.broadcast(tensor, src=0)
-            for fragment, part in self.backend.layout:
-                if fragment.name == name:
-                    v[part] = tensor[fragment.start : fragment.start + fragment.numel]
+            self._deal(v, name, tensor)
         return v
+
+    def _deal(self, v: Tensor, name: str, whole: Tensor) -> None:
+        """Write rank 0's values of a parameter into every rank's part of v."""
+        flat = whole.reshape(-1)
+        dist.broadcast(flat, src=0)
+        for fragment, part in self.backend.layout:
+            if fragment.name == name:
+                v[part] = flat[fragment.start : fragment.start + fragment.numel]
 
     def _parameters(self) -> list[tuple[str, Any]]:
         return [(n, p) for n, p in self.engine.module.named_parameters() if p.requires_grad]
@@ -227,16 +234,7 @@ class HessianEngine:
         seconds: float,
         all_reduces: int,
     ) -> HessianSpectrum:
-        spent = operator.cost
-        cost = Cost(
-            seconds_total=seconds,
-            seconds_per_product=spent.product_seconds / max(spent.products, 1),
-            seconds_per_gradient=spent.gradient_seconds,
-            products=spent.products,
-            gradient_evaluations=spent.gradient_evaluations,
-            trials=spent.trials,
-            all_reduces=all_reduces,
-        )
+        cost = cost_of(operator, seconds, all_reduces)
         assert self._objective is not None
         provenance = describe_run(self.engine, self.backend, self._objective, config)
         return HessianSpectrum.from_runs(

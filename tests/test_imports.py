@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "krylov": {"operators", "vectors", "ops", "errors"},
     "results": {"krylov", "errors"},
 }
-JOINING = {"engine", "schedule", "provenance"}  # may import everything
+JOINING = {"analyses", "engine", "schedule", "provenance"}  # may import everything
 HOSTS = {"deepspeed": ("backends/zero/", "engine.py", "provenance.py", "ops/"), "megatron": ()}
 
 
