@@ -22,6 +22,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ds_hessian.analyses import Analyses, cost_of
 from ds_hessian.backends.objective import LossFn, Objective
 from ds_hessian.backends.zero import ZeroBackend, refuse_unsupported, shape
 from ds_hessian.config import HessianConfig
@@ -47,7 +48,7 @@ TOP_STEPS = 10
 """Lanczos steps for the direction of the largest eigenvalue: it is to point there, not to be it."""
 
 
-class HessianEngine:
+class HessianEngine(Analyses):
     """The Hessian of one DeepSpeed engine; `engine.hessian`.
 
     Every method is collective: all ranks call it, in the same order, outside of a forward/backward
@@ -143,16 +144,17 @@ class HessianEngine:
 
         For small models, tests and export: parameters travel one by one, in full.
         """
-        full: dict[str, Tensor] = {}
-        for name, whole in self._parameters():
-            tensor = torch.zeros(whole.numel(), dtype=torch.float32, device=self.backend.device)
-            for fragment, part in self.backend.layout:
-                if fragment.name == name and fragment.owned:
-                    tensor[fragment.index(device=tensor.device)] = v[part]
-            dist.reduce(tensor, dst=0)
-            if self.rank == 0:
-                full[name] = tensor.reshape(whole)
+        full = {name: self._whole(v, name, whole) for name, whole in self._parameters()}
         return full if self.rank == 0 else None
+
+    def _whole(self, v: Tensor, name: str, whole: torch.Size) -> Tensor:
+        """A parameter's coordinates of v in its unsharded shape, on rank 0."""
+        tensor = torch.zeros(whole.numel(), dtype=torch.float32, device=self.backend.device)
+        for fragment, part in self.backend.layout:
+            if fragment.name == name and fragment.owned:
+                tensor[fragment.index(device=tensor.device)] = v[part]
+        dist.reduce(tensor, dst=0)
+        return tensor.reshape(whole)
 
     def scatter(self, full: Mapping[str, Tensor] | None) -> Tensor:
         """The reverse of `gather`: rank 0 passes the tensors, the others None.
@@ -166,11 +168,16 @@ class HessianEngine:
             with together(f"scattering parameter {name!r}", device=self.backend.device):
                 if self.rank == 0:
                     tensor.copy_(_expect(full, name, whole).reshape(-1))
-            dist.broadcast(tensor, src=0)
-            for fragment, part in self.backend.layout:
-                if fragment.name == name:
-                    v[part] = tensor[fragment.index(device=tensor.device)]
+            self._deal(v, name, tensor)
         return v
+
+    def _deal(self, v: Tensor, name: str, whole: Tensor) -> None:
+        """Write rank 0's values of a parameter into every rank's part of v."""
+        flat = whole.reshape(-1)
+        dist.broadcast(flat, src=0)
+        for fragment, part in self.backend.layout:
+            if fragment.name == name:
+                v[part] = flat[fragment.index(device=flat.device)]
 
     def _parameters(self) -> list[tuple[str, torch.Size]]:
         """Names and unsharded shapes, the same list on every rank."""
@@ -343,16 +350,8 @@ class HessianEngine:
         return vectors
 
     def _cost(self, operator: FiniteDifferenceHessian, started: float, all_reduces: int) -> Cost:
-        spent = operator.cost
-        return Cost(
-            seconds_total=time.perf_counter() - started,
-            seconds_per_product=spent.product_seconds / max(spent.products, 1),
-            seconds_per_gradient=spent.gradient_seconds,
-            products=spent.products,
-            gradient_evaluations=spent.gradient_evaluations,
-            trials=spent.trials,
-            all_reduces=self.backend.space.all_reduces - all_reduces,
-        )
+        seconds = time.perf_counter() - started
+        return cost_of(operator, seconds, self.backend.space.all_reduces - all_reduces)
 
     def _describe(self, config: HessianConfig) -> Provenance:
         """What a measurement made now is made on."""

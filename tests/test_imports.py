@@ -20,7 +20,14 @@ ALLOWED: dict[str, set[str]] = {
     "krylov": {"operators", "vectors", "ops", "errors"},
     "results": {"krylov", "errors"},
 }
-JOINING = {"engine", "schedule", "provenance", "self_test", "megatron"}  # may import everything
+JOINING = {
+    "analyses",
+    "engine",
+    "schedule",
+    "provenance",
+    "self_test",
+    "megatron",
+}  # may import everything
 HOSTS = {
     "deepspeed": ("backends/zero/", "engine.py", "provenance.py", "self_test.py", "ops/"),
     "megatron": ("backends/megatron/", "megatron/"),

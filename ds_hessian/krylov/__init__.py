@@ -1,16 +1,37 @@
 """Krylov methods: serial-looking code on operators and vector spaces."""
 
-from ds_hessian.krylov.lanczos import LanczosState, lanczos, top_vector
+from ds_hessian.krylov.basis import Storage
+from ds_hessian.krylov.blocks import BlockCoupling, OffBlockShare, block_coupling, off_block_share
+from ds_hessian.krylov.eigenpairs import Eigenpairs, Which, eigenpairs
+from ds_hessian.krylov.lanczos import LanczosOptions, LanczosState, lanczos, top_vector
 from ds_hessian.krylov.quadrature import slq, trace_estimate
 from ds_hessian.krylov.records import LanczosRun, RitzDecomposition, ritz
+from ds_hessian.krylov.solves import Solution, SolveMethod, solve
+from ds_hessian.krylov.traces import TraceEstimate, hutch_plus_plus, hutchinson, xtrace
 
 __all__ = [
+    "BlockCoupling",
+    "Eigenpairs",
+    "LanczosOptions",
     "LanczosRun",
     "LanczosState",
+    "OffBlockShare",
     "RitzDecomposition",
+    "Solution",
+    "SolveMethod",
+    "Storage",
+    "TraceEstimate",
+    "Which",
+    "block_coupling",
+    "eigenpairs",
+    "hutch_plus_plus",
+    "hutchinson",
     "lanczos",
+    "off_block_share",
     "ritz",
     "slq",
+    "solve",
     "top_vector",
     "trace_estimate",
+    "xtrace",
 ]

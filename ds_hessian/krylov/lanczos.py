@@ -1,37 +1,81 @@
-"""Lanczos with full reorthogonalisation by classical Gram-Schmidt, twice (CGS2).
+"""Lanczos: orthonormal q_1 .. q_m and the tridiagonal T = Q' H Q of a symmetric operator.
 
-For a symmetric operator H and a unit vector q_1 it builds orthonormal q_1 .. q_m and the
-tridiagonal T = Q' H Q with H Q = Q T + beta_m q_{m+1} e_m'.
+    H Q = Q T + beta_m q_{m+1} e_m'
 
-Cost: m products; m x n_local elements for the basis; three all-reduces a step, of at most m + 1
-scalars each, and three reads of the basis so far:
+Each step is one product and classical Gram-Schmidt, twice (CGS2), against some of what is stored:
+
+| mode | against | stored vectors | ghosts of converged outliers |
+|---|---|---|---|
+| `full` | the whole basis | m | none |
+| `window` | the last `window` | `window` | after about `window` more steps |
+| `none` | the last two | 2 | yes; right for densities, not for counting outliers |
+
+Cost of a step: one product; three reads of those vectors; three all-reduces, of at most their
+number of scalars and a few more:
 
     c  = Q' w                 w = H q_j: all dot products in one pass, alpha_j = c_j
     w  = w - Q c,  c' = Q' w  fused
     w  = w - Q c',  beta = |w|
 
-Twice is enough: Giraud, Langou, Rozloznik, van den Eshof, Numer. Math. 101 (2005).
+A thick restart bounds the basis: it goes on from chosen Ritz vectors and the residual; T is then an
+arrow followed by a tridiagonal.
+
+Sources: Giraud, Langou, Rozloznik, van den Eshof, Numer. Math. 101 (2005) (twice is enough);
+the paper, section 3 (window); Wu, Simon, SIAM J.
+Matrix Anal. 22 (2000) (thick restart).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ds_hessian import ops
 from ds_hessian.errors import NumericsError
+from ds_hessian.krylov.basis import Basis, Storage
 from ds_hessian.krylov.records import LanczosRun
 from ds_hessian.operators import LinearOperator, Product
 
-BREAKDOWN = 32 * 2.0**-24
+ROUNDOFF = 2.0**-24
+"""Of the fp32 vectors."""
+
+BREAKDOWN = 32 * ROUNDOFF
 """beta below this share of the largest |T| is rounding of the fp32 vectors: the Krylov space is
 exhausted. Relative, since no absolute bound fits Hessians from 1e-8 to 1e8."""
 
+Mode = Literal["full", "window", "none"]
 Progress = Callable[["LanczosState"], None]
+
+
+@dataclass(frozen=True)
+class LanczosOptions:
+    """How Lanczos keeps its basis.
+
+    Attributes:
+        mode: Of reorthogonalisation; see the module.
+        window: Vectors kept in mode `window`, at least 2.
+        storage: Of the basis.
+    """
+
+    mode: Mode = "full"
+    window: int = 10
+    storage: Storage = Storage()
+
+    def __post_init__(self) -> None:
+        if self.window < 2:
+            raise NumericsError(f"the window must hold at least 2 vectors, got {self.window}")
+
+    def capacity(self, num_matvecs: int) -> int:
+        """Vectors stored for a run of so many steps."""
+        if self.mode == "full":
+            return num_matvecs
+        return min(num_matvecs, self.window if self.mode == "window" else 2)
 
 
 class LanczosState:
@@ -40,9 +84,15 @@ class LanczosState:
     Args:
         operator: Symmetric operator.
         start: Unit start vector, `(n_local,)` fp32.
-        num_matvecs: Steps m wanted; at most the dimension of the space are made.
+        num_matvecs: Steps m wanted; at most the dimension of the space are made. With restarts:
+            the size at which the basis is full.
         fresh: `fresh(k)` gives the k-th unit random vector with which to go on when the Krylov
             space is exhausted (repeated eigenvalues, low rank).
+        options: See `LanczosOptions`.
+
+    Attributes:
+        matrix: `(m, m)` T so far, with the coupling to the next vector.
+        products: Products made, by all restarts together.
     """
 
     def __init__(
@@ -51,23 +101,30 @@ class LanczosState:
         start: Tensor,
         num_matvecs: int,
         fresh: Callable[[int], Tensor],
+        options: LanczosOptions | None = None,
     ) -> None:
         self.operator, self.space, self.fresh = operator, operator.space, fresh
+        self.options = options or LanczosOptions()
         self.num_matvecs = min(num_matvecs, self.space.n)
         if self.num_matvecs < 1:
             raise NumericsError(f"num_matvecs must be at least 1, got {num_matvecs}")
-        self.basis = self.space.basis(self.num_matvecs)
-        self.basis[0].copy_(start)
+        capacity = self.options.capacity(self.num_matvecs)
+        self.basis = Basis(self.space, capacity, self.options.storage)
         self.alphas: list[float] = []
         self.betas: list[float] = []
         self.diagnostics: list[tuple[float, ...]] = []
-        self.projected = np.zeros((self.num_matvecs, self.num_matvecs))
+        self.matrix = np.zeros((self.num_matvecs, self.num_matvecs))
+        self.asymmetry = 0.0
         self.restarts = 0
+        self.products = 0
         self.all_reduces = 0
+        self._residual: tuple[Tensor, float] | None = None
+        self._dropped: list[float] = []  # residuals that were taken for zero
+        self._pending = self.basis.store(0, start.clone(), 1.0)
 
     @property
     def steps(self) -> int:
-        """Products made so far."""
+        """Vectors of the basis that have been multiplied."""
         return len(self.alphas)
 
     @property
@@ -78,61 +135,110 @@ class LanczosState:
     def step(self) -> None:
         """One product, one new basis vector. Collective."""
         j = self.steps
-        product = self.operator.matvec(self.basis[j])
+        row = j % len(self.basis.rows)
+        product = self.operator.matvec(self.basis.vector(row))
         before = self.space.all_reduces
-        w, basis = product.vector, self.basis[: j + 1]
-        c = self.space.reduce(ops.project(basis, w, self.space.n_owned))[:-1]
-        self.projected[: j + 1, j] = c
-        self.alphas.append(float(c[j]))
-        again = self.space.reduce(
-            ops.subtract_project(basis, w, c.to(w.device), self.space.n_owned)
-        )[:-1]
-        square = self.space.reduce(ops.subtract(basis, w, again.to(w.device), self.space.n_owned))
-        beta = math.sqrt(float(square[0]))
-        self.diagnostics.append(_figures(product))
-        self._append(w, beta)
+        w, numbers = product.vector, self._numbers(j)
+        count, partials = len(numbers), self.basis.project(product.vector, len(numbers))
+        sums = self.space.reduce(torch.cat([partials, self._pending.to(w.device)]))
+        first = sums[:count]
+        self.basis.settle(row, sums[count:])
+        second = self.space.reduce(self.basis.subtract_project(w, first))
+        square = self.space.reduce(self.basis.subtract(w, second))
+        # w is H times the stored row: per unit length of it, and along unit vectors.
+        inverse_squares = self.basis.inverse_squares[:count]
+        length = math.sqrt(1 / self.basis.inverse_squares[row])
+        column = first.numpy() * np.sqrt(inverse_squares) / length
+        # What Lanczos takes from before, or sets to zero; the difference is what the products'
+        # errors broke.
+        broken = np.abs(column - self.matrix[numbers, j])[numbers != j]
+        self.asymmetry = max(self.asymmetry, float(broken.max(initial=0.0)))
+        self.alphas.append(float(column[row]))
+        self.matrix[j, j] = column[row]
+        self.products += 1
+        self.diagnostics.append((*_figures(product), self.basis.rounding[row]))
+        again = math.sqrt(float(second.numpy() ** 2 @ inverse_squares))
+        self._append(w, math.sqrt(float(square[0])), again, length)
         self.all_reduces += self.space.all_reduces - before
 
-    def _append(self, w: Tensor, beta: float) -> None:
-        scale = max(map(abs, (*self.alphas, *self.betas, beta)))
-        if beta > BREAKDOWN * scale:
-            self.betas.append(beta)
-        else:  # an invariant subspace: go on in its complement
-            self.betas.append(0.0)
-            if not self.done:
-                w, beta = self._fresh_direction()
+    def _numbers(self, j: int) -> NDArray[np.int64]:
+        """The step that stored each row in use: step i writes row i modulo the capacity."""
+        rows = np.arange(min(j + 1, len(self.basis.rows)))
+        return j - (j - rows) % len(rows)
+
+    def _append(self, w: Tensor, norm: float, again: float, length: float) -> None:
+        """Take in what Gram-Schmidt left: `norm` of w, of which the second pass removed `again`."""
+        beta = norm / length
+        scale = max(abs(self.matrix).max(), max(self.betas, default=0.0), beta)
+        # The second inequality: rounding of the basis is not orthogonal to what is left.
+        exhausted = beta <= BREAKDOWN * scale or norm <= again
+        self.betas.append(0.0 if exhausted else beta)
+        self._dropped.append(beta if exhausted else 0.0)
+        self._residual = None if exhausted else (w, norm)
         if not self.done:
-            ops.normalize_store(w, 1 / beta, self.basis[self.steps], None, self.space.n_owned)
+            self._store_residual(self.betas[-1:])
+
+    def _store_residual(self, couplings: Sequence[float] | NDArray[np.float64]) -> None:
+        """The residual becomes the next basis vector, coupled to the last ones in T."""
+        j = self.steps
+        # Without a residual the basis spans an invariant subspace: go on beside it.
+        w, norm = self._residual or self._fresh_direction()
+        self._residual = None
+        self._pending = self.basis.store(j % len(self.basis.rows), w, 1 / norm)
+        last = slice(j - len(couplings), j)
+        self.matrix[last, j] = self.matrix[j, last] = couplings
 
     def _fresh_direction(self) -> tuple[Tensor, float]:
         """A random vector orthogonal to the basis, and its length."""
         self.restarts += 1
-        basis = self.basis[: self.steps]
         w = self.fresh(self.restarts)
-        for _ in range(2):
-            c = self.space.reduce(ops.project(basis, w, self.space.n_owned))[:-1]
-            square = self.space.reduce(ops.subtract(basis, w, c.to(w.device), self.space.n_owned))
-        return w, math.sqrt(float(square[0]))
+        return w, self.basis.orthogonalize(w, min(self.steps, len(self.basis.rows)))[1]
+
+    @property
+    def tridiagonal(self) -> NDArray[np.float64]:
+        """T of the steps made so far (after a restart: arrow and tridiagonal)."""
+        return self.matrix[: self.steps, : self.steps]
+
+    def restart(self, keep: NDArray[np.int64]) -> None:
+        """Go on from the Ritz vectors number `keep` (ascending Ritz values) and the residual.
+
+        Frees the other rows of a full basis. Collective.
+        """
+        assert self.options.mode == "full" and self.done
+        values, vectors = np.linalg.eigh(self.tridiagonal)
+        couplings = self.betas[-1] * vectors[-1, keep]
+        self.basis.replace(self.basis.combine(vectors[:, keep].T))
+        p = len(keep)
+        self.alphas, self.betas = list(map(float, values[keep])), [0.0] * p
+        self.matrix[:] = 0
+        self.matrix[range(p), range(p)] = self.alphas
+        self._store_residual(couplings)
 
     def run(self) -> LanczosRun:
-        """The record of the steps made so far."""
-        k = self.steps
-        a = self.projected[:k, :k]
-        # Column j holds q_i'(H q_j) for i <= j; what Lanczos sets to zero, or takes from betas,
-        # is the mirror image. The difference is what the products' errors broke.
-        mirror = np.triu(a, 1) - np.diag(self.betas[: k - 1], 1)
+        """The record of the steps made so far; of a run that was not restarted."""
         figures = np.array(self.diagnostics).T
+        alphas, betas = np.array(self.alphas), np.array(self.betas)
+        # What column j of H Q - Q T owes to rounding: that of the next basis vector in its storage
+        # (or all of it), and two or three times that of the fp32 product.
+        column = np.sqrt(alphas**2 + betas**2 + np.append(0.0, betas[:-1]) ** 2)
+        stored = np.append(figures[-1][1:], 0.0) * betas + self._dropped
         return LanczosRun(
-            alphas=np.array(self.alphas),
-            betas=np.array(self.betas),
+            alphas=alphas,
+            betas=betas,
             product_errors=figures[0],
             displacements=figures[1],
             nonlinearities=figures[2],
             fidelities=figures[3],
             trials=figures[4],
-            asymmetry=float(np.abs(mirror).max(initial=0.0)),
+            rounding_errors=np.hypot(stored, 2 * ROUNDOFF * column),
+            asymmetry=self.asymmetry,
             all_reduces=self.all_reduces,
         )
+
+
+def absolute_error(product: Product) -> float:
+    """Estimated |H v - product| for a unit v; at least the rounding of fp32."""
+    return max(product.error or 0.0, ROUNDOFF) * product.norm
 
 
 def _figures(product: Product) -> tuple[float, ...]:
@@ -152,6 +258,7 @@ def lanczos(
     num_matvecs: int,
     fresh: Callable[[int], Tensor],
     progress: Progress | None = None,
+    options: LanczosOptions | None = None,
 ) -> LanczosRun:
     """Run `num_matvecs` steps of Lanczos.
 
@@ -161,13 +268,14 @@ def lanczos(
         num_matvecs: Steps wanted.
         fresh: See `LanczosState`.
         progress: Called after each step, on every rank.
+        options: Reorthogonalisation and storage.
 
     Raises:
         NumericsError: a product is not finite.
 
     Collective.
     """
-    state = LanczosState(operator, start, num_matvecs, fresh)
+    state = LanczosState(operator, start, num_matvecs, fresh, options)
     while not state.done:
         state.step()
         if progress is not None:
@@ -184,7 +292,5 @@ def top_vector(state: LanczosState) -> Tensor:
 
     k = state.steps
     _, vectors = eigh_tridiagonal(np.array(state.alphas), np.array(state.betas[: k - 1]))
-    out = state.space.zeros().unsqueeze(0)
-    coefficients = torch.from_numpy(vectors[:, -1:].T.copy()).to(out.device)
-    ops.combine(state.basis[:k], coefficients, out)
-    return out[0] / state.space.norm(out[0])
+    out = state.basis.combine(vectors[:, -1:].T)[0]
+    return out / state.space.norm(out)

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from ds_hessian.krylov.lanczos import LanczosState, lanczos
+from ds_hessian.krylov.lanczos import LanczosOptions, LanczosState, lanczos
 from ds_hessian.krylov.records import LanczosRun, RitzDecomposition
 from ds_hessian.operators import LinearOperator
 from ds_hessian.vectors import Layout, ProbeKind, random_vector
@@ -30,6 +30,7 @@ def slq(
     seed: int,
     kind: ProbeKind = "gaussian",
     progress: Callable[[int, LanczosState], None] | None = None,
+    options: LanczosOptions | None = None,
 ) -> list[LanczosRun]:
     """One Lanczos run for each of `num_probes` random vectors.
 
@@ -44,6 +45,7 @@ def slq(
         seed: Of the random vectors.
         kind: Their distribution.
         progress: Called with the probe's number after each step, on every rank.
+        options: Reorthogonalisation and storage of the basis.
 
     Collective.
     """
@@ -54,7 +56,7 @@ def slq(
             return random_vector(layout, operator.space, seed, probe + (k << 32), kind)
 
         report = None if progress is None else partial(progress, probe)
-        runs.append(lanczos(operator, fresh(0), num_matvecs, fresh, report))
+        runs.append(lanczos(operator, fresh(0), num_matvecs, fresh, report, options))
     return runs
 
 

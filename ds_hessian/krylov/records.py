@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 COVERAGE = 2.0
-"""Estimated errors of products count this many times in the error bar of an eigenvalue."""
+"""Estimated errors of products and rounding count this many times in error bars."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class LanczosRun:
         nonlinearities: `(m,)` nonlinearity ratio of each product; NaN where not measured.
         fidelities: `(m,)` cosine of realised displacement and v.
         trials: `(m,)` pilot evaluations thrown away.
+        rounding_errors: `(m,)` norm of what rounding of the basis and of the recurrence adds to
+            each column of `H Q - Q T`.
         asymmetry: `max |A - A'|` of the projected matrix `A = Q' H Q`, which exact products make
             zero (its entries below the first superdiagonal come for free).
         all_reduces: All-reduces made by Lanczos itself (not by the products).
@@ -38,6 +40,7 @@ class LanczosRun:
     nonlinearities: Array
     fidelities: Array
     trials: Array
+    rounding_errors: Array
     asymmetry: float
     all_reduces: int
 
@@ -55,7 +58,7 @@ class RitzDecomposition:
         values: `(m,)` Ritz values, ascending.
         weights: `(m,)` squared first components of T's eigenvectors: quadrature weights, sum 1.
         errors: `(m,)` a bound on the distance to the nearest eigenvalue: the residual norm of the
-            Ritz pair, `|beta_m s_m|` and twice the products' errors in quadrature.
+            Ritz pair: `|beta_m s_m|` and twice the errors of products and rounding, in quadrature.
     """
 
     values: Array
@@ -67,13 +70,14 @@ def ritz(run: LanczosRun) -> RitzDecomposition:
     """Eigendecomposition of the run's tridiagonal (`scipy.linalg.eigh_tridiagonal`, fp64).
 
     The residual of the pair (theta_i, Q s_i) is `beta_m s_mi q_{m+1} - F s_i`, where column j of F
-    is the error of product j; with independent errors its norm is the root of the sum of squares
-    (Parlett, The Symmetric Eigenvalue Problem, 13.2). The estimates of the products' errors are
-    themselves 0.3 - 3 times the truth (docs/numerics.md), hence `COVERAGE` of them.
+    is the error of product j and of rounding; with independent errors its norm is the root of the
+    sum of squares (Parlett, The Symmetric Eigenvalue Problem, 13.2). The estimates of the products'
+    errors are themselves 0.3 - 3 times the truth (docs/numerics.md), hence `COVERAGE` of them.
     """
     from scipy.linalg import eigh_tridiagonal
 
     values, vectors = eigh_tridiagonal(run.alphas, run.betas[:-1])
     residual = abs(run.betas[-1] * vectors[-1])
-    product = COVERAGE * np.sqrt(run.product_errors**2 @ vectors**2)
-    return RitzDecomposition(values, vectors[0] ** 2, np.hypot(residual, product))
+    errors = COVERAGE * np.hypot(run.product_errors, run.rounding_errors)
+    inexact = np.sqrt(errors**2 @ vectors**2)
+    return RitzDecomposition(values, vectors[0] ** 2, np.hypot(residual, inexact))

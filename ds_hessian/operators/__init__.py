@@ -4,9 +4,11 @@ from ds_hessian.operators.finite_difference import FiniteDifferenceHessian, Oper
 from ds_hessian.operators.protocol import LinearOperator, Product
 from ds_hessian.operators.schemes import SCHEMES, Scheme, SchemeName
 from ds_hessian.operators.sweep import SweepPoint, default_range, sweep
+from ds_hessian.operators.views import Congruent
 
 __all__ = [
     "SCHEMES",
+    "Congruent",
     "FiniteDifferenceHessian",
     "LinearOperator",
     "OperatorCost",

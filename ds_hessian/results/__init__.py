@@ -1,5 +1,12 @@
 """Results: records with error bars and provenance, their files, pictures and monitor events."""
 
+from ds_hessian.results.analyses import (
+    HessianBlockCoupling,
+    HessianEigenpairs,
+    HessianOffBlockShare,
+    HessianSolution,
+    HessianTrace,
+)
 from ds_hessian.results.density import Density
 from ds_hessian.results.estimate import Estimate
 from ds_hessian.results.monitor import monitor_events
@@ -16,7 +23,12 @@ __all__ = [
     "Density",
     "DisplacementSweep",
     "Estimate",
+    "HessianBlockCoupling",
+    "HessianEigenpairs",
+    "HessianOffBlockShare",
+    "HessianSolution",
     "HessianSpectrum",
+    "HessianTrace",
     "Provenance",
     "SelfTest",
     "SpectrumProgress",

@@ -2,6 +2,7 @@
 
 from ds_hessian.vectors.agreement import agree, checkpoint, together
 from ds_hessian.vectors.layout import Box, Fragment, Layout
+from ds_hessian.vectors.partition import Partition, by_layer, by_pattern
 from ds_hessian.vectors.probes import ProbeKind, random_vector
 from ds_hessian.vectors.space import VectorSpace
 
@@ -9,9 +10,12 @@ __all__ = [
     "Box",
     "Fragment",
     "Layout",
+    "Partition",
     "ProbeKind",
     "VectorSpace",
     "agree",
+    "by_layer",
+    "by_pattern",
     "checkpoint",
     "random_vector",
     "together",

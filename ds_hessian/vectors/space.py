@@ -74,7 +74,3 @@ class VectorSpace:
     def zeros(self) -> Tensor:
         """A new zero vector, `(n_local,)` fp32."""
         return torch.zeros(self.n_local, dtype=torch.float32, device=self.device)
-
-    def basis(self, capacity: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Storage for `capacity` vectors, `(capacity, n_local)`."""
-        return torch.zeros(capacity, self.n_local, dtype=dtype, device=self.device)

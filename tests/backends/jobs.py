@@ -431,6 +431,35 @@ def bf16_spectra(stage: int, steps: int) -> Any:
     return out
 
 
+# ---- analyses
+
+
+def analyse(path: str) -> tuple[Any, ...]:
+    """Weights and records of every analysis of an untrained TinyGPT; vectors as whole tensors."""
+    engine = make_engine(hessian=QUIET)
+    hessian = engine.hessian.use(my_batches())
+    pairs = hessian.eigenpairs(3, "LM", max_matvecs=60)
+    traces = [hessian.trace("hutchinson", 24, blocks="parameters"), hessian.trace("xtrace", 36)]
+    b = hessian.random_vector(seed=9)
+    solution = hessian.solve(b, [0.5, 5.0], "minres", num_matvecs=20)
+    coupling = hessian.block_coupling("parameters")
+    share = hessian.off_block_share("parameters", num_probes=4)
+    hessian.save_vectors(pairs.vectors, path, {"values": pairs.values.tolist()})
+    reloaded = torch.equal(hessian.load_vectors(path), pairs.vectors)
+    vectors = [hessian.gather(v) for v in pairs.vectors]
+    solved = [hessian.gather(x) for x in solution.x]
+    v0 = hessian.gather(hessian.random_vector(seed=0))
+    weights = full_weights(engine)
+    records = (pairs, *traces, solution, coupling, share)
+    figures = [
+        {k: f for k, f in vars(r).items() if not torch.is_tensor(f) and k != "provenance"}
+        for r in records
+    ]
+    out = (weights, figures, vectors, hessian.gather(b), solved, v0, reloaded)
+    engine.destroy()
+    return out
+
+
 class Experts(nn.Module):
     """Two experts, of which a batch uses those that it names."""
 
@@ -491,3 +520,11 @@ def self_tests(module: nn.Module | None, config: dict[str, Any], overrides: dict
     verdict = engine.hessian.self_test(my_batches(), **overrides)
     engine.destroy()
     return verdict
+
+
+def load_elsewhere(path: str) -> Any:
+    """The vectors of a file as whole tensors, in this layout."""
+    engine = make_engine(zero={"stage": 1}, hessian=QUIET)
+    loaded = [engine.hessian.gather(v) for v in engine.hessian.load_vectors(path)]
+    engine.destroy()
+    return loaded

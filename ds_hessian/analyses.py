@@ -1,0 +1,352 @@
+"""What a Hessian is good for beyond its spectrum: the analyses of a `HessianEngine`.
+
+Each is one guarded measurement: it runs a method of `ds_hessian.krylov` on the finite-difference
+operator and returns its record with cost and provenance.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from ds_hessian import krylov
+from ds_hessian.backends.objective import Objective
+from ds_hessian.config import HessianConfig
+from ds_hessian.errors import ConfigError, ResultError
+from ds_hessian.operators import FiniteDifferenceHessian
+from ds_hessian.results import (
+    Cost,
+    HessianBlockCoupling,
+    HessianEigenpairs,
+    HessianOffBlockShare,
+    HessianSolution,
+    HessianTrace,
+    Provenance,
+)
+from ds_hessian.results.safetensors import Reader, Writer
+from ds_hessian.vectors import Partition, by_layer, by_pattern, random_vector, together
+
+Draw = Callable[[int], Tensor]
+Blocks = Literal["layers", "parameters"] | Mapping[str, str]
+R = TypeVar("R")
+
+
+def cost_of(operator: FiniteDifferenceHessian, seconds: float, all_reduces: int) -> Cost:
+    """What a finished measurement took."""
+    spent = operator.cost
+    return Cost(
+        seconds_total=seconds,
+        seconds_per_product=spent.product_seconds / max(spent.products, 1),
+        seconds_per_gradient=spent.gradient_seconds,
+        products=spent.products,
+        gradient_evaluations=spent.gradient_evaluations,
+        trials=spent.trials,
+        all_reduces=all_reduces,
+    )
+
+
+class Analyses:
+    """The part of a `HessianEngine` that is here; every method is collective.
+
+    All methods need `use` (or a first spectrum) to have fixed the micro-batches. `overrides` are
+    config values for the call, such as `seed=` or `displacement=`.
+    """
+
+    engine: Any
+    backend: Any
+    config: HessianConfig
+    _objective: Objective | None
+
+    def measuring(self, **overrides: Any) -> AbstractContextManager[FiniteDifferenceHessian]:
+        """See `HessianEngine.measuring`."""
+        raise NotImplementedError
+
+    def _parameters(self) -> list[tuple[str, torch.Size]]:
+        raise NotImplementedError
+
+    def _describe(self, config: HessianConfig) -> Provenance:
+        raise NotImplementedError
+
+    def _whole(self, v: Tensor, name: str, whole: torch.Size) -> Tensor:
+        raise NotImplementedError
+
+    def _deal(self, v: Tensor, name: str, whole: Tensor) -> None:
+        raise NotImplementedError
+
+    # ---- analyses
+
+    def eigenpairs(
+        self,
+        k: int = 1,
+        which: krylov.Which = "LM",
+        tolerance: float = 1e-3,
+        max_matvecs: int = 300,
+        basis_size: int | None = None,
+        start: Tensor | None = None,
+        storage: krylov.Storage | None = None,
+        **overrides: Any,
+    ) -> HessianEigenpairs:
+        """The k extreme eigenpairs, with true residuals; see `ds_hessian.krylov.eigenpairs`.
+
+        Args:
+            k: Pairs wanted.
+            which: `LM` largest magnitude, `LA` largest, `SA` smallest.
+            tolerance: Of the residuals, relative to the largest eigenvalue in magnitude.
+            max_matvecs: Products at most, before one for each pair's residual.
+            basis_size: Vectors kept; None for 2 k + 20.
+            start: Unit start vector `(n_local,)`, such as an eigenvector of an earlier step; None
+                for a random one.
+            storage: Of the basis.
+            overrides: See the class.
+
+        Raises:
+            NumericsError: k or basis_size is impossible, or something is not finite.
+        """
+
+        def analysis(operator: FiniteDifferenceHessian, draw: Draw) -> dict[str, Any]:
+            first = draw(0) if start is None else start
+            found = krylov.eigenpairs(
+                operator, first, k, draw, which, tolerance, max_matvecs, basis_size, storage
+            )
+            names = self._partition("parameters")
+            shares = names.dots([(v, v) for v in found.vectors])
+            by_name = dict(zip(names.names, shares, strict=True))
+            return {**vars(found), "concentrations": by_name}
+
+        return self._measure(HessianEigenpairs, analysis, overrides)
+
+    def trace(
+        self,
+        method: Literal["hutchinson", "hutch++", "xtrace"] = "hutchinson",
+        num_matvecs: int | None = None,
+        blocks: Blocks | None = None,
+        **overrides: Any,
+    ) -> HessianTrace:
+        """The trace with its standard error; see `ds_hessian.krylov.traces`.
+
+        Args:
+            method: `hutchinson` stores one vector, `hutch++` num_matvecs / 3, `xtrace` half.
+            num_matvecs: Products; None for the config's.
+            blocks: Traces of diagonal blocks as well, from the same products (Hutchinson only):
+                `layers`, `parameters`, or {block: regular expression of names}.
+            overrides: See the class.
+
+        Raises:
+            ConfigError: an unknown method, or blocks with a method other than Hutchinson.
+            NumericsError: too few products, or something is not finite.
+        """
+        methods = {"hutch++": krylov.hutch_plus_plus, "xtrace": krylov.xtrace}
+        if method != "hutchinson" and (method not in methods or blocks is not None):
+            raise ConfigError(
+                f'method must be "hutchinson" (the only one with blocks), "hutch++" or "xtrace", '
+                f"got {method!r} with blocks = {blocks!r}"
+            )
+        products = self.config.num_matvecs if num_matvecs is None else num_matvecs
+
+        def analysis(operator: FiniteDifferenceHessian, draw: Draw) -> dict[str, Any]:
+            if method == "hutchinson":
+                partition = None if blocks is None else self._partition(blocks)
+                return vars(krylov.hutchinson(operator, draw, products, partition))
+            return vars(methods[method](operator, draw, products))
+
+        return self._measure(HessianTrace, analysis, overrides)
+
+    def solve(
+        self,
+        b: Tensor,
+        dampings: Sequence[float],
+        method: krylov.SolveMethod = "cg",
+        tolerance: float = 1e-3,
+        num_matvecs: int | None = None,
+        preconditioner: Tensor | None = None,
+        storage: krylov.Storage | None = None,
+        **overrides: Any,
+    ) -> HessianSolution:
+        """Solutions x of (H + damping I) x = b, for each damping; see `ds_hessian.krylov.solve`.
+
+        Args:
+            b: Right-hand side `(n_local,)`.
+            dampings: In loss per squared parameter; all from one Krylov space.
+            method: `cg`, which stops at negative curvature and says so, or `minres`.
+            tolerance: Of the relative residual.
+            num_matvecs: Products at most for a Krylov space, which is stored; None for the
+                config's.
+            preconditioner: Positive diagonal `(n_local,)`; then one Krylov space for each damping.
+            storage: Of the basis.
+            overrides: See the class.
+
+        Raises:
+            NumericsError: b is zero, no dampings, or something is not finite.
+        """
+        products = self.config.num_matvecs if num_matvecs is None else num_matvecs
+
+        def analysis(operator: FiniteDifferenceHessian, draw: Draw) -> dict[str, Any]:
+            return vars(
+                krylov.solve(
+                    operator,
+                    b,
+                    dampings,
+                    draw,
+                    method,
+                    tolerance,
+                    products,
+                    preconditioner,
+                    storage,
+                )
+            )
+
+        return self._measure(HessianSolution, analysis, overrides)
+
+    def block_coupling(self, blocks: Blocks = "layers", **overrides: Any) -> HessianBlockCoupling:
+        """How far from block diagonal H is: the paper's masked-probe test, B + 1 products.
+
+        Args:
+            blocks: `layers`, `parameters`, or {block: regular expression of names}.
+            overrides: See the class.
+        """
+
+        def analysis(operator: FiniteDifferenceHessian, draw: Draw) -> dict[str, Any]:
+            return vars(krylov.block_coupling(operator, self._partition(blocks), draw(0)))
+
+        return self._measure(HessianBlockCoupling, analysis, overrides)
+
+    def off_block_share(
+        self, blocks: Blocks = "layers", num_probes: int = 4, **overrides: Any
+    ) -> HessianOffBlockShare:
+        """Share of the off-diagonal blocks in |H|_F^2, two products a probe.
+
+        Args:
+            blocks: As for `block_coupling`.
+            num_probes: Pairs of products.
+            overrides: See the class.
+
+        Raises:
+            NumericsError: fewer than 2 blocks.
+        """
+        seed = self.config.with_overrides(**overrides).seed
+
+        def analysis(operator: FiniteDifferenceHessian, draw: Draw) -> dict[str, Any]:
+            partition = self._partition(blocks)
+            return vars(krylov.off_block_share(operator, partition, draw, num_probes, seed))
+
+        return self._measure(HessianOffBlockShare, analysis, overrides)
+
+    # ---- vectors on disk
+
+    def save_vectors(
+        self, vectors: Tensor, path: str | Path, metadata: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Write vectors `(k, n_local)` as `{parameter name: (k, *unsharded shape)}`, safetensors.
+
+        Parameters travel to rank 0 one by one; any layout can load the file.
+
+        Args:
+            vectors: Such as the eigenvectors of `eigenpairs`.
+            path: Of the file.
+            metadata: To keep beside them, as JSON.
+
+        Raises:
+            MeasurementError: rank 0 could not write.
+        """
+        path, first = Path(path), self.backend.space.rank == 0
+        doing, device = f"writing vectors to {path}", self.backend.device
+        named = self._parameters()
+        shapes = {name: (len(vectors), *whole) for name, whole in named}
+        kept = {key: json.dumps(value) for key, value in (metadata or {}).items()}
+        with ExitStack() as stack:
+            writer = None
+            with together(doing, device=device):
+                if first:
+                    writer = stack.enter_context(Writer(path, shapes, kept))
+            for name, whole in named:
+                parts = [self._whole(v, name, whole) for v in vectors]
+                with together(doing, device=device):
+                    if writer is not None:
+                        for part in parts:
+                            writer.append(part)
+            with together(doing, device=device):
+                stack.close()
+        return path
+
+    def load_vectors(self, path: str | Path) -> Tensor:
+        """The vectors that `save_vectors` wrote, `(k, n_local)`, in this job's layout.
+
+        Raises:
+            ResultError: on rank 0 the file is missing, damaged, or of another model; the other
+                ranks raise MeasurementError.
+        """
+        doing, device = f"reading vectors from {path}", self.backend.device
+        space, named, reader, count = self.backend.space, self._parameters(), None, 0
+        with together(doing, device=device):
+            if space.rank == 0:
+                reader = Reader(Path(path))
+                count = _expect_shapes(reader, {name: tuple(whole) for name, whole in named})
+        count = int(space.reduce(torch.tensor([float(count)], dtype=torch.float64))[0])
+        vectors = torch.zeros(count, space.n_local, device=space.device)
+        for name, whole in named:
+            parts = torch.zeros((count, *whole), device=device)
+            with together(doing, device=device):
+                if reader is not None:
+                    parts.copy_(reader.read(name))
+            for v, part in zip(vectors, parts, strict=True):
+                self._deal(v, name, part)
+        return vectors
+
+    # ---- what they share
+
+    def _partition(self, blocks: Blocks) -> Partition:
+        names = [name for name, _ in self._parameters()]
+        if isinstance(blocks, Mapping):
+            groups = by_pattern(names, blocks)
+        elif blocks in ("layers", "parameters"):
+            groups = by_layer(names) if blocks == "layers" else {name: name for name in names}
+        else:
+            raise ConfigError(
+                f'blocks must be "layers", "parameters" or a mapping of patterns, got {blocks!r}'
+            )
+        return Partition(self.backend.layout, self.backend.space, groups)
+
+    def _measure(
+        self,
+        record: Callable[..., R],
+        analysis: Callable[[FiniteDifferenceHessian, Draw], dict[str, Any]],
+        overrides: Mapping[str, Any],
+    ) -> R:
+        config, space = self.config.with_overrides(**overrides), self.backend.space
+        started, all_reduces = time.perf_counter(), space.all_reduces
+
+        def draw(number: int) -> Tensor:
+            return random_vector(self.backend.layout, space, config.seed, number, config.probe)
+
+        with self.measuring(**overrides) as operator:
+            figures = analysis(operator, draw)
+        seconds = time.perf_counter() - started
+        return record(
+            **figures,
+            cost=cost_of(operator, seconds, space.all_reduces - all_reduces),
+            provenance=self._describe(config),
+        )
+
+
+def _expect_shapes(reader: Reader, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Number of vectors in the file, which must be of this model."""
+    counts = {found[0] if found else -1 for found in reader.shapes.values()}
+    expected = {name: (*counts, *sizes) for name, sizes in shapes.items()}
+    if len(counts) != 1 or reader.shapes != expected:
+        wrong = sorted(
+            name
+            for name in reader.shapes.keys() | shapes.keys()
+            if reader.shapes.get(name, ())[1:] != shapes.get(name)
+        )
+        raise ResultError(
+            f"{reader.path} is not of this model: other names or shapes for {wrong[:5]} "
+            f"({len(wrong)} parameters)"
+        )
+    return int(counts.pop())

@@ -1,0 +1,172 @@
+"""Extreme eigenpairs by thick-restart Lanczos, with true residuals.
+
+Cost: products until the residuals are small enough, and one more for each reported pair;
+`basis_size` vectors for the basis and k for the eigenvectors.
+
+Source: Wu, Simon, SIAM J. Matrix Anal. 22 (2000); error bars: Parlett, The Symmetric Eigenvalue
+Problem, theorem 4.5.1: an eigenvalue lies within |H y - theta y| of theta, for any unit y.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds_hessian.errors import NumericsError
+from ds_hessian.krylov.basis import Storage
+from ds_hessian.krylov.lanczos import LanczosOptions, LanczosState, Progress, absolute_error
+from ds_hessian.krylov.records import COVERAGE, Array
+from ds_hessian.operators import LinearOperator
+
+Which = Literal["LM", "LA", "SA"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Eigenpairs:
+    """k eigenpairs, the wanted end of the spectrum first.
+
+    Attributes:
+        values: `(k,)` Rayleigh quotients of the vectors, in loss per squared parameter.
+        errors: `(k,)` bound on the distance to the nearest eigenvalue: the true residual, and twice
+            the error of the product by which it was measured.
+        residuals: `(k,)` |H y - theta y|, measured with one product each.
+        product_errors: `(k,)` estimated absolute error of those products.
+        converged: `(k,)` whether the residual is within the tolerance or the products' error.
+        vectors: `(k, n_local)` fp32, this rank's part of the unit eigenvectors.
+        which: `LM` largest magnitude, `LA` largest, `SA` smallest.
+        num_matvecs: Products made, those for the residuals included.
+        restarts: Thick restarts of the basis.
+        asymmetry: Largest asymmetry seen in the projected matrix; 0 for exact products.
+
+    An eigenvalue of multiplicity p is found up to p times, but a run can end before all copies are
+    seen, since they grow from rounding; the same holds for an eigenvector that the start vector
+    happens to miss.
+    """
+
+    values: Array
+    errors: Array
+    residuals: Array
+    product_errors: Array
+    converged: NDArray[np.bool_]
+    vectors: Tensor
+    which: Which
+    num_matvecs: int
+    restarts: int
+    asymmetry: float
+
+
+def eigenpairs(
+    operator: LinearOperator,
+    start: Tensor,
+    k: int,
+    fresh: Callable[[int], Tensor],
+    which: Which = "LM",
+    tolerance: float = 1e-3,
+    max_matvecs: int = 300,
+    basis_size: int | None = None,
+    storage: Storage | None = None,
+    progress: Progress | None = None,
+) -> Eigenpairs:
+    """The k extreme eigenpairs of a symmetric operator.
+
+    Args:
+        operator: Symmetric operator.
+        start: Unit start vector `(n_local,)`: random, or a guess (an earlier eigenvector).
+        k: Pairs wanted; at most the dimension.
+        fresh: Random unit vectors by number, for exhausted Krylov spaces.
+        which: `LM` largest magnitude, `LA` largest, `SA` smallest.
+        tolerance: Of the residuals, relative to the largest Ritz value in magnitude. Below the
+            products' errors iterating brings nothing, and ends.
+        max_matvecs: Products to make at most, before those for the residuals.
+        basis_size: Vectors kept; None for 2 k + 20.
+        storage: Of the basis.
+        progress: Called after each step, on every rank.
+
+    Raises:
+        NumericsError: k or basis_size is impossible, or a product is not finite.
+
+    Collective.
+    """
+    n = operator.space.n
+    if not 1 <= k <= n:
+        raise NumericsError(f"k must be within 1 .. {n} (the number of parameters), got {k}")
+    size = min(n, 2 * k + 20 if basis_size is None else basis_size)
+    if size < min(n, k + 2):
+        raise NumericsError(f"the basis must hold at least k + 2 = {k + 2} vectors, got {size}")
+    options = LanczosOptions(storage=storage or Storage())
+    state, restarts = LanczosState(operator, start, size, fresh, options), 0
+    before: Array = np.zeros(0)  # wanted values when the Krylov space was last exhausted
+    while True:
+        state.step()
+        if progress is not None:
+            progress(state)
+        values, vectors = np.linalg.eigh(state.tridiagonal)
+        chosen = select(values, k, which)
+        limit = _limit(state, values, tolerance)
+        small = bool((state.betas[-1] * abs(vectors[-1, chosen]) <= limit).all())
+        settled = small and state.steps >= k
+        if state.betas[-1] == 0:  # further copies of the same values may lie beside this space
+            settled &= len(before) == k and bool((abs(before - values[chosen]) <= limit).all())
+            before = values[chosen]
+        elif len(before):
+            settled = False
+        if state.steps == n or state.products >= max(max_matvecs, k) or settled:
+            break
+        if state.done:
+            state.restart(np.sort(select(values, min(size - 1, (k + size) // 2), which)))
+            restarts += 1
+    found = state.basis.combine(vectors[:, chosen].T)
+    return _measured(operator, found, which, tolerance, state, restarts)
+
+
+def select(values: Array, k: int, which: Which) -> NDArray[np.int64]:
+    """Indices of the k wanted values, the most wanted first."""
+    key = {"LM": -abs(values), "LA": -values, "SA": values}[which]
+    return np.argsort(key, kind="stable")[:k]
+
+
+def _limit(state: LanczosState, values: Array, tolerance: float) -> float:
+    """Residual that is small enough, or as small as the products allow."""
+    noise = max(figures[0] for figures in state.diagnostics)
+    return max(tolerance * float(abs(values).max()), noise)
+
+
+def _measured(
+    operator: LinearOperator,
+    found: Tensor,
+    which: Which,
+    tolerance: float,
+    state: LanczosState,
+    restarts: int,
+) -> Eigenpairs:
+    """Rayleigh quotients and true residuals of the vectors, by one product each."""
+    figures = []
+    for y in found:
+        product = operator.matvec(y)
+        w = product.vector
+        yy, yw, ww = operator.space.dots([(y, y), (y, w), (w, w)]).tolist()
+        value = yw / yy
+        figures.append((value, math.sqrt(max(0.0, ww / yy - value**2)), absolute_error(product)))
+        y.mul_(1 / math.sqrt(yy))
+    values, residuals, errors = np.array(figures).T
+    order = select(values, len(values), which)
+    values, residuals, errors = values[order], residuals[order], errors[order]
+    limit = np.maximum(max(tolerance * float(abs(values).max()), 0.0), COVERAGE * errors)
+    return Eigenpairs(
+        values=values,
+        errors=np.hypot(residuals, COVERAGE * errors),
+        residuals=residuals,
+        product_errors=errors,
+        converged=residuals <= limit,
+        vectors=found[order.tolist()],
+        which=which,
+        num_matvecs=state.products + len(values),
+        restarts=restarts,
+        asymmetry=state.asymmetry,
+    )

@@ -1,0 +1,258 @@
+"""(H + damping I) x = b for several dampings from one Krylov space.
+
+A shift leaves the Krylov space of b as it is, so one Lanczos run serves all dampings; with the
+basis stored, the iterates of CG and MINRES are small dense problems:
+
+    CG      (T + damping I) y = |b| e_1               residual beta_m |y_m|
+    MINRES  min |[T + damping I; beta_m e_m'] y - |b| e_1|
+
+CG is only defined while T + damping I is positive definite. Where it is not, H + damping I has
+negative curvature: that is a finding, and CG's answer is the last iterate before it.
+
+Cost: one product a step, one for the true residual of each damping; `num_matvecs` stored vectors.
+
+Sources: Hestenes, Stiefel (1952); Paige, Saunders, SIAM J. Numer. Anal. 12 (1975); Frommer, Maass,
+SIAM J. Sci. Comput. 20 (1998) (shifts).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds_hessian.errors import NumericsError
+from ds_hessian.krylov.basis import Storage
+from ds_hessian.krylov.lanczos import LanczosOptions, LanczosState, Progress, absolute_error
+from ds_hessian.krylov.records import COVERAGE, Array, ritz
+from ds_hessian.operators import Congruent, LinearOperator
+
+SolveMethod = Literal["cg", "minres"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Solution:
+    """Solutions of (H + damping I) x = b for d dampings.
+
+    Attributes:
+        dampings: `(d,)` in loss per squared parameter.
+        x: `(d, n_local)` fp32, this rank's part of the solutions.
+        residuals: `(d,)` |r| / |b| with r = b - (H + damping I) x, measured with one product each;
+            with a preconditioner |S r| / |S b|.
+        errors: `(d,)` estimate of |x - x_exact|, with a preconditioner of |S^-1 (x - x_exact)|: the
+            residual and twice the product's error, over the smallest |Ritz value + damping|;
+            infinite where that is 0.
+        converged: `(d,)` whether the residual is within the tolerance, or the product's error.
+        negative_curvature: `(d,)` whether H + damping I was found to be indefinite.
+        curvature: Smallest Ritz value of H seen, and the bound on its error; with a preconditioner,
+            of the preconditioned operator at the smallest damping.
+        steps: `(d,)` Krylov dimension of each solution: less than was built where CG stopped at
+            negative curvature; 0 means x = 0.
+        method: `cg` or `minres`.
+        num_matvecs: Products made, those for the residuals included.
+    """
+
+    dampings: Array
+    x: Tensor
+    residuals: Array
+    errors: Array
+    converged: NDArray[np.bool_]
+    negative_curvature: NDArray[np.bool_]
+    curvature: tuple[float, float]
+    steps: NDArray[np.int64]
+    method: SolveMethod
+    num_matvecs: int
+
+
+def solve(
+    operator: LinearOperator,
+    b: Tensor,
+    dampings: Sequence[float],
+    fresh: Callable[[int], Tensor],
+    method: SolveMethod = "cg",
+    tolerance: float = 1e-4,
+    num_matvecs: int = 50,
+    preconditioner: Tensor | None = None,
+    storage: Storage | None = None,
+    progress: Progress | None = None,
+) -> Solution:
+    """Solve (H + damping I) x = b for each damping.
+
+    Args:
+        operator: Symmetric operator H.
+        b: Right-hand side `(n_local,)`; not zero.
+        dampings: In loss per squared parameter.
+        fresh: Random unit vectors by number.
+        method: `cg` for positive definite systems, `minres` for indefinite ones.
+        tolerance: Of the relative residual; see `Solution.residuals`.
+        num_matvecs: Steps at most, for one Krylov space.
+        preconditioner: A positive diagonal d `(n_local,)`, such as the square root of Adam's second
+            moment: the systems are solved as `S (H + damping I) S z = S b`, x = S z, with
+            S = (d + damping)^-1/2. Shifts do not commute with it, so each damping needs a Krylov
+            space of its own.
+        storage: Of the basis.
+        progress: Called after each step, on every rank.
+
+    Raises:
+        NumericsError: b is zero or not finite, no dampings, or a preconditioner that is not
+            positive.
+
+    Collective.
+    """
+    if not len(dampings):
+        raise NumericsError("solve needs at least one damping, got none")
+    norm = operator.space.norm(b)
+    if not (math.isfinite(norm) and norm > 0):
+        raise NumericsError(f"solve needs a finite right-hand side other than zero; |b| = {norm}")
+    goal = _Goal(method, tolerance, num_matvecs, LanczosOptions(storage=storage or Storage()))
+    shifts = np.array(dampings, dtype=np.float64)
+    spaces: list[_Space]
+    scales: list[Tensor | None]
+    if preconditioner is None:
+        spaces, scales = [_Space(operator, b, shifts, goal, fresh, progress)], [None] * len(shifts)
+    else:
+        spaces, scales = [], []
+        for shift in map(float, shifts):
+            scale = _inverse_root(operator, preconditioner, shift)
+            view = Congruent(operator, scale, shift)
+            spaces.append(_Space(view, b * scale, np.zeros(1), goal, fresh, progress))
+            spaces[-1].x *= scale
+            scales.append(scale)
+    return _measured(operator, b, shifts, goal, spaces, scales)
+
+
+@dataclass(frozen=True)
+class _Goal:
+    """What is wanted of every Krylov space."""
+
+    method: SolveMethod
+    tolerance: float
+    num_matvecs: int
+    options: LanczosOptions
+
+
+@dataclass(frozen=True)
+class _Small:
+    """One damping in one Krylov space, for |b| = 1: coefficients, residual, findings."""
+
+    y: Array
+    residual: float
+    indefinite: bool
+
+
+class _Space:
+    """The Krylov space of b, up to where all shifts have converged, and their solutions."""
+
+    def __init__(
+        self,
+        operator: LinearOperator,
+        b: Tensor,
+        shifts: Array,
+        goal: _Goal,
+        fresh: Callable[[int], Tensor],
+        progress: Progress | None,
+    ) -> None:
+        norm = operator.space.norm(b)
+        state = LanczosState(operator, b / norm, goal.num_matvecs, fresh, goal.options)
+        while not state.done:
+            state.step()
+            if progress is not None:
+                progress(state)
+            self.small = [_small(state, float(shift), goal.method) for shift in shifts]
+            enough = [
+                s.residual <= goal.tolerance / 2 or (s.indefinite and goal.method == "cg")
+                for s in self.small
+            ]
+            if all(enough) or state.betas[-1] == 0:
+                break
+        pairs = ritz(state.run())
+        self.products = state.products
+        self.lowest = float(pairs.values[0]), float(pairs.errors[0])
+        self.gaps = [float(abs(pairs.values + shift).min()) for shift in shifts]
+        coefficients = np.zeros((len(shifts), state.steps))
+        for row, small in zip(coefficients, self.small, strict=True):
+            row[: len(small.y)] = norm * small.y
+        self.x = state.basis.combine(coefficients)
+
+
+def _small(state: LanczosState, shift: float, method: SolveMethod) -> _Small:
+    m, t = state.steps, state.tridiagonal + shift * np.eye(state.steps)
+    lowest = np.linalg.eigvalsh(t)[0]
+    if method == "minres":
+        rectangle = np.vstack([t, np.append(np.zeros(m - 1), state.betas[-1])])
+        right = np.append(1.0, np.zeros(m))
+        y = np.linalg.lstsq(rectangle, right, rcond=None)[0]
+        return _Small(y, float(np.linalg.norm(rectangle @ y - right)), bool(lowest <= 0))
+    definite = m  # order of the largest leading block that is positive definite
+    while definite and np.linalg.eigvalsh(t[:definite, :definite])[0] <= 0:
+        definite -= 1
+    if definite == 0:
+        return _Small(np.zeros(0), 1.0, True)
+    y = np.linalg.solve(t[:definite, :definite], np.append(1.0, np.zeros(definite - 1)))
+    return _Small(y, float(state.betas[definite - 1] * abs(y[-1])), definite < m)
+
+
+def _inverse_root(operator: LinearOperator, diagonal: Tensor, shift: float) -> Tensor:
+    """(d + shift)^-1/2, which must exist."""
+    shifted = diagonal + shift
+    owned = shifted[: operator.space.n_owned]
+    bad = float((~((owned > 0) & torch.isfinite(owned))).sum())
+    count = float(operator.space.reduce(torch.tensor([bad], dtype=torch.float64))[0])
+    if count:
+        raise NumericsError(
+            f"preconditioner + damping must be positive and finite everywhere; at damping {shift} "
+            f"it is not in {count:.0f} coordinates: raise the damping or the preconditioner"
+        )
+    return shifted.rsqrt()
+
+
+def _measured(
+    operator: LinearOperator,
+    b: Tensor,
+    shifts: Array,
+    goal: _Goal,
+    spaces: Sequence[_Space],
+    scales: Sequence[Tensor | None],
+) -> Solution:
+    """True residuals, by one product for each damping."""
+    space = operator.space
+    x = torch.cat([s.x for s in spaces])
+    small = [one for s in spaces for one in s.small]
+    gaps = [gap for s in spaces for gap in s.gaps]
+    residuals, product_errors, lengths = list[float](), list[float](), list[float]()
+    products = sum(s.products for s in spaces)
+    for one, shift, scale in zip(x, map(float, shifts), scales, strict=True):
+        rest, error, length = b.clone(), 0.0, space.norm(one)
+        if length > 0:
+            product = operator.matvec(one)
+            rest -= product.vector.add_(one, alpha=shift)
+            error = absolute_error(product) * length
+            products += 1
+        plain = space.norm(rest)
+        norm = space.norm(b if scale is None else b * scale)
+        weighted = plain if scale is None else space.norm(rest.mul_(scale))
+        residuals.append(weighted / norm)
+        # The product's error, scaled as the residual is.
+        product_errors.append(error / norm * (weighted / plain if plain else 0.0))
+        lengths.append(norm)
+    measured, doubt = np.array(residuals), COVERAGE * np.array(product_errors)
+    with np.errstate(divide="ignore"):
+        errors = np.hypot(measured, doubt) * np.array(lengths) / np.array(gaps)
+    return Solution(
+        dampings=shifts,
+        x=x,
+        residuals=measured,
+        errors=errors,
+        converged=measured <= np.maximum(goal.tolerance, doubt),
+        negative_curvature=np.array([one.indefinite for one in small]),
+        curvature=min(s.lowest for s in spaces),
+        steps=np.array([len(one.y) for one in small]),
+        method=goal.method,
+        num_matvecs=products,
+    )

@@ -1,0 +1,259 @@
+"""Trace estimators: Hutchinson, Hutch++ and XTrace, each with its standard error.
+
+| method | products | stored vectors | standard error falls as |
+|---|---|---|---|
+| Hutchinson | m | 1 | |H|_F / sqrt(m) |
+| Hutch++ | m | m / 3 | (trace of the tail) / m, or as Hutchinson with a flat spectrum |
+| XTrace | m | m / 2 | as Hutch++ or better, all vectors used twice |
+
+Sources: Hutchinson, Comm. Stat. 19 (1990); Meyer, Musco, Musco, Woodruff, SOSA 2021; Epperly,
+Tropp, Webber, SIAM J. Matrix Anal. 45 (2024), section 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from torch import Tensor
+
+from ds_hessian.errors import NumericsError
+from ds_hessian.krylov.basis import Basis, Storage
+from ds_hessian.krylov.lanczos import BREAKDOWN, absolute_error
+from ds_hessian.krylov.records import COVERAGE, Array
+from ds_hessian.operators import LinearOperator
+from ds_hessian.vectors import Partition
+
+Draw = Callable[[int], Tensor]
+Method = Literal["hutchinson", "hutch++", "xtrace"]
+
+CONFIDENCE = 0.99
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TraceEstimate:
+    """The trace of an operator.
+
+    Attributes:
+        value: Sum of all eigenvalues, in loss per squared parameter.
+        error: Standard error from the probes.
+        bound: Half width of the 99 % confidence interval (Student), the products' errors included.
+        samples: What was averaged: one estimate of the trace for each probe.
+        frobenius: Estimated Frobenius norm and its standard error; None but for Hutchinson.
+        blocks: Names of the blocks of parameters; empty if none were asked for.
+        block_values: `(B,)` trace of each diagonal block.
+        block_errors: `(B,)` their standard errors.
+        method: The estimator.
+        num_matvecs: Products made.
+    """
+
+    value: float
+    error: float
+    bound: float
+    samples: Array
+    frobenius: tuple[float, float] | None = None
+    blocks: tuple[str, ...] = ()
+    block_values: Array = field(default_factory=lambda: np.zeros(0))
+    block_errors: Array = field(default_factory=lambda: np.zeros(0))
+    method: Method
+    num_matvecs: int
+
+
+def hutchinson(
+    operator: LinearOperator, draw: Draw, num_matvecs: int, partition: Partition | None = None
+) -> TraceEstimate:
+    """Mean of n v'Hv over random unit vectors; with a partition, of its diagonal blocks too.
+
+    `n |Hv|^2` gives the Frobenius norm from the same products.
+
+    Args:
+        operator: Symmetric operator.
+        draw: Random unit vectors by number, Gaussian or Rademacher.
+        num_matvecs: Products, one a probe; at least 2.
+        partition: Blocks whose traces are wanted.
+
+    Raises:
+        NumericsError: fewer than 2 probes.
+
+    Collective.
+    """
+    _require(num_matvecs, 2, "a standard error")
+    n, traces, squares, blocks, relative = operator.space.n, [], [], [], []
+    for p in range(num_matvecs):
+        v = draw(p)
+        product = operator.matvec(v)
+        w = product.vector
+        if partition is not None:
+            inside = partition.dots([(v, w), (w, w)])
+            blocks.append(n * inside[:, 0])
+            along, square = inside.sum(0)
+        else:
+            along, square = operator.space.dots([(v, w), (w, w)]).tolist()
+        traces.append(n * along)
+        squares.append(n * square)
+        relative.append(absolute_error(product) / max(product.norm, 1e-300))
+    samples = np.array(traces)
+    of_products = float(np.mean(relative) * np.mean(abs(samples)))
+    square, square_error = _mean(np.array(squares))
+    norm = math.sqrt(square)
+    inside = np.array(blocks).reshape(num_matvecs, -1)
+    return _estimate(
+        "hutchinson",
+        num_matvecs,
+        samples,
+        of_products,
+        frobenius=(norm, square_error / (2 * norm) if norm else 0.0),
+        blocks=tuple(partition.names) if partition is not None else (),
+        block_values=inside.mean(0),
+        block_errors=inside.std(0, ddof=1) / math.sqrt(num_matvecs),
+    )
+
+
+def hutch_plus_plus(
+    operator: LinearOperator, draw: Draw, num_matvecs: int, storage: Storage | None = None
+) -> TraceEstimate:
+    """Exact on the range of a third of the products, Hutchinson on what is orthogonal to it.
+
+    Args:
+        operator: Symmetric operator.
+        draw: Random unit vectors by number.
+        num_matvecs: Products m; at least 4. Stores m / 3 vectors.
+        storage: Of those vectors.
+
+    Raises:
+        NumericsError: too few products.
+
+    Collective.
+    """
+    _require(num_matvecs, 4, "Hutch++ with a standard error")
+    space = operator.space
+    third = min(num_matvecs // 3, max(space.n - 1, 1))
+    basis, _, _, count = _range(operator, draw, third, storage)
+    exact, errors = 0.0, []
+    for i in range(count):
+        q = basis.vector(i)
+        product = operator.matvec(q)
+        exact += space.dot(q, product.vector) * basis.inverse_squares[i]
+        errors.append(absolute_error(product))
+    samples = []
+    for p in range(third, num_matvecs - count):
+        v = draw(p)
+        basis.orthogonalize(v, count)
+        product = operator.matvec(v)
+        samples.append(exact + space.n * space.dot(v, product.vector))
+    return _estimate("hutch++", num_matvecs, np.array(samples), _norm(errors))
+
+
+def xtrace(
+    operator: LinearOperator, draw: Draw, num_matvecs: int, storage: Storage | None = None
+) -> TraceEstimate:
+    """Hutch++ with one test vector left out in turn, averaged over all of them.
+
+    With W the test vectors, Y = H W = Q R and P_i the projection on the columns of Y but i:
+    the estimates are `tr(P_i H) + c_i w_i'(1 - P_i) H (1 - P_i) w_i`, where c_i restores the length
+    that a random vector of the remaining dimensions has.
+
+    Args:
+        operator: Symmetric operator.
+        draw: Random unit vectors by number; Gaussian.
+        num_matvecs: Products m, half of them on test vectors; at least 4. Stores m / 2 vectors.
+        storage: Of those vectors.
+
+    Raises:
+        NumericsError: too few products.
+
+    Collective.
+    """
+    _require(num_matvecs, 4, "XTrace with a standard error")
+    space, m = operator.space, min(num_matvecs // 2, operator.space.n)
+    basis, triangle, along, count = _range(operator, draw, m, storage)
+    unit = np.sqrt(basis.inverse_squares[:count])
+    inner, projected, errors = np.zeros((count, count)), np.zeros((count, m)), []
+    for i in range(m):
+        partials = basis.project(draw(i), count)
+        projected[:, i] = space.reduce(partials).numpy() * unit * math.sqrt(space.n)
+    for i in range(count):
+        product = operator.matvec(basis.vector(i))
+        dots = space.reduce(basis.project(product.vector, count)).numpy()
+        inner[:, i] = dots * unit * unit[i]
+        errors.append(absolute_error(product))
+    samples = [
+        _left_out(i, triangle[:count], (inner + inner.T) / 2, projected, along[i], space.n)
+        for i in range(m)
+    ]
+    return _estimate("xtrace", m + count, np.array(samples), _norm(errors))
+
+
+def _left_out(
+    i: int, triangle: Array, inner: Array, projected: Array, along: float, n: int
+) -> float:
+    """The estimate without test vector i; all of it in the coordinates of Q."""
+    left, singular, _ = np.linalg.svd(np.delete(triangle, i, 1), full_matrices=False)
+    left = left[:, singular > BREAKDOWN * singular.max(initial=0.0)]
+    u = left @ (left.T @ projected[:, i])  # P_i w_i
+    rest = along - 2 * u @ triangle[:, i] + u @ inner @ u
+    length2 = n - u @ u
+    scale = (n - left.shape[1]) / length2 if length2 > 1e-6 * n else 0.0
+    return float(np.trace(left.T @ inner @ left) + scale * rest)
+
+
+def _range(
+    operator: LinearOperator, draw: Draw, m: int, storage: Storage | None
+) -> tuple[Basis, Array, Array, int]:
+    """Orthonormal basis of the products with m random vectors of length sqrt(n).
+
+    Returns the basis Q, R `(m, m)` with H W = Q R, w_i' H w_i `(m,)`, and the number of rows; less
+    than m where products depend on each other.
+    """
+    space = operator.space
+    basis, count = Basis(space, m, storage), 0
+    triangle, along, largest = np.zeros((m, m)), np.zeros(m), 0.0
+    length = math.sqrt(space.n)
+    for i in range(m):
+        v = draw(i)
+        product = operator.matvec(v)
+        w = product.vector
+        along[i] = space.n * space.dot(v, w)
+        coefficients, norm = basis.orthogonalize(w, count)
+        triangle[:count, i] = length * coefficients
+        largest = max(largest, product.norm)
+        if norm > BREAKDOWN * largest:
+            triangle[count, i] = length * norm
+            stored = basis.store(count, w, 1 / norm)
+            basis.settle(count, space.reduce(stored) if len(stored) else stored)
+            count += 1
+    return basis, triangle, along, count
+
+
+def _require(num_matvecs: int, least: int, what: str) -> None:
+    if num_matvecs < least:
+        raise NumericsError(f"{what} needs at least {least} products, got {num_matvecs}")
+
+
+def _mean(samples: Array) -> tuple[float, float]:
+    return float(samples.mean()), float(samples.std(ddof=1)) / math.sqrt(len(samples))
+
+
+def _norm(errors: list[float]) -> float:
+    return math.sqrt(math.fsum(e * e for e in errors))
+
+
+def _estimate(
+    method: Method, num_matvecs: int, samples: Array, of_products: float, **figures: object
+) -> TraceEstimate:
+    from scipy.special import stdtrit  # type: ignore[import-untyped]
+
+    value, error = _mean(samples)
+    student = float(stdtrit(len(samples) - 1, (1 + CONFIDENCE) / 2))
+    return TraceEstimate(
+        value=value,
+        error=error,
+        bound=math.hypot(student * error, COVERAGE * of_products),
+        samples=samples,
+        method=method,
+        num_matvecs=num_matvecs,
+        **figures,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,118 @@
+"""The analyses on a real ZeRO-3 engine, against the dense fp64 Hessian."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ds_hessian.errors import ResultError
+from ds_hessian.results.safetensors import Reader, Writer
+from tests.backends import jobs
+from tests.nets import DenseHessian, TinyGPT, batch
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+@pytest.fixture(scope="module")
+def run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What rank 0 of 2 found, the dense Hessian, and the file of vectors."""
+    path = tmp_path_factory.mktemp("vectors") / "top.safetensors"
+    results = ranks(2).run(jobs.analyse, str(path), timeout=400)
+    weights, figures, *rest = results[0]
+    dense = DenseHessian(TinyGPT(), weights, [batch(500 + i, 0) for i in range(jobs.TOTAL)])
+    for ours, theirs in zip(figures, results[1][1], strict=True):
+        assert repr({**ours, "cost": 0}) == repr({**theirs, "cost": 0})  # the same on every rank
+    assert all(r[-1] for r in results)
+    return figures, dense, dense.matrix(), path, rest
+
+
+def test_eigenpairs(run: Any) -> None:
+    (pairs, *_), dense, matrix, _, (vectors, *_) = run
+    exact = torch.linalg.eigvalsh(matrix).numpy()
+    wanted = exact[np.argsort(-abs(exact))][:3]
+    assert pairs["converged"].all()
+    assert (abs(pairs["values"] - wanted) <= pairs["errors"]).all()
+    for value, error, v in zip(pairs["values"], pairs["errors"], vectors, strict=True):
+        y = dense.flat(v)
+        assert abs(float(y.norm()) - 1) < 1e-5
+        assert float((matrix @ y - value * y).norm()) <= error
+    shares = pairs["concentrations"]
+    assert np.allclose(sum(shares.values()), 1, atol=1e-5)
+    name = max(shares, key=lambda n: shares[n][0])
+    assert shares[name][0] == pytest.approx(float((vectors[0][name] ** 2).sum()), rel=1e-4)
+
+
+def test_traces(run: Any) -> None:
+    (_, hutchinson, xtrace, *_), dense, matrix, *_ = run
+    exact = float(matrix.trace())
+    assert abs(hutchinson["value"] - exact) <= hutchinson["bound"]
+    assert abs(xtrace["value"] - exact) <= xtrace["bound"]
+    norm, error = hutchinson["frobenius"]
+    assert abs(norm - float(matrix.norm())) <= 4 * error
+    diagonal, start = matrix.diag(), 0
+    blocks = zip(
+        hutchinson["blocks"], hutchinson["block_values"], hutchinson["block_errors"], strict=True
+    )
+    for (name, p), (block, value, error) in zip(dense.named.items(), blocks, strict=True):
+        assert name == block
+        truth = float(diagonal[start : start + p.numel()].sum())
+        assert abs(value - truth) <= 5 * error
+        start += p.numel()
+
+
+def test_block_coupling(run: Any) -> None:
+    (*_, coupling, share), dense, matrix, _, (*_, v0, _) = run
+    v, start, off = dense.flat(v0), 0, float((matrix**2).sum())
+    product = matrix @ v
+    for i, p in enumerate(dense.named.values()):
+        part = slice(start, start + p.numel())
+        own = matrix[part, part] @ v[part]
+        error = float((product[part] - own).norm() / product[part].norm())
+        slack = coupling["noises"][i] + 1e-3
+        assert abs(coupling["relative_errors"][i] - error) <= slack
+        cosine = float(own @ product[part] / own.norm() / product[part].norm())
+        assert abs(coupling["cosines"][i] - cosine) <= slack
+        off -= float((matrix[part, part] ** 2).sum())
+        start += p.numel()
+    assert abs(share["value"] - off / float((matrix**2).sum())) <= 5 * share["error"]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_vectors_load_on_another_layout(run: Any, ranks: Ranks, world_size: int) -> None:
+    *_, path, (vectors, *_) = run
+    loaded = ranks(world_size).run(jobs.load_elsewhere, str(path))[0]
+    for v, other in zip(vectors, loaded, strict=True):
+        assert v.keys() == other.keys() and all(torch.equal(v[n], other[n]) for n in v)
+
+
+def test_the_file_is_what_the_safetensors_package_reads(run: Any) -> None:
+    package = pytest.importorskip("safetensors.torch")
+    *_, path, (vectors, *_) = run
+    found = package.load_file(str(path))
+    for name, whole in found.items():
+        assert torch.equal(whole, torch.stack([v[name] for v in vectors]))
+
+
+def test_damaged_files_are_refused_and_failed_writes_leave_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "v.safetensors"
+    with Writer(path, {"a": (2, 3), "b": (2, 0)}, {"k": "1"}) as writer:
+        writer.append(torch.arange(6.0).reshape(2, 3))
+        writer.append(torch.zeros(2, 0))
+    reader = Reader(path)
+    assert reader.metadata == {"k": "1"} and reader.shapes == {"a": (2, 3), "b": (2, 0)}
+    assert torch.equal(reader.read("a"), torch.arange(6.0).reshape(2, 3))
+    with pytest.raises(ResultError, match="'c': missing"):
+        reader.read("c")
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ResultError, match="truncated"):
+        Reader(path)
+    path.unlink()
+    with pytest.raises(ZeroDivisionError), Writer(path, {"a": (1,)}, {}):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []

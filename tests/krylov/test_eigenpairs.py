@@ -1,0 +1,109 @@
+"""Eigenpairs of matrices with a chosen spectrum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ds_hessian.errors import NumericsError
+from ds_hessian.krylov import Eigenpairs, Storage, eigenpairs
+from tests.krylov.matrices import SPECTRA, Matrix
+from tests.ranks import RankPool
+
+
+def truth(name: str, k: int, which: str) -> Any:
+    values = SPECTRA[name]
+    order = {"LM": -abs(values), "LA": -values, "SA": values}[which]
+    return values[np.argsort(order, kind="stable")][:k]
+
+
+def find(name: str, k: int, which: Any, **options: Any) -> tuple[Eigenpairs, Any]:
+    """The pairs, and |H y - theta y| of the whole vectors in fp64."""
+    operator = Matrix.of(SPECTRA[name])
+    pairs = eigenpairs(operator, operator.fresh()(0), k, operator.fresh(), which, **options)
+    y = torch.stack([operator.full(v) for v in pairs.vectors]).T
+    residual = operator.matrix @ y - y * torch.tensor(pairs.values)
+    return pairs, residual.norm(dim=0).numpy()
+
+
+SEPARATED = [("spiked", "LM"), ("spiked", "LA"), ("rank-deficient", "LM"), ("n < m", "SA")]
+OPTIONS = {"basis_size": 14, "max_matvecs": 100}
+
+
+@pytest.mark.parametrize("which", ["LM", "LA", "SA"])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_an_eigenvalue_lies_within_every_bar_and_residuals_are_true(name: str, which: str) -> None:
+    pairs, residuals = find(name, min(3, len(SPECTRA[name])), which, **OPTIONS)
+    scale = max(abs(SPECTRA[name]).max(), 1e-30)
+    rounding = 1e-6 * scale  # of the fp32 vectors
+    nearest = abs(pairs.values[:, None] - SPECTRA[name]).min(1)
+    assert (nearest <= pairs.errors + rounding).all()
+    assert (residuals <= pairs.errors + rounding).all()
+    assert (pairs.residuals[pairs.converged] <= 1.01e-3 * scale).all()
+    if (name, which) in SEPARATED:
+        assert pairs.converged.all()
+        wanted = truth(name, len(pairs.values), which)
+        assert (abs(pairs.values - wanted) <= pairs.errors + rounding).all()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("name", "which"), SEPARATED)
+def test_pairs_do_not_depend_on_the_number_of_ranks(
+    name: str, which: str, world_size: int, ranks: Callable[[int], RankPool]
+) -> None:
+    one, _ = find(name, 3, which, **OPTIONS)
+    many, residuals = ranks(world_size).run(find, name, 3, which, **OPTIONS)[0]
+    rounding = 1e-6 * abs(SPECTRA[name]).max()
+    assert (abs(one.values - many.values) <= one.errors + rounding).all()
+    assert (residuals <= many.errors + rounding).all()
+
+
+def test_restarts_bound_the_basis_and_find_what_a_large_basis_finds() -> None:
+    small, _ = find("marchenko-pastur", 4, "LA", basis_size=12, tolerance=1e-4)
+    large, _ = find("marchenko-pastur", 4, "LA", basis_size=150, tolerance=1e-4)
+    assert small.restarts > 2 and large.restarts == 0
+    assert small.converged.all() and large.converged.all()
+    assert np.allclose(small.values, large.values, rtol=1e-6)
+
+
+def test_a_good_start_needs_few_products() -> None:
+    operator = Matrix.of(SPECTRA["spiked"])
+    cold = eigenpairs(operator, operator.fresh()(0), 1, operator.fresh())
+    warm = eigenpairs(operator, cold.vectors[0], 1, operator.fresh())
+    assert warm.num_matvecs <= 2 < cold.num_matvecs
+
+
+CASES = {
+    "exact": (0.0, Storage()),
+    "noisy": (1e-3, Storage()),
+    "bf16 basis": (0.0, Storage(torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_bars_hold_in_95_of_100_cases(kind: str) -> None:
+    noise, storage = CASES[kind]
+    values = np.r_[np.linspace(0, 1, 120), 4.0, 9.0, 20.0, -3.0]
+    held, residuals = [], []
+    for seed in range(100):
+        operator = Matrix.of(values, noise, seed, basis=seed % 5)
+        start, fresh = operator.fresh(seed)(0), operator.fresh(seed)
+        pairs = eigenpairs(operator, start, 4, fresh, basis_size=12, storage=storage)
+        held.append(abs(pairs.values - [20.0, 9.0, 4.0, -3.0]) <= pairs.errors)
+        y = operator.full(pairs.vectors[0])
+        residuals.append(float((operator.matrix @ y - pairs.values[0] * y).norm()))
+        assert residuals[-1] <= pairs.errors[0] + 1e-6 * 20
+    assert np.mean(held) >= 0.95
+
+
+def test_impossible_requests_are_refused() -> None:
+    operator = Matrix.of(SPECTRA["spiked"])
+    start = operator.fresh()(0)
+    with pytest.raises(NumericsError, match="within 1 .. 304"):
+        eigenpairs(operator, start, 0, operator.fresh())
+    with pytest.raises(NumericsError, match="at least k \\+ 2 = 5 vectors, got 4"):
+        eigenpairs(operator, start, 3, operator.fresh(), basis_size=4)

@@ -1,0 +1,102 @@
+"""Linear systems with matrices of a chosen spectrum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ds_hessian.errors import NumericsError
+from ds_hessian.krylov import solve
+from tests.krylov.matrices import SPECTRA, Matrix, rotation
+from tests.ranks import RankPool
+
+POSITIVE = np.r_[np.linspace(0.0, 1.0, 150), 5.0, 40.0]
+
+
+def answers(values: Any, dampings: list[float], method: Any, **options: Any) -> tuple[Any, Any]:
+    """The solution, and the true error of each x in fp64."""
+    operator = Matrix.of(values)
+    b = operator.fresh(7)(0)
+    found = solve(operator, b, dampings, operator.fresh(), method, **options)
+    whole, identity = operator.full(b), torch.eye(len(values), dtype=torch.float64)
+    errors = []
+    for x, damping in zip(found.x, dampings, strict=True):
+        exact = torch.linalg.solve(operator.matrix + damping * identity, whole)
+        errors.append(float((operator.full(x) - exact).norm()))
+    return found, np.array(errors)
+
+
+@pytest.mark.parametrize("method", ["cg", "minres"])
+def test_several_dampings_from_one_krylov_space(method: Any) -> None:
+    found, errors = answers(POSITIVE, [1.0, 0.1, 10.0], method, num_matvecs=80)
+    assert found.converged.all() and not found.negative_curvature.any()
+    assert (found.residuals <= 1e-4).all()
+    assert (errors <= found.errors).all()
+    assert found.num_matvecs <= 80 + 3
+
+
+@pytest.mark.parametrize("method", ["cg", "minres"])
+def test_solutions_do_not_depend_on_the_number_of_ranks(
+    method: Any, ranks: Callable[[int], RankPool]
+) -> None:
+    found, errors = ranks(2).run(answers, POSITIVE, [1.0], method, num_matvecs=80)[0]
+    assert found.converged.all() and (errors <= found.errors).all()
+
+
+def test_negative_curvature_is_a_finding_and_minres_solves_all_the_same() -> None:
+    values = np.r_[np.linspace(0.5, 1.0, 60), -2.0]
+    found, _ = answers(values, [0.1, 5.0], "cg", num_matvecs=40)
+    assert found.negative_curvature.tolist() == [True, False]
+    assert found.converged.tolist() == [False, True]
+    assert np.isfinite(found.residuals).all()
+    found, errors = answers(values, [0.1, 5.0], "minres", num_matvecs=40)
+    assert found.negative_curvature.tolist() == [True, False]
+    assert found.converged.all() and (errors <= found.errors).all()
+    assert abs(found.curvature[0] + 2.0) <= found.curvature[1] + 1e-6
+
+
+def test_negative_curvature_in_the_first_step_gives_zero() -> None:
+    found, _ = answers(-POSITIVE - 1, [0.0], "cg")
+    assert found.steps.tolist() == [0] and not found.x.any()
+    assert found.residuals.tolist() == [pytest.approx(1.0)]
+
+
+def test_a_diagonal_preconditioner_saves_products() -> None:
+    scales = np.geomspace(1e-2, 1e2, 100)
+    q = rotation(100)
+    inner = q.T @ torch.diag(torch.linspace(1.0, 2.0, 100, dtype=torch.float64)) @ q
+    root = torch.tensor(np.sqrt(scales))
+    operator = Matrix(root[:, None] * inner * root)
+    b, damping = operator.fresh()(0), [1e-3]
+    plain = solve(operator, b, damping, operator.fresh(), num_matvecs=60)
+    diagonal = operator.shard(torch.tensor(scales))
+    better = solve(operator, b, damping, operator.fresh(), num_matvecs=60, preconditioner=diagonal)
+    assert better.converged.all() and not plain.converged.any()
+    assert better.num_matvecs < 30 and (better.errors < 1).all()
+    exact = torch.linalg.solve(
+        operator.matrix + 1e-3 * torch.eye(100, dtype=torch.float64), operator.full(b)
+    )
+    assert (operator.full(better.x[0]) - exact).norm() < 1e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize("method", ["cg", "minres"])
+def test_no_spectrum_makes_a_nan(name: str, method: Any) -> None:
+    scale = max(abs(SPECTRA[name]).max(), 1.0)
+    found, _ = answers(SPECTRA[name], [0.5 * scale], method, num_matvecs=20)
+    assert torch.isfinite(found.x).all() and np.isfinite(found.residuals).all()
+
+
+def test_impossible_systems_are_refused() -> None:
+    operator = Matrix.of(POSITIVE)
+    with pytest.raises(NumericsError, match="other than zero"):
+        solve(operator, operator.space.zeros(), [1.0], operator.fresh())
+    with pytest.raises(NumericsError, match="at least one damping"):
+        solve(operator, operator.fresh()(0), [], operator.fresh())
+    bad = operator.space.zeros() - 1
+    with pytest.raises(NumericsError, match="not in 152 coordinates"):
+        solve(operator, operator.fresh()(0), [0.5], operator.fresh(), preconditioner=bad)
