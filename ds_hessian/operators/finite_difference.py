@@ -5,8 +5,8 @@
     fourth_order   H v = (8 (g(w + h v) - g(w - h v)) - (g(w + 2 h v) - g(w - 2 h v))) / 12h
 
 Cost of a product, in gradients over all micro-batches: 2 (forward 1, fourth_order 4) and, for
-trials of the displacement on a *pilot* of one micro-batch in sixteen, some 0.15 - 0.3 more; with
-the first product of a measurement also one or two more products; rarely one more, where the pilot
+trials of the displacement on a *pilot* of one micro-batch in sixteen, some 0.1 - 0.3 more; from 16
+micro-batches on the first product of a measurement is made twice; rarely one more, where the pilot
 turns out to be unlike the rest. Each trial costs two small all-reduces, a product two. Memory per
 rank, in vectors of `n_local` fp32: one for each gradient of the product, two for those at w (of all
 micro-batches and of the pilot) and two for the products of trials: forward 5, central 6,

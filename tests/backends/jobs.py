@@ -441,7 +441,8 @@ def analyse(path: str) -> tuple[Any, ...]:
     pairs = hessian.eigenpairs(3, "LM", max_matvecs=60)
     traces = [hessian.trace("hutchinson", 24, blocks="parameters"), hessian.trace("xtrace", 36)]
     b = hessian.random_vector(seed=9)
-    solution = hessian.solve(b, [0.5, 5.0], "minres", num_matvecs=20)
+    solution = hessian.solve(b, [12.0, 30.0], "minres", num_matvecs=30)
+    indefinite = hessian.solve(b, [1.0], "cg", num_matvecs=12)
     coupling = hessian.block_coupling("parameters")
     share = hessian.off_block_share("parameters", num_probes=4)
     hessian.save_vectors(pairs.vectors, path, {"values": pairs.values.tolist()})
@@ -450,7 +451,7 @@ def analyse(path: str) -> tuple[Any, ...]:
     solved = [hessian.gather(x) for x in solution.x]
     v0 = hessian.gather(hessian.random_vector(seed=0))
     weights = full_weights(engine)
-    records = (pairs, *traces, solution, coupling, share)
+    records = (pairs, *traces, solution, indefinite, coupling, share)
     figures = [
         {k: f for k, f in vars(r).items() if not torch.is_tensor(f) and k != "provenance"}
         for r in records

@@ -66,6 +66,17 @@ def test_traces(run: Any) -> None:
         start += p.numel()
 
 
+def test_solves(run: Any) -> None:
+    (*_, solution, indefinite, _, _), dense, matrix, _, (_, b, solved, *_) = run
+    right = dense.flat(b)
+    assert solution["converged"].all() and not solution["negative_curvature"].any()
+    for damping, x, error in zip(solution["dampings"], solved, solution["errors"], strict=True):
+        exact = torch.linalg.solve(matrix + damping * torch.eye(len(matrix)), right)
+        off = float((dense.flat(x) - exact).norm())
+        assert off <= max(error, 2e-4 * float(exact.norm())) and off < 2e-3 * float(exact.norm())
+    assert indefinite["negative_curvature"].all() and indefinite["curvature"][0] < -1
+
+
 def test_block_coupling(run: Any) -> None:
     (*_, coupling, share), dense, matrix, _, (*_, v0, _) = run
     v, start, off = dense.flat(v0), 0, float((matrix**2).sum())

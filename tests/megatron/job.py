@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.nn import functional
 
 from tests.megatron import shim
@@ -166,6 +168,10 @@ def running(job: Job) -> Iterator[list[Any]]:
         yield chunks
     finally:
         parallel_state.destroy_model_parallel()
+        dist.barrier()
+        for group in list(distributed_c10d._world.pg_map):  # each keeps its threads until then
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
 
 
 def weight(name: str, shape: Any) -> Tensor:
