@@ -93,8 +93,8 @@ def _widths(values: Array, errors: Array) -> Array:
 
 
 def default_grid(values: Array, widths: Array) -> Array:
-    """A grid that resolves every kernel: 49 points within 6 widths of each, 1025 over the range."""
-    around = values[..., None] + widths[..., None] * np.linspace(-6, 6, 49)
+    """A grid that resolves every kernel: 97 points within 6 widths of each, 1025 over the range."""
+    around = values[..., None] + widths[..., None] * np.linspace(-6, 6, 97)
     span = np.linspace((values - 7 * widths).min(), (values + 7 * widths).max(), 1025)
     return np.unique(np.concatenate([around.ravel(), span]))
 
