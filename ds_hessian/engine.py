@@ -189,8 +189,8 @@ class HessianEngine(Analyses):
     def matvec(self, v: Tensor) -> Product:
         """`H v` and its diagnostics; see `Product`.
 
-        Alone it costs five gradients (one at the weights, two for the noise) and some trials of h;
-        each further one inside `measuring()` two, and one or two trials.
+        Alone it costs three gradients (one at the weights; from 16 micro-batches on two more, for
+        the noise) and some trials of h; each further one inside `measuring()` two, and some trials.
 
         Raises:
             NumericsError: v is zero, or something is not finite.

@@ -23,12 +23,6 @@ def describe_run(
     ranks = backend.space.world_size
     return Provenance(
         step=int(engine.global_steps),
-        seed=config.seed,
-        probe=config.probe,
-        displacement=config.finite_difference.displacement,
-        scheme=config.finite_difference.scheme,
-        precision=config.finite_difference.precision,
-        dropout=config.dropout,
         num_micro_batches=len(objective),
         layout=f"ZeRO-{engine.zero_optimization_stage()}, {ranks} rank{'s' * (ranks > 1)}",
         world_size=ranks,
@@ -39,5 +33,19 @@ def describe_run(
             "python": platform.python_version(),
             "torch": torch.__version__,
         },
-        ds_hessian_version=ds_hessian.__version__,
+        **settings(config),
     )
+
+
+def settings(config: HessianConfig) -> dict[str, Any]:
+    """What every host's provenance says of the settings, and of this package."""
+    difference = config.finite_difference
+    return {
+        "seed": config.seed,
+        "probe": config.probe,
+        "displacement": difference.displacement,
+        "scheme": difference.scheme,
+        "precision": difference.precision,
+        "dropout": config.dropout,
+        "ds_hessian_version": ds_hessian.__version__,
+    }

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -105,3 +105,18 @@ class RankPool:
         # DeepSpeed's shared-memory all-reduce: 66 MiB for each rank, which a killed process leaves.
         for left in Path("/dev/shm").glob(f"deepspeed_*_{self.port}_*"):
             left.unlink()
+
+
+def pools_of_ranks() -> Iterator[Callable[[int], RankPool]]:
+    """For a fixture: `get(n)`, a pool of n ranks, started at first use and again after a hang."""
+    pools: dict[int, RankPool] = {}
+
+    def get(world_size: int) -> RankPool:
+        pool = pools.get(world_size)
+        if pool is None or not all(p.is_alive() for p in pool.processes):
+            pools[world_size] = RankPool(world_size)
+        return pools[world_size]
+
+    yield get
+    for pool in pools.values():
+        pool.close()

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-import ds_hessian
 from ds_hessian.backends.megatron import (
     ForwardStep,
     MegatronBackend,
@@ -18,6 +17,7 @@ from ds_hessian.backends.megatron import (
 )
 from ds_hessian.config import HessianConfig
 from ds_hessian.engine import HessianEngine
+from ds_hessian.provenance import settings
 from ds_hessian.results import HessianSpectrum, Provenance
 from ds_hessian.vectors import together
 
@@ -93,12 +93,6 @@ class MegatronHessian(HessianEngine):
         kind = "distributed optimizer" if backend.is_sharded else "DDP"
         return Provenance(
             step=self.step,
-            seed=config.seed,
-            probe=config.probe,
-            displacement=config.finite_difference.displacement,
-            scheme=config.finite_difference.scheme,
-            precision=config.finite_difference.precision,
-            dropout=config.dropout,
             num_micro_batches=backend.num_micro_batches * backend.group,
             layout=f"Megatron {sizes}, {kind}",
             world_size=backend.space.world_size,
@@ -109,7 +103,7 @@ class MegatronHessian(HessianEngine):
                 "python": platform.python_version(),
                 "torch": torch.__version__,
             },
-            ds_hessian_version=ds_hessian.__version__,
+            **settings(config),
         )
 
 

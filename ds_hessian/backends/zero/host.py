@@ -159,8 +159,3 @@ def sequence_parallel_size(engine: Any) -> int:
     from deepspeed.utils import groups
 
     return int(groups._get_sequence_parallel_world_size())
-
-
-def world_size(group: Any) -> int:
-    """Ranks in a DeepSpeed process group."""
-    return torch.distributed.get_world_size(group)
