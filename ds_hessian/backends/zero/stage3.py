@@ -96,6 +96,8 @@ class Stage3Shards(Shards):
         Afterwards nothing is in flight, no gradient waits for its reduction, and all ranks record
         the order of gathers anew: it would be compared between them at the next forward.
         """
+        from deepspeed.runtime.zero.partition_parameters import free_param
+
         accelerator_synchronize()
         offload = self.optimizer.parameter_offload
         coordinator, module = offload.param_coordinator, offload.module
@@ -105,8 +107,8 @@ class Stage3Shards(Shards):
         for p in module.parameters():
             p.grad = None  # zero_grad() expects none outside backward
             p.ds_active_sub_modules.clear()
-            if p.ds_status == in_flight:
-                p.ds_status = type(p.ds_status).AVAILABLE  # the next publish() frees it
+            if p.ds_status == in_flight:  # its data may be empty still, so not by a partition
+                free_param(p)
         if hasattr(coordinator, "release_backward_leftovers"):  # from 0.19 on
             coordinator.release_backward_leftovers()
         if not coordinator.is_invalid_trace():
