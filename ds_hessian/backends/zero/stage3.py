@@ -34,6 +34,7 @@ class Stage3Shards(Shards):
             "invalidate_secondary_tensor",
             "ipg_buckets",
             "parameter_offload",
+            "persistent_parameters",
             _GRADIENTS,
         )
 
@@ -74,6 +75,21 @@ class Stage3Shards(Shards):
         self.optimizer.empty_partition_cache()
         self.optimizer.invalidate_secondary_tensor()
         accelerator_synchronize()
+
+    def prepare(self) -> None:
+        """See `Shards.prepare`: gather the persistent, small parameters in one collective.
+
+        The forward would gather them one by one, and so would DeepSpeed's own `all_gather`; the
+        bits are those that a training step gathers.
+        """
+        released = [
+            p for p in self.optimizer.persistent_parameters if p.ds_status.name == "NOT_AVAILABLE"
+        ]
+        together: dict[Any, list[Any]] = {}
+        for p in released:
+            together.setdefault((p.ds_process_group, p.ds_tensor.dtype), []).append(p)
+        for (group, _), params in together.items():
+            _gather(params, group, self.engine.device)
 
     def gradients(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:
         """See `Shards.gradients`; of any micro-batch of a window, offloaded or not."""
@@ -175,6 +191,20 @@ class Stage3Shards(Shards):
         swap(stack, optimizer, _GRADIENTS, dict(zip(shards, parts, strict=True)))
         swap(stack, optimizer, "grad_partitions_flat_buffer", flat)
         stack.callback(self.publish)  # first of all, release what was gathered from the copies
+
+
+def _gather(params: Sequence[Any], group: Any, device: torch.device) -> None:
+    from deepspeed import comm
+
+    mine = torch.cat([p.ds_tensor.data.to(device).view(-1) for p in params])
+    ranks = comm.get_world_size(group)
+    every = mine.new_empty(ranks * mine.numel())
+    comm.allgather_fn(every, mine, group=group)
+    shards = every.view(ranks, -1).split([p.ds_tensor.ds_numel for p in params], dim=1)
+    for p, parts in zip(params, shards, strict=True):
+        whole = parts.reshape(-1).narrow(0, 0, p.ds_numel)
+        p.data = whole.view(p.ds_shape)
+        p.ds_status = type(p.ds_status).AVAILABLE
 
 
 def _replace_shard(stack: ExitStack, p: Any, value: Tensor) -> None:
