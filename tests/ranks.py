@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 import socket
+import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
@@ -19,7 +23,8 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: str) -> None:
+    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"))  # noqa: SIM115  # until the end
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -62,14 +67,28 @@ class RankPool:
         self.port = port = free_port()
         self.pipes: list[Connection] = []
         self.processes = []
+        self.stacks = tempfile.TemporaryDirectory(prefix="ds_hessian_ranks")
         for rank in range(world_size):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world_size, port, theirs), daemon=True
+                target=_serve,
+                args=(rank, world_size, port, theirs, self._stack_file(rank)),
+                daemon=True,
             )
             process.start()
             self.pipes.append(mine)
             self.processes.append(process)
+
+    def _stack_file(self, rank: int) -> str:
+        return str(Path(self.stacks.name) / f"{rank}")
+
+    def _where(self, rank: int) -> str:
+        """The stacks of all threads of a rank."""
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        return Path(self._stack_file(rank)).read_text()
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any
@@ -77,7 +96,8 @@ class RankPool:
         """Call `function` on every rank; returns the results by rank.
 
         Raises:
-            AssertionError: it raised somewhere (with the remote traceback), or hung.
+            AssertionError: it raised somewhere (with the remote traceback), or hung (with the
+                stacks of the ranks that did not come back, and what the others raised).
         """
         for pipe in self.pipes:
             pipe.send((function, args, kwargs))
@@ -85,9 +105,16 @@ class RankPool:
         while len(results) < len(self.pipes):
             ready = wait([p for p in self.pipes if p not in results], timeout=timeout)
             if not ready:
+                found = [
+                    f"rank {r} hangs:\n{self._where(r)}"
+                    if p not in results
+                    else f"rank {r} came back"
+                    if results[p][0]
+                    else f"rank {r} raised:\n{results[p][1]}"
+                    for r, p in enumerate(self.pipes)
+                ]
                 self.close()
-                done = [self.pipes.index(p) for p in results]
-                raise AssertionError(f"{function.__name__} hung; only ranks {done} came back")
+                raise AssertionError("\n".join([f"{function.__name__} hung", *found]))
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 results[pipe] = pipe.recv()
@@ -105,6 +132,7 @@ class RankPool:
         # DeepSpeed's shared-memory all-reduce: 66 MiB for each rank, which a killed process leaves.
         for left in Path("/dev/shm").glob(f"deepspeed_*_{self.port}_*"):
             left.unlink()
+        self.stacks.cleanup()
 
 
 def pools_of_ranks() -> Iterator[Callable[[int], RankPool]]:

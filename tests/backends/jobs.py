@@ -11,6 +11,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.zero import partition_parameters
+from deepspeed.utils import groups
 from torch import Tensor, nn
 
 import ds_hessian
@@ -32,6 +33,9 @@ def make_engine(
     module: nn.Module | None = None, zero: dict[str, Any] | None = None, **config: Any
 ) -> Any:
     """An engine on the same initial weights in every call; with the hessian section, attached."""
+    hpz = groups._get_zero_param_intra_parallel_group()
+    if hpz is not None:  # DeepSpeed keeps it, and later engines would have hpZ too
+        deepspeed.comm.destroy_process_group(hpz)
     if module is None:
         torch.manual_seed(0)
         module = TinyGPT()

@@ -147,8 +147,13 @@ SPLIT = {
 
 @pytest.mark.parametrize(
     ("world_size", "zero", "failures"),
-    [(2, {}, FAILURES[:-1]), (2, SPLIT, FAILURES[7:]), (3, SPLIT, FAILURES_OF_3)],
-    ids=["2", "2-split", "3-split"],
+    [
+        (2, {}, FAILURES[:-1]),
+        (2, {"zero_hpz_partition_size": 2}, FAILURES[14:]),
+        (2, SPLIT, FAILURES[7:]),
+        (3, SPLIT, FAILURES_OF_3),
+    ],
+    ids=["2", "2-hpZ", "2-split", "3-split"],
 )
 def test_a_failing_spectrum_raises_everywhere_and_leaves_training_bitwise_alone(
     ranks: Ranks, world_size: int, zero: dict[str, Any], failures: Failures

@@ -190,6 +190,7 @@ class ZeroBackend:
         assert self._objective is not None
         try:
             with self._lockstep.together(f"evaluating micro-batch {index}"):
+                self.shards.prepare()
                 widen = self.precision == "fp32"
                 loss, count = self._objective.loss(self.engine, index, self.device, widen)
                 scale = host.backward(self.engine, loss)

@@ -78,6 +78,9 @@ class Shards(ABC):
     def publish(self) -> None:
         """Make every rank's next forward read the written weights. Collective."""
 
+    def prepare(self) -> None:  # noqa: B027  # most have nothing to do
+        """Before a forward, inside the lockstep: what is cheaper at once than on the way."""
+
     @abstractmethod
     def gradients(self, pieces: Sequence[Piece]) -> Iterator[Tensor | None]:
         """Flat views of the reduced gradient, right after a backward; None for zero."""

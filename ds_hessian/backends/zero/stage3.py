@@ -34,6 +34,7 @@ class Stage3Shards(Shards):
             "invalidate_secondary_tensor",
             "ipg_buckets",
             "parameter_offload",
+            "persistent_parameters",
             _GRADIENTS,
         )
 
@@ -75,6 +76,21 @@ class Stage3Shards(Shards):
         self.optimizer.invalidate_secondary_tensor()
         accelerator_synchronize()
 
+    def prepare(self) -> None:
+        """See `Shards.prepare`: gather the persistent, small parameters in one collective.
+
+        The forward would gather them one by one, and so would DeepSpeed's own `all_gather`; the
+        bits are those that a training step gathers.
+        """
+        released = [
+            p for p in self.optimizer.persistent_parameters if p.ds_status.name == "NOT_AVAILABLE"
+        ]
+        together: dict[Any, list[Any]] = {}
+        for p in released:
+            together.setdefault((p.ds_process_group, p.ds_tensor.dtype), []).append(p)
+        for (group, _), params in together.items():
+            _gather(params, group, self.engine.device)
+
     def gradients(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:
         """See `Shards.gradients`; of any micro-batch of a window, offloaded or not."""
         stream = self.optimizer.reduce_and_partition_stream
@@ -96,6 +112,8 @@ class Stage3Shards(Shards):
         Afterwards nothing is in flight, no gradient waits for its reduction, and all ranks record
         the order of gathers anew: it would be compared between them at the next forward.
         """
+        from deepspeed.runtime.zero.partition_parameters import free_param
+
         accelerator_synchronize()
         offload = self.optimizer.parameter_offload
         coordinator, module = offload.param_coordinator, offload.module
@@ -105,8 +123,8 @@ class Stage3Shards(Shards):
         for p in module.parameters():
             p.grad = None  # zero_grad() expects none outside backward
             p.ds_active_sub_modules.clear()
-            if p.ds_status == in_flight:
-                p.ds_status = type(p.ds_status).AVAILABLE  # the next publish() frees it
+            if p.ds_status == in_flight:  # its data may be empty still, so not by a partition
+                free_param(p)
         if hasattr(coordinator, "release_backward_leftovers"):  # from 0.19 on
             coordinator.release_backward_leftovers()
         if not coordinator.is_invalid_trace():
@@ -173,6 +191,20 @@ class Stage3Shards(Shards):
         swap(stack, optimizer, _GRADIENTS, dict(zip(shards, parts, strict=True)))
         swap(stack, optimizer, "grad_partitions_flat_buffer", flat)
         stack.callback(self.publish)  # first of all, release what was gathered from the copies
+
+
+def _gather(params: Sequence[Any], group: Any, device: torch.device) -> None:
+    from deepspeed import comm
+
+    mine = torch.cat([p.ds_tensor.data.to(device).view(-1) for p in params])
+    ranks = comm.get_world_size(group)
+    every = mine.new_empty(ranks * mine.numel())
+    comm.allgather_fn(every, mine, group=group)
+    shards = every.view(ranks, -1).split([p.ds_tensor.ds_numel for p in params], dim=1)
+    for p, parts in zip(params, shards, strict=True):
+        whole = parts.reshape(-1).narrow(0, 0, p.ds_numel)
+        p.data = whole.view(p.ds_shape)
+        p.ds_status = type(p.ds_status).AVAILABLE
 
 
 def _replace_shard(stack: ExitStack, p: Any, value: Tensor) -> None:
