@@ -4,7 +4,7 @@ from ds_hessian.krylov.basis import Storage
 from ds_hessian.krylov.blocks import BlockCoupling, OffBlockShare, block_coupling, off_block_share
 from ds_hessian.krylov.eigenpairs import Eigenpairs, Which, eigenpairs
 from ds_hessian.krylov.lanczos import LanczosOptions, LanczosState, lanczos, top_vector
-from ds_hessian.krylov.quadrature import slq, trace_estimate
+from ds_hessian.krylov.quadrature import measure_bounds, slq, trace_estimate
 from ds_hessian.krylov.records import LanczosRun, RitzDecomposition, ritz
 from ds_hessian.krylov.solves import Solution, SolveMethod, solve
 from ds_hessian.krylov.traces import TraceEstimate, hutch_plus_plus, hutchinson, xtrace
@@ -27,6 +27,7 @@ __all__ = [
     "hutch_plus_plus",
     "hutchinson",
     "lanczos",
+    "measure_bounds",
     "off_block_share",
     "ritz",
     "slq",
