@@ -19,13 +19,15 @@ from torch import Tensor
 from ds_hessian import krylov
 from ds_hessian.backends.objective import Objective
 from ds_hessian.config import HessianConfig
-from ds_hessian.errors import ConfigError, ResultError
-from ds_hessian.operators import FiniteDifferenceHessian
+from ds_hessian.errors import ConfigError, NumericsError, ResultError, UnsupportedError
+from ds_hessian.operators import Congruent, FiniteDifferenceHessian
 from ds_hessian.results import (
     Cost,
+    Estimate,
     HessianBlockCoupling,
     HessianEigenpairs,
     HessianOffBlockShare,
+    HessianSharpness,
     HessianSolution,
     HessianTrace,
     Provenance,
@@ -63,6 +65,7 @@ class Analyses:
     backend: Any
     config: HessianConfig
     _objective: Objective | None
+    _top: tuple[Tensor, ...] = ()  # what the next `sharpness` starts from
 
     def measuring(self, **overrides: Any) -> AbstractContextManager[FiniteDifferenceHessian]:
         """See `HessianEngine.measuring`."""
@@ -165,7 +168,7 @@ class Analyses:
         method: krylov.SolveMethod = "cg",
         tolerance: float = 1e-3,
         num_matvecs: int | None = None,
-        preconditioner: Tensor | None = None,
+        preconditioner: Tensor | Literal["adam"] | None = None,
         storage: krylov.Storage | None = None,
         **overrides: Any,
     ) -> HessianSolution:
@@ -178,13 +181,20 @@ class Analyses:
             tolerance: Of the relative residual.
             num_matvecs: Products at most for a Krylov space, which is stored; None for the
                 config's.
-            preconditioner: Positive diagonal `(n_local,)`; then one Krylov space for each damping.
+            preconditioner: Positive diagonal `(n_local,)`, or `adam` for what Adam divides by,
+                `sqrt(v) + eps` (bias-corrected); then one Krylov space for each damping.
             storage: Of the basis.
             overrides: See the class.
 
         Raises:
+            ConfigError: `adam`, and the optimizer is another or has not made a step yet.
             NumericsError: b is zero, no dampings, or something is not finite.
         """
+        diagonal = preconditioner
+        if isinstance(diagonal, str):
+            if diagonal != "adam":
+                raise ConfigError(f'the preconditioner is a diagonal or "adam", got {diagonal!r}')
+            diagonal = self._adam()[0]
         products = self.config.num_matvecs if num_matvecs is None else num_matvecs
 
         def analysis(operator: FiniteDifferenceHessian, draw: Draw) -> dict[str, Any]:
@@ -197,12 +207,75 @@ class Analyses:
                     method,
                     tolerance,
                     products,
-                    preconditioner,
+                    diagonal,
                     storage,
                 )
             )
 
         return self._measure(HessianSolution, analysis, overrides)
+
+    def sharpness(
+        self,
+        preconditioned: bool = True,
+        tolerance: float = 0.05,
+        max_matvecs: int = 5,
+        **overrides: Any,
+    ) -> HessianSharpness:
+        """Top eigenvalues of H and of Adam's preconditioned H, and curvatures along the way.
+
+        Cheap enough to be repeated during training: at most `max_matvecs` products once there is an
+        earlier measurement to start from (see `ds_hessian.krylov.sharpness`). The first one finds
+        its start by Lanczos, with some tens of products more. Keeps two vectors between calls.
+
+        Args:
+            preconditioned: Also for `D^-1/2 H D^-1/2`, with Adam's D, and along Adam's last step.
+            tolerance: Of the residuals, relative to the eigenvalue, whose own error is quadratic in
+                it for an eigenvalue that stands alone.
+            max_matvecs: Products at most, beyond those of the first measurement's start.
+            overrides: See the class.
+
+        Raises:
+            ConfigError: too few products, or no Adam that has made a step: pass
+                `preconditioned=False`.
+            NumericsError: the gradient is zero, or something is not finite.
+        """
+        least = 4 if preconditioned else 2
+        if max_matvecs < least:
+            raise ConfigError(f"max_matvecs must be at least {least} here, got {max_matvecs}")
+        adam = self._adam() if preconditioned else None
+        metrics = [None] if adam is None else [None, adam[0]]
+
+        def analysis(operator: FiniteDifferenceHessian, draw: Draw) -> dict[str, Any]:
+            space, gradient = self.backend.space, operator.gradient
+            if not space.norm(gradient):
+                raise NumericsError(
+                    "the gradient is zero, so there is no curvature along it: measure the spectrum "
+                    "instead"
+                )
+            warm = len(self._top) >= len(metrics)
+            starts = self._top if warm else [_top(operator, draw, d, tolerance) for d in metrics]
+            subspace = krylov.Subspace(operator)
+            along = subspace.add(gradient)
+            step = None if adam is None else subspace.add(adam[1])
+            for _, start in zip(metrics, starts, strict=False):
+                subspace.add(start)
+            pairs = krylov.refine(subspace, metrics, tolerance, max_matvecs)
+            self._top = tuple(pair.x for pair in pairs)
+            estimates = [Estimate(pair.value, pair.error) for pair in pairs]
+            return {
+                "eigenvalue_max": estimates[0],
+                "preconditioned": None if adam is None else estimates[1],
+                "converged": tuple(pair.converged(tolerance) for pair in pairs),
+                "gradient_curvature": along,
+                "update_curvature": step,
+                "update_norm": None if adam is None else space.norm(adam[1]),
+                "gradient_norm": operator.gradient_norm,
+                "loss": self.backend.loss,
+                "warm": warm,
+                "num_matvecs": operator.cost.products,
+            }
+
+        return self._measure(HessianSharpness, analysis, overrides)
 
     def block_coupling(self, blocks: Blocks = "layers", **overrides: Any) -> HessianBlockCoupling:
         """How far from block diagonal H is: the paper's masked-probe test, B + 1 products.
@@ -301,6 +374,16 @@ class Analyses:
 
     # ---- what they share
 
+    def _adam(self) -> tuple[Tensor, Tensor]:
+        """What Adam divides by, and its last step."""
+        if not hasattr(self.backend, "adam"):
+            raise UnsupportedError(
+                "Adam's moments are read from DeepSpeed's optimizers only: give solve a "
+                "preconditioner of your own, and sharpness preconditioned=False"
+            )
+        found: tuple[Tensor, Tensor] = self.backend.adam()
+        return found
+
     def _partition(self, blocks: Blocks) -> Partition:
         names = [name for name, _ in self._parameters()]
         if isinstance(blocks, Mapping):
@@ -333,6 +416,17 @@ class Analyses:
             cost=cost_of(operator, seconds, space.all_reduces - all_reduces),
             provenance=self._describe(config),
         )
+
+
+def _top(
+    operator: FiniteDifferenceHessian, draw: Draw, metric: Tensor | None, tolerance: float
+) -> Tensor:
+    """A first x for `sharpness`, from Lanczos."""
+    if metric is None:
+        return krylov.eigenpairs(operator, draw(0), 1, draw, "LA", tolerance).vectors[0]
+    scale = metric.rsqrt()
+    found = krylov.eigenpairs(Congruent(operator, scale), draw(0), 1, draw, "LA", tolerance)
+    return found.vectors[0] * scale
 
 
 def _expect_shapes(reader: Reader, shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -4,6 +4,7 @@ from ds_hessian.results.analyses import (
     HessianBlockCoupling,
     HessianEigenpairs,
     HessianOffBlockShare,
+    HessianSharpness,
     HessianSolution,
     HessianTrace,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "HessianBlockCoupling",
     "HessianEigenpairs",
     "HessianOffBlockShare",
+    "HessianSharpness",
     "HessianSolution",
     "HessianSpectrum",
     "HessianTrace",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ds_hessian.krylov import BlockCoupling, Eigenpairs, OffBlockShare, Solution, TraceEstimate
 from ds_hessian.krylov.records import Array
+from ds_hessian.results.estimate import Estimate
 from ds_hessian.results.provenance import Cost, Provenance
 
 
@@ -46,6 +47,42 @@ class HessianTrace(TraceEstimate, Measured):
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HessianSolution(Solution, Measured):
     """Solutions of (H + damping I) x = b; see `ds_hessian.krylov.Solution`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HessianSharpness(Measured):
+    """Curvature along a training run; eigenvalues each with the bound on their error.
+
+    *Some* eigenvalue lies within the error of each; after steps in which the top one changed places
+    with another, a warm start can follow the wrong one for a measurement.
+
+    Attributes:
+        eigenvalue_max: The largest eigenvalue of H, in loss per squared parameter.
+        preconditioned: The largest eigenvalue of `D^-1/2 H D^-1/2` with D what Adam divides by, in
+            the unit of 1 / learning rate; None without Adam. Adam with beta1 = 0.9 is at the edge
+            of stability where it is 38 / learning rate (Cohen et al., arXiv 2207.14484).
+        converged: Whether the residual of each of them is within the tolerance, or the products'
+            errors.
+        gradient_curvature: `g'Hg / g'g` along the gradient of the measured loss.
+        update_curvature: `u'Hu / u'u` along Adam's last step, without its weight decay; None
+            without Adam.
+        update_norm: |u|, with the present learning rate; None without Adam.
+        gradient_norm: |g|.
+        loss: Mean loss over the measured micro-batches.
+        warm: Whether it started from an earlier measurement.
+        num_matvecs: Products made.
+    """
+
+    eigenvalue_max: Estimate
+    preconditioned: Estimate | None
+    converged: tuple[bool, ...]
+    gradient_curvature: float
+    update_curvature: float | None
+    update_norm: float | None
+    gradient_norm: float
+    loss: float
+    warm: bool
+    num_matvecs: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
