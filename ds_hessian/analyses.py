@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ds_hessian import krylov
-from ds_hessian.backends.objective import Objective
+from ds_hessian.backends.objective import LossFn, Objective
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError, NumericsError, ResultError, UnsupportedError
 from ds_hessian.operators import Congruent, FiniteDifferenceHessian
@@ -26,6 +27,7 @@ from ds_hessian.results import (
     Estimate,
     HessianBlockCoupling,
     HessianEigenpairs,
+    HessianInfluence,
     HessianOffBlockShare,
     HessianSharpness,
     HessianSolution,
@@ -213,6 +215,84 @@ class Analyses:
             )
 
         return self._measure(HessianSolution, analysis, overrides)
+
+    def influence(
+        self,
+        query: Iterable[Any],
+        examples: Iterable[Any],
+        dampings: Sequence[float],
+        loss_fn: LossFn | None = None,
+        method: krylov.SolveMethod = "minres",
+        tolerance: float = 1e-3,
+        num_matvecs: int | None = None,
+        **overrides: Any,
+    ) -> HessianInfluence:
+        """Influence of training examples on the loss of a query; see `HessianInfluence`.
+
+        One solve with the query's gradient, then one gradient for each example (`cost` is that of
+        the solve).
+
+        Args:
+            query: Micro-batches whose mean loss is asked about, as for `use`.
+            examples: Micro-batches, each an example. Number i of all ranks together is one: give
+                every rank the same ones for examples of a single micro-batch.
+            dampings: In loss per squared parameter; all from one Krylov space.
+            loss_fn: As for `use`, of query and examples; None for that of `use`.
+            method: See `solve`.
+            tolerance: See `solve`.
+            num_matvecs: See `solve`.
+            overrides: See the class.
+
+        Raises:
+            ConfigError: no batches, or different numbers of them on different ranks.
+            UnsupportedError: not an engine of DeepSpeed.
+            NumericsError: the query's gradient is zero, no dampings, or something is not finite.
+            MeasurementError: batches, model or loss raised on some rank.
+        """
+        if type(self._objective) is not Objective:
+            raise UnsupportedError("influence needs a DeepSpeed engine, and use(batches) before it")
+        config, space = self.config.with_overrides(**overrides), self.backend.space
+        own = self._objective.loss_fn if loss_fn is None else loss_fn
+        with together("reading query and examples", device=self.backend.device):
+            asked, given = Objective(query, own), Objective(examples, own)
+        gradient = space.zeros()
+        with self._on(asked, config):
+            self.backend.add_gradient(gradient, range(len(asked)))
+            gradient *= self.backend.gradient_scale
+            loss = self.backend.loss
+        found = self.solve(gradient, dampings, method, tolerance, num_matvecs, **overrides)
+        dots = []
+        with self._on(given, config):
+            for i in range(len(given)):
+                gradient.zero_()
+                self.backend.add_gradient(gradient, range(i, i + 1))
+                pairs = [(x, gradient) for x in found.x]
+                dots.append(space.dots([*pairs, (gradient, gradient)]).numpy())
+            scale = self.backend.gradient_scale * len(given)
+        *scores, squares = np.array(dots).T
+        return HessianInfluence(
+            dampings=found.dampings,
+            scores=scale * np.array(scores),
+            errors=found.errors[:, None] * scale * np.sqrt(squares),
+            residuals=found.residuals,
+            converged=found.converged,
+            negative_curvature=found.negative_curvature,
+            query_loss=loss,
+            num_matvecs=found.num_matvecs,
+            cost=found.cost,
+            provenance=found.provenance,
+        )
+
+    @contextmanager
+    def _on(self, objective: Objective, config: HessianConfig) -> Iterator[None]:
+        """Guard evaluations of another loss, at the weights."""
+        self.backend.use(objective, config.dropout, config.finite_difference.precision)
+        try:
+            with self.backend.measuring():
+                self.backend.displace(None, 0.0)
+                yield
+        finally:
+            self.backend.use(self._objective)
 
     def sharpness(
         self,

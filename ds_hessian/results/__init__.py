@@ -3,6 +3,7 @@
 from ds_hessian.results.analyses import (
     HessianBlockCoupling,
     HessianEigenpairs,
+    HessianInfluence,
     HessianOffBlockShare,
     HessianSharpness,
     HessianSolution,
@@ -26,6 +27,7 @@ __all__ = [
     "Estimate",
     "HessianBlockCoupling",
     "HessianEigenpairs",
+    "HessianInfluence",
     "HessianOffBlockShare",
     "HessianSharpness",
     "HessianSolution",

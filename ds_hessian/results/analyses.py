@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ds_hessian.krylov import BlockCoupling, Eigenpairs, OffBlockShare, Solution, TraceEstimate
 from ds_hessian.krylov.records import Array
 from ds_hessian.results.estimate import Estimate
@@ -47,6 +50,36 @@ class HessianTrace(TraceEstimate, Measured):
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HessianSolution(Solution, Measured):
     """Solutions of (H + damping I) x = b; see `ds_hessian.krylov.Solution`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HessianInfluence(Measured):
+    """Influence of N training examples on a query's loss, `g_q' (H + damping I)^-1 g_i`.
+
+    To first order, an example left out of the mean of N changes the query's loss by its score over
+    N: a positive score is an example that helps (Koh, Liang, ICML 2017). H and the mean are those
+    of the measured micro-batches.
+
+    Attributes:
+        dampings: `(d,)` in loss per squared parameter.
+        scores: `(d, N)` in units of the query's loss.
+        errors: `(d, N)` estimate of each score's error: that of the solution times `|g_i|`.
+        residuals: `(d,)` of the solutions, relative.
+        converged: `(d,)` whether they are within the tolerance.
+        negative_curvature: `(d,)` whether H + damping I was found to be indefinite; then the
+            weights are at no minimum, and a score says little.
+        query_loss: Mean loss of the query.
+        num_matvecs: Products made.
+    """
+
+    dampings: Array
+    scores: Array
+    errors: Array
+    residuals: Array
+    converged: NDArray[np.bool_]
+    negative_curvature: NDArray[np.bool_]
+    query_loss: float
+    num_matvecs: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -590,3 +590,45 @@ def sharpness_in_training(rounds: int, between: int, lr: float, **limits: Any) -
     solved = (weights, divisor, hessian.gather(b), hessian.gather(solution.x[0]), solution.errors)
     engine.destroy()
     return found, solved, plain
+
+
+def influences(damping: float) -> Any:
+    """Weights and record of the first 3 micro-batches on a query of 2, on a trained TinyGPT."""
+    engine = make_engine(hessian=QUIET)
+    hessian = engine.hessian.use(my_batches())
+    _train(engine, range(6))
+    before = full_weights(engine)
+    query = [batch(700 + dist.get_rank(), 0)]
+    examples = [batch(500 + i, 0) for i in range(3)]
+    found = hessian.influence(query, examples, [damping, 4 * damping], num_matvecs=40)
+    kept = hessian.backend.num_micro_batches == len(my_batches())
+    kept &= same(before, full_weights(engine))
+    refusals = []
+    for wrong in (([], examples), (query, examples[: 1 + dist.get_rank()])):
+        try:
+            hessian.influence(*wrong, [damping])
+        except ds_hessian.ConfigError as error:
+            refusals.append(str(error))
+    engine.destroy()
+    return before, found, kept, refusals
+
+
+class Logistic(nn.Module):
+    """Logistic regression; the mean loss of (x, y)."""
+
+    def __init__(self, weights: Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(weights.float())
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Scalar loss."""
+        return nn.functional.binary_cross_entropy_with_logits(x @ self.w, y)
+
+
+def influences_at(weights: Tensor, query: Any, examples: list[Any], damping: float) -> Any:
+    """Scores at given weights; every rank has all examples, which also define H."""
+    engine = make_engine(Logistic(weights), hessian=QUIET)
+    hessian = engine.hessian.use(examples)
+    found = hessian.influence([query], examples, [damping], method="cg", num_matvecs=10)
+    engine.destroy()
+    return found
