@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ds_hessian import krylov
-from ds_hessian.backends.objective import Objective
+from ds_hessian.backends.objective import LossFn, Objective
 from ds_hessian.config import HessianConfig
-from ds_hessian.errors import ConfigError, ResultError
-from ds_hessian.operators import FiniteDifferenceHessian
+from ds_hessian.errors import ConfigError, NumericsError, ResultError, UnsupportedError
+from ds_hessian.operators import Congruent, FiniteDifferenceHessian
 from ds_hessian.results import (
     Cost,
+    Estimate,
     HessianBlockCoupling,
     HessianEigenpairs,
+    HessianInfluence,
     HessianOffBlockShare,
+    HessianSharpness,
     HessianSolution,
     HessianTrace,
     Provenance,
@@ -63,6 +67,7 @@ class Analyses:
     backend: Any
     config: HessianConfig
     _objective: Objective | None
+    _top: tuple[Tensor, ...] = ()  # what the next `sharpness` starts from
 
     def measuring(self, **overrides: Any) -> AbstractContextManager[FiniteDifferenceHessian]:
         """See `HessianEngine.measuring`."""
@@ -165,7 +170,7 @@ class Analyses:
         method: krylov.SolveMethod = "cg",
         tolerance: float = 1e-3,
         num_matvecs: int | None = None,
-        preconditioner: Tensor | None = None,
+        preconditioner: Tensor | Literal["adam"] | None = None,
         storage: krylov.Storage | None = None,
         **overrides: Any,
     ) -> HessianSolution:
@@ -178,13 +183,20 @@ class Analyses:
             tolerance: Of the relative residual.
             num_matvecs: Products at most for a Krylov space, which is stored; None for the
                 config's.
-            preconditioner: Positive diagonal `(n_local,)`; then one Krylov space for each damping.
+            preconditioner: Positive diagonal `(n_local,)`, or `adam` for what Adam divides by,
+                `sqrt(v) + eps` (bias-corrected); then one Krylov space for each damping.
             storage: Of the basis.
             overrides: See the class.
 
         Raises:
+            ConfigError: `adam`, and the optimizer is another or has not made a step yet.
             NumericsError: b is zero, no dampings, or something is not finite.
         """
+        diagonal = preconditioner
+        if isinstance(diagonal, str):
+            if diagonal != "adam":
+                raise ConfigError(f'the preconditioner is a diagonal or "adam", got {diagonal!r}')
+            diagonal = self._adam()[0]
         products = self.config.num_matvecs if num_matvecs is None else num_matvecs
 
         def analysis(operator: FiniteDifferenceHessian, draw: Draw) -> dict[str, Any]:
@@ -197,12 +209,153 @@ class Analyses:
                     method,
                     tolerance,
                     products,
-                    preconditioner,
+                    diagonal,
                     storage,
                 )
             )
 
         return self._measure(HessianSolution, analysis, overrides)
+
+    def influence(
+        self,
+        query: Iterable[Any],
+        examples: Iterable[Any],
+        dampings: Sequence[float],
+        loss_fn: LossFn | None = None,
+        method: krylov.SolveMethod = "minres",
+        tolerance: float = 1e-3,
+        num_matvecs: int | None = None,
+        **overrides: Any,
+    ) -> HessianInfluence:
+        """Influence of training examples on the loss of a query; see `HessianInfluence`.
+
+        One solve with the query's gradient, then one gradient for each example (`cost` is that of
+        the solve).
+
+        Args:
+            query: Micro-batches whose mean loss is asked about, as for `use`.
+            examples: Micro-batches, each an example. Number i of all ranks together is one: give
+                every rank the same ones for examples of a single micro-batch.
+            dampings: In loss per squared parameter; all from one Krylov space.
+            loss_fn: As for `use`, of query and examples; None for that of `use`.
+            method: See `solve`.
+            tolerance: See `solve`.
+            num_matvecs: See `solve`.
+            overrides: See the class.
+
+        Raises:
+            ConfigError: no batches, or different numbers of them on different ranks.
+            UnsupportedError: not an engine of DeepSpeed.
+            NumericsError: the query's gradient is zero, no dampings, or something is not finite.
+            MeasurementError: batches, model or loss raised on some rank.
+        """
+        if type(self._objective) is not Objective:
+            raise UnsupportedError("influence needs a DeepSpeed engine, and use(batches) before it")
+        config, space = self.config.with_overrides(**overrides), self.backend.space
+        own = self._objective.loss_fn if loss_fn is None else loss_fn
+        with together("reading query and examples", device=self.backend.device):
+            asked, given = Objective(query, own), Objective(examples, own)
+        gradient = space.zeros()
+        with self._on(asked, config):
+            self.backend.add_gradient(gradient, range(len(asked)))
+            gradient *= self.backend.gradient_scale
+            loss = self.backend.loss
+        found = self.solve(gradient, dampings, method, tolerance, num_matvecs, **overrides)
+        dots = []
+        with self._on(given, config):
+            for i in range(len(given)):
+                gradient.zero_()
+                self.backend.add_gradient(gradient, range(i, i + 1))
+                pairs = [(x, gradient) for x in found.x]
+                dots.append(space.dots([*pairs, (gradient, gradient)]).numpy())
+            scale = self.backend.gradient_scale * len(given)
+        *scores, squares = np.array(dots).T
+        return HessianInfluence(
+            dampings=found.dampings,
+            scores=scale * np.array(scores),
+            errors=found.errors[:, None] * scale * np.sqrt(squares),
+            residuals=found.residuals,
+            converged=found.converged,
+            negative_curvature=found.negative_curvature,
+            query_loss=loss,
+            num_matvecs=found.num_matvecs,
+            cost=found.cost,
+            provenance=found.provenance,
+        )
+
+    @contextmanager
+    def _on(self, objective: Objective, config: HessianConfig) -> Iterator[None]:
+        """Guard evaluations of another loss, at the weights."""
+        self.backend.use(objective, config.dropout, config.finite_difference.precision)
+        try:
+            with self.backend.measuring():
+                self.backend.displace(None, 0.0)
+                yield
+        finally:
+            self.backend.use(self._objective)
+
+    def sharpness(
+        self,
+        preconditioned: bool = True,
+        tolerance: float = 0.05,
+        max_matvecs: int = 5,
+        **overrides: Any,
+    ) -> HessianSharpness:
+        """Top eigenvalues of H and of Adam's preconditioned H, and curvatures along the way.
+
+        Cheap enough to be repeated during training: at most `max_matvecs` products once there is an
+        earlier measurement to start from (see `ds_hessian.krylov.sharpness`). The first one finds
+        its start by Lanczos, with some tens of products more. Keeps two vectors between calls.
+
+        Args:
+            preconditioned: Also for `D^-1/2 H D^-1/2`, with Adam's D, and along Adam's last step.
+            tolerance: Of the residuals, relative to the eigenvalue, whose own error is quadratic in
+                it for an eigenvalue that stands alone.
+            max_matvecs: Products at most, beyond those of the first measurement's start.
+            overrides: See the class.
+
+        Raises:
+            ConfigError: too few products, or no Adam that has made a step: pass
+                `preconditioned=False`.
+            NumericsError: the gradient is zero, or something is not finite.
+        """
+        least = 4 if preconditioned else 2
+        if max_matvecs < least:
+            raise ConfigError(f"max_matvecs must be at least {least} here, got {max_matvecs}")
+        adam = self._adam() if preconditioned else None
+        metrics = [None] if adam is None else [None, adam[0]]
+
+        def analysis(operator: FiniteDifferenceHessian, draw: Draw) -> dict[str, Any]:
+            space, gradient = self.backend.space, operator.gradient
+            if not space.norm(gradient):
+                raise NumericsError(
+                    "the gradient is zero, so there is no curvature along it: measure the spectrum "
+                    "instead"
+                )
+            warm = len(self._top) >= len(metrics)
+            starts = self._top if warm else [_top(operator, draw, d, tolerance) for d in metrics]
+            subspace = krylov.Subspace(operator)
+            along = subspace.add(gradient)
+            step = None if adam is None else subspace.add(adam[1])
+            for _, start in zip(metrics, starts, strict=False):
+                subspace.add(start)
+            pairs = krylov.refine(subspace, metrics, tolerance, max_matvecs)
+            self._top = tuple(pair.x for pair in pairs)
+            estimates = [Estimate(pair.value, pair.error) for pair in pairs]
+            return {
+                "eigenvalue_max": estimates[0],
+                "preconditioned": None if adam is None else estimates[1],
+                "converged": tuple(pair.converged(tolerance) for pair in pairs),
+                "gradient_curvature": along,
+                "update_curvature": step,
+                "update_norm": None if adam is None else space.norm(adam[1]),
+                "gradient_norm": operator.gradient_norm,
+                "loss": self.backend.loss,
+                "warm": warm,
+                "num_matvecs": operator.cost.products,
+            }
+
+        return self._measure(HessianSharpness, analysis, overrides)
 
     def block_coupling(self, blocks: Blocks = "layers", **overrides: Any) -> HessianBlockCoupling:
         """How far from block diagonal H is: the paper's masked-probe test, B + 1 products.
@@ -301,6 +454,16 @@ class Analyses:
 
     # ---- what they share
 
+    def _adam(self) -> tuple[Tensor, Tensor]:
+        """What Adam divides by, and its last step."""
+        if not hasattr(self.backend, "adam"):
+            raise UnsupportedError(
+                "Adam's moments are read from DeepSpeed's optimizers only: give solve a "
+                "preconditioner of your own, and sharpness preconditioned=False"
+            )
+        found: tuple[Tensor, Tensor] = self.backend.adam()
+        return found
+
     def _partition(self, blocks: Blocks) -> Partition:
         names = [name for name, _ in self._parameters()]
         if isinstance(blocks, Mapping):
@@ -333,6 +496,17 @@ class Analyses:
             cost=cost_of(operator, seconds, space.all_reduces - all_reduces),
             provenance=self._describe(config),
         )
+
+
+def _top(
+    operator: FiniteDifferenceHessian, draw: Draw, metric: Tensor | None, tolerance: float
+) -> Tensor:
+    """A first x for `sharpness`, from Lanczos."""
+    if metric is None:
+        return krylov.eigenpairs(operator, draw(0), 1, draw, "LA", tolerance).vectors[0]
+    scale = metric.rsqrt()
+    found = krylov.eigenpairs(Congruent(operator, scale), draw(0), 1, draw, "LA", tolerance)
+    return found.vectors[0] * scale
 
 
 def _expect_shapes(reader: Reader, shapes: Mapping[str, tuple[int, ...]]) -> int:

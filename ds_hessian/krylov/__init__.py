@@ -4,8 +4,9 @@ from ds_hessian.krylov.basis import Storage
 from ds_hessian.krylov.blocks import BlockCoupling, OffBlockShare, block_coupling, off_block_share
 from ds_hessian.krylov.eigenpairs import Eigenpairs, Which, eigenpairs
 from ds_hessian.krylov.lanczos import LanczosOptions, LanczosState, lanczos, top_vector
-from ds_hessian.krylov.quadrature import slq, trace_estimate
+from ds_hessian.krylov.quadrature import measure_bounds, slq, trace_estimate
 from ds_hessian.krylov.records import LanczosRun, RitzDecomposition, ritz
+from ds_hessian.krylov.sharpness import RitzPair, Subspace, refine
 from ds_hessian.krylov.solves import Solution, SolveMethod, solve
 from ds_hessian.krylov.traces import TraceEstimate, hutch_plus_plus, hutchinson, xtrace
 
@@ -17,9 +18,11 @@ __all__ = [
     "LanczosState",
     "OffBlockShare",
     "RitzDecomposition",
+    "RitzPair",
     "Solution",
     "SolveMethod",
     "Storage",
+    "Subspace",
     "TraceEstimate",
     "Which",
     "block_coupling",
@@ -27,7 +30,9 @@ __all__ = [
     "hutch_plus_plus",
     "hutchinson",
     "lanczos",
+    "measure_bounds",
     "off_block_share",
+    "refine",
     "ritz",
     "slq",
     "solve",

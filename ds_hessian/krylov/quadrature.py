@@ -4,7 +4,9 @@ For a random unit vector v, `sum_i w_i f(theta_i)` over the Ritz pairs of a Lanc
 an estimate of `trace(f(H)) / n`, exact for polynomials of degree below 2 m up to the randomness of
 v. Several probes are averaged.
 
-Source: Ubaru, Chen, Saad, SIAM J. Matrix Anal. 38 (2017); bounds: Chen, Trogdon, Ubaru, ICML 2021.
+Sources: Ubaru, Chen, Saad, SIAM J. Matrix Anal. 38 (2017); Chen, Trogdon, Ubaru, ICML 2021 (bounds
+of the cumulative distribution); Golub, Meurant, Matrices, Moments and Quadrature (2010), chapter 6
+(Gauss-Radau rules).
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ import numpy as np
 from torch import Tensor
 
 from ds_hessian.krylov.lanczos import LanczosOptions, LanczosState, lanczos
-from ds_hessian.krylov.records import LanczosRun, RitzDecomposition
+from ds_hessian.krylov.records import Array, LanczosRun, RitzDecomposition
 from ds_hessian.operators import LinearOperator
 from ds_hessian.vectors import Layout, ProbeKind, random_vector
+
+RADAU_LIMIT = 1e8
+"""Largest entry of a Gauss-Radau matrix, in units of the largest Ritz value or beta."""
 
 
 def slq(
@@ -95,3 +100,51 @@ def _second_moment(run: LanczosRun, pairs: RitzDecomposition, n: int) -> float:
     outlier = pairs.errors < 0.01 * abs(pairs.values)
     missing = np.where(outlier, np.maximum(1 / n - pairs.weights, 0.0), 0.0)
     return float(plain + missing @ pairs.values**2)
+
+
+def measure_bounds(alphas: Array, betas: Array, x: Array) -> tuple[Array, Array]:
+    """Bounds on the spectral measure of the start vector to the left of each x.
+
+    That measure puts the weight `(v'u_i)^2` on every eigenvalue. Its moments up to degree 2 m,
+    which is all that a run knows, belong to the Gauss-Radau rule of m + 1 nodes with one node at x,
+    and by the inequalities of Chebyshev, Markov and Stieltjes
+
+        sum of weights left of x  <=  measure of (-inf, x)  <=  measure of (-inf, x]  <=  the same
+                                                                and the weight at x
+
+    which no bound from these moments improves on. They hold for exact products; errors of products
+    move the eigenvalues to which they belong.
+
+    Args:
+        alphas: `(m,)` of a run.
+        betas: `(m,)` of the same run, the residual's included.
+        x: `(k,)` eigenvalues.
+
+    Returns:
+        Lower and upper bounds, `(k,)` each. They meet where the Krylov space was exhausted (a beta
+        of zero): then the measure is known, but for the weight at x itself.
+    """
+    from scipy.linalg import eigh_tridiagonal
+
+    steps = int(np.argmax(betas == 0)) + 1 if (betas == 0).any() else len(alphas)
+    alphas, betas = alphas[:steps], betas[:steps]
+    values, vectors = eigh_tridiagonal(alphas, betas[:-1])
+    if betas[-1] == 0:
+        sums = np.append(0.0, np.cumsum(vectors[0] ** 2))
+        return sums[np.searchsorted(values, x)], sums[np.searchsorted(values, x, side="right")]
+    couplings = (betas[-1] * vectors[-1]) ** 2
+    scale = float(max(abs(values).max(), betas.max()))
+    bounds = []
+    for point in x:
+        # The last diagonal entry that makes x an eigenvalue. It has poles at the Ritz values;
+        # RADAU_LIMIT keeps the others' digits, and misplaces x by at most its inverse there.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            shift = float(np.nan_to_num(np.sum(couplings / (values - point)), nan=np.inf))
+        last = float(np.clip(point + shift, -RADAU_LIMIT * scale, RADAU_LIMIT * scale))
+        _, rule = eigh_tridiagonal(np.append(alphas, last), betas)
+        # Nodes and Ritz values interlace, which tells the number of nodes left of x.
+        sums = np.append(0.0, np.cumsum(rule[0] ** 2))
+        left = int(np.searchsorted(values, point))
+        bounds.append((sums[left], min(float(sums[left + 1]), 1.0)))
+    lower, upper = np.array(bounds).reshape(-1, 2).T
+    return lower, upper

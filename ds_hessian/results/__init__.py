@@ -3,7 +3,9 @@
 from ds_hessian.results.analyses import (
     HessianBlockCoupling,
     HessianEigenpairs,
+    HessianInfluence,
     HessianOffBlockShare,
+    HessianSharpness,
     HessianSolution,
     HessianTrace,
 )
@@ -25,7 +27,9 @@ __all__ = [
     "Estimate",
     "HessianBlockCoupling",
     "HessianEigenpairs",
+    "HessianInfluence",
     "HessianOffBlockShare",
+    "HessianSharpness",
     "HessianSolution",
     "HessianSpectrum",
     "HessianTrace",

@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ds_hessian.krylov import BlockCoupling, Eigenpairs, OffBlockShare, Solution, TraceEstimate
 from ds_hessian.krylov.records import Array
+from ds_hessian.results.estimate import Estimate
 from ds_hessian.results.provenance import Cost, Provenance
 
 
@@ -46,6 +50,72 @@ class HessianTrace(TraceEstimate, Measured):
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HessianSolution(Solution, Measured):
     """Solutions of (H + damping I) x = b; see `ds_hessian.krylov.Solution`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HessianInfluence(Measured):
+    """Influence of N training examples on a query's loss, `g_q' (H + damping I)^-1 g_i`.
+
+    To first order, an example left out of the mean of N changes the query's loss by its score over
+    N: a positive score is an example that helps (Koh, Liang, ICML 2017). H and the mean are those
+    of the measured micro-batches.
+
+    Attributes:
+        dampings: `(d,)` in loss per squared parameter.
+        scores: `(d, N)` in units of the query's loss.
+        errors: `(d, N)` estimate of each score's error: that of the solution times `|g_i|`.
+        residuals: `(d,)` of the solutions, relative.
+        converged: `(d,)` whether they are within the tolerance.
+        negative_curvature: `(d,)` whether H + damping I was found to be indefinite; then the
+            weights are at no minimum, and a score says little.
+        query_loss: Mean loss of the query.
+        num_matvecs: Products made.
+    """
+
+    dampings: Array
+    scores: Array
+    errors: Array
+    residuals: Array
+    converged: NDArray[np.bool_]
+    negative_curvature: NDArray[np.bool_]
+    query_loss: float
+    num_matvecs: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HessianSharpness(Measured):
+    """Curvature along a training run; eigenvalues each with the bound on their error.
+
+    *Some* eigenvalue lies within the error of each; after steps in which the top one changed places
+    with another, a warm start can follow the wrong one for a measurement.
+
+    Attributes:
+        eigenvalue_max: The largest eigenvalue of H, in loss per squared parameter.
+        preconditioned: The largest eigenvalue of `D^-1/2 H D^-1/2` with D what Adam divides by, in
+            the unit of 1 / learning rate; None without Adam. Adam with beta1 = 0.9 is at the edge
+            of stability where it is 38 / learning rate (Cohen et al., arXiv 2207.14484).
+        converged: Whether the residual of each of them is within the tolerance, or the products'
+            errors.
+        gradient_curvature: `g'Hg / g'g` along the gradient of the measured loss.
+        update_curvature: `u'Hu / u'u` along Adam's last step, without its weight decay; None
+            without Adam.
+        update_norm: |u|, with the present learning rate; None without Adam.
+        gradient_norm: |g|.
+        loss: Mean loss over the measured micro-batches.
+        warm: Whether it started from an earlier measurement.
+        num_matvecs: Products made.
+    """
+
+    eigenvalue_max: Estimate
+    preconditioned: Estimate | None
+    converged: tuple[bool, ...]
+    gradient_curvature: float
+    update_curvature: float | None
+    update_norm: float | None
+    gradient_norm: float
+    loss: float
+    warm: bool
+    num_matvecs: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -5,9 +5,12 @@ theta_i. The density smooths every one with a Gaussian and averages over probes:
 
     density(x) = 1 / num_probes * sum_p sum_i w_pi N(x; theta_pi, width_pi)
 
-It integrates to 1 over the real line whatever the widths are, since every kernel does.
+It integrates to 1 over the real line whatever the widths are, since every kernel does. The spread
+of the probes' densities is its error band; it does not hold what the smoothing itself changes, nor
+what other micro-batches would.
 
-Source: Lin, Saad, Yang, SIAM Review 58 (2016), section 2.3 (one width for all).
+Sources: Lin, Saad, Yang, SIAM Review 58 (2016), section 2.3 (one width for all); Bhattacharjee,
+Jayaram, Musco, Musco, Ray, arXiv 2410.21690 (weights of converged Ritz values).
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ Array = NDArray[np.float64]
 NARROWEST = 0.05
 """A kernel is at least this share of its local spacing wide: what a grid and an eye can resolve."""
 
+SINGLE = 1e-4
+"""Odds of a single eigenvalue's weight at which it is taken for one of several equal ones."""
+
 
 @dataclass(frozen=True)
 class Density:
@@ -30,7 +36,9 @@ class Density:
 
     Attributes:
         grid: `(k,)` eigenvalues, ascending.
-        values: `(k,)` share of all eigenvalues for each unit of eigenvalue.
+        values: `(k,)` share of all eigenvalues for each unit of eigenvalue, mean of the probes.
+        errors: `(k,)` standard error of that mean, from the probes' spread; None for one probe,
+            which has no spread.
         width: `(num_probes, m)` standard deviation of the Gaussian of each Ritz value.
         mass: Share of the density that lies between the ends of the grid, exactly (from the
             Gaussians, not from the grid); 1 minus it is what the grid leaves out.
@@ -38,8 +46,21 @@ class Density:
 
     grid: Array
     values: Array
+    errors: Array | None
     width: Array
     mass: float
+
+    def band(self, confidence: float = 0.95) -> tuple[Array, Array] | None:
+        """Confidence interval of each value over the choice of probes (Student's), not below 0.
+
+        None for one probe: take more with `num_probes`.
+        """
+        from scipy.special import stdtrit  # type: ignore[import-untyped]
+
+        if self.errors is None:
+            return None
+        half = float(stdtrit(len(self.width) - 1, (1 + confidence) / 2)) * self.errors
+        return np.maximum(self.values - half, 0.0), self.values + half
 
 
 def smooth(
@@ -54,12 +75,35 @@ def smooth(
     grid = default_grid(values, widths) if grid is None else np.asarray(grid, dtype=np.float64)
     if grid.ndim != 1 or len(grid) < 2 or not (np.diff(grid) > 0).all():
         raise ValueError(f"the grid must be 1-D, ascending, of at least 2 points; got {grid}")
-    total = np.zeros(len(grid))
-    for center, weight, sigma in zip(values.flat, weights.flat, widths.flat, strict=True):
-        z = (grid - center) / sigma
-        total += weight / (sigma * math.sqrt(2 * math.pi)) * np.exp(-0.5 * z**2)
+    rows = np.zeros((len(values), len(grid)))
+    for row, *probe in zip(rows, values, weights, widths, strict=True):
+        for center, weight, sigma in zip(*probe, strict=True):
+            z = (grid - center) / sigma
+            row += weight / (sigma * math.sqrt(2 * math.pi)) * np.exp(-0.5 * z**2)
+    spread = rows.std(0, ddof=1) / math.sqrt(len(rows)) if len(rows) > 1 else None
     inside = ndtr((grid[-1] - values) / widths) - ndtr((grid[0] - values) / widths)
-    return Density(grid, total / len(values), widths, float((weights * inside).sum() / len(values)))
+    mass = float((weights * inside).sum() / len(values))
+    return Density(grid, rows.mean(0), spread, widths, mass)
+
+
+def reduced_weights(weights: Array, outliers: NDArray[np.bool_], n: int) -> Array:
+    """Weights with the chance of the probe taken out; see `HessianSpectrum.reduced_weights`."""
+    single = single_outliers(weights, outliers, n)
+    count = single.sum(1, keepdims=True)
+    rest = np.where(single, 0.0, weights).sum(1, keepdims=True)
+    # Without a rest, the outliers are all that there is to divide the mass over.
+    share = np.where(rest > 0, 1 / n, 1 / np.maximum(count, 1))
+    return np.where(single, share, weights * (1 - count / n) / np.where(rest > 0, rest, 1.0))
+
+
+def single_outliers(weights: Array, outliers: NDArray[np.bool_], n: int) -> NDArray[np.bool_]:
+    """Those of the outliers whose weight can be that of one eigenvalue.
+
+    n times it is chi-squared with one degree of freedom.
+    """
+    from scipy.special import chdtri
+
+    return outliers & (n * weights <= float(chdtri(1, SINGLE)))
 
 
 def automatic_widths(values: Array, errors: Array) -> Array:

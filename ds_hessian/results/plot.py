@@ -100,6 +100,10 @@ def _draw_density(
     values = np.maximum(density.values, bottom * 1e-3)
     axes.set_yscale("log")
     axes.fill_between(density.grid, bottom * 1e-3, values, color=BLUE, alpha=0.18, linewidth=0)
+    band = density.band()
+    if band is not None:
+        low, high = (np.maximum(end, bottom * 1e-3) for end in band)
+        axes.fill_between(density.grid, low, high, color=BLUE, alpha=0.35, linewidth=0, zorder=1)
     axes.plot(density.grid, values, color=BLUE, linewidth=1.4)
     axes.set_xlim(*view)
     outliers = [o for o in spectrum.outlier_eigenvalues() if view[0] <= o.value <= view[1]]
@@ -225,7 +229,8 @@ def _write_around(figure: Any, spectrum: HessianSpectrum, density: Density) -> N
         f"outliers (converged) {outliers}",
         f"products {products_line(s)}     noise of a product {noise}",
         f"Gaussian smoothing, one width per Ritz value: {low:.1e} to {high:.1e}     "
-        f"probes: {s.num_probes} {source.probe}, seed {source.seed}",
+        f"probes: {s.num_probes} {source.probe}, seed {source.seed} "
+        + ("(band: 95 % over probes)" if s.num_probes > 1 else "(no band: one probe)"),
     ]
     for row, line in enumerate(lines):
         figure.text(0.02, 0.088 - 0.034 * row, line, fontsize=8.5, color=INK)

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from ds_hessian.errors import NumericsError, ResultError
 from ds_hessian.krylov import LanczosRun, ritz, trace_estimate
 from ds_hessian.results import density as _density
+from ds_hessian.results.cumulative import cumulative_bounds
 from ds_hessian.results.density import Density
 from ds_hessian.results.estimate import Estimate
 from ds_hessian.results.provenance import Cost, Provenance
@@ -37,7 +38,8 @@ class HessianSpectrum:
             restart.
         ritz_values: `(P, m)` estimates of eigenvalues, ascending.
         weights: `(P, m)` share of the spectrum that each Ritz value stands for; rows sum to 1. That
-            of a single outlier (1/n) has a relative standard deviation above 1 for one probe.
+            of a single outlier (1/n) has a relative standard deviation above 1 for one probe, which
+            `reduced_weights` takes out.
         ritz_errors: `(P, m)` bound on the distance to the nearest eigenvalue: Lanczos' residual and
             twice the estimated errors of the products.
         product_errors: `(P, m)` estimated absolute error of each product of a unit vector; 0 where
@@ -185,6 +187,8 @@ class HessianSpectrum:
     def density(self, grid: ArrayLike | None = None, width: float | None = None) -> Density:
         """Smoothed spectral density; integrates to 1 over the real line, and nothing rescales it.
 
+        Made with `reduced_weights`; the standard error over the probes comes with it.
+
         Args:
             grid: Ascending eigenvalues `(k,)`; None for one that resolves every kernel.
             width: Standard deviation of every Gaussian; None for one width for each Ritz value: one
@@ -195,14 +199,40 @@ class HessianSpectrum:
             ValueError: the grid is not ascending, or the width not above 0.
         """
         points = None if grid is None else np.asarray(grid, dtype=np.float64)
-        return _density.smooth(self.ritz_values, self.weights, self.ritz_errors, points, width)
+        return _density.smooth(
+            self.ritz_values, self.reduced_weights, self.ritz_errors, points, width
+        )
+
+    @property
+    def reduced_weights(self) -> Array:
+        """`(P, m)` weights for densities and counts, without the probes' chance in the outliers.
+
+        The weight of one eigenvalue is 1/n in the mean, with a standard deviation of `sqrt(2) / n`.
+        An outlier (see `outliers`: converged, and isolated from the bulk) gets 1/n itself, and the
+        rest of its probe is scaled to what remains; but it keeps its own weight where a single
+        eigenvalue would have one as large in less than 1 of 10^4 probes, since a Krylov space shows
+        equal eigenvalues as one. Smaller multiplicities, up to about ten, count as one.
+        (Variance-reduced SLQ: arXiv 2410.21690.)
+        """
+        return _density.reduced_weights(self.weights, self.outliers(), self.n)
 
     def cumulative(self, x: ArrayLike) -> Array:
         """Share of eigenvalues at or below x, of the shape of x; needs no smoothing width."""
         order = np.argsort(self.ritz_values, axis=None)
-        sums = np.cumsum(self.weights.ravel()[order]) / self.num_probes
+        sums = np.cumsum(self.reduced_weights.ravel()[order]) / self.num_probes
         count = np.searchsorted(self.ritz_values.ravel()[order], np.asarray(x), side="right")
         return np.append(0.0, sums)[count]
+
+    def cumulative_bounds(self, x: ArrayLike, confidence: float = 0.95) -> tuple[Array, Array]:
+        """Lower and upper bounds on the share of eigenvalues at or below x, of the shape of x.
+
+        They hold at each x by itself with the given confidence over the choice of probes, also for
+        one probe; see `ds_hessian.results.cumulative`. Other micro-batches are not in them.
+
+        Raises:
+            ValueError: the confidence is not between 0 and 1.
+        """
+        return cumulative_bounds(self, np.asarray(x, dtype=np.float64), confidence)
 
     def outliers(self) -> NDArray[np.bool_]:
         """`(P, m)` mask of the Ritz values that are single eigenvalues away from the bulk.

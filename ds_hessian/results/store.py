@@ -20,10 +20,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ds_hessian.errors import HessianError, ResultError
+from ds_hessian.results.density import bulk_interval
 from ds_hessian.results.estimate import Estimate
 from ds_hessian.results.provenance import SCHEMA_VERSION, Cost, Provenance
 from ds_hessian.results.spectrum import HessianSpectrum
 from ds_hessian.results.sweep import DisplacementSweep
+
+LEVELS = 17
+"""Eigenvalues over the bulk at which the JSON tells the cumulative distribution."""
 
 Record = TypeVar("Record", HessianSpectrum, DisplacementSweep)
 
@@ -105,6 +109,7 @@ def _as_json(spectrum: HessianSpectrum) -> dict[str, Any]:
             "fidelities": _range(s.fidelities),
             "asymmetry": float(s.asymmetries.max()),
         },
+        "density": _density(s),
         "warnings": list(s.warnings),
         "cost": dataclasses.asdict(cost),
         "cost_derived": {
@@ -113,6 +118,30 @@ def _as_json(spectrum: HessianSpectrum) -> dict[str, Any]:
             "lanczos_overhead": cost.lanczos_overhead,
         },
         "provenance": dataclasses.asdict(s.provenance),
+    }
+
+
+def _density(s: HessianSpectrum) -> dict[str, Any]:
+    """Kernel widths, and the cumulative distribution with its bounds at levels of the spectrum.
+
+    All of it follows from the arrays: a loaded record gives any other grid, width or confidence.
+    """
+    density = s.density()
+    rows = zip(s.ritz_values, s.reduced_weights, strict=True)
+    ends = np.array([bulk_interval(*row) for row in rows])
+    values = np.linspace(ends[:, 0].min(), ends[:, 1].max(), LEVELS)
+    lower, upper = s.cumulative_bounds(values)
+    return {
+        "width": _range(density.width),
+        "band": f"95 % over {s.num_probes} probes" if s.num_probes > 1 else None,
+        "mass": density.mass,
+        "cumulative": {
+            "confidence": 0.95,
+            "eigenvalues": values.tolist(),
+            "shares": s.cumulative(values).tolist(),
+            "lower": lower.tolist(),
+            "upper": upper.tolist(),
+        },
     }
 
 

@@ -533,3 +533,106 @@ def load_elsewhere(path: str) -> Any:
     loaded = [engine.hessian.gather(v) for v in engine.hessian.load_vectors(path)]
     engine.destroy()
     return loaded
+
+
+# ---- sharpness and influence
+
+
+def _train(engine: Any, steps: range) -> None:
+    for step in steps:
+        engine.backward(engine(*batch(step, dist.get_rank())))
+        engine.step()
+
+
+def adam_state(config: dict[str, Any]) -> Any:
+    """(refusals before any step, weights before and after the last step, D, step, v, t, decay)."""
+    engine = make_engine(hessian=QUIET, **config)
+    hessian = engine.hessian.use(my_batches())
+    b, refusals = hessian.random_vector(), []
+    for request in (
+        lambda: hessian.solve(b, [1.0], preconditioner="adam"),
+        lambda: hessian.solve(b, [1.0], preconditioner="sgd"),
+        lambda: hessian.sharpness(max_matvecs=3),
+    ):
+        try:
+            request()
+        except ds_hessian.ConfigError as error:
+            refusals.append(str(error))
+    _train(engine, range(3))
+    before = full_weights(engine)
+    _train(engine, range(3, 4))
+    divisor, step = (hessian.gather(v) for v in hessian.backend.adam())
+    squares = {
+        name: deepspeed.utils.safe_get_full_optimizer_state(p, "exp_avg_sq")
+        for name, p in engine.module.named_parameters()
+    }
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    steps = {float(state["step"]) for state in inner.state.values() if state}
+    settings = inner.param_groups[0]
+    decay = settings["lr"] * settings["weight_decay"]
+    out = (refusals, before, full_weights(engine), divisor, step, squares, steps, decay)
+    engine.destroy()
+    return out
+
+
+def sharpness_in_training(rounds: int, between: int, lr: float, **limits: Any) -> Any:
+    """[(weights, D, step, record)] of a training with measurements; then one solve, and b."""
+    optimizer = {"type": "Adam", "params": {"lr": lr, "torch_adam": True}}
+    engine = make_engine(hessian=QUIET, optimizer=optimizer)
+    hessian = engine.hessian.use(my_batches())
+    _train(engine, range(20))
+    found = []
+    for number in range(rounds):
+        record = hessian.sharpness(**limits)
+        state = [hessian.gather(v) for v in hessian.backend.adam()]
+        found.append((full_weights(engine), *state, record))
+        _train(engine, range(20 + number * between, 20 + (number + 1) * between))
+    weights, b = full_weights(engine), hessian.random_vector(seed=9)
+    divisor = hessian.gather(hessian.backend.adam()[0])
+    solution = hessian.solve(b, [12.0], num_matvecs=30, preconditioner="adam")
+    plain = hessian.sharpness(preconditioned=False)
+    solved = (weights, divisor, hessian.gather(b), hessian.gather(solution.x[0]), solution.errors)
+    engine.destroy()
+    return found, solved, plain
+
+
+def influences(damping: float) -> Any:
+    """Weights and record of the first 3 micro-batches on a query of 2, on a trained TinyGPT."""
+    engine = make_engine(hessian=QUIET)
+    hessian = engine.hessian.use(my_batches())
+    _train(engine, range(6))
+    before = full_weights(engine)
+    query = [batch(700 + dist.get_rank(), 0)]
+    examples = [batch(500 + i, 0) for i in range(3)]
+    found = hessian.influence(query, examples, [damping, 4 * damping], num_matvecs=40)
+    kept = hessian.backend.num_micro_batches == len(my_batches())
+    kept &= same(before, full_weights(engine))
+    refusals = []
+    for wrong in (([], examples), (query, examples[: 1 + dist.get_rank()])):
+        try:
+            hessian.influence(*wrong, [damping])
+        except ds_hessian.ConfigError as error:
+            refusals.append(str(error))
+    engine.destroy()
+    return before, found, kept, refusals
+
+
+class Logistic(nn.Module):
+    """Logistic regression; the mean loss of (x, y)."""
+
+    def __init__(self, weights: Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(weights.float())
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Scalar loss."""
+        return nn.functional.binary_cross_entropy_with_logits(x @ self.w, y)
+
+
+def influences_at(weights: Tensor, query: Any, examples: list[Any], damping: float) -> Any:
+    """Scores at given weights; every rank has all examples, which also define H."""
+    engine = make_engine(Logistic(weights), hessian=QUIET)
+    hessian = engine.hessian.use(examples)
+    found = hessian.influence([query], examples, [damping], method="cg", num_matvecs=10)
+    engine.destroy()
+    return found

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from ds_hessian.results.density import automatic_widths, bulk_interval, smooth
+from ds_hessian.results.density import automatic_widths, bulk_interval, reduced_weights, smooth
+from tests.krylov.matrices import SPECTRA
 from tests.results.makers import language_model_like, semicircle, spectrum_of
 
 finite = st.floats(-1e3, 1e3, allow_subnormal=False)
@@ -150,3 +151,121 @@ def test_the_bulk_holds_the_central_weight_and_grows_over_small_gaps():
     values = np.array([-5.0, 0.0, 1.0, 1.2, 1.4, 9.0])
     weights = np.array([0.02, 0.5, 0.4, 0.03, 0.03, 0.02])
     assert bulk_interval(values, weights) == (0.0, 1.4)
+
+
+# ---- bands over probes
+
+DENSITIES = {
+    "semicircle": semicircle(400),
+    "marchenko-pastur": SPECTRA["marchenko-pastur"],
+    "spiked": np.append(semicircle(400), [5.0, 3.0, -2.0]),
+}
+
+
+def test_one_probe_has_no_band_and_equal_probes_have_none_of_width():
+    one = spectrum_of(semicircle(300), m=12).density()
+    assert one.errors is None and one.band() is None
+    values, weights, errors = np.array([[0.0, 1.0]] * 2), np.full((2, 2), 0.5), np.zeros((2, 2))
+    twice = smooth(values, weights, errors, None, 0.3)
+    assert twice.errors is not None and not twice.errors.any()
+
+
+@pytest.mark.parametrize("name", ["semicircle", "marchenko-pastur", "spiked"])
+def test_bands_hold_the_smoothed_density_in_95_of_100_cases(name):
+    eigenvalues = DENSITIES[name]
+    grid = np.linspace(*np.quantile(eigenvalues, [0.05, 0.95]), 9)
+    # Kernels this wide are nearly polynomials of degree 2 m: what is left is the probes' chance.
+    width = 0.15 * (eigenvalues.max() - eigenvalues.min()) / (5 if name == "spiked" else 1)
+    truth = norm.pdf(grid[:, None], eigenvalues, width).mean(1)
+    held = []
+    for seed in range(100):
+        density = spectrum_of(eigenvalues, m=24, probes=4, seed=seed).density(grid, width)
+        low, high = density.band()
+        held.append((low <= truth) & (truth <= high))
+    # 9 points of a grid depend on each other: not more than the deviation of 100 cases, 2.2 %.
+    assert np.mean(held) >= 0.95 - 0.022
+
+
+# ---- weights of outliers
+
+
+def test_reduced_weights_make_outliers_exact_and_less_noisy():
+    eigenvalues = DENSITIES["spiked"]
+    n = len(eigenvalues)
+    plain, reduced = [], []
+    for seed in range(50):
+        spectrum = spectrum_of(eigenvalues, m=40, seed=seed)
+        mask = spectrum.outliers()
+        np.testing.assert_allclose(spectrum.reduced_weights[mask], 1 / n, rtol=1e-12)
+        np.testing.assert_allclose(spectrum.reduced_weights.sum(1), 1.0, rtol=1e-12)
+        plain.append(spectrum.weights[0] @ spectrum.ritz_values[0] ** 2)
+        reduced.append(spectrum.reduced_weights[0] @ spectrum.ritz_values[0] ** 2)
+    truth = (eigenvalues**2).mean()
+    spread = np.std(reduced)
+    assert abs(np.mean(reduced) - truth) <= 4 * spread / np.sqrt(50)
+    assert spread < 0.4 * np.std(plain)  # the bulk's share: sqrt(2 var x^2 / n) of both
+
+
+def test_the_weight_of_many_equal_eigenvalues_stays():
+    eigenvalues = np.append(semicircle(950), np.full(50, 4.0))
+    spectrum = spectrum_of(eigenvalues, m=30, probes=4)
+    assert spectrum.outliers().any(1).all()
+    share = 1 - spectrum.cumulative(3.0)
+    # Standard deviation sqrt(2 p (1 - p) / n / probes) = 0.5 %; one eigenvalue would be 0.1 %.
+    assert abs(share - 0.05) < 4 * 0.005
+
+
+def test_a_spectrum_of_outliers_alone_shares_the_mass_between_them():
+    mask = np.array([[True, True]])
+    weights = reduced_weights(np.array([[0.3, 0.7]]), mask, 2)
+    np.testing.assert_allclose(weights, [[0.5, 0.5]])
+    short = reduced_weights(np.array([[0.3, 0.7]]), mask, 3)
+    assert short.sum() == pytest.approx(1.0)
+
+
+# ---- the cumulative distribution
+
+
+@pytest.mark.parametrize("name", ["semicircle", "marchenko-pastur", "spiked"])
+@pytest.mark.parametrize(("m", "probes"), [(4, 1), (30, 1), (30, 3)])
+def test_cumulative_bounds_hold_in_95_of_100_cases(name, m, probes):
+    eigenvalues = DENSITIES[name]
+    x = np.append(np.quantile(eigenvalues, np.linspace(0.01, 0.99, 9)) + 1e-4, [-1.5, 2.5, 4.0])
+    truth = (eigenvalues <= x[:, None]).mean(1)
+    held = []
+    for seed in range(100):
+        spectrum = spectrum_of(eigenvalues, m=m, probes=probes, seed=seed)
+        lower, upper = spectrum.cumulative_bounds(x)
+        assert (lower <= spectrum.cumulative(x) + 1e-6).all()
+        assert (spectrum.cumulative(x) <= upper + 1e-6).all()
+        held.append((lower - 1e-12 <= truth) & (truth <= upper + 1e-12))
+    assert np.mean(held) >= 0.95
+    assert (np.mean(held, axis=0) >= 0.95 - 3 * 0.022).all()
+
+
+def test_where_quadrature_is_exact_the_bounds_are_as_wide_as_the_probes_chance():
+    eigenvalues = semicircle(60)
+    x = np.linspace(-0.8, 0.8, 9)
+    truth = (eigenvalues <= x[:, None]).mean(1)
+    held, widths = [], []
+    for seed in range(100):
+        lower, upper = spectrum_of(eigenvalues, m=60, seed=seed).cumulative_bounds(x)
+        held.append((lower <= truth) & (truth <= upper))
+        widths.append(upper - lower)
+    assert 0.95 - 0.022 <= np.mean(held) < 0.995
+    normal = 2 * 1.96 * np.sqrt(2 * truth * (1 - truth) / 62)
+    np.testing.assert_allclose(np.mean(widths, axis=0), normal, rtol=0.25)
+
+
+def test_counted_outliers_leave_no_doubt_but_that_of_the_rest():
+    n = 20003
+    spectrum = spectrum_of(np.append(semicircle(n - 3), [5.0, 3.0, -2.0]), m=30, probes=2)
+    lower, upper = spectrum.cumulative_bounds([-1.5, 4.0])
+    assert lower[0] == pytest.approx(1 / n) and upper[1] == pytest.approx(1 - 1 / n)
+    # Both ends: what is left of an unseen rest, z^2 / trials, with 2 n / 2 trials.
+    assert (upper - lower < 1.01 * 1.96**2 / n).all()
+
+
+def test_an_impossible_confidence_is_refused():
+    with pytest.raises(ValueError, match="confidence must be between 0 and 1, got 95"):
+        spectrum_of(semicircle(50), m=5).cumulative_bounds(0.0, 95)

@@ -41,7 +41,9 @@ def test_every_spectrum_has_a_picture(
     for axes in figure.axes:
         assert np.isfinite([*axes.get_xlim(), *axes.get_ylim()]).all()
     text = " ".join(entry.get_text() for entry in figure.texts)
-    for part in ("step 500", "loss 2.7", "largest", "trace", "smoothing", "noise of a product"):
+    parts = ["step 500", "loss 2.7", "largest", "trace", "smoothing", "noise of a product"]
+    parts.append("no band: one probe" if probes == 1 else "band: 95 % over probes")
+    for part in parts:
         assert part in text
 
 

@@ -63,6 +63,12 @@ def test_the_json_is_strict_and_holds_the_headlines(tmp_path: Path, spectrum: He
     assert content["provenance"]["layout"] == "ZeRO-3, 2 ranks"
     assert content["diagnostics"]["nonlinearities"]["median"] is None
     assert content["cost_derived"]["gradients_per_product"] == pytest.approx(2.1)
+    density = content["density"]
+    assert density["width"]["max"] == spectrum.density().width.max()
+    assert density["band"] == "95 % over 2 probes"
+    cumulative = density["cumulative"]
+    bounds = HessianSpectrum.load(tmp_path).cumulative_bounds(cumulative["eigenvalues"])
+    assert [cumulative["lower"], cumulative["upper"]] == [end.tolist() for end in bounds]
 
 
 def test_saving_again_replaces_the_record(tmp_path: Path, spectrum: HessianSpectrum):

@@ -154,6 +154,34 @@ class ZeroBackend:
         self.shards.publish()
         self._weights, self._masters = [], []
 
+    # ---- the optimizer
+
+    def adam(self) -> tuple[Tensor, Tensor]:
+        """What Adam divides its step by, and its last step, `(n_local,)` each; see `Shards.adam`.
+
+        Raises:
+            ConfigError: the optimizer is not Adam, or has not made a step yet.
+
+        Collective: one all-reduce.
+        """
+        divisor, step = self.space.zeros(), self.space.zeros()
+        missing = 0
+        for piece, (_, part) in zip(self.pieces, self.layout, strict=True):
+            found = self.shards.adam(piece)
+            if found is None:
+                missing += 1
+            else:
+                divisor[part], step[part] = found
+        moved = float(step.any())  # DeepSpeed makes the moments, all zero, before the first step
+        figures = self.space.reduce(torch.tensor([float(missing), moved], dtype=torch.float64))
+        if figures[0] or not figures[1]:
+            raise ConfigError(
+                f"the optimizer {type(self.engine.optimizer).__name__} has no second moments to "
+                "precondition with: use Adam or AdamW, and make an optimizer step (with a learning "
+                "rate above 0) first"
+            )
+        return divisor, step
+
     # ---- evaluations
 
     def displace(self, v: Tensor | None, h: float) -> Tensor:

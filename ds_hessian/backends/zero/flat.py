@@ -69,6 +69,10 @@ class FlatShards(Shards):
         flat: Tensor = self._get(self.MASTERS, piece.group).detach()
         return flat.narrow(0, piece.offset, piece.numel)
 
+    def stepped(self, piece: Piece) -> tuple[Tensor, int, int]:
+        """See `Shards.stepped`."""
+        return self._get(self.MASTERS, piece.group), piece.offset, piece.group
+
     @torch.no_grad()
     def publish(self) -> None:
         """See `Shards.publish`: the all-gather that ends an optimizer step."""

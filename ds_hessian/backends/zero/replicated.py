@@ -75,6 +75,20 @@ class ReplicatedShards(Shards):
         master = self.masters.get(id(piece.parameter))
         return None if master is None else master.narrow(0, piece.start, piece.numel)
 
+    def stepped(self, piece: Piece) -> tuple[Tensor, int, int]:
+        """See `Shards.stepped`."""
+        optimizer, p = self.optimizer, piece.parameter
+        for group, params in enumerate(getattr(optimizer, "fp16_groups", [])):
+            numbers = [i for i, other in enumerate(params) if other is p]
+            if numbers and hasattr(optimizer, "fp32_groups"):
+                return optimizer.fp32_groups[group][numbers[0]], piece.start, group
+            if numbers:
+                before = sum(q.numel() for q in params[: numbers[0]])
+                return optimizer.fp32_groups_flat[group], before + piece.start, group
+        groups = getattr(optimizer, "param_groups", [])
+        group = next(i for i, g in enumerate(groups) if any(q is p for q in g["params"]))
+        return p, piece.start, group
+
     def publish(self) -> None:
         """See `Shards.publish`: every rank has written the same already."""
 

@@ -75,6 +75,34 @@ class Shards(ABC):
         """Flat view of the master weights; None where the weights are their own."""
 
     @abstractmethod
+    def stepped(self, piece: Piece) -> tuple[Tensor, int, int]:
+        """The tensor that the inner optimizer steps for the piece, the offset of the piece in it,
+        and the number of its parameter group.
+        """
+
+    def adam(self, piece: Piece) -> tuple[Tensor, Tensor] | None:
+        """What Adam divides by, and its last step without weight decay; None if it is not Adam.
+
+        `D = sqrt(v / (1 - beta2^t)) + eps` and `-lr m / (1 - beta1^t) / D`, flat, in fp32.
+        """
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        tensor, offset, group = self.stepped(piece)
+        state, settings = inner.state.get(tensor, {}), inner.param_groups[group]
+        if not {"exp_avg", "exp_avg_sq"} <= state.keys():
+            return None
+        step = float(state["step"] if "step" in state else settings["step"])
+        first, second = (
+            1 - beta**step if settings.get("bias_correction", True) else 1.0
+            for beta in settings["betas"]
+        )
+        mean, square = (
+            state[name].detach().view(-1).narrow(0, offset, piece.numel).float()
+            for name in ("exp_avg", "max_exp_avg_sq" if settings.get("amsgrad") else "exp_avg_sq")
+        )
+        divisor = (square / second).sqrt_().add_(settings["eps"])
+        return divisor, mean.mul(-float(settings["lr"]) / first).div_(divisor)
+
+    @abstractmethod
     def publish(self) -> None:
         """Make every rank's next forward read the written weights. Collective."""
 

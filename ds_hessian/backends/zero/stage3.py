@@ -29,6 +29,7 @@ class Stage3Shards(Shards):
         self.require(
             "fp16_groups",
             "fp32_partitioned_groups_flat",
+            "sub_group_to_group_id",
             "grad_partitions_flat_buffer",
             "empty_partition_cache",
             "invalidate_secondary_tensor",
@@ -64,6 +65,11 @@ class Stage3Shards(Shards):
         """See `Shards.master`."""
         flat: Tensor = self.optimizer.fp32_partitioned_groups_flat[piece.group].detach()
         return flat.narrow(0, piece.offset, piece.numel)
+
+    def stepped(self, piece: Piece) -> tuple[Tensor, int, int]:
+        """See `Shards.stepped`."""
+        flat: Tensor = self.optimizer.fp32_partitioned_groups_flat[piece.group]
+        return flat, piece.offset, self.optimizer.sub_group_to_group_id[piece.group]
 
     def publish(self) -> None:
         """See `Shards.publish`.
