@@ -37,7 +37,6 @@ import megatron.training.initialize as initialize  # noqa: E402
 import megatron.training.training as training  # noqa: E402
 import pretrain_gpt  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
-from megatron.training import get_args  # noqa: E402
 
 from ds_hessian.megatron import PretrainHook, hessian_arguments, with_hessian  # noqa: E402
 
@@ -71,7 +70,6 @@ training.setup_model_and_optimizer = remembering_setup
 
 
 def main() -> None:
-
     pretrain_gpt.train_valid_test_datasets_provider.is_distributed = True
     pretrain, forward_step, mode = training.pretrain, pretrain_gpt.forward_step, os.environ["MODE"]
     options: dict[str, Any] = {"args_defaults": {"tokenizer_type": "NullTokenizer"}}
@@ -93,9 +91,10 @@ def main() -> None:
     )
     weights = b"".join(p.detach().float().numpy().tobytes() for m in models for p in m.parameters())
     rank = torch.distributed.get_rank()
-    print(
-        f"\nFINAL {rank} {hashlib.sha256(weights).hexdigest()} {get_args().iteration}", flush=True
-    )
+    print(f"\nFINAL {rank} {hashlib.sha256(weights).hexdigest()}", flush=True)
+    # Megatron-LM leaves its groups to the end of the process, where gloo's threads may abort it.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pytest
 
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
+from ds_hessian.results import HessianSpectrum
 from tests.ranks import free_port
 
 ARGUMENTS = """
@@ -66,8 +67,11 @@ def test_pretrain_ends_with_the_same_bits_with_and_without_spectra(
     assert len(bare) == 2
     for mode in ("hook", "evaluation"):
         assert pretrain(mode, layout, tmp_path) == bare
-        steps = sorted(p.name for p in (tmp_path / mode).iterdir())
-        assert steps == ["step_000002", "step_000004"]
+    for step in ("step_000002", "step_000004"):
+        hook, evaluation = (
+            HessianSpectrum.load(tmp_path / mode / step) for mode in ("hook", "evaluation")
+        )
+        assert (hook.alphas == evaluation.alphas).all() and hook.loss == evaluation.loss
 
 
 def test_every_setting_is_an_argument() -> None:
