@@ -328,6 +328,29 @@ def measured(
         )
 
 
+def chain(job: Job, count: int) -> tuple[list[tuple[Stored, Stored, float]], Any]:
+    """`(v, H v, estimated error)` of `count` products by the automatic displacement, each of the
+    one before, from a random vector to those that the largest eigenvalues rule; and a spectrum.
+
+    As in training, weights in bf16 are roundings of fp32 masters.
+    """
+    with running(job) as chunks:
+        make_optimizer(job, chunks)
+        hessian = hessian_of(chunks, job)
+        for piece in hessian.backend.pieces:
+            if piece.master is not None:
+                whole = weight(piece.fragment.name, piece.fragment.shape)
+                piece.master.copy_(whole.reshape(-1)[piece.fragment.index()])
+        v, out = hessian.random_vector(seed=5), []
+        with hessian.measuring():
+            for _ in range(count):
+                product = hessian.matvec(v)
+                vectors = [stored(hessian.backend, x) for x in (v, product.vector)]
+                out.append((*vectors, product.error))
+                v = product.vector / hessian.dot(product.vector, product.vector) ** 0.5
+        return out, hessian.spectrum(num_matvecs=16)
+
+
 def reference(job: Job, v: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gradient and H v by double backward, `{name: flat fp64 tensor}`; one process, job unsharded.
 
@@ -369,6 +392,28 @@ def reference(job: Job, v: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
 # ---- training
 
 
+def make_optimizer(job: Job, chunks: list[Any]) -> Any:
+    """Megatron's Adam, with fp32 masters where the weights are bf16."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            weight_decay=0.01,
+            use_distributed_optimizer=job.distributed,
+            overlap_param_gather=job.overlap and job.distributed,
+            bf16=job.dtype == "bfloat16",
+            params_dtype=job.torch_dtype,
+            clip_grad=1.0,
+        ),
+        chunks,
+        use_gloo_process_groups=False,
+    )
+    optimizer.reload_model_params()  # `fill` wrote behind its back
+    return optimizer
+
+
 def train(job: Job, measure: str = "", steps: int = 3, config: dict[str, Any] | None = None) -> Any:
     """Train, with dropout if the job has some; what must be the same with and without `measure`.
 
@@ -384,24 +429,9 @@ def train(job: Job, measure: str = "", steps: int = 3, config: dict[str, Any] | 
         State by name, `[(loss, gradient norm, n), ...]` measured, and the errors.
     """
     with running(job) as chunks:
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=1e-2,
-                weight_decay=0.01,
-                use_distributed_optimizer=job.distributed,
-                overlap_param_gather=job.overlap and job.distributed,
-                bf16=job.dtype == "bfloat16",
-                params_dtype=job.torch_dtype,
-                clip_grad=1.0,
-            ),
-            chunks,
-            use_gloo_process_groups=False,
-        )
-        optimizer.reload_model_params()  # `fill` wrote behind its back
+        optimizer = make_optimizer(job, chunks)
         hessian = hessian_of(chunks, job, **(config or {}))
         measured, errors, norms = [], [], []
         batches = my_batches()
@@ -580,6 +610,18 @@ def refused(job: Job, where: str = "", option: str = "", value: Any = None) -> s
             setattr(owner, option, value)
         try:
             MegatronHessian(chunks[0].module if where == "unwrapped" else chunks)
+        except ds_hessian.UnsupportedError as error:
+            return str(error)
+    return "accepted"
+
+
+def fp32_passes(job: Job) -> str:
+    """The message for passes of another precision than the model's."""
+    import ds_hessian
+
+    with running(job) as chunks:
+        try:
+            hessian_of(chunks, job).spectrum(precision="fp32")
         except ds_hessian.UnsupportedError as error:
             return str(error)
     return "accepted"

@@ -127,6 +127,46 @@ def test_bf16_products_are_those_of_fp64_to_the_rounding_of_gradients(
     assert runs[0][5] == pytest.approx(single[5], rel=1e-12)
 
 
+@pytest.fixture(scope="module")
+def converged(megatron_ranks: Ranks) -> Any:
+    """A spectrum in fp32 of one process, with converged extremes."""
+    ((_, spectrum),) = megatron_ranks(1).run(job.chain, Job(), 0)
+    return spectrum
+
+
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("DP distributed optimizer overlap", "bfloat16"),
+        ("TP sequence parallel", "bfloat16"),
+        ("PP", "bfloat16"),
+        ("PP", "float32"),
+    ],
+)
+def test_products_and_eigenvalues_know_their_own_error(
+    megatron_ranks: Ranks, converged: Any, name: str, dtype: str
+) -> None:
+    """Products within a factor of 3, the step control's promise; eigenvalues within their bars of
+    those of fp32.
+    """
+    size, layout = LAYOUTS[name]
+    runs = megatron_ranks(size).run(job.chain, Job(**layout, dtype=dtype), 3)
+    for products in zip(*(r[0] for r in runs), strict=True):
+        v, found = (whole([p[i] for p in products]) for i in (0, 1))
+        ((_, product),) = megatron_ranks(1).run(job.reference, Job(dtype="float64"), v)
+        true = error(found, product)
+        assert true / 3 < products[0][2] < 3 * true
+        assert dtype == "bfloat16" or true < 2e-4
+    for of in ("eigenvalue_max", "eigenvalue_min"):
+        found, expected = (getattr(spectrum, of) for spectrum in (runs[0][1], converged))
+        assert abs(found.value - expected.value) < found.error + expected.error
+
+
+def test_fp32_passes_of_a_bf16_model_are_refused(megatron_ranks: Ranks) -> None:
+    (message,) = megatron_ranks(1).run(job.fp32_passes, Job(dtype="bfloat16"))
+    assert "does not support fp32 passes of a bf16 Megatron model" in message
+
+
 def test_products_repeat_bit_for_bit_with_dropout(megatron_ranks: Ranks) -> None:
     """Also under sequence parallelism, whose masks come from the tensor-parallel random states."""
     layout = Job(tp=2, sequence_parallel=True, recompute=True, dropout=0.1)
