@@ -570,6 +570,49 @@ def gather_in_flight() -> tuple[Any, Any]:
     return alphas[0], alphas[1]
 
 
+def amid_training() -> tuple[Any, Any, list[str]]:
+    """Coefficients before and after the job has what Megatron-LM's loop sets and its steps write:
+    timers, a scale of the loss, callbacks, logged losses, attention maxima, batches that are
+    emptied as they are read; and what of it the measurement has touched.
+    """
+    job = Job(pp=2, vpp=2)
+    with running(job) as chunks:
+        from megatron.core.timers import Timers
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        from ds_hessian.backends.megatron.host import unwrap
+
+        hessian, inner = hessian_of(chunks, job), make_forward_step(job)
+        bare = hessian.spectrum(num_matvecs=2, displacement=3e-2).alphas
+        config, timers, calls = chunks[0].config, Timers(2, "minmax"), []
+        config.timers, config.grad_scale_func = timers, lambda loss: loss * 8
+        config.param_sync_func = config.grad_sync_func = calls.append
+        config.finalize_model_grads_func = None
+        attention = [unwrap(chunk).decoder.layers[0].self_attention for chunk in chunks]
+        for module in attention:
+            module.current_max_attn_logits = torch.zeros(4)
+        MTPLossLoggingHelper.save_loss_to_tracker(torch.ones(()), 0, 1)
+
+        def forward_step(iterator: Any, model: Any) -> Any:
+            batch = next(iterator)
+            result = inner(iter([dict(batch)]), model)
+            batch.clear()
+            unwrap(model).decoder.layers[0].self_attention.current_max_attn_logits += 1
+            MTPLossLoggingHelper.save_loss_to_tracker(torch.ones(()), 0, 1)
+            return result
+
+        hessian.use(my_batches(), forward_step, **SIZES)
+        amid = hessian.spectrum(num_matvecs=2, displacement=3e-2).alphas
+        touched = {
+            "timers": timers._timers,
+            "callbacks": calls,
+            "attention maxima": any(m.current_max_attn_logits.any() for m in attention),
+            "logged losses": MTPLossLoggingHelper.tracker["values"] != 1,
+        }
+        MTPLossLoggingHelper.tracker.clear()
+        return bare, amid, [name for name, change in touched.items() if change]
+
+
 def with_rerun_machine() -> str:
     """Measure with a loss that asks the rerun machine, outside of its loop; the mode afterwards."""
     with running(Job()) as chunks:
