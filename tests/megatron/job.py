@@ -107,16 +107,15 @@ def model_config(job: Job) -> Any:
 @contextlib.contextmanager
 def running(job: Job) -> Iterator[list[Any]]:
     """The job's DDP chunks on weights that do not depend on the layout."""
+    with groups_of(job):
+        yield build(job)
+
+
+@contextlib.contextmanager
+def groups_of(job: Job) -> Iterator[None]:
+    """Megatron's process groups and random states for a job."""
     shim.install()
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.module import Float16Module
 
     parallel_state.initialize_model_parallel(
         job.tp,
@@ -128,6 +127,28 @@ def running(job: Job) -> Iterator[list[Any]]:
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     torch.manual_seed(1234)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.barrier()
+        for group in list(distributed_c10d._world.pg_map):  # each keeps its threads until then
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+
+
+def build(job: Job) -> list[Any]:
+    """The chunks of `running`."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.module import Float16Module
+
     config = model_config(job)
     spec = get_gpt_layer_local_spec(num_experts=job.experts or None, moe_grouped_gemm=False)
     chunks = []
@@ -164,14 +185,7 @@ def running(job: Job) -> Iterator[list[Any]]:
     if job.overlap:
         config.no_sync_func = [c.no_sync for c in chunks] if job.vpp > 1 else chunks[0].no_sync
     fill(chunks)
-    try:
-        yield chunks
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.barrier()
-        for group in list(distributed_c10d._world.pg_map):  # each keeps its threads until then
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
+    return chunks
 
 
 def weight(name: str, shape: Any) -> Tensor:
@@ -349,6 +363,66 @@ def chain(job: Job, count: int) -> tuple[list[tuple[Stored, Stored, float]], Any
                 out.append((*vectors, product.error))
                 v = product.vector / hessian.dot(product.vector, product.vector) ** 0.5
         return out, hessian.spectrum(num_matvecs=16)
+
+
+def self_test(job: Job) -> Any:
+    """The verdict."""
+    with running(job) as chunks:
+        make_optimizer(job, chunks)
+        return hessian_of(chunks, job).self_test()
+
+
+def sweep(job: Job) -> tuple[Any, bool]:
+    """A sweep, and whether a vector survives `gather` and `scatter`."""
+    with running(job) as chunks:
+        hessian = hessian_of(chunks, job)
+        v = hessian.random_vector(seed=5)
+        back = hessian.scatter(hessian.gather(v))
+        found = hessian.displacement_sweep(("random", "gradient"), (3e-3, 3e-2, 0.3))
+        return found, torch.equal(v, back)
+
+
+def tiny_gpt(num_matvecs: int) -> tuple[Any, Any, Any]:
+    """The ZeRO tests' model and data under Megatron's distributed optimizer: a probe and its
+    product at h = 0.1, gathered, and the spectrum.
+    """
+    with groups_of(Job()):
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.enums import ModelType
+        from megatron.core.transformer.transformer_config import TransformerConfig
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        from ds_hessian.megatron import MegatronHessian
+        from tests.backends.jobs import my_batches as zero_batches
+        from tests.nets import TinyGPT
+
+        class Model(TinyGPT):
+            """What Megatron asks of a model beside its forward."""
+
+            model_type = ModelType.encoder_or_decoder
+
+            def set_input_tensor(self, _: Any) -> None:
+                """Without a pipeline there is none."""
+
+            def sharded_state_dict(self, metadata: Any) -> Any:
+                """Parameters by name; the tied one once."""
+                state = self.state_dict(keep_vars=True)
+                del state["head.weight"]
+                return make_sharded_tensors_for_checkpoint(state, "")
+
+        def forward_step(iterator: Any, model: Any) -> Any:
+            return model(*next(iterator)), lambda loss: (loss, {})
+
+        torch.manual_seed(0)
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        hessian = MegatronHessian(DistributedDataParallel(config, ddp, Model()), QUIET)
+        hessian.use(zero_batches(), forward_step, seq_length=1, micro_batch_size=2)
+        v = hessian.random_vector(seed=5)
+        with hessian.measuring(displacement=0.1):
+            product = hessian.matvec(v)
+        vectors = [hessian.gather(x) for x in (v, product.vector)]
+        return vectors[0], vectors[1], hessian.spectrum(num_matvecs=num_matvecs)
 
 
 def reference(job: Job, v: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

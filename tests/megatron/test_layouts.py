@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.backends import jobs as zero_jobs
 from tests.megatron import job
 from tests.megatron.job import Job, Stored
 from tests.ranks import RankPool
@@ -172,3 +173,49 @@ def test_products_repeat_bit_for_bit_with_dropout(megatron_ranks: Ranks) -> None
     layout = Job(tp=2, sequence_parallel=True, recompute=True, dropout=0.1)
     for run in megatron_ranks(2).run(job.measured, layout, 2, dropout=True):
         assert run[3] and run[4]
+
+
+@pytest.mark.parametrize("name", ["DP distributed optimizer overlap", "TP sequence parallel", "PP"])
+def test_sweeps_are_those_of_one_process(
+    megatron_ranks: Ranks, sweep_of_one: Any, name: str
+) -> None:
+    size, layout = LAYOUTS[name]
+    for sweep, gathers in megatron_ranks(size).run(job.sweep, Job(**layout)):
+        assert sweep.curvatures == pytest.approx(sweep_of_one.curvatures, rel=1e-2)
+        assert gathers
+
+
+@pytest.fixture(scope="module")
+def sweep_of_one(megatron_ranks: Ranks) -> Any:
+    return megatron_ranks(1).run(job.sweep, Job())[0][0]
+
+
+@pytest.mark.parametrize(
+    "layout, failed",
+    [
+        ({"distributed": True, "overlap": True}, set()),
+        ({"tp": 2, "sequence_parallel": True}, set()),
+        ({"tp": 2, "dtype": "bfloat16"}, {"fidelity", "error"}),
+    ],
+)
+def test_the_self_test_passes_and_suggests_what_there_is(
+    megatron_ranks: Ranks, layout: dict[str, Any], failed: set[str]
+) -> None:
+    for verdict in megatron_ranks(2).run(job.self_test, Job(**layout)):
+        assert {check.name for check in verdict.checks if not check.passed} <= failed
+        assert "precision" not in " ".join(verdict.suggestions)  # fp32 passes are refused
+
+
+def test_zero_3_and_megatron_have_the_same_spectrum(megatron_ranks: Ranks, ranks: Ranks) -> None:
+    """Of the same model and data, on two data-parallel ranks each."""
+    _, v, _, zero, product = ranks(2).run(zero_jobs.measure, 10, 1, {"stage": 3})[0]
+    same_v, same_product, megatron = megatron_ranks(2).run(job.tiny_gpt, 10)[0]
+    assert v.keys() == same_v.keys()
+    assert all(torch.equal(v[name], same_v[name]) for name in v)
+    a, b = (torch.cat([x[name].flatten() for name in v]) for x in (product, same_product))
+    assert (a - b).norm() < 1e-5 * a.norm()
+    scale = abs(zero.alphas).max()
+    assert abs(zero.alphas - megatron.alphas).max() < 1e-3 * scale
+    assert abs(zero.betas - megatron.betas).max() < 1e-3 * scale
+    assert (zero.n, zero.loss) == (megatron.n, pytest.approx(megatron.loss, rel=1e-6))
+    assert zero.gradient_norm == pytest.approx(megatron.gradient_norm, rel=1e-5)
