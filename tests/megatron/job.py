@@ -631,17 +631,27 @@ def compare_training(job: Job, measures: list[str], config: dict[str, Any]) -> l
 # ---- traps
 
 
-def gather_in_flight() -> tuple[Any, Any]:
-    """Coefficients without, and with an asynchronous gather that training has left in flight."""
-    job, alphas = Job(distributed=True, overlap=True), []
-    for dispatch in (False, True):
+def gather_in_flight() -> list[tuple[list[Tensor], list[int]]]:
+    """Weights after the first displacement: without and with an asynchronous gather that training
+    has left in flight, and with one while training has its hooks off; and the numbers of hooks that
+    gather before forward: before, inside, after.
+    """
+    out = []
+    for hooked, dispatch in ((True, False), (True, True), (False, True)):
+        job = Job(distributed=True, overlap=True)
         with running(job) as chunks:
-            hessian = hessian_of(chunks, job)
-            chunks[0].disable_forward_pre_hook()
+            hessian, hooks = hessian_of(chunks, job), chunks[0].remove_forward_pre_hook_handles
+            if not hooked:
+                chunks[0].disable_forward_pre_hook()
             if dispatch:
                 chunks[0].start_param_sync()
-            alphas.append(hessian.spectrum(num_matvecs=2, displacement=3e-2).alphas)
-    return alphas[0], alphas[1]
+            counts = [len(hooks)]
+            with hessian.backend.measuring():
+                counts.append(len(hooks))
+                hessian.backend.displace(hessian.random_vector(seed=5), 1.0)
+                displaced = [p.detach().clone() for p in chunks[0].parameters()]
+            out.append((displaced, [*counts, len(hooks)]))
+    return out
 
 
 def amid_training() -> tuple[Any, Any, list[str]]:
