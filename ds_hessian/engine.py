@@ -62,6 +62,9 @@ class HessianEngine(Analyses):
         UnsupportedError: the engine uses a feature on which products would be wrong.
     """
 
+    has_fp32_passes = True
+    """Whether `precision: "fp32"` is there for models in 16 bits."""
+
     def __init__(self, engine: Any, config: HessianConfig | None = None) -> None:
         refuse_unsupported(engine)
         self.engine = engine
@@ -95,6 +98,11 @@ class HessianEngine(Analyses):
     def rank(self) -> int:
         """This process's rank in the job."""
         return self.backend.space.rank
+
+    @property
+    def modules(self) -> Sequence[Any]:
+        """What holds this rank's parameters."""
+        return [self.engine.module]
 
     @property
     def ready(self) -> bool:

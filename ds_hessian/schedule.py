@@ -11,8 +11,10 @@ An automatic measurement never ends the training: what it raises is logged on ra
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from ds_hessian.backends.objective import Call
@@ -56,19 +58,54 @@ class Capture:
                 self.stop()
 
 
-class Schedule:
-    """Captures micro-batches from training and takes a spectrum every `interval` steps.
+class Measurements:
+    """What automatic measurements found.
 
     Attributes:
-        spectra: `{global step: record}` of what was measured.
-        failures: `{global step: error}` of what was not.
+        spectra: `{step: record}` of what was measured.
+        failures: `{step: error}` of what was not.
     """
 
-    def __init__(self, hessian: HessianEngine) -> None:
-        self.hessian, self.config = hessian, hessian.config
-        self.captured: Capture | None = None
+    def __init__(self) -> None:
         self.spectra: dict[int, HessianSpectrum] = {}
         self.failures: dict[int, HessianError] = {}
+
+    def take(
+        self,
+        step: int,
+        ready: Callable[[], HessianEngine],
+        write: Callable[[HessianSpectrum], None],
+    ) -> None:
+        """Take a spectrum now, save it, and tell the host's monitor. Collective.
+
+        Args:
+            step: Optimizer steps made so far.
+            ready: Gives the Hessian, its micro-batches fixed.
+            write: To the monitor; called on every rank.
+        """
+        first = dist.get_rank() == 0
+        try:
+            hessian = ready()
+            spectrum = hessian.spectrum()
+            hessian.save(spectrum)
+        except HessianError as error:  # every rank has it: training must not end by a measurement
+            self.failures[step] = error
+            if first:
+                logger.exception("no Hessian spectrum at step %d; training goes on", step)
+            return
+        self.spectra[step] = spectrum
+        if first:
+            logger.info("Hessian spectrum at step %d\n%s", step, spectrum.table())
+        write(spectrum)
+
+
+class Schedule(Measurements):
+    """Captures micro-batches from training and takes a spectrum every `interval` steps."""
+
+    def __init__(self, hessian: HessianEngine) -> None:
+        super().__init__()
+        self.hessian, self.config = hessian, hessian.config
+        self.captured: Capture | None = None
 
     def install(self) -> None:
         """Hook the engine's forward (until enough is captured) and its step."""
@@ -92,24 +129,19 @@ class Schedule:
 
     def measure(self) -> None:
         """Take a spectrum now, save it, and tell the monitor."""
-        hessian, step = self.hessian, self.hessian.engine.global_steps
-        try:
-            if self.captured is not None:
-                self.captured.stop()
-                if not hessian.ready:
-                    hessian.use(self.captured.calls)
-                self.captured = None
-            spectrum = hessian.spectrum()
-            hessian.save(spectrum)
-        except HessianError as error:  # every rank has it: training must not end by a measurement
-            self.failures[step] = error
-            if hessian.rank == 0:
-                logger.exception("no Hessian spectrum at step %d; training goes on", step)
-            return
-        self.spectra[step] = spectrum
-        if hessian.rank == 0:
-            logger.info("Hessian spectrum at step %d\n%s", step, spectrum.table())
-            hessian.engine.monitor.write_events(monitor_events(spectrum))
+        self.take(self.hessian.engine.global_steps, self._ready, self._write)
+
+    def _ready(self) -> HessianEngine:
+        if self.captured is not None:
+            self.captured.stop()
+            if not self.hessian.ready:
+                self.hessian.use(self.captured.calls)
+            self.captured = None
+        return self.hessian
+
+    def _write(self, spectrum: HessianSpectrum) -> None:
+        if self.hessian.rank == 0:
+            self.hessian.engine.monitor.write_events(monitor_events(spectrum))
 
 
 def _copy(value: Any) -> Any:

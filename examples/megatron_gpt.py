@@ -1,8 +1,9 @@
 """Train a byte-level GPT on megatron-core, TP=2 on two CPU ranks, and watch its Hessian spectrum.
 
 On CPU megatron-core needs the tests' shim (tests/megatron/shim.py), which is all that ties this
-script to it: on GPUs drop the two lines that are marked, and use "nccl". In Megatron-LM's own
-`pretrain_gpt.py` none of this is needed; see docs/megatron.md.
+script to it: on GPUs drop the two lines that are marked, and use "nccl". Where training is
+Megatron-LM's own `pretrain_gpt.py`, examples/megatron_pretrain.py is all that is needed, and
+examples/megatron.slurm the job of a cluster.
 
     torchrun --nproc_per_node 2 examples/megatron_gpt.py
 """
@@ -103,8 +104,8 @@ def build(args: argparse.Namespace) -> tuple[Any, Any]:
 def main() -> None:
     """Train, and take a spectrum every `--interval` steps."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--interval", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--interval", type=int, default=40)
     parser.add_argument("--num-matvecs", type=int, default=20)
     parser.add_argument("--tensor-parallel", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class MegatronHessian(HessianEngine):
     """
 
     backend: MegatronBackend  # type: ignore[assignment]
+    has_fp32_passes = False
 
     def __init__(self, model: Any, config: HessianConfig | Mapping[str, Any] | None = None) -> None:
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
@@ -82,6 +83,11 @@ class MegatronHessian(HessianEngine):
         self.backend.use(objective)
         self._objective = objective
         return self
+
+    @property
+    def modules(self) -> Sequence[Any]:
+        """The model chunks."""
+        return self.backend.chunks
 
     def _parameters(self) -> list[tuple[str, torch.Size]]:
         return self.backend.parameters

@@ -20,21 +20,17 @@ import copy
 import functools
 import inspect
 import json
-import logging
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from ds_hessian.backends.megatron import ForwardStep
 from ds_hessian.config import HessianConfig, leaves
-from ds_hessian.errors import HessianError, UnsupportedError
+from ds_hessian.errors import UnsupportedError
 from ds_hessian.megatron.hessian import MegatronHessian
 from ds_hessian.results import HessianSpectrum, monitor_events
-
-logger = logging.getLogger(__name__)
+from ds_hessian.schedule import Measurements
 
 
 def hessian_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -67,7 +63,7 @@ def config_from(args: Any) -> HessianConfig:
     return HessianConfig().with_overrides(**given)
 
 
-class PretrainHook:
+class PretrainHook(Measurements):
     """Records micro-batches of training and takes spectra of it.
 
     `with_hessian` does everything at once. Where Megatron-LM must not be patched at all, in its own
@@ -76,15 +72,10 @@ class PretrainHook:
         hook = PretrainHook()
         pretrain(..., hook.record(forward_step), extra_args_provider=hessian_arguments,
                  non_loss_data_func=hook.at_evaluation)
-
-    Attributes:
-        spectra: `{iteration: record}` of what was measured.
-        failures: `{iteration: error}` of what was not.
     """
 
     def __init__(self) -> None:
-        self.spectra: dict[int, HessianSpectrum] = {}
-        self.failures: dict[int, HessianError] = {}
+        super().__init__()
         self._config: HessianConfig | None = None
         self._hessian: MegatronHessian | None = None
         self._recorded: dict[int, list[Any]] = {}
@@ -128,22 +119,9 @@ class PretrainHook:
 
     def measure(self, model: Any, iteration: int) -> None:
         """Take a spectrum now, save it, and tell Megatron's writers. Collective."""
-        try:
-            hessian = self._ready(model)
-            hessian.step = iteration
-            spectrum = hessian.spectrum()
-            hessian.save(spectrum)
-        except HessianError as error:  # every rank has it: training must not end by a measurement
-            self.failures[iteration] = error
-            if torch.distributed.get_rank() == 0:
-                logger.exception("no Hessian spectrum at iteration %d", iteration)
-            return
-        self.spectra[iteration] = spectrum
-        if hessian.rank == 0:
-            logger.info("Hessian spectrum at iteration %d\n%s", iteration, spectrum.table())
-        _write(spectrum)
+        self.take(iteration, functools.partial(self._ready, model, iteration), _write)
 
-    def _ready(self, model: Any) -> MegatronHessian:
+    def _ready(self, model: Any, iteration: int) -> MegatronHessian:
         if self._hessian is None:
             from megatron.training import get_args
 
@@ -157,6 +135,7 @@ class PretrainHook:
                 seq_length=args.seq_length,
                 micro_batch_size=args.micro_batch_size,
             )
+        self._hessian.step = iteration
         return self._hessian
 
     @contextlib.contextmanager

@@ -107,16 +107,15 @@ def model_config(job: Job) -> Any:
 @contextlib.contextmanager
 def running(job: Job) -> Iterator[list[Any]]:
     """The job's DDP chunks on weights that do not depend on the layout."""
+    with groups_of(job):
+        yield build(job)
+
+
+@contextlib.contextmanager
+def groups_of(job: Job) -> Iterator[None]:
+    """Megatron's process groups and random states for a job."""
     shim.install()
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.module import Float16Module
 
     parallel_state.initialize_model_parallel(
         job.tp,
@@ -128,6 +127,28 @@ def running(job: Job) -> Iterator[list[Any]]:
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     torch.manual_seed(1234)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.barrier()
+        for group in list(distributed_c10d._world.pg_map):  # each keeps its threads until then
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+
+
+def build(job: Job) -> list[Any]:
+    """The chunks of `running`."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.module import Float16Module
+
     config = model_config(job)
     spec = get_gpt_layer_local_spec(num_experts=job.experts or None, moe_grouped_gemm=False)
     chunks = []
@@ -164,14 +185,7 @@ def running(job: Job) -> Iterator[list[Any]]:
     if job.overlap:
         config.no_sync_func = [c.no_sync for c in chunks] if job.vpp > 1 else chunks[0].no_sync
     fill(chunks)
-    try:
-        yield chunks
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.barrier()
-        for group in list(distributed_c10d._world.pg_map):  # each keeps its threads until then
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
+    return chunks
 
 
 def weight(name: str, shape: Any) -> Tensor:
@@ -328,6 +342,89 @@ def measured(
         )
 
 
+def chain(job: Job, count: int) -> tuple[list[tuple[Stored, Stored, float]], Any]:
+    """`(v, H v, estimated error)` of `count` products by the automatic displacement, each of the
+    one before, from a random vector to those that the largest eigenvalues rule; and a spectrum.
+
+    As in training, weights in bf16 are roundings of fp32 masters.
+    """
+    with running(job) as chunks:
+        make_optimizer(job, chunks)
+        hessian = hessian_of(chunks, job)
+        for piece in hessian.backend.pieces:
+            if piece.master is not None:
+                whole = weight(piece.fragment.name, piece.fragment.shape)
+                piece.master.copy_(whole.reshape(-1)[piece.fragment.index()])
+        v, out = hessian.random_vector(seed=5), []
+        with hessian.measuring():
+            for _ in range(count):
+                product = hessian.matvec(v)
+                vectors = [stored(hessian.backend, x) for x in (v, product.vector)]
+                out.append((*vectors, product.error))
+                v = product.vector / hessian.dot(product.vector, product.vector) ** 0.5
+        return out, hessian.spectrum(num_matvecs=16)
+
+
+def self_test(job: Job) -> Any:
+    """The verdict."""
+    with running(job) as chunks:
+        make_optimizer(job, chunks)
+        return hessian_of(chunks, job).self_test()
+
+
+def sweep(job: Job) -> tuple[Any, bool]:
+    """A sweep, and whether a vector survives `gather` and `scatter`."""
+    with running(job) as chunks:
+        hessian = hessian_of(chunks, job)
+        v = hessian.random_vector(seed=5)
+        back = hessian.scatter(hessian.gather(v))
+        found = hessian.displacement_sweep(("random", "gradient"), (3e-3, 3e-2, 0.3))
+        return found, torch.equal(v, back)
+
+
+def tiny_gpt(num_matvecs: int) -> tuple[Any, Any, Any]:
+    """The ZeRO tests' model and data under Megatron's distributed optimizer: a probe and its
+    product at h = 0.1, gathered, and the spectrum.
+    """
+    with groups_of(Job()):
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.enums import ModelType
+        from megatron.core.transformer.transformer_config import TransformerConfig
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        from ds_hessian.megatron import MegatronHessian
+        from tests.backends.jobs import my_batches as zero_batches
+        from tests.nets import TinyGPT
+
+        class Model(TinyGPT):
+            """What Megatron asks of a model beside its forward."""
+
+            model_type = ModelType.encoder_or_decoder
+
+            def set_input_tensor(self, _: Any) -> None:
+                """Without a pipeline there is none."""
+
+            def sharded_state_dict(self, metadata: Any) -> Any:
+                """Parameters by name; the tied one once."""
+                state = self.state_dict(keep_vars=True)
+                del state["head.weight"]
+                return make_sharded_tensors_for_checkpoint(state, "")
+
+        def forward_step(iterator: Any, model: Any) -> Any:
+            return model(*next(iterator)), lambda loss: (loss, {})
+
+        torch.manual_seed(0)
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        hessian = MegatronHessian(DistributedDataParallel(config, ddp, Model()), QUIET)
+        hessian.use(zero_batches(), forward_step, seq_length=1, micro_batch_size=2)
+        v = hessian.random_vector(seed=5)
+        with hessian.measuring(displacement=0.1):
+            product = hessian.matvec(v)
+        vectors = [hessian.gather(x) for x in (v, product.vector)]
+        return vectors[0], vectors[1], hessian.spectrum(num_matvecs=num_matvecs)
+
+
 def reference(job: Job, v: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gradient and H v by double backward, `{name: flat fp64 tensor}`; one process, job unsharded.
 
@@ -369,6 +466,28 @@ def reference(job: Job, v: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
 # ---- training
 
 
+def make_optimizer(job: Job, chunks: list[Any]) -> Any:
+    """Megatron's Adam, with fp32 masters where the weights are bf16."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            weight_decay=0.01,
+            use_distributed_optimizer=job.distributed,
+            overlap_param_gather=job.overlap and job.distributed,
+            bf16=job.dtype == "bfloat16",
+            params_dtype=job.torch_dtype,
+            clip_grad=1.0,
+        ),
+        chunks,
+        use_gloo_process_groups=False,
+    )
+    optimizer.reload_model_params()  # `fill` wrote behind its back
+    return optimizer
+
+
 def train(job: Job, measure: str = "", steps: int = 3, config: dict[str, Any] | None = None) -> Any:
     """Train, with dropout if the job has some; what must be the same with and without `measure`.
 
@@ -384,24 +503,9 @@ def train(job: Job, measure: str = "", steps: int = 3, config: dict[str, Any] | 
         State by name, `[(loss, gradient norm, n), ...]` measured, and the errors.
     """
     with running(job) as chunks:
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=1e-2,
-                weight_decay=0.01,
-                use_distributed_optimizer=job.distributed,
-                overlap_param_gather=job.overlap and job.distributed,
-                bf16=job.dtype == "bfloat16",
-                params_dtype=job.torch_dtype,
-                clip_grad=1.0,
-            ),
-            chunks,
-            use_gloo_process_groups=False,
-        )
-        optimizer.reload_model_params()  # `fill` wrote behind its back
+        optimizer = make_optimizer(job, chunks)
         hessian = hessian_of(chunks, job, **(config or {}))
         measured, errors, norms = [], [], []
         batches = my_batches()
@@ -527,17 +631,70 @@ def compare_training(job: Job, measures: list[str], config: dict[str, Any]) -> l
 # ---- traps
 
 
-def gather_in_flight() -> tuple[Any, Any]:
-    """Coefficients without, and with an asynchronous gather that training has left in flight."""
-    job, alphas = Job(distributed=True, overlap=True), []
-    for dispatch in (False, True):
+def gather_in_flight() -> list[tuple[list[Tensor], list[int]]]:
+    """Weights after the first displacement: without and with an asynchronous gather that training
+    has left in flight, and with one while training has its hooks off; and the numbers of hooks that
+    gather before forward: before, inside, after.
+    """
+    out = []
+    for hooked, dispatch in ((True, False), (True, True), (False, True)):
+        job = Job(distributed=True, overlap=True)
         with running(job) as chunks:
-            hessian = hessian_of(chunks, job)
-            chunks[0].disable_forward_pre_hook()
+            hessian, hooks = hessian_of(chunks, job), chunks[0].remove_forward_pre_hook_handles
+            if not hooked:
+                chunks[0].disable_forward_pre_hook()
             if dispatch:
                 chunks[0].start_param_sync()
-            alphas.append(hessian.spectrum(num_matvecs=2, displacement=3e-2).alphas)
-    return alphas[0], alphas[1]
+            counts = [len(hooks)]
+            with hessian.backend.measuring():
+                counts.append(len(hooks))
+                hessian.backend.displace(hessian.random_vector(seed=5), 1.0)
+                displaced = [p.detach().clone() for p in chunks[0].parameters()]
+            out.append((displaced, [*counts, len(hooks)]))
+    return out
+
+
+def amid_training() -> tuple[Any, Any, list[str]]:
+    """Coefficients before and after the job has what Megatron-LM's loop sets and its steps write:
+    timers, a scale of the loss, callbacks, logged losses, attention maxima, batches that are
+    emptied as they are read; and what of it the measurement has touched.
+    """
+    job = Job(pp=2, vpp=2)
+    with running(job) as chunks:
+        from megatron.core.timers import Timers
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        from ds_hessian.backends.megatron.host import unwrap
+
+        hessian, inner = hessian_of(chunks, job), make_forward_step(job)
+        bare = hessian.spectrum(num_matvecs=2, displacement=3e-2).alphas
+        config, timers, calls = chunks[0].config, Timers(2, "minmax"), []
+        config.timers, config.grad_scale_func = timers, lambda loss: loss * 8
+        config.param_sync_func = config.grad_sync_func = calls.append
+        config.finalize_model_grads_func = None
+        attention = [unwrap(chunk).decoder.layers[0].self_attention for chunk in chunks]
+        for module in attention:
+            module.current_max_attn_logits = torch.zeros(4)
+        MTPLossLoggingHelper.save_loss_to_tracker(torch.ones(()), 0, 1)
+
+        def forward_step(iterator: Any, model: Any) -> Any:
+            batch = next(iterator)
+            result = inner(iter([dict(batch)]), model)
+            batch.clear()
+            unwrap(model).decoder.layers[0].self_attention.current_max_attn_logits += 1
+            MTPLossLoggingHelper.save_loss_to_tracker(torch.ones(()), 0, 1)
+            return result
+
+        hessian.use(my_batches(), forward_step, **SIZES)
+        amid = hessian.spectrum(num_matvecs=2, displacement=3e-2).alphas
+        touched = {
+            "timers": timers._timers,
+            "callbacks": calls,
+            "attention maxima": any(m.current_max_attn_logits.any() for m in attention),
+            "logged losses": MTPLossLoggingHelper.tracker["values"] != 1,
+        }
+        MTPLossLoggingHelper.tracker.clear()
+        return bare, amid, [name for name, change in touched.items() if change]
 
 
 def with_rerun_machine() -> str:
@@ -580,6 +737,18 @@ def refused(job: Job, where: str = "", option: str = "", value: Any = None) -> s
             setattr(owner, option, value)
         try:
             MegatronHessian(chunks[0].module if where == "unwrapped" else chunks)
+        except ds_hessian.UnsupportedError as error:
+            return str(error)
+    return "accepted"
+
+
+def fp32_passes(job: Job) -> str:
+    """The message for passes of another precision than the model's."""
+    import ds_hessian
+
+    with running(job) as chunks:
+        try:
+            hessian_of(chunks, job).spectrum(precision="fp32")
         except ds_hessian.UnsupportedError as error:
             return str(error)
     return "accepted"

@@ -1,4 +1,5 @@
-"""Megatron-LM's own pretrain_gpt on CPU; `MODE` is bare, hook (with_hessian) or evaluation.
+"""Megatron-LM's own pretrain_gpt.py on CPU; `MODE` is bare (as it is), hook (the recipe that wraps
+`pretrain`, examples/megatron_pretrain.py) or evaluation (`PretrainHook.at_evaluation`).
 
 Run by torchrun with Megatron-LM's arguments; prints a hash of the final state as its last line.
 Every patch stands for one place where Megatron-LM insists on CUDA or on a package it does not need
@@ -13,8 +14,10 @@ import hashlib
 import importlib.util
 import os
 import re
+import runpy
 import sys
 import types
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -35,11 +38,9 @@ shim.install()
 
 import megatron.training.initialize as initialize  # noqa: E402
 import megatron.training.training as training  # noqa: E402
-import pretrain_gpt  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
-from megatron.training import get_args  # noqa: E402
 
-from ds_hessian.megatron import PretrainHook, hessian_arguments, with_hessian  # noqa: E402
+from ds_hessian.megatron import PretrainHook, hessian_arguments  # noqa: E402
 
 cuda: Any = torch.cuda
 # Tensor parallelism asks for the architecture (arguments.py).
@@ -70,32 +71,38 @@ def remembering_setup(*args: Any, **kwargs: Any) -> Any:
 training.setup_model_and_optimizer = remembering_setup
 
 
-def main() -> None:
+def train_with_evaluation_hook() -> None:
+    """What `pretrain_gpt.py` does, with the hook in Megatron-LM's own terms."""
+    import pretrain_gpt
 
-    pretrain_gpt.train_valid_test_datasets_provider.is_distributed = True
-    pretrain, forward_step, mode = training.pretrain, pretrain_gpt.forward_step, os.environ["MODE"]
-    options: dict[str, Any] = {"args_defaults": {"tokenizer_type": "NullTokenizer"}}
-    if mode == "hook":
-        pretrain = with_hessian(pretrain)
-    else:
-        options["extra_args_provider"] = hessian_arguments
     hook = PretrainHook()
-    if mode == "evaluation":
-        forward_step = hook.record(forward_step)
-        options["non_loss_data_func"] = hook.at_evaluation
-    pretrain(
+    pretrain_gpt.train_valid_test_datasets_provider.is_distributed = True
+    training.pretrain(
         pretrain_gpt.train_valid_test_datasets_provider,
         functools.partial(pretrain_gpt.model_provider, pretrain_gpt.gpt_builder),
         ModelType.encoder_or_decoder,
-        forward_step,
+        hook.record(pretrain_gpt.forward_step),
         get_embedding_ranks=pretrain_gpt.get_embedding_ranks,
-        **options,
+        extra_args_provider=hessian_arguments,
+        non_loss_data_func=hook.at_evaluation,
     )
+
+
+def main() -> None:
+    """Train, then hash."""
+    if os.environ["MODE"] == "bare":
+        runpy.run_path(os.environ["MEGATRON_LM"] + "/pretrain_gpt.py", run_name="__main__")
+    elif os.environ["MODE"] == "hook":
+        recipe = Path(__file__).parents[2] / "examples" / "megatron_pretrain.py"
+        runpy.run_path(str(recipe), run_name="__main__")
+    else:
+        train_with_evaluation_hook()
     weights = b"".join(p.detach().float().numpy().tobytes() for m in models for p in m.parameters())
     rank = torch.distributed.get_rank()
-    print(
-        f"\nFINAL {rank} {hashlib.sha256(weights).hexdigest()} {get_args().iteration}", flush=True
-    )
+    print(f"\nFINAL {rank} {hashlib.sha256(weights).hexdigest()}", flush=True)
+    # Megatron-LM leaves its groups to the end of the process, where gloo's threads may abort it.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.backends import jobs as zero_jobs
 from tests.megatron import job
 from tests.megatron.job import Job, Stored
 from tests.ranks import RankPool
@@ -127,8 +128,94 @@ def test_bf16_products_are_those_of_fp64_to_the_rounding_of_gradients(
     assert runs[0][5] == pytest.approx(single[5], rel=1e-12)
 
 
+@pytest.fixture(scope="module")
+def converged(megatron_ranks: Ranks) -> Any:
+    """A spectrum in fp32 of one process, with converged extremes."""
+    ((_, spectrum),) = megatron_ranks(1).run(job.chain, Job(), 0)
+    return spectrum
+
+
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("DP distributed optimizer overlap", "bfloat16"),
+        ("TP sequence parallel", "bfloat16"),
+        ("PP", "bfloat16"),
+        ("PP", "float32"),
+    ],
+)
+def test_products_and_eigenvalues_know_their_own_error(
+    megatron_ranks: Ranks, converged: Any, name: str, dtype: str
+) -> None:
+    """Products within a factor of 3, the step control's promise; eigenvalues within their bars of
+    those of fp32.
+    """
+    size, layout = LAYOUTS[name]
+    runs = megatron_ranks(size).run(job.chain, Job(**layout, dtype=dtype), 3)
+    for products in zip(*(r[0] for r in runs), strict=True):
+        v, found = (whole([p[i] for p in products]) for i in (0, 1))
+        ((_, product),) = megatron_ranks(1).run(job.reference, Job(dtype="float64"), v)
+        true = error(found, product)
+        assert true / 3 < products[0][2] < 3 * true
+        assert dtype == "bfloat16" or true < 2e-4
+    for of in ("eigenvalue_max", "eigenvalue_min"):
+        found, expected = (getattr(spectrum, of) for spectrum in (runs[0][1], converged))
+        assert abs(found.value - expected.value) < found.error + expected.error
+
+
+def test_fp32_passes_of_a_bf16_model_are_refused(megatron_ranks: Ranks) -> None:
+    (message,) = megatron_ranks(1).run(job.fp32_passes, Job(dtype="bfloat16"))
+    assert "does not support fp32 passes of a bf16 Megatron model" in message
+
+
 def test_products_repeat_bit_for_bit_with_dropout(megatron_ranks: Ranks) -> None:
     """Also under sequence parallelism, whose masks come from the tensor-parallel random states."""
     layout = Job(tp=2, sequence_parallel=True, recompute=True, dropout=0.1)
     for run in megatron_ranks(2).run(job.measured, layout, 2, dropout=True):
         assert run[3] and run[4]
+
+
+@pytest.mark.parametrize("name", ["DP distributed optimizer overlap", "TP sequence parallel", "PP"])
+def test_sweeps_are_those_of_one_process(
+    megatron_ranks: Ranks, sweep_of_one: Any, name: str
+) -> None:
+    size, layout = LAYOUTS[name]
+    for sweep, gathers in megatron_ranks(size).run(job.sweep, Job(**layout)):
+        assert sweep.curvatures == pytest.approx(sweep_of_one.curvatures, rel=1e-2)
+        assert gathers
+
+
+@pytest.fixture(scope="module")
+def sweep_of_one(megatron_ranks: Ranks) -> Any:
+    return megatron_ranks(1).run(job.sweep, Job())[0][0]
+
+
+@pytest.mark.parametrize(
+    "layout, failed",
+    [
+        ({"distributed": True, "overlap": True}, set()),
+        ({"tp": 2, "sequence_parallel": True}, set()),
+        ({"tp": 2, "dtype": "bfloat16"}, {"fidelity", "error"}),
+    ],
+)
+def test_the_self_test_passes_and_suggests_what_there_is(
+    megatron_ranks: Ranks, layout: dict[str, Any], failed: set[str]
+) -> None:
+    for verdict in megatron_ranks(2).run(job.self_test, Job(**layout)):
+        assert {check.name for check in verdict.checks if not check.passed} <= failed
+        assert "precision" not in " ".join(verdict.suggestions)  # fp32 passes are refused
+
+
+def test_zero_3_and_megatron_have_the_same_spectrum(megatron_ranks: Ranks, ranks: Ranks) -> None:
+    """Of the same model and data, on two data-parallel ranks each."""
+    _, v, _, zero, product = ranks(2).run(zero_jobs.measure, 10, 1, {"stage": 3})[0]
+    same_v, same_product, megatron = megatron_ranks(2).run(job.tiny_gpt, 10)[0]
+    assert v.keys() == same_v.keys()
+    assert all(torch.equal(v[name], same_v[name]) for name in v)
+    a, b = (torch.cat([x[name].flatten() for name in v]) for x in (product, same_product))
+    assert (a - b).norm() < 1e-5 * a.norm()
+    scale = abs(zero.alphas).max()
+    assert abs(zero.alphas - megatron.alphas).max() < 1e-3 * scale
+    assert abs(zero.betas - megatron.betas).max() < 1e-3 * scale
+    assert (zero.n, zero.loss) == (megatron.n, pytest.approx(megatron.loss, rel=1e-6))
+    assert zero.gradient_norm == pytest.approx(megatron.gradient_norm, rel=1e-5)

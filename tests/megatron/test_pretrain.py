@@ -13,8 +13,10 @@ import pytest
 
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
+from ds_hessian.results import HessianSpectrum
 from tests.ranks import free_port
 
+ROOT = Path(__file__).parents[2]
 ARGUMENTS = """
 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
 --micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 1e-2 --lr-decay-style constant
@@ -24,6 +26,8 @@ ARGUMENTS = """
 --no-gradient-accumulation-fusion --no-persist-layer-norm --num-workers 0 --log-interval 1
 --eval-interval 2 --eval-iters 1 --split 90,5,5 --seed 1234 --attention-dropout 0.1
 --hidden-dropout 0.1 --attention-backend unfused --no-ckpt-fully-parallel-save
+"""
+HESSIAN_ARGUMENTS = """
 --hessian-interval 2 --hessian-num-matvecs 3 --hessian-num-micro-batches 2
 --hessian-progress false --hessian-plot false
 """
@@ -34,23 +38,26 @@ LAYOUTS = {
 }
 
 
+def torchrun(script: Path, *arguments: str, **environment: str) -> str:
+    """What it prints on two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command += ["--master_port", str(free_port()), str(script), *arguments]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    full = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
+    run = subprocess.run(command, env=full, capture_output=True, text=True, timeout=400)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    return run.stdout
+
+
 def pretrain(mode: str, layout: str, folder: Path) -> list[str]:
     """Hash of the final weights by rank."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    command += ["--master_port", str(free_port())]
-    command += [str(Path(__file__).with_name("pretrain_on_cpu.py")), *ARGUMENTS.split()]
-    command += [*LAYOUTS[layout].split(), "--data-cache-path", str(folder / "cache")]
-    command += ["--hessian-output-path", str(folder / mode)]
-    root = str(Path(__file__).parents[2])
-    environment = {
-        **os.environ,
-        "MODE": mode,
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
-    }
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    return [hash for _, hash in sorted(re.findall(r"FINAL (\d) (\w+)", run.stdout))]
+    arguments = [*ARGUMENTS.split(), *LAYOUTS[layout].split()]
+    arguments += ["--data-cache-path", str(folder / "cache")]
+    if mode != "bare":
+        arguments += [*HESSIAN_ARGUMENTS.split(), "--hessian-output-path", str(folder / mode)]
+    script = Path(__file__).with_name("pretrain_on_cpu.py")
+    printed = torchrun(script, *arguments, MODE=mode, CUDA_DEVICE_MAX_CONNECTIONS="1")
+    return [hash for _, hash in sorted(re.findall(r"FINAL (\d) (\w+)", printed))]
 
 
 @pytest.mark.slow
@@ -66,8 +73,20 @@ def test_pretrain_ends_with_the_same_bits_with_and_without_spectra(
     assert len(bare) == 2
     for mode in ("hook", "evaluation"):
         assert pretrain(mode, layout, tmp_path) == bare
-        steps = sorted(p.name for p in (tmp_path / mode).iterdir())
-        assert steps == ["step_000002", "step_000004"]
+    for step in ("step_000002", "step_000004"):
+        hook, evaluation = (
+            HessianSpectrum.load(tmp_path / mode / step) for mode in ("hook", "evaluation")
+        )
+        assert (hook.alphas == evaluation.alphas).all() and hook.loss == evaluation.loss
+
+
+@pytest.mark.slow
+def test_the_example_leaves_records_and_pictures(tmp_path: Path) -> None:
+    small = "--steps 2 --interval 1 --num-matvecs 3 --layers 1 --width 16 --context 16".split()
+    torchrun(ROOT / "examples" / "megatron_gpt.py", *small, "--output", str(tmp_path))
+    for step in ("step_000001", "step_000002"):
+        assert HessianSpectrum.load(tmp_path / step).num_matvecs == 3
+        assert (tmp_path / step / "spectrum.png").stat().st_size > 10_000
 
 
 def test_every_setting_is_an_argument() -> None:

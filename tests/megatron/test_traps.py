@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from tests.megatron import job
 from tests.megatron.job import Job
@@ -65,18 +66,37 @@ def test_expert_bias_and_logged_losses_are_as_they_were(megatron_ranks: Ranks) -
 
 def test_a_gather_in_flight_is_finished_before_weights_are_written(megatron_ranks: Ranks) -> None:
     """`start_param_sync(force_sync=True)` only waits for a gather that training has started."""
-    for clean, in_flight in megatron_ranks(2).run(job.gather_in_flight):
-        assert (clean == in_flight).all()
+    for (clean, _), *others in megatron_ranks(2).run(job.gather_in_flight):
+        for displaced, (before, inside, after) in others:
+            assert all(map(torch.equal, clean, displaced))
+            assert inside == 0 <= before == after  # else every forward would gather once more
+
+
+def test_what_training_sets_and_logs_neither_changes_a_product_nor_is_changed(
+    megatron_ranks: Ranks,
+) -> None:
+    for bare, amid, touched in megatron_ranks(2).run(job.amid_training):
+        assert (bare == amid).all()
+        assert touched == []
 
 
 def test_the_rerun_machine_does_not_refuse_losses(megatron_ranks: Ranks) -> None:
     assert megatron_ranks(2).run(job.with_rerun_machine) == ["validate_results"] * 2
 
 
-def test_experts_replicated_over_tensor_ranks_are_refused(megatron_ranks: Ranks) -> None:
-    layout = Job(tp=2, etp=1, sequence_parallel=True, **MOE)
-    for message in megatron_ranks(2).run(job.refused, layout):
-        assert "does not support experts that are replicated" in message
+@pytest.mark.parametrize(
+    "layout, name",
+    [
+        ({"etp": 1, "bias": False}, "experts that are replicated over tensor-parallel ranks"),
+        ({"ep": 2, "bias": True}, "biases of experts under sequence and expert parallelism"),
+    ],
+)
+def test_experts_whose_gradients_megatron_does_not_sum_right_are_refused(
+    megatron_ranks: Ranks, layout: dict[str, Any], name: str
+) -> None:
+    whole_job = Job(tp=2, sequence_parallel=True, experts=4, **layout)
+    for message in megatron_ranks(2).run(job.refused, whole_job):
+        assert f"does not support {name}" in message
 
 
 @pytest.mark.parametrize(
