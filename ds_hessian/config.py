@@ -154,6 +154,12 @@ class HessianConfig(_Section):
         "a path that is not empty",
         min_length=1,
     )
+    resume: Annotated[str, BeforeValidator(_path_text), Field(min_length=1)] | None = _field(
+        None,
+        "Folder, seen by all ranks, in which the state of a spectrum is kept after each product; a "
+        "job that was killed takes the spectrum up from there. Null keeps none.",
+        "a path that is not empty, or null",
+    )
     progress: bool = _field(True, "Show progress on rank 0.", "true or false")
     plot: bool = _field(
         True, "Draw a picture of each spectrum (needs matplotlib).", "true or false"

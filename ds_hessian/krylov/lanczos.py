@@ -28,9 +28,9 @@ Matrix Anal. 22 (2000) (thick restart).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -48,6 +48,18 @@ ROUNDOFF = 2.0**-24
 BREAKDOWN = 32 * ROUNDOFF
 """beta below this share of the largest |T| is rounding of the fp32 vectors: the Krylov space is
 exhausted. Relative, since no absolute bound fits Hessians from 1e-8 to 1e8."""
+
+_FIGURES = (
+    "alphas",
+    "betas",
+    "diagnostics",
+    "asymmetry",
+    "restarts",
+    "products",
+    "all_reduces",
+    "_dropped",
+)
+"""Attributes of a `LanczosState` that are JSON values already."""
 
 Mode = Literal["full", "window", "none"]
 Progress = Callable[["LanczosState"], None]
@@ -214,6 +226,53 @@ class LanczosState:
         self.matrix[range(p), range(p)] = self.alphas
         self._store_residual(couplings)
 
+    def vectors(self) -> dict[str, Tensor]:
+        """{name: row as stored} of what the next step needs; a name's vector never changes.
+
+        Of a run without thick restarts.
+        """
+        if self.done:
+            return {}
+        return {f"q{number}": self.basis.rows[row] for row, number in self._rows_in_use()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the vectors, as JSON values, for `load_state_dict`.
+
+        Collective: one all-reduce of two numbers for a bf16 basis.
+        """
+        if len(self._pending):
+            self.basis.settle(self.steps % len(self.basis.rows), self.space.reduce(self._pending))
+            self._pending = self._pending[:0]
+        at = np.nonzero(self.matrix)
+        return {
+            "matrix": [*(index.tolist() for index in at), self.matrix[at].tolist()],
+            "inverse_squares": self.basis.inverse_squares.tolist(),
+            "rounding": self.basis.rounding.tolist(),
+            **{name: getattr(self, name) for name in _FIGURES},
+        }
+
+    def load_state_dict(self, figures: Mapping[str, Any], vector: Callable[[str], Tensor]) -> None:
+        """Become the run whose `state_dict` these are; of the same operator and settings.
+
+        Args:
+            figures: See `state_dict`.
+            vector: Gives what `vectors` gave, by name, `(n_local,)`.
+        """
+        self.matrix[:] = 0
+        rows, columns, values = figures["matrix"]
+        self.matrix[rows, columns] = values
+        self.basis.inverse_squares[:] = figures["inverse_squares"]
+        self.basis.rounding[:] = figures["rounding"]
+        for name in _FIGURES:
+            setattr(self, name, figures[name])
+        self._pending = self._pending[:0]
+        for row, number in self._rows_in_use():
+            self.basis.rows[row].copy_(vector(f"q{number}"))
+
+    def _rows_in_use(self) -> list[tuple[int, int]]:
+        """(row, the step that multiplies it) of the basis, the next step's vector included."""
+        return list(enumerate(self._numbers(self.steps).tolist()))
+
     def run(self) -> LanczosRun:
         """The record of the steps made so far; of a run that was not restarted."""
         figures = np.array(self.diagnostics).T
@@ -259,6 +318,7 @@ def lanczos(
     fresh: Callable[[int], Tensor],
     progress: Progress | None = None,
     options: LanczosOptions | None = None,
+    restore: Callable[[LanczosState], None] | None = None,
 ) -> LanczosRun:
     """Run `num_matvecs` steps of Lanczos.
 
@@ -269,6 +329,7 @@ def lanczos(
         fresh: See `LanczosState`.
         progress: Called after each step, on every rank.
         options: Reorthogonalisation and storage.
+        restore: Called with the new state, to make it an interrupted run's.
 
     Raises:
         NumericsError: a product is not finite.
@@ -276,6 +337,8 @@ def lanczos(
     Collective.
     """
     state = LanczosState(operator, start, num_matvecs, fresh, options)
+    if restore is not None:
+        restore(state)
     while not state.done:
         state.step()
         if progress is not None:
