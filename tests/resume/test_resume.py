@@ -80,8 +80,10 @@ def test_a_job_killed_20_times_ends_with_the_same_bits(ranks: Ranks, tmp_path: P
         LanczosOptions(storage=Storage(torch.bfloat16, "host")),
         LanczosOptions("window", 4, Storage(torch.float32, "disk")),
         LanczosOptions("none"),
+        LanczosOptions("selective", 3),
+        LanczosOptions("selective", 3, Storage(torch.bfloat16)),
     ],
-    ids=["bf16 on the host", "window on disk", "none"],
+    ids=["bf16 on the host", "window on disk", "none", "selective", "selective, bf16"],
 )
 def test_every_basis_is_taken_up_to_the_same_bits(
     ranks: Ranks, tmp_path: Path, options: LanczosOptions
