@@ -27,7 +27,7 @@ from ds_hessian.backends.objective import LossFn, Objective
 from ds_hessian.backends.zero import ZeroBackend, refuse_unsupported, shape
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
-from ds_hessian.krylov import LanczosState, slq, top_vector
+from ds_hessian.krylov import LanczosOptions, LanczosState, Storage, slq, top_vector
 from ds_hessian.operators import FiniteDifferenceHessian, Product, default_range, sweep
 from ds_hessian.provenance import describe_run
 from ds_hessian.results import (
@@ -256,6 +256,7 @@ class HessianEngine(Analyses):
                 config.seed,
                 config.probe,
                 report,
+                lanczos_options(config),
                 before=saved.runs if saved else (),
                 restore=saved.restore if saved else None,
             )
@@ -466,6 +467,17 @@ def _section(args: tuple[Any, ...], kwargs: dict[str, Any]) -> HessianConfig | N
     if config is None:
         config = getattr(bound.get("args"), "deepspeed_config", None)
     return HessianConfig.from_deepspeed(config)
+
+
+def lanczos_options(config: HessianConfig) -> LanczosOptions:
+    """How Lanczos keeps its basis, as configured."""
+    basis = config.basis
+    dtype = torch.bfloat16 if basis.dtype == "bf16" else torch.float32
+    return LanczosOptions(
+        config.reorthogonalization.mode,
+        config.reorthogonalization.window,
+        Storage(dtype, basis.device, basis.folder),
+    )
 
 
 def _expect(full: Mapping[str, Tensor] | None, name: str, shape: torch.Size) -> Tensor:
