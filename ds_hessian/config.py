@@ -64,17 +64,36 @@ class FiniteDifferenceConfig(_Section):
 class ReorthogonalizationConfig(_Section):
     """How Lanczos keeps its basis orthogonal."""
 
-    mode: Literal["full"] = _field(
-        "full", "Against the whole basis, twice, in every step (no ghosts of outliers)."
+    mode: Literal["full", "selective", "window", "none"] = _field(
+        "full",
+        "Against what, twice, in every step: the whole basis (no ghosts of outliers); the last two "
+        "vectors and converged Ritz vectors (none either, and the basis is rarely read); the last "
+        "`window` vectors, or the last two (ghosts, but no basis to store: for densities).",
+    )
+    window: int = _field(
+        10,
+        "Vectors kept in mode `window`; converged Ritz vectors kept in mode `selective`.",
+        "an integer, at least 2",
+        ge=2,
     )
 
 
 class BasisConfig(_Section):
     """Where and how the Lanczos basis, `num_matvecs` vectors, is stored."""
 
-    dtype: Literal["fp32"] = _field("fp32", "Storage type of the basis.")
-    device: Literal["accelerator"] = _field(
-        "accelerator", "Where the basis lies: with the parameters, on the accelerator."
+    dtype: Literal["fp32", "bf16"] = _field(
+        "fp32",
+        "Storage type of the basis; `bf16` halves it, and its rounding is in the error bars.",
+    )
+    device: Literal["accelerator", "host", "disk"] = _field(
+        "accelerator",
+        "Where the basis lies: with the parameters; in (pinned) host memory; or in a nameless file "
+        "in `folder`, which vanishes with the process.",
+    )
+    folder: Annotated[str, BeforeValidator(_path_text), Field(min_length=1)] | None = _field(
+        None,
+        "Of the basis on `disk`; null for the system's temporary folder.",
+        "a path that is not empty, or null",
     )
 
 
@@ -154,6 +173,12 @@ class HessianConfig(_Section):
         "a path that is not empty",
         min_length=1,
     )
+    resume: Annotated[str, BeforeValidator(_path_text), Field(min_length=1)] | None = _field(
+        None,
+        "Folder, seen by all ranks, in which the state of a spectrum is kept after each product; a "
+        "job that was killed takes the spectrum up from there. Null keeps none.",
+        "a path that is not empty, or null",
+    )
     progress: bool = _field(True, "Show progress on rank 0.", "true or false")
     plot: bool = _field(
         True, "Draw a picture of each spectrum (needs matplotlib).", "true or false"
@@ -177,6 +202,11 @@ class HessianConfig(_Section):
             lines.append(
                 f"{SECTION}.start_step: {self.start_step} has no effect while {SECTION}.interval "
                 "is 0 (only on request): set an interval above 0 or remove start_step"
+            )
+        if self.basis.folder is not None and self.basis.device != "disk":
+            lines.append(
+                f"{SECTION}.basis.folder: has no effect while {SECTION}.basis.device is "
+                f'"{self.basis.device}": set "disk" or remove folder'
             )
         if lines:
             raise PydanticCustomError("contradiction", "{lines}", {"lines": "\n".join(lines)})

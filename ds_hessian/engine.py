@@ -27,7 +27,7 @@ from ds_hessian.backends.objective import LossFn, Objective
 from ds_hessian.backends.zero import ZeroBackend, refuse_unsupported, shape
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
-from ds_hessian.krylov import LanczosState, slq, top_vector
+from ds_hessian.krylov import LanczosOptions, LanczosState, Storage, slq, top_vector
 from ds_hessian.operators import FiniteDifferenceHessian, Product, default_range, sweep
 from ds_hessian.provenance import describe_run
 from ds_hessian.results import (
@@ -38,6 +38,7 @@ from ds_hessian.results import (
     SelfTest,
     SpectrumProgress,
 )
+from ds_hessian.resume import SavedSpectrum, identity_of
 from ds_hessian.schedule import Schedule
 from ds_hessian.self_test import self_test
 from ds_hessian.vectors import ProbeKind, random_vector, together
@@ -223,12 +224,13 @@ class HessianEngine(Analyses):
             overrides: Config values for this call: `num_matvecs=`, `num_probes=`, `seed=`, ...
 
         Returns:
-            The record, the same on every rank. Nothing is written to disk.
+            The record, the same on every rank. Nothing is left on disk.
 
         Raises:
-            ConfigError: a bad override, or no batches.
+            ConfigError: a bad override, no batches, or `resume` has the state of another
+                measurement, or a damaged one.
             NumericsError: a loss, gradient or product is not finite.
-            MeasurementError: batches, model or loss raised on some rank.
+            MeasurementError: batches, model or loss raised on some rank, or one could not write.
         """
         config = self.config.with_overrides(**overrides)
         if batches is not None:
@@ -236,9 +238,24 @@ class HessianEngine(Analyses):
         started, all_reduces = time.perf_counter(), self.backend.space.all_reduces
         total = config.num_matvecs * config.num_probes
         with ExitStack() as stack:
+            saved = None
+            if config.resume is not None:
+                saved = SavedSpectrum(Path(config.resume), self.backend)
+                stack.enter_context(saved.random_states())
+                total -= saved.products
+                started -= saved.seconds
+                all_reduces -= saved.all_reduces
             operator = stack.enter_context(self.measuring(**overrides))
+            if saved is not None:
+                saved.take_up(operator, self._identity(operator, config))
             first = self.rank == 0
             progress = stack.enter_context(SpectrumProgress(total, config.progress and first))
+
+            def report(probe: int, state: LanczosState) -> None:
+                if saved is not None:
+                    saved.save(probe, state)
+                progress.update(probe, state)
+
             runs = slq(
                 operator,
                 self.backend.layout,
@@ -246,7 +263,10 @@ class HessianEngine(Analyses):
                 config.num_probes,
                 config.seed,
                 config.probe,
-                progress.update,
+                report,
+                lanczos_options(config),
+                before=saved.runs if saved else (),
+                restore=saved.restore if saved else None,
             )
             gradient_norm = operator.gradient_norm
         spectrum = HessianSpectrum.from_runs(
@@ -257,6 +277,8 @@ class HessianEngine(Analyses):
             loss=self.backend.loss,
             gradient_norm=gradient_norm,
         )
+        if saved is not None:
+            saved.clear()
         if self.rank == 0:
             for warning in spectrum.warnings:
                 logger.warning("Hessian spectrum: %s", warning)
@@ -361,6 +383,12 @@ class HessianEngine(Analyses):
         seconds = time.perf_counter() - started
         return cost_of(operator, seconds, self.backend.space.all_reduces - all_reduces)
 
+    def _identity(self, operator: FiniteDifferenceHessian, config: HessianConfig) -> dict[str, Any]:
+        """What a measurement made now is of, whatever the layout."""
+        assert self._objective is not None
+        step = self._describe(config).step
+        return identity_of(operator, self._objective, config, step, self._parameters())
+
     def _describe(self, config: HessianConfig) -> Provenance:
         """What a measurement made now is made on."""
         assert self._objective is not None
@@ -447,6 +475,17 @@ def _section(args: tuple[Any, ...], kwargs: dict[str, Any]) -> HessianConfig | N
     if config is None:
         config = getattr(bound.get("args"), "deepspeed_config", None)
     return HessianConfig.from_deepspeed(config)
+
+
+def lanczos_options(config: HessianConfig) -> LanczosOptions:
+    """How Lanczos keeps its basis, as configured."""
+    basis = config.basis
+    dtype = torch.bfloat16 if basis.dtype == "bf16" else torch.float32
+    return LanczosOptions(
+        config.reorthogonalization.mode,
+        config.reorthogonalization.window,
+        Storage(dtype, basis.device, basis.folder),
+    )
 
 
 def _expect(full: Mapping[str, Tensor] | None, name: str, shape: torch.Size) -> Tensor:

@@ -99,8 +99,7 @@ class RankPool:
             AssertionError: it raised somewhere (with the remote traceback), or hung (with the
                 stacks of the ranks that did not come back, and what the others raised).
         """
-        for pipe in self.pipes:
-            pipe.send((function, args, kwargs))
+        self.begin(function, *args, **kwargs)
         results: dict[Connection, tuple[bool, Any]] = {}
         while len(results) < len(self.pipes):
             ready = wait([p for p in self.pipes if p not in results], timeout=timeout)
@@ -123,6 +122,11 @@ class RankPool:
             if not good:
                 raise AssertionError(f"rank {rank} raised:\n{value}")
         return [results[pipe][1] for pipe in self.pipes]
+
+    def begin(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Call `function` on every rank without waiting, in a pool that is closed meanwhile."""
+        for pipe in self.pipes:
+            pipe.send((function, args, kwargs))
 
     def close(self) -> None:
         """End the processes."""

@@ -25,6 +25,7 @@ JOINING = {
     "engine",
     "schedule",
     "provenance",
+    "resume",
     "self_test",
     "megatron",
 }  # may import everything

@@ -7,6 +7,7 @@ Each step is one product and classical Gram-Schmidt, twice (CGS2), against some 
 | mode | against | stored vectors | ghosts of converged outliers |
 |---|---|---|---|
 | `full` | the whole basis | m | none |
+| `selective` | the last two, converged Ritz vectors | m | none, of the `window` outermost |
 | `window` | the last `window` | `window` | after about `window` more steps |
 | `none` | the last two | 2 | yes; right for densities, not for counting outliers |
 
@@ -17,26 +18,41 @@ number of scalars and a few more:
     w  = w - Q c,  c' = Q' w  fused
     w  = w - Q c',  beta = |w|
 
+In mode `selective` rounding is left alone until it matters: the vectors of a plain recurrence lose
+their orthogonality along Ritz vectors y = Q s that converge, and nowhere else (Paige), by about
+
+    |y' q_{j+1}|  =  eps |T| / (beta_j |s_j|)         eps the rounding of a step
+
+A Ritz vector is formed when its residual beta_j |s_j| falls below sqrt(eps) |T|: so far the loss is
+sqrt(eps) at most, which does not show in T. The step's own residual and all later ones are made
+orthogonal to it. Only a residual below sqrt(eps) |T| itself, where the Krylov space is nearly
+exhausted, is made orthogonal to the whole basis, in three more all-reduces.
+At most `window` are kept, those of the Ritz values farthest from the median of all. eps is that of
+fp32, or what the products' errors contribute along one direction. A step reads 2 + `window`
+vectors, all on the accelerator; a Ritz vector that converges, the whole basis, once. Right where
+the basis is far away (`host`, `disk`).
+
 A thick restart bounds the basis: it goes on from chosen Ritz vectors and the residual; T is then an
 arrow followed by a tridiagonal.
 
 Sources: Giraud, Langou, Rozloznik, van den Eshof, Numer. Math. 101 (2005) (twice is enough);
-the paper, section 3 (window); Wu, Simon, SIAM J.
+Parlett, Scott, Math. Comp. 33 (1979) (selective); the paper, section 3 (window); Wu, Simon, SIAM J.
 Matrix Anal. 22 (2000) (thick restart).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ds_hessian import ops
 from ds_hessian.errors import NumericsError
 from ds_hessian.krylov.basis import Basis, Storage
 from ds_hessian.krylov.records import LanczosRun
@@ -49,7 +65,28 @@ BREAKDOWN = 32 * ROUNDOFF
 """beta below this share of the largest |T| is rounding of the fp32 vectors: the Krylov space is
 exhausted. Relative, since no absolute bound fits Hessians from 1e-8 to 1e8."""
 
-Mode = Literal["full", "window", "none"]
+SEPARATE, SETTLED = 0.1, 1e-5
+"""A Ritz vector is formed when its residual is also below SEPARATE times the distance to the next
+Ritz value whose own is above SETTLED |T|: one in the middle of a cluster would change again."""
+
+COVERED = 0.1
+"""A Ritz vector with a smaller part outside of those that are kept is one of them; one whose
+squared length is farther from 1 is none."""
+
+_FIGURES = (
+    "alphas",
+    "betas",
+    "diagnostics",
+    "asymmetry",
+    "restarts",
+    "products",
+    "all_reduces",
+    "_dropped",
+    "_converged",
+)
+"""Attributes of a `LanczosState` that are JSON values already."""
+
+Mode = Literal["full", "selective", "window", "none"]
 Progress = Callable[["LanczosState"], None]
 
 
@@ -59,8 +96,8 @@ class LanczosOptions:
 
     Attributes:
         mode: Of reorthogonalisation; see the module.
-        window: Vectors kept in mode `window`, at least 2.
-        storage: Of the basis.
+        window: Vectors kept in mode `window`, at least 2; in mode `selective`, Ritz vectors.
+        storage: Of the basis; what mode `selective` reads in every step is on the accelerator.
     """
 
     mode: Mode = "full"
@@ -72,7 +109,7 @@ class LanczosOptions:
             raise NumericsError(f"the window must hold at least 2 vectors, got {self.window}")
 
     def capacity(self, num_matvecs: int) -> int:
-        """Vectors stored for a run of so many steps."""
+        """Last vectors of Lanczos that a step is made orthogonal to, in a run of so many steps."""
         if self.mode == "full":
             return num_matvecs
         return min(num_matvecs, self.window if self.mode == "window" else 2)
@@ -108,8 +145,13 @@ class LanczosState:
         self.num_matvecs = min(num_matvecs, self.space.n)
         if self.num_matvecs < 1:
             raise NumericsError(f"num_matvecs must be at least 1, got {num_matvecs}")
-        capacity = self.options.capacity(self.num_matvecs)
-        self.basis = Basis(self.space, capacity, self.options.storage)
+        self._recent = self.options.capacity(self.num_matvecs)
+        self._archive: Basis | None = None  # the whole basis, where `basis` has the last two
+        if self.options.mode == "selective":
+            self.basis = Basis(self.space, self._recent + self.options.window)
+            self._archive = Basis(self.space, self.num_matvecs, self.options.storage)
+        else:
+            self.basis = Basis(self.space, self._recent, self.options.storage)
         self.alphas: list[float] = []
         self.betas: list[float] = []
         self.diagnostics: list[tuple[float, ...]] = []
@@ -119,8 +161,11 @@ class LanczosState:
         self.products = 0
         self.all_reduces = 0
         self._residual: tuple[Tensor, float] | None = None
-        self._dropped: list[float] = []  # residuals that were taken for zero
-        self._pending = self.basis.store(0, start.clone(), 1.0)
+        self._dropped: list[float] = []  # residuals taken for zero, and parts along Ritz vectors
+        # Ritz values whose vectors follow the recent rows, and the step in which they were formed.
+        self._converged: list[tuple[float, int]] = []
+        self._coefficients = np.zeros((self.num_matvecs, self.options.window))  # theirs
+        self._pending = self._store(start.clone(), 1.0)
 
     @property
     def steps(self) -> int:
@@ -135,41 +180,58 @@ class LanczosState:
     def step(self) -> None:
         """One product, one new basis vector. Collective."""
         j = self.steps
-        row = j % len(self.basis.rows)
+        row = j % self._recent
         product = self.operator.matvec(self.basis.vector(row))
         before = self.space.all_reduces
         w, numbers = product.vector, self._numbers(j)
-        count, partials = len(numbers), self.basis.project(product.vector, len(numbers))
+        count = len(numbers) + len(self._converged)
+        partials = self.basis.project(w, count)
         sums = self.space.reduce(torch.cat([partials, self._pending.to(w.device)]))
         first = sums[:count]
-        self.basis.settle(row, sums[count:])
-        second = self.space.reduce(self.basis.subtract_project(w, first))
-        square = self.space.reduce(self.basis.subtract(w, second))
+        self._settle(sums[count:])
+        second = self.basis.subtract_project(w, first)
+        if self._archive is not None:  # its norm, so that beta is known before the last reduction
+            second = torch.cat([second, ops.dots([(w, w)], self.space.n_owned)])
+        second = self.space.reduce(second)
+        square = self.basis.subtract(w, second[:count])
         # w is H times the stored row: per unit length of it, and along unit vectors.
         inverse_squares = self.basis.inverse_squares[:count]
         length = math.sqrt(1 / self.basis.inverse_squares[row])
         column = first.numpy() * np.sqrt(inverse_squares) / length
         # What Lanczos takes from before, or sets to zero; the difference is what the products'
         # errors broke.
+        along, column = column[len(numbers) :], column[: len(numbers)]
         broken = np.abs(column - self.matrix[numbers, j])[numbers != j]
         self.asymmetry = max(self.asymmetry, float(broken.max(initial=0.0)))
         self.alphas.append(float(column[row]))
         self.matrix[j, j] = column[row]
         self.products += 1
         self.diagnostics.append((*_figures(product), self.basis.rounding[row]))
-        again = math.sqrt(float(second.numpy() ** 2 @ inverse_squares))
-        self._append(w, math.sqrt(float(square[0])), again, length)
+        again = float(second[:count].numpy() ** 2 @ inverse_squares)
+        slots, formed = list[int](), square[:0]
+        if self._archive is not None and not self.done:
+            beta = math.sqrt(max(float(second[-1]) - again, 0.0)) / length
+            slots, formed = self._form_converged(self._archive, w, beta)
+        sums = self.space.reduce(torch.cat([square, formed]))
+        removed = self._remove(w, slots, sums[1:])
+        norm = math.sqrt(max(float(sums[0]) - removed, 0.0))
+        self._append(w, norm, math.sqrt(again + removed), length)
+        self._dropped[-1] += math.hypot(float(np.linalg.norm(along)), math.sqrt(removed))
         self.all_reduces += self.space.all_reduces - before
 
     def _numbers(self, j: int) -> NDArray[np.int64]:
         """The step that stored each row in use: step i writes row i modulo the capacity."""
-        rows = np.arange(min(j + 1, len(self.basis.rows)))
+        rows = np.arange(min(j + 1, self._recent))
         return j - (j - rows) % len(rows)
 
     def _append(self, w: Tensor, norm: float, again: float, length: float) -> None:
         """Take in what Gram-Schmidt left: `norm` of w, of which the second pass removed `again`."""
         beta = norm / length
         scale = max(abs(self.matrix).max(), max(self.betas, default=0.0), beta)
+        if self._archive is not None and beta <= math.sqrt(ROUNDOFF) * scale:
+            # All Ritz values converge at once, more than there is room for: once against all.
+            coefficients, norm = self._archive.orthogonalize(w, self.steps)
+            again, beta = float(np.linalg.norm(coefficients)), norm / length
         # The second inequality: rounding of the basis is not orthogonal to what is left.
         exhausted = beta <= BREAKDOWN * scale or norm <= again
         self.betas.append(0.0 if exhausted else beta)
@@ -184,7 +246,7 @@ class LanczosState:
         # Without a residual the basis spans an invariant subspace: go on beside it.
         w, norm = self._residual or self._fresh_direction()
         self._residual = None
-        self._pending = self.basis.store(j % len(self.basis.rows), w, 1 / norm)
+        self._pending = self._store(w, 1 / norm)
         last = slice(j - len(couplings), j)
         self.matrix[last, j] = self.matrix[j, last] = couplings
 
@@ -192,7 +254,79 @@ class LanczosState:
         """A random vector orthogonal to the basis, and its length."""
         self.restarts += 1
         w = self.fresh(self.restarts)
-        return w, self.basis.orthogonalize(w, min(self.steps, len(self.basis.rows)))[1]
+        if self._archive is not None:
+            return w, self._archive.orthogonalize(w, self.steps)[1]
+        return w, self.basis.orthogonalize(w, min(self.steps, self._recent))[1]
+
+    def _store(self, w: Tensor, scale: float) -> Tensor:
+        """`scale * w` becomes the next step's vector; returns partial sums for `_settle`."""
+        row = self.steps % self._recent
+        pending = self.basis.store(row, w, scale)
+        if self._archive is not None:
+            pending = self._archive.store(self.steps, self.basis.rows[row].clone(), 1.0)
+        return pending
+
+    def _settle(self, sums: Tensor) -> None:
+        """Take in the reduced sums of `_store`."""
+        if self._archive is not None:
+            self._archive.settle(self.steps, sums)
+        else:
+            self.basis.settle(self.steps % self._recent, sums)
+        self._pending = sums[:0]
+
+    def _form_converged(self, archive: Basis, w: Tensor, beta: float) -> tuple[list[int], Tensor]:
+        """Form the Ritz vectors that the residual w, of size beta, shows to have converged.
+
+        They are made orthogonal to each other by their coefficients; the outermost stay.
+
+        Returns the slots they are in, and partial sums (y'y and y'w of each) for `_remove`.
+        """
+        from scipy.linalg import eigh_tridiagonal
+
+        values, vectors = eigh_tridiagonal(np.array(self.alphas), np.array(self.betas))
+        scale, known = float(abs(self.matrix).max()), self._coefficients[: self.steps]
+        errors = max(figures[0] for figures in self.diagnostics) / math.sqrt(self.space.n)
+        residuals = beta * abs(vectors[-1])
+        limits = SEPARATE * _gaps(values, residuals > SETTLED * scale)
+        limits = np.minimum(limits, math.sqrt(max(ROUNDOFF * scale, errors) * scale))
+        middle, slots = np.median(values), set[int]()
+        candidates = np.flatnonzero(residuals <= limits)
+        for i in candidates[np.argsort(-abs(values[candidates] - middle))].tolist():
+            s = vectors[:, i] - known @ (known.T @ vectors[:, i])
+            left = float(np.linalg.norm(s))
+            if left < COVERED:
+                continue
+            slot = len(self._converged)
+            if slot == self.options.window:
+                distances = np.array([abs(value - middle) for value, _ in self._converged])
+                slot = int(distances.argmin())
+                if distances[slot] >= abs(values[i] - middle):
+                    break
+                del self._converged[slot]
+            self._converged.insert(slot, (float(values[i]), self.steps))
+            known[:, slot] = s / left
+            slots.add(slot)
+        order = sorted(slots)
+        if not order:
+            return [], torch.zeros(0, dtype=torch.float64, device=w.device)
+        formed = archive.combine(known[:, order].T)
+        for slot, y in zip(order, formed, strict=True):
+            self.basis.rows[self._recent + slot] = y
+        pairs = [pair for y in formed for pair in ((y, y), (y, w))]
+        return order, ops.dots(pairs, self.space.n_owned)
+
+    def _remove(self, w: Tensor, slots: Sequence[int], sums: Tensor) -> float:
+        """Make w orthogonal to the Ritz vectors just formed; returns the square of what goes."""
+        removed = 0.0
+        for slot, (square, dot) in zip(slots, sums.view(-1, 2).tolist(), strict=True):
+            # Where the basis has lost its orthogonality (in the bulk, which nothing keeps from it),
+            # its combinations are no unit vectors, nor orthogonal to each other: left out.
+            row, whole = self._recent + slot, abs(square - 1) < COVERED
+            self.basis.inverse_squares[row] = 1 / square if whole else 0.0
+            if whole:
+                w.sub_(self.basis.rows[row], alpha=dot / square)
+                removed += dot**2 / square
+        return removed
 
     @property
     def tridiagonal(self) -> NDArray[np.float64]:
@@ -214,6 +348,72 @@ class LanczosState:
         self.matrix[range(p), range(p)] = self.alphas
         self._store_residual(couplings)
 
+    def vectors(self) -> dict[str, Tensor]:
+        """{name: row as stored} of what the next step needs; a name's vector never changes.
+
+        Of a run without thick restarts.
+        """
+        if self.done:
+            return {}
+        return {name: basis.rows[row] for name, basis, row in self._named_rows()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the vectors, as JSON values, for `load_state_dict`.
+
+        Collective: one all-reduce of two numbers for a bf16 basis.
+        """
+        if len(self._pending):
+            self._settle(self.space.reduce(self._pending))
+        at = np.nonzero(self.matrix)
+        return {
+            "coefficients": self._coefficients[: self.steps, : len(self._converged)].tolist(),
+            "matrix": [*(index.tolist() for index in at), self.matrix[at].tolist()],
+            "inverse_squares": [basis.inverse_squares.tolist() for basis in self._bases()],
+            "rounding": [basis.rounding.tolist() for basis in self._bases()],
+            **{name: getattr(self, name) for name in _FIGURES},
+        }
+
+    def load_state_dict(self, figures: Mapping[str, Any], vector: Callable[[str], Tensor]) -> None:
+        """Become the run whose `state_dict` these are; of the same operator and settings.
+
+        Args:
+            figures: See `state_dict`.
+            vector: Gives what `vectors` gave, by name, `(n_local,)`.
+        """
+        self.matrix[:] = 0
+        rows, columns, values = figures["matrix"]
+        self.matrix[rows, columns] = values
+        for i, basis in enumerate(self._bases()):
+            basis.inverse_squares[:] = figures["inverse_squares"][i]
+            basis.rounding[:] = figures["rounding"][i]
+        for name in _FIGURES:
+            setattr(self, name, figures[name])
+        if self._converged:
+            self._coefficients[: self.steps, : len(self._converged)] = figures["coefficients"]
+        self._pending = self._pending[:0]
+        for name, basis, row in self._named_rows():
+            basis.rows[row].copy_(vector(name))
+
+    def _bases(self) -> list[Basis]:
+        return [self.basis] if self._archive is None else [self.basis, self._archive]
+
+    def _named_rows(self) -> list[tuple[str, Basis, int]]:
+        """(name, basis, row) of all vectors in use, the next step's included; step i multiplies
+        the vector q<i>.
+        """
+        recent = list(enumerate(self._numbers(self.steps).tolist()))
+        if self._archive is None:
+            return [(f"q{number}", self.basis, row) for row, number in recent]
+        name = "q" if self._archive.exact else "unrounded"
+        return [
+            *((f"q{number}", self._archive, number) for number in range(self.steps + 1)),
+            *((f"{name}{number}", self.basis, row) for row, number in recent),
+            *(
+                (f"ritz{i}-{step}", self.basis, self._recent + i)
+                for i, (_, step) in enumerate(self._converged)
+            ),
+        ]
+
     def run(self) -> LanczosRun:
         """The record of the steps made so far; of a run that was not restarted."""
         figures = np.array(self.diagnostics).T
@@ -234,6 +434,13 @@ class LanczosState:
             asymmetry=self.asymmetry,
             all_reduces=self.all_reduces,
         )
+
+
+def _gaps(values: NDArray[np.float64], near: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Distance of each value to the closest other one that is `near`; inf where there is none."""
+    distances = np.where(near, abs(values[:, None] - values), math.inf)
+    np.fill_diagonal(distances, math.inf)
+    return np.asarray(distances.min(axis=1))
 
 
 def absolute_error(product: Product) -> float:
@@ -259,6 +466,7 @@ def lanczos(
     fresh: Callable[[int], Tensor],
     progress: Progress | None = None,
     options: LanczosOptions | None = None,
+    restore: Callable[[LanczosState], None] | None = None,
 ) -> LanczosRun:
     """Run `num_matvecs` steps of Lanczos.
 
@@ -269,6 +477,7 @@ def lanczos(
         fresh: See `LanczosState`.
         progress: Called after each step, on every rank.
         options: Reorthogonalisation and storage.
+        restore: Called with the new state, to make it an interrupted run's.
 
     Raises:
         NumericsError: a product is not finite.
@@ -276,6 +485,8 @@ def lanczos(
     Collective.
     """
     state = LanczosState(operator, start, num_matvecs, fresh, options)
+    if restore is not None:
+        restore(state)
     while not state.done:
         state.step()
         if progress is not None:

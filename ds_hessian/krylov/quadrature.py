@@ -36,6 +36,8 @@ def slq(
     kind: ProbeKind = "gaussian",
     progress: Callable[[int, LanczosState], None] | None = None,
     options: LanczosOptions | None = None,
+    before: Sequence[LanczosRun] = (),
+    restore: Callable[[LanczosState], None] | None = None,
 ) -> list[LanczosRun]:
     """One Lanczos run for each of `num_probes` random vectors.
 
@@ -51,17 +53,20 @@ def slq(
         kind: Their distribution.
         progress: Called with the probe's number after each step, on every rank.
         options: Reorthogonalisation and storage of the basis.
+        before: Runs of the first probes, made before an interruption.
+        restore: Of the run that was interrupted, the first one to be made; see `lanczos`.
 
     Collective.
     """
-    runs = []
-    for probe in range(num_probes):
+    runs = list(before)
+    for probe in range(len(before), num_probes):
 
         def fresh(k: int, probe: int = probe) -> Tensor:
             return random_vector(layout, operator.space, seed, probe + (k << 32), kind)
 
         report = None if progress is None else partial(progress, probe)
-        runs.append(lanczos(operator, fresh(0), num_matvecs, fresh, report, options))
+        runs.append(lanczos(operator, fresh(0), num_matvecs, fresh, report, options, restore))
+        restore = None
     return runs
 
 

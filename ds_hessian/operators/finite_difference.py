@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -125,6 +126,17 @@ class FiniteDifferenceHessian:
     def gradient_norm(self) -> float:
         """|g(w)| of the loss, over all ranks."""
         return self.space.norm(self.gradient) * self.scale
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next product depends on beside weights and micro-batches, and the cost so far;
+        JSON values.
+        """
+        return {"steps": self._controller.state_dict(), "cost": asdict(self.cost)}
+
+    def load_state_dict(self, figures: Mapping[str, Any]) -> None:
+        """Go on from another operator's `state_dict`; of the same Hessian."""
+        self._controller.load_state_dict(figures["steps"])
+        self.cost = OperatorCost(**figures["cost"])
 
     def matvec(self, v: Tensor) -> Product:
         """`H v`; see `Product`. `v` `(n_local,)` fp32, of any length but zero.

@@ -23,6 +23,7 @@ Everything here is arithmetic on numbers that all ranks share. Figures: docs/num
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -83,6 +84,9 @@ CALIBRATE = 16
 first vector; with fewer it is taken for that of independent micro-batches."""
 
 MAX_TRIALS = 10
+
+LEARNT = ("h", "noise", "noise_ratio", "truncation", "unlike", "bend", "floor", "products")
+"""Attributes of a `StepController` that change from product to product."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,15 @@ class StepController:
         self.bend: float | None = None  # nonlinearity ratio over h, of the same vector
         self.floor = 0.0  # of the relative error, where the model does not hold
         self.products = 0
+
+    def state_dict(self) -> dict[str, float | None]:
+        """What the products so far have taught, as JSON values."""
+        return {name: getattr(self, name) for name in LEARNT}
+
+    def load_state_dict(self, figures: Mapping[str, float | None]) -> None:
+        """Go on from another controller's `state_dict`."""
+        for name in LEARNT:
+            setattr(self, name, figures[name])
 
     # ---- before and during the trials of a vector
 

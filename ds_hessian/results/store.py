@@ -71,7 +71,7 @@ def _save(
     try:
         for target, data in parts.items():
             written.append(target.with_name(f".{target.name}.{os.getpid()}.tmp"))
-            _write(written[-1], data)
+            write_flushed(written[-1], data)
         for source, target in zip(written, parts, strict=True):
             os.replace(source, target)
     finally:
@@ -80,7 +80,7 @@ def _save(
     return folder
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_flushed(path: Path, data: bytes) -> None:
     """Write and flush to the disk: the rename must not overtake the content."""
     with path.open("wb") as file:
         file.write(data)

@@ -465,6 +465,16 @@ def analyse(path: str) -> tuple[Any, ...]:
     return out
 
 
+def spectra_of_settings(settings: list[dict[str, Any]]) -> list[Any]:
+    """Spectra of an untrained TinyGPT by its configuration, one for each."""
+    found = []
+    for section in settings:
+        engine = make_engine(hessian={**QUIET, "num_matvecs": 8, **section})
+        found.append(engine.hessian_spectrum(my_batches()))
+        engine.destroy()
+    return found
+
+
 class Experts(nn.Module):
     """Two experts, of which a batch uses those that it names."""
 

@@ -94,6 +94,26 @@ def test_block_coupling(run: Any) -> None:
     assert abs(share["value"] - off / float((matrix**2).sum())) <= 5 * share["error"]
 
 
+def test_settings_of_the_basis_reach_lanczos(ranks: Ranks, tmp_path: Path) -> None:
+    (folder := tmp_path / "basis").mkdir()
+    plain, host, rounded, selective, none = ranks(2).run(
+        jobs.spectra_of_settings,
+        [
+            {},
+            {"basis": {"device": "host"}},
+            {"basis": {"dtype": "bf16", "device": "disk", "folder": str(folder)}},
+            {"reorthogonalization": {"mode": "selective", "window": 3}},
+            {"reorthogonalization": {"mode": "none"}},
+        ],
+    )[0]
+    assert np.array_equal(plain.alphas, host.alphas) and np.array_equal(plain.betas, host.betas)
+    assert not np.array_equal(plain.alphas, rounded.alphas)
+    for other in (rounded, selective, none):  # eight steps: before the first ghost
+        error = plain.eigenvalue_max.error + other.eigenvalue_max.error
+        assert abs(plain.eigenvalue_max.value - other.eigenvalue_max.value) <= error
+    assert selective.cost.all_reduces == plain.cost.all_reduces
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_vectors_load_on_another_layout(run: Any, ranks: Ranks, world_size: int) -> None:
     *_, path, (vectors, *_) = run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from ds_hessian.krylov import (
     slq,
     trace_estimate,
 )
+from ds_hessian.krylov.lanczos import Mode
 from tests.krylov.matrices import SPECTRA, Matrix
 from tests.ranks import RankPool
 
@@ -116,7 +117,59 @@ def test_short_recurrences_store_only_their_window(mode: Any, stored: int) -> No
     assert np.allclose(state.run().alphas, full.alphas, atol=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["full", "window", "none"])
+OUTLIERS = (50.0, 20.0, 10.0, -5.0)  # of the spiked spectrum
+INACCURATE = {"exact": (0.0, Storage()), "noisy": (1e-3, Storage()), "bf16 basis": (0.0, BF16)}
+
+
+@pytest.mark.parametrize("steps", [40, 100, 200])
+@pytest.mark.parametrize("kind", INACCURATE)
+def test_selective_has_no_ghosts_where_none_has_ten(kind: str, steps: int) -> None:
+    noise, storage = INACCURATE[kind]
+    copies, runs = {}, {}
+    for mode in ("full", "selective", "none"):
+        operator = Matrix.of(SPECTRA["spiked"], noise)
+        options = LanczosOptions(cast(Mode, mode), 10, storage)
+        runs[mode] = lanczos(operator, operator.fresh()(0), steps, operator.fresh(), None, options)
+        values = ritz(runs[mode]).values
+        copies[mode] = [int((abs(values - truth) < 0.5).sum()) for truth in OUTLIERS]
+    assert copies["selective"] == copies["full"] == [1, 1, 1, 1]
+    assert max(copies["none"]) >= steps // 20
+    pairs = ritz(runs["selective"])
+    for truth in OUTLIERS:
+        i = int(abs(pairs.values - truth).argmin())
+        assert abs(pairs.values[i] - truth) <= pairs.errors[i]
+
+
+def test_selective_keeps_outliers_within_its_room_and_t_as_good_as_full() -> None:
+    operator = Matrix.of(SPECTRA["spiked"])
+    states = {}
+    for mode, window in (("full", 10), ("selective", 4)):
+        options = LanczosOptions(cast(Mode, mode), window)
+        state = LanczosState(operator, operator.fresh()(0), 60, operator.fresh(), options)
+        while not state.done:
+            state.step()
+        states[mode] = state
+    kept = sorted(value for value, _ in states["selective"]._converged)
+    assert np.allclose(kept, sorted(OUTLIERS), rtol=1e-4)
+    assert len(states["selective"].basis.rows) == 2 + 4
+    # Semiorthogonal vectors, to sqrt(eps), project H as well as orthogonal ones (Simon, 1984).
+    full, selective = (ritz(states[mode].run()) for mode in ("full", "selective"))
+    assert np.allclose(selective.values, full.values, rtol=0, atol=1e-3)
+    assert states["selective"].asymmetry < 2 * ROUNDOFF**0.5 * 50
+
+
+@pytest.mark.parametrize("name", ["repeated", "two-valued", "rank-deficient", "n < m", "zero"])
+def test_selective_counts_no_eigenvalue_more_often_than_it_is_there(name: str) -> None:
+    operator = Matrix.of(SPECTRA[name])
+    options = LanczosOptions("selective", 10)
+    run = lanczos(operator, operator.fresh()(0), 40, operator.fresh(), None, options)
+    values = ritz(run).values
+    for truth, copies in zip(*np.unique(SPECTRA[name], return_counts=True), strict=True):
+        if abs(truth) > 1.5:  # an outlier
+            assert (abs(values - truth) < 1e-3).sum() <= copies
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "window", "none"])
 @pytest.mark.parametrize("storage", [Storage(), BF16], ids=["fp32", "bf16"])
 def test_three_all_reduces_a_step(mode: Any, storage: Storage) -> None:
     operator = Matrix.of(SPECTRA["spiked"])
@@ -125,7 +178,7 @@ def test_three_all_reduces_a_step(mode: Any, storage: Storage) -> None:
     assert run.all_reduces == 3 * 20
 
 
-@pytest.mark.parametrize("mode", ["full", "window", "none"])
+@pytest.mark.parametrize("mode", ["full", "selective", "window", "none"])
 @pytest.mark.parametrize("name", SPECTRA)
 @pytest.mark.parametrize("storage", [Storage(), BF16], ids=["fp32", "bf16"])
 def test_no_mode_makes_a_nan(mode: Any, name: str, storage: Storage) -> None:

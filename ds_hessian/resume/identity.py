@@ -1,0 +1,114 @@
+"""Whether a state on disk is of the same measurement: settings, model, weights, data, loss.
+
+None of it depends on the layout. Weights are told apart by their norm, summed in fp64; the loss and
+the norm of its gradient are the same on another layout up to the rounding of the passes, and differ
+where `loss_fn` or the dropout masks do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_hessian.backends import ShardBackend
+from ds_hessian.backends.objective import Objective
+from ds_hessian.config import HessianConfig
+from ds_hessian.errors import ConfigError
+from ds_hessian.operators import FiniteDifferenceHessian
+
+SETTINGS = (
+    "num_matvecs",
+    "num_probes",
+    "probe",
+    "seed",
+    "finite_difference",
+    "reorthogonalization",
+    "dropout",
+)
+"""Keys of the configuration that the answer depends on, with the dtype of the basis."""
+
+SUMMED = 1e-12
+"""Relative, of a sum of squares in fp64 in another order."""
+
+
+def identity_of(
+    operator: FiniteDifferenceHessian,
+    objective: Objective,
+    config: HessianConfig,
+    step: int,
+    parameters: list[tuple[str, Any]],
+) -> dict[str, Any]:
+    """What a measurement is of, as JSON values, the same on every rank.
+
+    Args:
+        operator: Open, at the weights.
+        objective: This rank's micro-batches.
+        config: Of the measurement.
+        step: Optimizer steps made.
+        parameters: Names and unsharded shapes.
+
+    Collective.
+    """
+    backend, settings = operator.backend, config.model_dump()
+    return {
+        "settings": {key: settings[key] for key in SETTINGS}
+        | {"basis": settings["basis"]["dtype"]},
+        "optimizer steps": step,
+        "parameters": {name: list(shape) for name, shape in parameters},
+        "micro-batches": _micro_batches(backend, objective),
+        "norm of the weights": backend.weight_norm(),
+        "loss": backend.loss,
+        "norm of the gradient": operator.gradient_norm,
+    }
+
+
+def refuse_foreign(found: Mapping[str, Any], here: Mapping[str, Any], roundoff: float) -> None:
+    """Raise if a state is not of this measurement.
+
+    Args:
+        found: The state's `identity_of`.
+        here: That of this measurement.
+        roundoff: Unit roundoff of the passes; half of its digits of loss and gradient must agree.
+
+    Raises:
+        ConfigError: says what differs.
+    """
+    near = {"norm of the weights": SUMMED}
+    near |= dict.fromkeys(("loss", "norm of the gradient"), math.sqrt(roundoff))
+    before, now = dict(_leaves(found)), dict(_leaves(here))
+    lines = []
+    for name in dict.fromkeys([*before, *now]):
+        a, b = before.get(name), now.get(name)
+        same = math.isclose(a, b, rel_tol=near[name]) if name in near and a and b else a == b
+        if not same:
+            lines.append(f"{name} ({a} there, {b} here)")
+    if lines:
+        more = f" and {len(lines) - 5} more" if len(lines) > 5 else ""
+        raise ConfigError(
+            f"the state to resume from is of another measurement; it differs in "
+            f"{', '.join(lines[:5])}{more}: restore what it was made with (dropout masks are the "
+            "same in the same layout only), or remove the folder to begin anew"
+        )
+
+
+def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, entry in value.items():
+        if isinstance(entry, Mapping):
+            yield from _leaves(entry, f"{prefix}{name}: ")
+        else:
+            yield prefix + name, entry
+
+
+def _micro_batches(backend: ShardBackend, objective: Objective) -> str:
+    """A hash of all ranks' micro-batches, whichever rank has them."""
+    mine = sorted(Objective([batch]).fingerprint() for batch in objective.batches)
+    found: list[list[str]] = [mine] * backend.space.world_size
+    if backend.space.distributed:
+        dist.all_gather_object(found, mine)
+    # Ranks that share a micro-batch (tensor parallelism) count once.
+    digests = sorted({digest for each in found for digest in each})
+    return hashlib.blake2b(" ".join(digests).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,193 @@
+"""What runs on the ranks: runs that keep their state, on sharded vectors without any host."""
+
+from __future__ import annotations
+
+import json
+import random
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hessian import ops
+from ds_hessian.backends.module import ModuleBackend
+from ds_hessian.backends.objective import Objective
+from ds_hessian.config import HessianConfig
+from ds_hessian.errors import HessianError
+from ds_hessian.krylov import LanczosOptions, LanczosState, slq
+from ds_hessian.operators import FiniteDifferenceHessian
+from ds_hessian.resume import SavedSpectrum, StateStore, identity_of
+from ds_hessian.vectors import VectorSpace
+from tests.krylov.matrices import SPECTRA, Matrix, layout_of
+from tests.nets import TinyGPT, batch
+
+PROBES, STEPS = 3, 12
+LONG = 24  # steps of the run that is killed 20 times
+
+
+class Sharded(ModuleBackend):
+    """A module whose vectors are split over the ranks; the weights are whole on each."""
+
+    def __init__(self, module: Any, micro_batches: Any) -> None:
+        super().__init__(module, micro_batches, lambda m, b: m(*b))
+        self.whole, sizes = self.layout, {name: p.numel() for name, p in self.named}
+        self.layout = layout_of(sizes)
+        self.space = VectorSpace(self.layout.n_local, self.layout.n_owned)
+        starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
+        self.places = [
+            (slice(starts[f.name] + f.start, starts[f.name] + f.start + f.numel), part, f.owned)
+            for f, part in self.layout
+        ]
+
+    def displace(self, v: Tensor | None, h: float) -> Tensor:
+        """See `ShardBackend.displace`."""
+        full = torch.zeros(self.whole.n_local)
+        for place, part, owned in self.places:
+            if v is not None and owned:
+                full[place] = v[part]
+        if dist.is_initialized():
+            dist.all_reduce(full)
+        weights = [p.data.view(-1) for _, p in self.named]
+        return ops.displace(
+            weights, self._masters, full, h, len(full) if self.space.rank == 0 else 0
+        )
+
+    def add_gradient(self, out: Tensor, micro_batches: range) -> None:
+        """See `ShardBackend.add_gradient`."""
+        full, mine = torch.zeros(self.whole.n_local), self.layout
+        self.layout = self.whole
+        super().add_gradient(full, micro_batches)
+        self.layout = mine
+        for place, part, _ in self.places:
+            out[part] += full[place]
+
+    def weight_norm(self) -> float:
+        """See `ShardBackend.weight_norm`."""
+        w, v = torch.cat([m.float() for m in self._masters]), self.space.zeros()
+        for place, part, _ in self.places:
+            v[part] = w[place]
+        return self.space.norm(v)
+
+
+class Stopped(Exception):
+    """Ends a run after some of its products."""
+
+
+def spectrum(
+    folder: str | None,
+    stop: int | None = None,
+    options: LanczosOptions | None = None,
+    first_batch: int = 0,
+    scale: float = 1.0,
+    step: int = 0,
+    **settings: Any,
+) -> list[Any] | str:
+    """Runs of a spectrum of TinyGPT; or of its first `stop` products, or the error."""
+    torch.manual_seed(0)
+    module = TinyGPT(dropout=0.0)
+    with torch.no_grad():
+        module.down.weight[0, 0] *= scale
+    batches = [batch(first_batch + i, 0) for i in range(2)]
+    backend = Sharded(module, batches)
+    config = HessianConfig.parse({"num_matvecs": STEPS, "num_probes": PROBES, **settings})
+    made = 0
+
+    def report(probe: int, state: LanczosState) -> None:
+        nonlocal made
+        if saved is not None:
+            saved.save(probe, state)
+        made += 1
+        if made == stop:
+            raise Stopped
+
+    try:
+        with ExitStack() as stack:
+            saved = None
+            if folder is not None:
+                saved = SavedSpectrum(Path(folder), backend)
+                stack.enter_context(saved.random_states())
+            stack.enter_context(backend.measuring())
+            operator = FiniteDifferenceHessian(backend)
+            if saved is not None:
+                named = [(name, p.shape) for name, p in backend.named]
+                identity = identity_of(operator, Objective(batches), config, step, named)
+                saved.take_up(operator, identity)
+            runs = slq(
+                operator,
+                backend.layout,
+                config.num_matvecs,
+                config.num_probes,
+                config.seed,
+                config.probe,
+                report,
+                options,
+                saved.runs if saved else (),
+                saved.restore if saved else None,
+            )
+        if saved is not None:
+            saved.clear()
+    except Stopped:
+        return "stopped"
+    except HessianError as error:
+        return f"{type(error).__name__}: {error}"
+    return [*map(vars, runs), vars(operator._controller), made]
+
+
+def rank(number: int, world_size: int, meeting: str, folder: str, out: str) -> None:
+    """One rank of a job of its own, which is killed or writes its runs."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=number, world_size=world_size
+    )
+    found = spectrum(folder, num_matvecs=LONG)
+    assert isinstance(found, list), found
+    if number == 0:
+        torch.save(found, out)
+    dist.barrier()
+
+
+def matrix_run(folder: str, stop: int | None, steps: int = 25) -> Any:
+    """alphas and betas of an exact operator, through a store alone."""
+    operator = Matrix.of(SPECTRA["spiked"])
+    store = StateStore(Path(folder), operator.layout, operator.space, {})
+    state = LanczosState(operator, operator.fresh()(0), steps, operator.fresh())
+    if store.figures is not None:
+        state.load_state_dict(store.figures, store.vector)
+    taken_up = state.steps
+    while state.steps < (stop or steps):
+        state.step()
+        store.save(state.state_dict(), state.vectors())
+    return taken_up, np.array(state.alphas), np.array(state.betas)
+
+
+def random_states(folder: str) -> bool:
+    """Whether a taken up run finds the random states of its beginning, and leaves the others."""
+    backend = Sharded(TinyGPT(), [batch(0, 0)])
+
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    saved = SavedSpectrum(Path(folder), backend)
+    saved._store.save({"runs": [], "seconds": 0.0, "all_reduces": 0}, {})
+    first = draw()
+    second = SavedSpectrum(Path(folder), backend)
+    before = torch.get_rng_state()
+    with second.random_states():
+        again = draw()
+    return first == again and torch.equal(before, torch.get_rng_state()) and draw() != first
+
+
+def newest(folder: Path) -> tuple[int, Path | None]:
+    """Generation of the newest state on disk, and its file."""
+    found = []
+    for path in folder.glob("state.*.json"):
+        try:
+            found.append((json.loads(path.read_text())["content"]["generation"], path))
+        except (FileNotFoundError, ValueError):  # replaced, or removed, while we look
+            continue
+    return max(found, default=(0, None))

@@ -1,0 +1,234 @@
+"""Interrupted runs are taken up to the same answer; what is damaged or foreign is refused."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ds_hessian.errors import ConfigError
+from ds_hessian.krylov import LanczosOptions, Storage
+from ds_hessian.resume import refuse_foreign
+from ds_hessian.resume.store import overlaps
+from ds_hessian.vectors import Box, Fragment, Layout
+from tests.ranks import RankPool
+from tests.resume import jobs
+
+Ranks = Callable[[int], RankPool]
+ROUNDOFF = 2.0**-24
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Bitwise, NaN equal to itself."""
+    return repr(a[:-1]) == repr(b[:-1]) and all(
+        x[k].tobytes() == y[k].tobytes()
+        for x, y in zip(a[: jobs.PROBES], b[: jobs.PROBES], strict=True)
+        for k in x
+        if isinstance(x[k], np.ndarray)
+    )
+
+
+def start(folder: Path, number: int) -> list[Any]:
+    """Two ranks of a job of their own, forked from a process that has imported everything."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.resume.jobs"])
+    arguments = (2, str(folder / f"meeting{number}"), str(folder / "state"), str(folder / "out"))
+    processes = [
+        context.Process(target=jobs.rank, args=(r, *arguments), daemon=True) for r in range(2)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+@pytest.mark.slow
+def test_a_job_killed_20_times_ends_with_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
+    whole = ranks(2).run(jobs.spectrum, None, num_matvecs=jobs.LONG)[0]
+    draw, state, reached = random.Random(0), tmp_path / "state", []
+    for number in range(20):
+        processes, before = start(tmp_path, number), jobs.newest(state)[0]
+        wanted, limit = before + draw.randrange(3), time.monotonic() + 60
+        while jobs.newest(state)[0] < wanted and time.monotonic() < limit:
+            assert all(p.exitcode in (None, 0) for p in processes)
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0, 0.05))  # anywhere in a product, or in writing its state
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+        reached.append(jobs.newest(state)[0])
+        assert reached[-1] >= before  # nothing that was kept is lost
+    assert 0 < reached[-1] and len(set(reached)) > 8, reached
+    for process in start(tmp_path, 20):
+        process.join(120)
+        assert process.exitcode == 0
+    found = torch.load(tmp_path / "out", weights_only=False)
+    assert equal(found, whole) and found[-1] < whole[-1] == jobs.PROBES * jobs.LONG
+    assert list(state.iterdir()) == []  # a run that has ended leaves nothing
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        LanczosOptions(storage=Storage(torch.bfloat16, "host")),
+        LanczosOptions("window", 4, Storage(torch.float32, "disk")),
+        LanczosOptions("none"),
+        LanczosOptions("selective", 3),
+        LanczosOptions("selective", 3, Storage(torch.bfloat16)),
+    ],
+    ids=["bf16 on the host", "window on disk", "none", "selective", "selective, bf16"],
+)
+def test_every_basis_is_taken_up_to_the_same_bits(
+    ranks: Ranks, tmp_path: Path, options: LanczosOptions
+) -> None:
+    whole = ranks(2).run(jobs.spectrum, None, options=options)[0]
+    for stop in (7, 5, 12):  # ends just before, in and after the end of a probe
+        assert ranks(2).run(jobs.spectrum, str(tmp_path), stop, options)[0] == "stopped"
+    assert equal(ranks(2).run(jobs.spectrum, str(tmp_path), options=options)[0], whole)
+
+
+def test_a_basis_vector_is_written_once(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(jobs.spectrum, str(tmp_path), 4)
+    (run,) = [path for path in tmp_path.iterdir() if path.is_dir()]
+    before = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
+    ranks(2).run(jobs.spectrum, str(tmp_path), 3)
+    after = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
+    assert before.items() <= after.items()
+    assert len(after) == len(before) + 2 * 3  # one for each rank and product
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 3), (3, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on_to_rounding(
+    ranks: Ranks, tmp_path: Path, first: int, then: int
+) -> None:
+    whole = ranks(1).run(jobs.matrix_run, str(tmp_path / "whole"), None)[0]
+    parts = [(first, 9), (then, 16), (then, None)]
+    for (size, stop), begin in zip(parts, (0, 9, 16), strict=True):
+        for found in ranks(size).run(jobs.matrix_run, str(tmp_path / "state"), stop):
+            assert found[0] == begin
+    for ours, theirs in zip(found[1:], whole[1:], strict=True):
+        assert np.allclose(ours, theirs, rtol=0, atol=64 * ROUNDOFF * 50)
+    assert len([path for path in (tmp_path / "state").iterdir() if path.is_dir()]) == 1
+
+
+def test_a_spectrum_goes_on_where_ranks_are_fewer(ranks: Ranks, tmp_path: Path) -> None:
+    whole = ranks(2).run(jobs.spectrum, None)[0]
+    ranks(2).run(jobs.spectrum, str(tmp_path), 17)
+    found = ranks(1).run(jobs.spectrum, str(tmp_path))[0]
+    assert found[-1] == jobs.PROBES * jobs.STEPS - 17
+    assert all(np.array_equal(found[0][k], whole[0][k], True) for k in ("alphas", "betas"))
+    for k in (1, 2):  # the products' own errors apart: a new summation order
+        scale = abs(whole[k]["alphas"]).max()
+        assert abs(found[k]["alphas"][0] - whole[k]["alphas"][0]) < 1e-3 * scale
+
+
+def test_fragments_of_boxes_and_of_whole_parameters_find_each_other() -> None:
+    shape = torch.Size([4, 6])
+    whole = torch.arange(24.0)
+    flat = Layout([Fragment("w", 0, 10, shape), Fragment("w", 10, 14, shape)])
+    halves = [Box((0, 0), (4, 3)), Box((0, 3), (4, 3))]
+    cut = Layout(
+        [Fragment("w", 2, 10, shape, box=halves[0]), Fragment("w", 0, 12, shape, box=halves[1])]
+    )
+    v = torch.cat([whole[f.index()] for f in cut.fragments])
+    out = torch.full((24,), -1.0)
+    for here, there in overlaps(flat, cut):
+        out[here] = v[there]
+    missing = out < 0
+    assert torch.equal(out[~missing], whole[~missing]) and missing.nonzero().flatten().tolist() == [
+        0,
+        1,
+    ]
+
+
+def damage_state(folder: Path) -> None:
+    path = jobs.newest(folder)[1]
+    assert path is not None
+    path.write_bytes(path.read_bytes()[:-30])
+
+
+def alter_state(folder: Path) -> None:
+    path = jobs.newest(folder)[1]
+    assert path is not None
+    text = path.read_text()
+    path.write_text(text.replace('"alphas": [', '"alphas": [1'))
+
+
+def damage_vector(folder: Path) -> None:
+    path = max(folder.glob("*/*.rank1.safetensors"), key=lambda p: int(p.name[4:].split(".")[0]))
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def lose_vector(folder: Path) -> None:
+    max(folder.glob("*/*.rank0.safetensors"), key=lambda p: p.stat().st_mtime_ns).unlink()
+
+
+@pytest.mark.parametrize("harm", [damage_state, alter_state, damage_vector, lose_vector])
+def test_a_damaged_state_is_not_read_but_the_one_before(
+    ranks: Ranks, tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    whole = ranks(2).run(jobs.spectrum, None)[0]
+    ranks(2).run(jobs.spectrum, str(tmp_path), 8)
+    harm(tmp_path)
+    found = ranks(2).run(jobs.spectrum, str(tmp_path))[0]
+    assert equal(found, whole)
+    assert found[-1] == jobs.PROBES * jobs.STEPS - 7  # one product again
+
+
+def test_without_a_whole_generation_it_is_refused_on_every_rank(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks(2).run(jobs.spectrum, str(tmp_path), 5)
+    for path in tmp_path.glob("*/*q1.rank1.*"):
+        path.write_bytes(path.read_bytes()[:-4])
+    for found in ranks(2).run(jobs.spectrum, str(tmp_path)):
+        assert found.startswith("ConfigError") and "truncated or damaged" in found
+        assert "rank 1:" in found and "remove the folder" in found
+
+
+FOREIGN = {
+    "optimizer steps (0 there, 1 here)": {"step": 1},
+    "norm of the weights": {"scale": 1.001},
+    "micro-batches": {"first_batch": 1},
+    "settings: seed (0 there, 4 here)": {"seed": 4},
+    "settings: finite_difference: displacement": {"finite_difference": {"displacement": 0.1}},
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_the_state_of_another_measurement_is_refused(
+    ranks: Ranks, tmp_path: Path, what: str
+) -> None:
+    ranks(2).run(jobs.spectrum, str(tmp_path), 2)
+    for found in ranks(2).run(jobs.spectrum, str(tmp_path), **FOREIGN[what]):
+        assert found.startswith("ConfigError") and what in found
+    assert jobs.newest(tmp_path)[0] == 2  # and still there
+
+
+def test_another_model_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(jobs.matrix_run, str(tmp_path), 3)
+    for found in ranks(2).run(jobs.spectrum, str(tmp_path)):
+        assert found.startswith("ConfigError") and "another model" in found
+
+
+def test_loss_and_gradient_may_differ_by_rounding_only() -> None:
+    state = {"loss": 2.0, "norm of the gradient": 1.0, "norm of the weights": 7.0, "parameters": {}}
+    refuse_foreign(state, {**state, "loss": 2.0 * (1 + 2.0**-13)}, ROUNDOFF)
+    for name in ("loss", "norm of the gradient", "norm of the weights"):
+        with pytest.raises(ConfigError, match=name):
+            refuse_foreign(state, {**state, name: state[name] * (1 + 2.0**-11)}, ROUNDOFF)
+    with pytest.raises(ConfigError, match=r"parameters: w \(None there"):
+        refuse_foreign(state, {**state, "parameters": {"w": [3]}}, ROUNDOFF)
+
+
+def test_random_states_are_those_of_the_beginning(ranks: Ranks, tmp_path: Path) -> None:
+    assert all(ranks(2).run(jobs.random_states, str(tmp_path)))
