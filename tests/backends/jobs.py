@@ -13,6 +13,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 from torch import Tensor, nn
+from torch.nn import functional
 
 import ds_hessian
 from ds_hessian.backends.zero import ZeroBackend
@@ -401,20 +402,22 @@ def without_section() -> list[str]:
 
 
 def product_in_both_precisions(config: dict[str, Any]) -> Any:
-    """(master weights, v, product as the model computes, product on fp32 copies) of an engine."""
+    """Of an engine, as the model computes and on fp32 copies: products and 5 Lanczos steps."""
     engine = make_engine(hessian=QUIET, **config)
     hessian = engine.hessian.use(my_batches())
     v = hessian.random_vector(seed=5)
-    products = []
+    products, coefficients = [], []
     for precision in ("model", "fp32"):
         with hessian.measuring(precision=precision):
             products.append(hessian.matvec(v))
+        spectrum = hessian.spectrum(num_matvecs=5, precision=precision)
+        coefficients.append((spectrum.alphas[0], spectrum.betas[0]))
     out = (
         full_weights(engine),
         hessian.gather(v),
         [hessian.gather(p.vector) for p in products],
         [(p.error, p.fidelity, p.displacement) for p in products],
-        hessian.backend.layout.n_local,
+        coefficients,
     )
     engine.destroy()
     return out
@@ -433,6 +436,35 @@ def bf16_spectra(stage: int, steps: int) -> Any:
     out = (full_weights(engine), spectra)
     engine.destroy()
     return out
+
+
+class Huge(nn.Module):
+    """A weight of 1e8 elements, of the size and the curvature of a layer's."""
+
+    def __init__(self, rows: int = 10_000, columns: int = 10_000) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns).normal_(0, 0.02))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scalar loss."""
+        return functional.linear(x, self.weight).float().square().mean()
+
+
+def huge_spectrum(displacement: float) -> tuple[Any, ...]:
+    """(fidelities, warnings) of one product of a bf16 engine with 1e8 weights."""
+    engine = make_engine(
+        Huge(),
+        hessian=QUIET,
+        bf16={"enabled": True},
+        zero_optimization={"stage": 1},
+        optimizer={"type": "SGD", "params": {"lr": 1e-2}},
+        zero_allow_untested_optimizer=True,
+    )
+    x = torch.randn(1, 10_000, dtype=torch.bfloat16)
+    finite_difference = {"displacement": displacement}
+    spectrum = engine.hessian_spectrum([(x,)], num_matvecs=1, finite_difference=finite_difference)
+    engine.destroy()
+    return spectrum.fidelities, spectrum.warnings
 
 
 # ---- analyses
