@@ -10,7 +10,6 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.nn import functional
@@ -137,21 +136,21 @@ def failing_spectrum(engine: Any, failures: list[tuple[str, int, tuple[int, ...]
 
     def gather(*args: Any, **kwargs: Any) -> Any:
         reached("gather")
-        return partition_parameters_gather(*args, **kwargs)
+        return allgather(*args, **kwargs)
 
     module = engine.module
     handles = [
         module.down.register_forward_hook(lambda *_: reached("model")),
         module.down.register_forward_hook(lambda m, i, y: failing_backward("model backward", y)),
     ]
-    partition_parameters_gather = partition_parameters._dist_allgather_fn
-    partition_parameters._dist_allgather_fn = gather
+    allgather = deepspeed.comm.allgather_fn
+    deepspeed.comm.allgather_fn = gather
     try:
         engine.hessian_spectrum(batches(), loss_fn, num_matvecs=4)
     except ds_hessian.HessianError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        partition_parameters._dist_allgather_fn = partition_parameters_gather
+        deepspeed.comm.allgather_fn = allgather
         for handle in handles:
             handle.remove()
     return "no error"

@@ -215,7 +215,7 @@ def test_a_failure_on_one_rank_raises_on_both_and_leaves_training_alone(
     common = {"steps": 9, **FAILING_ENGINES[name]}
     modes: list[dict[str, Any]] = [{"mode": "bare", **common}]
     modes += [{"mode": "failing", "failures": [failure], **common} for failure in ON_ONE_RANK]
-    for differing, errors in ranks(2).run(jobs.compare_training, modes, timeout=120):
+    for differing, errors in ranks(2).run(jobs.compare_training, modes, timeout=400):
         assert differing == [[]] * len(ON_ONE_RANK)
         for (_, _, (rank,)), messages in zip(ON_ONE_RANK, errors, strict=True):
             assert len(messages) == 1 and f"rank {rank}: Broken: on purpose" in messages[0]

@@ -63,7 +63,7 @@ def test_coefficients_do_not_depend_on_the_number_of_ranks(
 def test_the_ten_largest_eigenvalues_and_the_trace_are_those_of_the_dense_hessian(
     ranks: Ranks, world_size: int
 ) -> None:
-    weights, _, _, spectrum, _ = ranks(world_size).run(jobs.measure, 100, 2, {}, timeout=800)[0]
+    weights, _, _, spectrum, _ = ranks(world_size).run(jobs.measure, 150, 2, {}, timeout=800)[0]
     exact = torch.linalg.eigvalsh(oracle(weights).matrix()).numpy()
     largest = exact[np.argsort(-abs(exact))][:10]
     for probe in range(2):
@@ -127,7 +127,7 @@ FAILURES: Failures = [
     ([("model backward", 1, (0,))], 0),
     ([("model backward", 6, (1,))], 1),
     ([("gather", 3, (1,))], 1),
-    ([("gather", 40, (0,))], 0),
+    ([("gather", 10, (0,))], 0),
     ([("model", 2, (1,)), ("model backward", 2, (0,))], 1),
 ]
 FAILURES_OF_3: Failures = [
@@ -149,7 +149,7 @@ SPLIT = {
     ("world_size", "zero", "failures"),
     [
         (2, {}, FAILURES[:-1]),
-        (2, {"zero_hpz_partition_size": 2}, FAILURES[14:]),
+        (2, {**SPLIT, "zero_hpz_partition_size": 2}, FAILURES[14:]),
         (2, SPLIT, FAILURES[7:]),
         (3, SPLIT, FAILURES_OF_3),
     ],
@@ -160,7 +160,7 @@ def test_a_failing_spectrum_raises_everywhere_and_leaves_training_bitwise_alone(
 ) -> None:
     modes: list[dict[str, Any]] = [{"mode": "bare", "zero": zero}]
     modes += [{"mode": "failing", "failures": f, "zero": zero} for f, _ in failures]
-    for differing, errors in ranks(world_size).run(jobs.compare_training, modes, timeout=120):
+    for differing, errors in ranks(world_size).run(jobs.compare_training, modes, timeout=400):
         assert differing == [[]] * len(failures)
         for (failure, rank), messages in zip(failures, errors, strict=True):
             assert len(messages) == 1
