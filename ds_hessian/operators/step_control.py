@@ -45,17 +45,9 @@ SATURATED = 0.4
 ACCEPT_LOW, ACCEPT_HIGH = 0.5, 1.5
 """h / h* for which a trial is good enough: the error is then at most 1.6 times the least one."""
 
-WIDE = 0.4, 1.7
-"""The same where one trial is judged by those of the vectors before and a second one would be dear,
-with few micro-batches: at most 2 times the least error."""
-
 VISIBLE, HIDDEN = 1.5, 0.15
 """A change above VISIBLE times what noise makes shows truncation. In one below, truncation is
 assumed to be the part HIDDEN: then h* comes out well above the trial, which is not accepted."""
-
-NOISY_BEND = math.sqrt(3.0)
-"""What noise makes of the nonlinearity ratio, in units of what it makes of the product: the second
-difference has six times the variance of a gradient, the product's first difference twice."""
 
 QUIET = 1.2
 """A change below QUIET times what noise makes is nothing else: larger steps must be seen."""
@@ -66,18 +58,15 @@ LOST = 3.0
 AFTER_PROBE = 10.0
 """From a random probe to the next Krylov vector, rich in outliers, h* falls by 3 - 30."""
 
-UNLIKE, REPEAT = 2.0, 3.0
+UNLIKE, REPEAT = 2.0, 2.0
 """Where the nonlinearity ratio of all micro-batches is above UNLIKE times the pilot's (with few of
 them, also below 1 / UNLIKE), the product is repeated if its error is above REPEAT times the least
 one."""
 
 CHECK_ALL = 32
-"""From this many micro-batches on, every vector has a trial above h; with half as many every second
-vector, with a quarter, where trials weigh more, every eighth. In between, the change of the pilot's
-nonlinearity ratio stands for that of its truncation error."""
-
-LONGEST = 16
-"""Vectors from one trial above h to the next, at most."""
+"""From this many micro-batches on, every vector has a trial above h; with fewer, where trials weigh
+more, every second, third, ... vector, and in between the change of the pilot's nonlinearity ratio
+stands for that of its truncation error."""
 
 CALIBRATE = 16
 """From this many micro-batches on, the noise of all of them is measured, by a second product of the
@@ -164,7 +153,7 @@ class StepController:
         self.order, self.fixed = scheme.order, fixed
         self.above = AMPLIFY ** (1 / scheme.order)
         sparing = CHECK_ALL / (2 if scheme.one_sided else 1)  # these have no nonlinearity ratio
-        self.interval = min(math.ceil((sparing / num_micro_batches) ** 2 / 2), LONGEST)
+        self.interval = math.ceil(sparing / num_micro_batches)
         self.h = fixed or unit_roundoff ** (1 / (scheme.order + 1)) * scale
         self.smallest, self.largest = unit_roundoff / 16 * scale, scale
         self.noise: float | None = None  # N of the pilot
@@ -218,32 +207,15 @@ class StepController:
 
     def _follow(self, trial: Trial) -> Advice:
         """One trial, with noise and truncation known from the vectors before."""
-        bend = self._bend(trial)
-        if bend and self.bend and trial.h == self.h:
+        bend = trial.nonlinearity / trial.h if trial.nonlinearity else None
+        if bend and self.bend and trial.size and trial.h == self.h:
             assert self.noise is not None
             self.truncation *= (bend / self.bend) ** self.order
             self.bend = bend
             best = self._best_h(self.noise * self.noise_ratio / trial.size)
-            if not self._is_near(trial.h, best, *(WIDE if self.few else ())):
+            if not self._is_near(trial.h, best):
                 return Advice(best, False)
         return Advice(self.h, trial.h == self.h)
-
-    def _bend(self, trial: Trial) -> float | None:
-        """Nonlinearity ratio over h; None where it is no more than noise."""
-        if not (trial.nonlinearity and trial.size and self.noise):
-            return None
-        noise = NOISY_BEND * self.noise / (trial.h * trial.size)
-        return trial.nonlinearity / trial.h if trial.nonlinearity > VISIBLE * noise else None
-
-    def _hear(self, pair: _Pair) -> None:
-        """A nonlinearity ratio that rises as h falls is noise: this vector has more than those
-        before, whose steps moved fewer of the rounded weights perhaps.
-        """
-        low, high = sorted((pair.first, pair.second), key=lambda trial: trial.h)
-        if not (low.nonlinearity and high.nonlinearity and self.noise):
-            return
-        if VISIBLE * high.nonlinearity < low.nonlinearity < math.inf:
-            self.noise = max(self.noise, low.nonlinearity * low.h * low.size / NOISY_BEND)
 
     def _find_noise(self, pairs: list[_Pair]) -> bool:
         """Whether the last step down led into the noise, which is then known."""
@@ -265,9 +237,8 @@ class StepController:
 
     def _approach(self, last: Trial, pairs: list[_Pair], final: bool) -> Advice:
         """With the noise known: towards h*."""
-        self._hear(pairs[-1])
         self._learn(pairs)
-        self.bend = self._bend(last)
+        self.bend = last.nonlinearity / last.h if last.nonlinearity else None
         if self.floor and not final:
             target = self._leave_saturation(pairs)
             return Advice(target, target == last.h)
@@ -314,10 +285,8 @@ class StepController:
         best = (noise / truncation) ** (1 / (self.order + 1)) if truncation else math.inf
         return self._clamp(best)
 
-    def _is_near(
-        self, h: float, best: float, low: float = ACCEPT_LOW, high: float = ACCEPT_HIGH
-    ) -> bool:
-        return low <= h / best <= high
+    def _is_near(self, h: float, best: float) -> bool:
+        return ACCEPT_LOW <= h / best <= ACCEPT_HIGH
 
     def _clamp(self, h: float) -> float:
         return min(max(h, self.smallest), self.largest)
