@@ -4,6 +4,8 @@ import runpy
 
 from setuptools import find_packages, setup
 
+DOCS = ["sphinx>=8.2", "myst-parser>=4", "furo>=2025.7.19"]
+
 setup(
     name="ds_hessian",
     version="0.1.0",
@@ -13,7 +15,7 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["ds_hessian", "ds_hessian.*"]),
-    package_data={"ds_hessian": ["py.typed"]},
+    package_data={"ds_hessian": ["py.typed", "cli/page/page.html"]},
     install_requires=[
         "torch>=2.4",
         "deepspeed>=0.16.7",
@@ -21,14 +23,25 @@ setup(
         "scipy",
         "pydantic>=2",
         "hjson",
+        "psutil",
         "tqdm",
+        "click",
         "matplotlib",
         "pybind11",
         "ninja",
     ],
+    entry_points={"console_scripts": ["ds-hessian = ds_hessian.cli:main"]},
     extras_require={
         "megatron": ["megatron-core>=0.14"],
-        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "clang-format"],
+        "report": ["plotly>=6"],
+        "hf": ["transformers>=5", "accelerate>=1"],
+        "peers": ["curvlinops-for-pytorch>=3", "hessian-eigenthings>=1.0.0a5"],
+        "docs": [*DOCS, "transformers>=5", "accelerate>=1"],
+        "dev": [
+            "plotly>=6",
+            *["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "clang-format"],
+            *["transformers>=5", "accelerate>=1", "tensorboard", *DOCS],
+        ],
     },
     **runpy.run_path("ds_hessian/ops/build_ext.py")["setup_arguments"](),
 )

@@ -5,7 +5,8 @@
 Prints, for a GPT of about 5 million parameters under ZeRO-3: a plain gradient evaluation (forward
 and backward of the engine on the same micro-batches, nothing of ds_hessian in between), a product
 averaged over 20 Lanczos vectors with all trials, the rest of Lanczos as a share of the products,
-and the peak memory of each rank over that of training.
+and the peak memory of each rank over that of training. Gradients and spectra take turns, since a
+machine's speed changes from minute to minute.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import resource
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 
 import deepspeed
 import torch
@@ -59,6 +61,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--num_matvecs", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     deepspeed.utils.logger.setLevel("ERROR")
     torch.manual_seed(0)
@@ -75,30 +78,38 @@ def main() -> None:
     trained = peak_megabytes()
     engine.module.eval()  # as the measurement runs
     gradient_seconds(engine, batches)
-    gradients = [gradient_seconds(engine, batches) for _ in range(5)]
-    spectrum = engine.hessian_spectrum(batches, num_matvecs=args.num_matvecs)
-    gradients += [gradient_seconds(engine, batches) for _ in range(5)]
-    report(engine, spectrum, sum(gradients) / len(gradients), trained)
+    spectra, gradients = [], [gradient_seconds(engine, batches) for _ in range(4)]
+    for _ in range(args.rounds):
+        spectra.append(engine.hessian_spectrum(batches, num_matvecs=args.num_matvecs))
+        gradients += [gradient_seconds(engine, batches) for _ in range(8)]
+    report(engine, spectra, gradients[:-4], trained)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def report(
-    engine: object, spectrum: ds_hessian.HessianSpectrum, gradient: float, trained: float
+    engine: object,
+    spectra: list[ds_hessian.HessianSpectrum],
+    gradients: list[float],
+    trained: float,
 ) -> None:
     """The table, on rank 0."""
-    cost, n_local = spectrum.cost, engine.hessian.backend.layout.n_local
+    spectrum, n_local = spectra[0], engine.hessian.backend.layout.n_local
+    products = sum(s.cost.products for s in spectra)
+    product = fmean(s.cost.seconds_per_product for s in spectra)
+    gradient = fmean(gradients)
     extra = peak_megabytes() - trained
     vectors = extra * 2**20 / (4 * n_local)
     if dist.get_rank() > 0:
         return
     lines = [
         f"{spectrum.n:,} parameters, {spectrum.provenance.layout}, 8 micro-batches",
-        f"gradient (mean of 10)             {gradient:8.3f} s",
-        f"product (mean of {cost.products})              {cost.seconds_per_product:8.3f} s"
-        f"  = {cost.seconds_per_product / gradient:.3f} gradients",
-        f"gradients evaluated per product   {cost.gradients_per_product:8.3f}",
-        f"rest of Lanczos                   {100 * cost.lanczos_overhead:8.2f} % of the products",
+        f"gradient (mean of {len(gradients)})             {gradient:8.3f} s",
+        f"product (mean of {products})              {product:8.3f} s"
+        f"  = {product / gradient:.3f} gradients",
+        f"gradients evaluated per product   {spectrum.cost.gradients_per_product:8.3f}",
+        "rest of Lanczos                   "
+        f"{100 * fmean(s.cost.lanczos_overhead for s in spectra):8.2f} % of the products",
         f"peak memory in training           {trained:8.0f} MB per rank",
         f"more in the measurement           {extra:8.0f} MB = {vectors:.1f} fp32 vectors",
     ]

@@ -43,8 +43,10 @@ class Case:
 class Timer:
     """Median and best time of a step, on the device that it runs on."""
 
-    def __init__(self, device: torch.device, repeats: int) -> None:
-        self.device, self.repeats = device, repeats
+    def __init__(
+        self, device: torch.device, repeats: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.device, self.repeats, self.clock = device, repeats, clock
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -56,10 +58,10 @@ class Timer:
         times = []
         for _ in range(repeats or self.repeats):
             self._wait()
-            started = time.perf_counter()
+            started = self.clock()
             step()
             self._wait()
-            times.append(time.perf_counter() - started)
+            times.append(self.clock() - started)
         return statistics.median(times)
 
 
@@ -363,12 +365,20 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--no-twins", action="store_true", help="leave out the slow torch twins")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="with one thread, on a machine that others use: what they take is not counted",
+    )
     options = parser.parse_args()
+    if options.processor_time and (options.threads != 1 or options.device != "cpu"):
+        parser.error("--processor-time adds up all threads: it takes --threads 1 on a CPU")
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     print(ops.report(), f"\n\n{name}, {options.threads} threads, torch {torch.__version__}\n")
-    timer, twins = Timer(device, options.repeats), not options.no_twins
+    clock = time.process_time if options.processor_time else time.perf_counter
+    timer, twins = Timer(device, options.repeats, clock), not options.no_twins
     head = "| kernel | GB/s | copy GB/s | share of copy | x natural torch | x torch twin |"
     print(f"{head}\n|---|---|---|---|---|---|")
     x = Vectors(options.elements, options.rows, device)

@@ -6,24 +6,24 @@ operator and returns its record with cost and provenance.
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ds_hessian import krylov
 from ds_hessian.backends.objective import LossFn, Objective
 from ds_hessian.config import HessianConfig
-from ds_hessian.errors import ConfigError, NumericsError, ResultError, UnsupportedError
-from ds_hessian.operators import Congruent, FiniteDifferenceHessian
+from ds_hessian.errors import ConfigError, NumericsError, UnsupportedError
+from ds_hessian.measurement import Measurement
+from ds_hessian.operators import Congruent, LinearOperator
+from ds_hessian.operators.sampling import micro_batch_curvatures, standard_error
+from ds_hessian.plan import storage_of
+from ds_hessian.records import R, Records
 from ds_hessian.results import (
-    Cost,
     Estimate,
     HessianBlockCoupling,
     HessianEigenpairs,
@@ -32,58 +32,24 @@ from ds_hessian.results import (
     HessianSharpness,
     HessianSolution,
     HessianTrace,
-    Provenance,
 )
-from ds_hessian.results.safetensors import Reader, Writer
+from ds_hessian.resume import Journal
 from ds_hessian.vectors import Partition, by_layer, by_pattern, random_vector, together
 
 Draw = Callable[[int], Tensor]
 Blocks = Literal["layers", "parameters"] | Mapping[str, str]
-R = TypeVar("R")
 
 
-def cost_of(operator: FiniteDifferenceHessian, seconds: float, all_reduces: int) -> Cost:
-    """What a finished measurement took."""
-    spent = operator.cost
-    return Cost(
-        seconds_total=seconds,
-        seconds_per_product=spent.product_seconds / max(spent.products, 1),
-        seconds_per_gradient=spent.gradient_seconds,
-        products=spent.products,
-        gradient_evaluations=spent.gradient_evaluations,
-        trials=spent.trials,
-        all_reduces=all_reduces,
-    )
-
-
-class Analyses:
+class Analyses(Records):
     """The part of a `HessianEngine` that is here; every method is collective.
 
     All methods need `use` (or a first spectrum) to have fixed the micro-batches. `overrides` are
-    config values for the call, such as `seed=` or `displacement=`.
+    config values for the call, such as `seed=`, `displacement=` or `resume=`; where a basis is
+    stored, `dtype=`, `device=` and `folder=` say how. The memory plan is logged before the run, and
+    a `ConfigError` if it does not fit.
     """
 
-    engine: Any
-    backend: Any
-    config: HessianConfig
-    _objective: Objective | None
     _top: tuple[Tensor, ...] = ()  # what the next `sharpness` starts from
-
-    def measuring(self, **overrides: Any) -> AbstractContextManager[FiniteDifferenceHessian]:
-        """See `HessianEngine.measuring`."""
-        raise NotImplementedError
-
-    def _parameters(self) -> list[tuple[str, torch.Size]]:
-        raise NotImplementedError
-
-    def _describe(self, config: HessianConfig) -> Provenance:
-        raise NotImplementedError
-
-    def _whole(self, v: Tensor, name: str, whole: torch.Size) -> Tensor:
-        raise NotImplementedError
-
-    def _deal(self, v: Tensor, name: str, whole: Tensor) -> None:
-        raise NotImplementedError
 
     # ---- analyses
 
@@ -95,7 +61,6 @@ class Analyses:
         max_matvecs: int = 300,
         basis_size: int | None = None,
         start: Tensor | None = None,
-        storage: krylov.Storage | None = None,
         **overrides: Any,
     ) -> HessianEigenpairs:
         """The k extreme eigenpairs, with true residuals; see `ds_hessian.krylov.eigenpairs`.
@@ -108,24 +73,40 @@ class Analyses:
             basis_size: Vectors kept; None for 2 k + 20.
             start: Unit start vector `(n_local,)`, such as an eigenvector of an earlier step; None
                 for a random one.
-            storage: Of the basis.
             overrides: See the class.
 
         Raises:
             NumericsError: k or basis_size is impossible, or something is not finite.
         """
+        config = self.config.with_overrides(**overrides)
 
-        def analysis(operator: FiniteDifferenceHessian, draw: Draw) -> dict[str, Any]:
-            first = draw(0) if start is None else start
+        def analysis(operator: LinearOperator, draw: Draw) -> dict[str, Any]:
+            # By name: a packed argument list would keep the start vector until the end.
             found = krylov.eigenpairs(
-                operator, first, k, draw, which, tolerance, max_matvecs, basis_size, storage
+                operator,
+                draw(0) if start is None else start,
+                k,
+                draw,
+                which=which,
+                tolerance=tolerance,
+                max_matvecs=max_matvecs,
+                basis_size=basis_size,
+                storage=storage_of(config),
             )
             names = self._partition("parameters")
             shares = names.dots([(v, v) for v in found.vectors])
             by_name = dict(zip(names.names, shares, strict=True))
-            return {**vars(found), "concentrations": by_name}
+            errors = [
+                standard_error(micro_batch_curvatures(self.backend, y, float(h)))
+                for y, h in zip(found.vectors, found.displacements, strict=True)
+                if config.sampling
+            ]
+            sampled = {"sampling_errors": np.array(errors, dtype=np.float64)}
+            return {**vars(found), "concentrations": by_name, **sampled}
 
-        return self._measure(HessianEigenpairs, analysis, overrides)
+        call = {"k": k, "which": which, "tolerance": tolerance, "basis_size": basis_size}
+        call |= {"max_matvecs": max_matvecs}
+        return self._measure("eigenpairs", HessianEigenpairs, analysis, overrides, call)
 
     def trace(
         self,
@@ -147,21 +128,23 @@ class Analyses:
             ConfigError: an unknown method, or blocks with a method other than Hutchinson.
             NumericsError: too few products, or something is not finite.
         """
+        config = self.config.with_overrides(**overrides)
         methods = {"hutch++": krylov.hutch_plus_plus, "xtrace": krylov.xtrace}
         if method != "hutchinson" and (method not in methods or blocks is not None):
             raise ConfigError(
                 f'method must be "hutchinson" (the only one with blocks), "hutch++" or "xtrace", '
                 f"got {method!r} with blocks = {blocks!r}"
             )
-        products = self.config.num_matvecs if num_matvecs is None else num_matvecs
+        products = config.num_matvecs if num_matvecs is None else num_matvecs
 
-        def analysis(operator: FiniteDifferenceHessian, draw: Draw) -> dict[str, Any]:
+        def analysis(operator: LinearOperator, draw: Draw) -> dict[str, Any]:
             if method == "hutchinson":
                 partition = None if blocks is None else self._partition(blocks)
                 return vars(krylov.hutchinson(operator, draw, products, partition))
-            return vars(methods[method](operator, draw, products))
+            return vars(methods[method](operator, draw, products, storage_of(config)))
 
-        return self._measure(HessianTrace, analysis, overrides)
+        call = {"method": method, "num_matvecs": products}
+        return self._measure("trace", HessianTrace, analysis, overrides, call)
 
     def solve(
         self,
@@ -171,7 +154,6 @@ class Analyses:
         tolerance: float = 1e-3,
         num_matvecs: int | None = None,
         preconditioner: Tensor | Literal["adam"] | None = None,
-        storage: krylov.Storage | None = None,
         **overrides: Any,
     ) -> HessianSolution:
         """Solutions x of (H + damping I) x = b, for each damping; see `ds_hessian.krylov.solve`.
@@ -185,36 +167,30 @@ class Analyses:
                 config's.
             preconditioner: Positive diagonal `(n_local,)`, or `adam` for what Adam divides by,
                 `sqrt(v) + eps` (bias-corrected); then one Krylov space for each damping.
-            storage: Of the basis.
             overrides: See the class.
 
         Raises:
             ConfigError: `adam`, and the optimizer is another or has not made a step yet.
             NumericsError: b is zero, no dampings, or something is not finite.
         """
-        diagonal = preconditioner
-        if isinstance(diagonal, str):
-            if diagonal != "adam":
-                raise ConfigError(f'the preconditioner is a diagonal or "adam", got {diagonal!r}')
-            diagonal = self._adam()[0]
-        products = self.config.num_matvecs if num_matvecs is None else num_matvecs
+        config, kind = self.config.with_overrides(**overrides), preconditioner
+        if isinstance(kind, str) and kind != "adam":
+            raise ConfigError(f'the preconditioner is a diagonal or "adam", got {kind!r}')
+        diagonal = self._adam()[0] if isinstance(kind, str) else kind
+        products = config.num_matvecs if num_matvecs is None else num_matvecs
 
-        def analysis(operator: FiniteDifferenceHessian, draw: Draw) -> dict[str, Any]:
-            return vars(
-                krylov.solve(
-                    operator,
-                    b,
-                    dampings,
-                    draw,
-                    method,
-                    tolerance,
-                    products,
-                    diagonal,
-                    storage,
-                )
-            )
+        def analysis(operator: LinearOperator, draw: Draw) -> dict[str, Any]:
+            limits = method, tolerance, products, diagonal, storage_of(config)
+            return vars(krylov.solve(operator, b, dampings, draw, *limits))
 
-        return self._measure(HessianSolution, analysis, overrides)
+        call: dict[str, Any] = {
+            "method": method,
+            "num_matvecs": products,
+            "tolerance": tolerance,
+            "dampings": list(map(float, dampings)),
+            "preconditioner": "diagonal" if isinstance(kind, Tensor) else kind,
+        }
+        return self._measure("solve", HessianSolution, analysis, overrides, call)
 
     def influence(
         self,
@@ -270,15 +246,12 @@ class Analyses:
                 dots.append(space.dots([*pairs, (gradient, gradient)]).numpy())
             scale = self.backend.gradient_scale * len(given)
         *scores, squares = np.array(dots).T
+        systems = {f.name: getattr(found, f.name) for f in fields(krylov.DampedSystems)}
         return HessianInfluence(
-            dampings=found.dampings,
+            **systems,
             scores=scale * np.array(scores),
             errors=found.errors[:, None] * scale * np.sqrt(squares),
-            residuals=found.residuals,
-            converged=found.converged,
-            negative_curvature=found.negative_curvature,
             query_loss=loss,
-            num_matvecs=found.num_matvecs,
             cost=found.cost,
             provenance=found.provenance,
         )
@@ -296,7 +269,7 @@ class Analyses:
 
     def sharpness(
         self,
-        preconditioned: bool = True,
+        preconditioned: bool | None = True,
         tolerance: float = 0.05,
         max_matvecs: int = 5,
         **overrides: Any,
@@ -308,7 +281,8 @@ class Analyses:
         its start by Lanczos, with some tens of products more. Keeps two vectors between calls.
 
         Args:
-            preconditioned: Also for `D^-1/2 H D^-1/2`, with Adam's D, and along Adam's last step.
+            preconditioned: Also for `D^-1/2 H D^-1/2`, with Adam's D, and along Adam's last step;
+                None for where the optimizer is an Adam that has made a step.
             tolerance: Of the residuals, relative to the eigenvalue, whose own error is quadratic in
                 it for an eigenvalue that stands alone.
             max_matvecs: Products at most, beyond those of the first measurement's start.
@@ -319,21 +293,28 @@ class Analyses:
                 `preconditioned=False`.
             NumericsError: the gradient is zero, or something is not finite.
         """
+        if preconditioned is None:
+            preconditioned = self._has_adam()
         least = 4 if preconditioned else 2
         if max_matvecs < least:
             raise ConfigError(f"max_matvecs must be at least {least} here, got {max_matvecs}")
         adam = self._adam() if preconditioned else None
         metrics = [None] if adam is None else [None, adam[0]]
+        config, warm = self.config.with_overrides(**overrides), len(self._top) >= len(metrics)
 
-        def analysis(operator: FiniteDifferenceHessian, draw: Draw) -> dict[str, Any]:
-            space, gradient = self.backend.space, operator.gradient
+        def analysis(operator: LinearOperator, draw: Draw) -> dict[str, Any]:
+            hessian, space = self._operator, self.backend.space
+            assert hessian is not None
+            gradient = hessian.gradient
             if not space.norm(gradient):
                 raise NumericsError(
                     "the gradient is zero, so there is no curvature along it: measure the spectrum "
                     "instead"
                 )
-            warm = len(self._top) >= len(metrics)
-            starts = self._top if warm else [_top(operator, draw, d, tolerance) for d in metrics]
+            kept = storage_of(config)
+            starts = (
+                self._top if warm else [_top(operator, draw, d, tolerance, kept) for d in metrics]
+            )
             subspace = krylov.Subspace(operator)
             along = subspace.add(gradient)
             step = None if adam is None else subspace.add(adam[1])
@@ -349,13 +330,19 @@ class Analyses:
                 "gradient_curvature": along,
                 "update_curvature": step,
                 "update_norm": None if adam is None else space.norm(adam[1]),
-                "gradient_norm": operator.gradient_norm,
+                "gradient_norm": hessian.gradient_norm,
                 "loss": self.backend.loss,
                 "warm": warm,
-                "num_matvecs": operator.cost.products,
+                "num_matvecs": hessian.cost.products,
             }
 
-        return self._measure(HessianSharpness, analysis, overrides)
+        call = {
+            "tolerance": tolerance,
+            "max_matvecs": max_matvecs,
+            "preconditioned": preconditioned,
+            "warm": warm,
+        }
+        return self._measure("sharpness", HessianSharpness, analysis, overrides, call)
 
     def block_coupling(self, blocks: Blocks = "layers", **overrides: Any) -> HessianBlockCoupling:
         """How far from block diagonal H is: the paper's masked-probe test, B + 1 products.
@@ -365,10 +352,11 @@ class Analyses:
             overrides: See the class.
         """
 
-        def analysis(operator: FiniteDifferenceHessian, draw: Draw) -> dict[str, Any]:
+        def analysis(operator: LinearOperator, draw: Draw) -> dict[str, Any]:
             return vars(krylov.block_coupling(operator, self._partition(blocks), draw(0)))
 
-        return self._measure(HessianBlockCoupling, analysis, overrides)
+        call = {"blocks": blocks}
+        return self._measure("block_coupling", HessianBlockCoupling, analysis, overrides, call)
 
     def off_block_share(
         self, blocks: Blocks = "layers", num_probes: int = 4, **overrides: Any
@@ -385,72 +373,12 @@ class Analyses:
         """
         seed = self.config.with_overrides(**overrides).seed
 
-        def analysis(operator: FiniteDifferenceHessian, draw: Draw) -> dict[str, Any]:
+        def analysis(operator: LinearOperator, draw: Draw) -> dict[str, Any]:
             partition = self._partition(blocks)
             return vars(krylov.off_block_share(operator, partition, draw, num_probes, seed))
 
-        return self._measure(HessianOffBlockShare, analysis, overrides)
-
-    # ---- vectors on disk
-
-    def save_vectors(
-        self, vectors: Tensor, path: str | Path, metadata: Mapping[str, Any] | None = None
-    ) -> Path:
-        """Write vectors `(k, n_local)` as `{parameter name: (k, *unsharded shape)}`, safetensors.
-
-        Parameters travel to rank 0 one by one; any layout can load the file.
-
-        Args:
-            vectors: Such as the eigenvectors of `eigenpairs`.
-            path: Of the file.
-            metadata: To keep beside them, as JSON.
-
-        Raises:
-            MeasurementError: rank 0 could not write.
-        """
-        path, first = Path(path), self.backend.space.rank == 0
-        doing, device = f"writing vectors to {path}", self.backend.device
-        named = self._parameters()
-        shapes = {name: (len(vectors), *whole) for name, whole in named}
-        kept = {key: json.dumps(value) for key, value in (metadata or {}).items()}
-        with ExitStack() as stack:
-            writer = None
-            with together(doing, device=device):
-                if first:
-                    writer = stack.enter_context(Writer(path, shapes, kept))
-            for name, whole in named:
-                parts = [self._whole(v, name, whole) for v in vectors]
-                with together(doing, device=device):
-                    if writer is not None:
-                        for part in parts:
-                            writer.append(part)
-            with together(doing, device=device):
-                stack.close()
-        return path
-
-    def load_vectors(self, path: str | Path) -> Tensor:
-        """The vectors that `save_vectors` wrote, `(k, n_local)`, in this job's layout.
-
-        Raises:
-            ResultError: on rank 0 the file is missing, damaged, or of another model; the other
-                ranks raise MeasurementError.
-        """
-        doing, device = f"reading vectors from {path}", self.backend.device
-        space, named, reader, count = self.backend.space, self._parameters(), None, 0
-        with together(doing, device=device):
-            if space.rank == 0:
-                reader = Reader(Path(path))
-                count = _expect_shapes(reader, {name: tuple(whole) for name, whole in named})
-        count = int(space.reduce(torch.tensor([float(count)], dtype=torch.float64))[0])
-        vectors = torch.zeros(count, space.n_local, device=space.device)
-        for name, whole in named:
-            parts = torch.zeros((count, *whole), device=device)
-            with together(doing, device=device):
-                if reader is not None:
-                    parts.copy_(reader.read(name))
-            for v, part in zip(vectors, parts, strict=True):
-                self._deal(v, name, part)
-        return vectors
+        call = {"blocks": blocks, "num_probes": num_probes}
+        return self._measure("off_block_share", HessianOffBlockShare, analysis, overrides, call)
 
     # ---- what they share
 
@@ -463,6 +391,14 @@ class Analyses:
             )
         found: tuple[Tensor, Tensor] = self.backend.adam()
         return found
+
+    def _has_adam(self) -> bool:
+        """Whether the optimizer is an Adam that has made a step."""
+        try:
+            self._adam()
+        except (ConfigError, UnsupportedError):  # the same on every rank
+            return False
+        return True
 
     def _partition(self, blocks: Blocks) -> Partition:
         names = [name for name, _ in self._parameters()]
@@ -478,49 +414,36 @@ class Analyses:
 
     def _measure(
         self,
-        record: Callable[..., R],
-        analysis: Callable[[FiniteDifferenceHessian, Draw], dict[str, Any]],
+        name: str,
+        record: type[R],
+        analysis: Callable[[LinearOperator, Draw], dict[str, Any]],
         overrides: Mapping[str, Any],
+        call: Mapping[str, Any],
     ) -> R:
-        config, space = self.config.with_overrides(**overrides), self.backend.space
-        started, all_reduces = time.perf_counter(), space.all_reduces
+        """The record of the method `name`; `call` are its arguments, JSON values."""
+        run = Measurement[Journal](self, overrides, name, call)
+        config = run.config
 
         def draw(number: int) -> Tensor:
-            return random_vector(self.backend.layout, space, config.seed, number, config.probe)
+            layout, space = self.backend.layout, self.backend.space
+            return random_vector(layout, space, config.seed, number, config.probe)
 
-        with self.measuring(**overrides) as operator:
-            figures = analysis(operator, draw)
-        seconds = time.perf_counter() - started
-        return record(
-            **figures,
-            cost=cost_of(operator, seconds, space.all_reduces - all_reduces),
-            provenance=self._describe(config),
-        )
+        with run.open(record, Journal, {"call": dict(call)}):
+            figures = analysis(run.saved or run.operator, draw)
+        measured = record(**figures, cost=run.cost(), provenance=self._describe(config))
+        run.finished()
+        return measured
 
 
 def _top(
-    operator: FiniteDifferenceHessian, draw: Draw, metric: Tensor | None, tolerance: float
+    operator: LinearOperator,
+    draw: Draw,
+    metric: Tensor | None,
+    tolerance: float,
+    storage: krylov.Storage,
 ) -> Tensor:
     """A first x for `sharpness`, from Lanczos."""
-    if metric is None:
-        return krylov.eigenpairs(operator, draw(0), 1, draw, "LA", tolerance).vectors[0]
-    scale = metric.rsqrt()
-    found = krylov.eigenpairs(Congruent(operator, scale), draw(0), 1, draw, "LA", tolerance)
-    return found.vectors[0] * scale
-
-
-def _expect_shapes(reader: Reader, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Number of vectors in the file, which must be of this model."""
-    counts = {found[0] if found else -1 for found in reader.shapes.values()}
-    expected = {name: (*counts, *sizes) for name, sizes in shapes.items()}
-    if len(counts) != 1 or reader.shapes != expected:
-        wrong = sorted(
-            name
-            for name in reader.shapes.keys() | shapes.keys()
-            if reader.shapes.get(name, ())[1:] != shapes.get(name)
-        )
-        raise ResultError(
-            f"{reader.path} is not of this model: other names or shapes for {wrong[:5]} "
-            f"({len(wrong)} parameters)"
-        )
-    return int(counts.pop())
+    scale = None if metric is None else metric.rsqrt()
+    view = operator if scale is None else Congruent(operator, scale)
+    found = krylov.eigenpairs(view, draw(0), 1, draw, "LA", tolerance, storage=storage)
+    return found.vectors[0] if scale is None else found.vectors[0] * scale

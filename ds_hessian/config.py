@@ -116,9 +116,16 @@ class HessianConfig(_Section):
         "an integer, at least 0",
         ge=0,
     )
+    sharpness_interval: int = _field(
+        0,
+        "Measure the sharpness every so many optimizer steps (with Adam also the preconditioned "
+        "one; about five products once warm); 0: only on request.",
+        "an integer, at least 0",
+        ge=0,
+    )
     start_step: int = _field(
         0,
-        "First optimizer step at which `interval` may take a spectrum.",
+        "First optimizer step at which `interval` and `sharpness_interval` may measure.",
         "an integer, at least 0",
         ge=0,
     )
@@ -167,6 +174,12 @@ class HessianConfig(_Section):
         "(`true`), or in eval mode (`false`).",
         "true or false",
     )
+    sampling: bool = _field(
+        False,
+        "Also estimate what other micro-batches would change in extreme eigenvalues and trace; a "
+        "product's time for each eigenvalue and each probe.",
+        "true or false",
+    )
     output_path: Annotated[str, BeforeValidator(_path_text)] = _field(
         "hessian_out",
         "Folder for the results, one subfolder for each measured step; rank 0 writes.",
@@ -175,8 +188,8 @@ class HessianConfig(_Section):
     )
     resume: Annotated[str, BeforeValidator(_path_text), Field(min_length=1)] | None = _field(
         None,
-        "Folder, seen by all ranks, in which the state of a spectrum is kept after each product; a "
-        "job that was killed takes the spectrum up from there. Null keeps none.",
+        "Folder, seen by all ranks, in which the state of a spectrum or another analysis is kept "
+        "after each product; a job that was killed takes it up from there. Null keeps none.",
         "a path that is not empty, or null",
     )
     progress: bool = _field(True, "Show progress on rank 0.", "true or false")
@@ -193,15 +206,24 @@ class HessianConfig(_Section):
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
         lines = []
-        if self.interval and not self.enabled:
-            lines.append(
-                f"{SECTION}.interval: {self.interval} contradicts {SECTION}.enabled = false, which "
-                "takes no spectrum: remove one of the two"
-            )
-        if self.start_step and not self.interval:
+        intervals = {"interval": self.interval, "sharpness_interval": self.sharpness_interval}
+        lines += [
+            f"{SECTION}.{name}: {interval} contradicts {SECTION}.enabled = false, which measures "
+            "nothing: remove one of the two"
+            for name, interval in intervals.items()
+            if interval and not self.enabled
+        ]
+        if self.start_step and not any(intervals.values()):
             lines.append(
                 f"{SECTION}.start_step: {self.start_step} has no effect while {SECTION}.interval "
-                "is 0 (only on request): set an interval above 0 or remove start_step"
+                f"and {SECTION}.sharpness_interval are 0 (only on request): set one of them above "
+                "0 or remove start_step"
+            )
+        if self.sampling and self.reorthogonalization.mode in ("window", "none"):
+            lines.append(
+                f"{SECTION}.sampling: needs Ritz vectors, for which "
+                f'{SECTION}.reorthogonalization.mode = "{self.reorthogonalization.mode}" stores '
+                'too little: set "full" or "selective", or leave sampling off'
             )
         if self.basis.folder is not None and self.basis.device != "disk":
             lines.append(
@@ -241,7 +263,7 @@ class HessianConfig(_Section):
         """
         if config is None:
             return None
-        settings = config if isinstance(config, Mapping) else _read(config)
+        settings = config if isinstance(config, Mapping) else read_deepspeed(config)
         if SECTION in settings:
             return cls.parse(settings[SECTION])
         for key in settings:
@@ -319,8 +341,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _read(config: str | Path) -> Mapping[str, Any]:
-    """What `DeepSpeedConfig` (deepspeed/runtime/config.py) reads from the same argument."""
+def read_deepspeed(config: str | Path) -> Mapping[str, Any]:
+    """What `DeepSpeedConfig` (deepspeed/runtime/config.py) reads from the same argument.
+
+    Raises:
+        ConfigError: it cannot be read, is not an object, or repeats a key.
+    """
     import hjson  # type: ignore[import-untyped]
 
     if not isinstance(config, str | Path):

@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,19 +22,27 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds_hessian.analyses import Analyses, cost_of
+from ds_hessian.analyses import Analyses
 from ds_hessian.backends.objective import LossFn, Objective
 from ds_hessian.backends.zero import ZeroBackend, refuse_unsupported, shape
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
-from ds_hessian.krylov import LanczosOptions, LanczosState, Storage, slq, top_vector
+from ds_hessian.krylov import LanczosRun, LanczosState, ritz_vectors, slq
+from ds_hessian.measurement import Measurement
+from ds_hessian.memory import MemoryPlan, place_of
 from ds_hessian.operators import FiniteDifferenceHessian, Product, default_range, sweep
+from ds_hessian.operators.sampling import (
+    micro_batch_curvatures,
+    require_several,
+    standard_error,
+)
+from ds_hessian.plan import Share, arguments_of, lanczos_options, plan_analysis
 from ds_hessian.provenance import describe_run
 from ds_hessian.results import (
-    Cost,
     DisplacementSweep,
     HessianSpectrum,
     Provenance,
+    SamplingErrors,
     SelfTest,
     SpectrumProgress,
 )
@@ -64,7 +72,7 @@ class HessianEngine(Analyses):
     """
 
     has_fp32_passes = True
-    """Whether `precision: "fp32"` is there for models in 16 bits."""
+    """Whether models in 16 bits have passes in fp32, by the setting of `precision`."""
 
     def __init__(self, engine: Any, config: HessianConfig | None = None) -> None:
         refuse_unsupported(engine)
@@ -120,7 +128,8 @@ class HessianEngine(Analyses):
             overrides: Config values for this measurement, such as `displacement=1e-3`.
 
         Raises:
-            ConfigError: `use` was not called, or an override is unknown.
+            ConfigError: `use` was not called, an override is unknown, or `sampling` is on with a
+                single micro-batch.
         """
         if self._objective is None:
             raise ConfigError("no micro-batches yet: call hessian.use(batches) first")
@@ -128,6 +137,8 @@ class HessianEngine(Analyses):
             raise ConfigError("a measurement is open already: leave `measuring()` first")
         config = self.config.with_overrides(**overrides)
         self.backend.use(self._objective, config.dropout, config.finite_difference.precision)
+        if config.sampling:
+            require_several(self.backend)
         with self.backend.measuring():
             settings = config.finite_difference
             self._operator = FiniteDifferenceHessian(
@@ -210,6 +221,29 @@ class HessianEngine(Analyses):
         with self.measuring() as operator:
             return operator.matvec(v)
 
+    def memory_plan(self, analysis: str = "spectrum", **settings: Any) -> MemoryPlan:
+        """What a spectrum or an analysis would need on this rank beyond training's memory.
+
+        Not collective.
+
+        Args:
+            analysis: Name of the method: `spectrum`, `eigenpairs`, `trace`, `solve`, ...
+            settings: As the method takes them: config values, and its own arguments, of which
+                those count that the memory depends on (see `ds_hessian.plan.plan_analysis`).
+
+        Raises:
+            ConfigError: there is no such analysis, or a setting is unknown or impossible.
+        """
+        own, others = arguments_of(analysis, settings)
+        known = inspect.signature(getattr(self, analysis)).parameters
+        overrides = {name: value for name, value in others.items() if name not in known}
+        return plan_analysis(analysis, self._share(), self.config.with_overrides(**overrides), own)
+
+    def _share(self) -> Share:
+        """Of this rank, for memory plans."""
+        space = self.backend.space
+        return Share(space.n, space.n_local, place_of(space.device), self.backend.memory)
+
     def spectrum(
         self,
         batches: Iterable[Any] | None = None,
@@ -227,37 +261,33 @@ class HessianEngine(Analyses):
             The record, the same on every rank. Nothing is left on disk.
 
         Raises:
-            ConfigError: a bad override, no batches, or `resume` has the state of another
-                measurement, or a damaged one.
+            ConfigError: a bad override, no batches, too little memory on some rank, or `resume` has
+                the state of another measurement, or a damaged one.
             NumericsError: a loss, gradient or product is not finite.
             MeasurementError: batches, model or loss raised on some rank, or one could not write.
         """
-        config = self.config.with_overrides(**overrides)
         if batches is not None:
             self.use(batches, loss_fn)
-        started, all_reduces = time.perf_counter(), self.backend.space.all_reduces
-        total = config.num_matvecs * config.num_probes
+        run = Measurement[SavedSpectrum](self, overrides, "spectrum")
+        config = run.config
         with ExitStack() as stack:
-            saved = None
-            if config.resume is not None:
-                saved = SavedSpectrum(Path(config.resume), self.backend)
-                stack.enter_context(saved.random_states())
-                total -= saved.products
-                started -= saved.seconds
-                all_reduces -= saved.all_reduces
-            operator = stack.enter_context(self.measuring(**overrides))
-            if saved is not None:
-                saved.take_up(operator, self._identity(operator, config))
+            stack.enter_context(run.open(HessianSpectrum, SavedSpectrum))
+            saved = run.saved
+            total = config.num_matvecs * config.num_probes - (saved.products if saved else 0)
             first = self.rank == 0
             progress = stack.enter_context(SpectrumProgress(total, config.progress and first))
 
+            complete = list[LanczosState]()  # the last probe's run, whose basis sampling needs
+
             def report(probe: int, state: LanczosState) -> None:
-                if saved is not None:
+                if state.done and probe == config.num_probes - 1:
+                    complete.append(state)  # and nothing to save: there are no more products
+                elif saved is not None:
                     saved.save(probe, state)
                 progress.update(probe, state)
 
             runs = slq(
-                operator,
+                run.operator,
                 self.backend.layout,
                 config.num_matvecs,
                 config.num_probes,
@@ -268,21 +298,41 @@ class HessianEngine(Analyses):
                 before=saved.runs if saved else (),
                 restore=saved.restore if saved else None,
             )
-            gradient_norm = operator.gradient_norm
+            gradient_norm = run.operator.gradient_norm
+            sampling = None
+            if config.sampling:
+                sampling = self._sampling_errors(complete.pop(), runs, config)
         spectrum = HessianSpectrum.from_runs(
             runs,
             n=self.backend.space.n,
-            cost=self._cost(operator, started, all_reduces),
+            cost=run.cost(),
             provenance=self._describe(config),
             loss=self.backend.loss,
             gradient_norm=gradient_norm,
+            sampling=sampling,
         )
-        if saved is not None:
-            saved.clear()
+        run.finished()
         if self.rank == 0:
             for warning in spectrum.warnings:
                 logger.warning("Hessian spectrum: %s", warning)
         return spectrum
+
+    def _sampling_errors(
+        self, last: LanczosState, runs: Sequence[LanczosRun], config: HessianConfig
+    ) -> SamplingErrors:
+        """From the last probe's extreme Ritz vectors, and all probes."""
+        displacement = float(np.median(runs[-1].displacements))
+        extremes = [
+            standard_error(micro_batch_curvatures(self.backend, y, displacement))
+            for y in ritz_vectors(last, [-1, 0])
+        ]
+        forms = []
+        for p, run in enumerate(runs):
+            v = self.random_vector(config.seed, config.probe, p)
+            forms.append(micro_batch_curvatures(self.backend, v, float(run.displacements[0])))
+        trace = self.backend.space.n * np.mean(forms, axis=0)
+        largest, smallest = extremes
+        return SamplingErrors(largest, smallest, standard_error(trace), len(trace))
 
     def self_test(
         self,
@@ -326,13 +376,12 @@ class HessianEngine(Analyses):
         """
         if batches is not None:
             self.use(batches, loss_fn)
-        config = self.config.with_overrides(**overrides)
-        started, all_reduces = time.perf_counter(), self.backend.space.all_reduces
-        with self.measuring(**overrides) as operator:
-            vectors = self._directions(operator, directions, config.seed)
+        run = Measurement[Any](self, overrides)
+        with run.open(DisplacementSweep):
+            vectors = self._directions(run.operator, directions, run.config.seed)
             h = displacements or default_range(self.backend)
-            points = [sweep(operator, v, h) for v in vectors.values()]
-            gradient_norm = operator.gradient_norm
+            points = [sweep(run.operator, v, h) for v in vectors.values()]
+            gradient_norm = run.operator.gradient_norm
 
         def stack(name: str) -> NDArray[np.float64]:
             return np.array([[getattr(point, name) for point in row] for row in points])
@@ -348,8 +397,8 @@ class HessianEngine(Analyses):
             fidelities=stack("fidelity"),
             loss=self.backend.loss,
             gradient_norm=gradient_norm,
-            cost=self._cost(operator, started, all_reduces),
-            provenance=self._describe(config),
+            cost=run.cost(),
+            provenance=self._describe(run.config),
         )
 
     def _directions(
@@ -372,16 +421,12 @@ class HessianEngine(Analyses):
                 )
                 while not state.done:
                     state.step()
-                vectors[name] = top_vector(state)
+                vectors[name] = ritz_vectors(state, [-1])[0]
             else:
                 raise ConfigError(
                     f'no direction {name!r}: "random", "top", "gradient", or a mapping of vectors'
                 )
         return vectors
-
-    def _cost(self, operator: FiniteDifferenceHessian, started: float, all_reduces: int) -> Cost:
-        seconds = time.perf_counter() - started
-        return cost_of(operator, seconds, self.backend.space.all_reduces - all_reduces)
 
     def _identity(self, operator: FiniteDifferenceHessian, config: HessianConfig) -> dict[str, Any]:
         """What a measurement made now is of, whatever the layout."""
@@ -394,26 +439,6 @@ class HessianEngine(Analyses):
         assert self._objective is not None
         return describe_run(self.engine, self.backend, self._objective, config)
 
-    def save(self, spectrum: HessianSpectrum, folder: str | Path | None = None) -> Path:
-        """Write figures and picture of a spectrum on rank 0.
-
-        Args:
-            spectrum: What to write.
-            folder: Where to; None for `<output_path>/step_<global step>`.
-
-        Raises:
-            MeasurementError: rank 0 could not write.
-        """
-        if folder is None:
-            folder = Path(self.config.output_path) / f"step_{spectrum.provenance.step:06d}"
-        folder = Path(folder)
-        with together(f"writing results to {folder}", device=self.backend.device):
-            if self.rank == 0:
-                spectrum.save(folder)
-                if self.config.plot:
-                    spectrum.plot(folder / "spectrum.png")
-        return folder
-
 
 def attach(
     engine: Any, config: HessianConfig | Mapping[str, Any] | str | Path | None = None
@@ -421,7 +446,7 @@ def attach(
     """Give an existing DeepSpeed engine its Hessian.
 
     Sets `engine.hessian` (also returned) and `engine.hessian_spectrum`. With an `interval` in the
-    config, spectra are then taken by themselves; see `ds_hessian.schedule`.
+    config, measurements are then taken by themselves; see `ds_hessian.schedule`.
 
     Args:
         engine: From `deepspeed.initialize`.
@@ -440,7 +465,7 @@ def attach(
     hessian = HessianEngine(engine, config)
     engine.hessian = hessian
     engine.hessian_spectrum = hessian.spectrum
-    if config.interval:
+    if config.interval or config.sharpness_interval:
         Schedule(hessian).install()
     return hessian
 
@@ -459,7 +484,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
     section = _section(args, kwargs)
     result: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
-    if section is not None and section.enabled:
+    launched = hasattr(result[0], "hessian")  # by ds_hessian.launch, which runs any script
+    if section is not None and section.enabled and not launched:
         attach(result[0], section)
     return result
 
@@ -475,17 +501,6 @@ def _section(args: tuple[Any, ...], kwargs: dict[str, Any]) -> HessianConfig | N
     if config is None:
         config = getattr(bound.get("args"), "deepspeed_config", None)
     return HessianConfig.from_deepspeed(config)
-
-
-def lanczos_options(config: HessianConfig) -> LanczosOptions:
-    """How Lanczos keeps its basis, as configured."""
-    basis = config.basis
-    dtype = torch.bfloat16 if basis.dtype == "bf16" else torch.float32
-    return LanczosOptions(
-        config.reorthogonalization.mode,
-        config.reorthogonalization.window,
-        Storage(dtype, basis.device, basis.folder),
-    )
 
 
 def _expect(full: Mapping[str, Tensor] | None, name: str, shape: torch.Size) -> Tensor:

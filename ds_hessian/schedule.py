@@ -1,8 +1,10 @@
-"""Spectra by themselves: every `interval` optimizer steps, on micro-batches fixed for the run.
+"""Measurements by themselves, every so many optimizer steps, on micro-batches fixed for the run.
+
+Spectra every `interval` steps, sharpness every `sharpness_interval`; both, where both are due.
 
 The micro-batches are the first `num_micro_batches` with which training calls the engine, copied;
-nothing is drawn from the user's iterator. `hessian.use(batches, loss_fn)` before the first spectrum
-replaces them, and is needed where the model does not return its loss.
+nothing is drawn from the user's iterator. `hessian.use(batches, loss_fn)` before the first
+measurement replaces them, and is needed where the model does not return its loss.
 
 An automatic measurement never ends the training: what it raises is logged on rank 0 and kept in
 `engine.hessian_schedule.failures`; the training state is restored as after any failure.
@@ -12,14 +14,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ds_hessian.backends.objective import Call
+from ds_hessian.config import HessianConfig
 from ds_hessian.errors import HessianError
-from ds_hessian.results import HessianSpectrum, monitor_events
+from ds_hessian.results import (
+    PICTURE,
+    HessianSharpness,
+    HessianSpectrum,
+    monitor_events,
+    write_tensorboard,
+    write_wandb,
+)
 
 if TYPE_CHECKING:
     from ds_hessian.engine import HessianEngine
@@ -53,54 +64,89 @@ class Capture:
 
     def _on_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if engine.module.training:
-            self.calls.append(Call(_copy(args), _copy(kwargs)))
+            # The Trainer of transformers has its models divide by the tokens of a whole step, over
+            # all ranks; without the argument they return the mean loss of the micro-batch.
+            kwargs = {k: v for k, v in kwargs.items() if k != "num_items_in_batch"}
+            self.calls.append(Call(copied(args), copied(kwargs)))
             if self.full:
                 self.stop()
+
+
+Kind = Literal["spectrum", "sharpness"]
+
+
+def due(config: HessianConfig, step: int, default: int = 0) -> list[Kind]:
+    """What is to be measured after this optimizer step.
+
+    Args:
+        config: Has the intervals.
+        step: Optimizer steps made so far.
+        default: Interval of spectra where the configuration has none.
+    """
+    intervals: dict[Kind, int] = {
+        "spectrum": config.interval or default,
+        "sharpness": config.sharpness_interval,
+    }
+    if step < config.start_step:
+        return []
+    return [kind for kind, interval in intervals.items() if interval and step % interval == 0]
 
 
 class Measurements:
     """What automatic measurements found.
 
     Attributes:
-        spectra: `{step: record}` of what was measured.
-        failures: `{step: error}` of what was not.
+        spectra: `{step: record}` of the spectra that were taken.
+        sharpness: `{step: record}` of the sharpness that was measured.
+        failures: `{step: error}` of what was not; of several at a step, the last.
     """
 
     def __init__(self) -> None:
         self.spectra: dict[int, HessianSpectrum] = {}
+        self.sharpness: dict[int, HessianSharpness] = {}
         self.failures: dict[int, HessianError] = {}
 
     def take(
         self,
+        kind: Kind,
         step: int,
         ready: Callable[[], HessianEngine],
-        write: Callable[[HessianSpectrum], None],
+        write: Callable[[HessianSpectrum | HessianSharpness, Path | None], None],
     ) -> None:
-        """Take a spectrum now, save it, and tell the host's monitor. Collective.
+        """Measure now, save the record, and tell the host's monitor. Collective.
 
         Args:
+            kind: What to measure.
             step: Optimizer steps made so far.
             ready: Gives the Hessian, its micro-batches fixed.
-            write: To the monitor; called on every rank.
+            write: Record and picture (None if none was drawn) to the monitor; called on every rank.
         """
         first = dist.get_rank() == 0
+        record: HessianSpectrum | HessianSharpness
         try:
             hessian = ready()
-            spectrum = hessian.spectrum()
-            hessian.save(spectrum)
+            if kind == "spectrum":
+                record = hessian.spectrum()
+            else:
+                record = hessian.sharpness(preconditioned=None)
+            folder = hessian.save(record)
         except HessianError as error:  # every rank has it: training must not end by a measurement
             self.failures[step] = error
             if first:
-                logger.exception("no Hessian spectrum at step %d; training goes on", step)
+                logger.exception("no Hessian %s at step %d; training goes on", kind, step)
             return
-        self.spectra[step] = spectrum
+        if isinstance(record, HessianSpectrum):
+            self.spectra[step] = record
+        else:
+            self.sharpness[step] = record
         if first:
-            logger.info("Hessian spectrum at step %d\n%s", step, spectrum.table())
-        write(spectrum)
+            logger.info("Hessian %s at step %d\n%s", kind, step, record.table())
+        drawn = kind == "spectrum" and hessian.config.plot
+        write(record, folder / PICTURE if drawn else None)
 
 
 class Schedule(Measurements):
-    """Captures micro-batches from training and takes a spectrum every `interval` steps."""
+    """Captures micro-batches from training and measures on the intervals."""
 
     def __init__(self, hessian: HessianEngine) -> None:
         super().__init__()
@@ -117,19 +163,20 @@ class Schedule(Measurements):
         def step(*args: Any, **kwargs: Any) -> Any:
             before = engine.global_steps
             result = inner(*args, **kwargs)
-            if engine.global_steps != before and self.is_due(engine.global_steps):
-                self.measure()
+            if engine.global_steps != before:
+                for kind in self.due(engine.global_steps):
+                    self.measure(kind)
             return result
 
         engine.step = step
 
-    def is_due(self, step: int) -> bool:
-        """Whether a spectrum belongs after this optimizer step."""
-        return step >= self.config.start_step and step % self.config.interval == 0
+    def due(self, step: int) -> list[Kind]:
+        """What belongs after this optimizer step."""
+        return due(self.config, step)
 
-    def measure(self) -> None:
-        """Take a spectrum now, save it, and tell the monitor."""
-        self.take(self.hessian.engine.global_steps, self._ready, self._write)
+    def measure(self, kind: Kind = "spectrum") -> None:
+        """Measure now, save the record, and tell the monitor."""
+        self.take(kind, self.hessian.engine.global_steps, self._ready, self._write)
 
     def _ready(self) -> HessianEngine:
         if self.captured is not None:
@@ -139,17 +186,31 @@ class Schedule(Measurements):
             self.captured = None
         return self.hessian
 
-    def _write(self, spectrum: HessianSpectrum) -> None:
-        if self.hessian.rank == 0:
-            self.hessian.engine.monitor.write_events(monitor_events(spectrum))
+    def _write(self, record: HessianSpectrum | HessianSharpness, picture: Path | None) -> None:
+        write_monitor(self.hessian.engine.monitor, record, picture)
 
 
-def _copy(value: Any) -> Any:
+def write_monitor(
+    monitor: Any, record: HessianSpectrum | HessianSharpness, picture: Path | None
+) -> None:
+    """To every tool of DeepSpeed's monitor, which are on rank 0; the picture where it can be."""
+    if monitor.tb_monitor is not None:
+        write_tensorboard(monitor.tb_monitor.summary_writer, record, picture)
+    if monitor.wandb_monitor is not None:
+        import wandb
+
+        write_wandb(wandb, record, picture)
+    for tool in (monitor.csv_monitor, monitor.comet_monitor):
+        if tool is not None:
+            tool.write_events(monitor_events(record))
+
+
+def copied(value: Any) -> Any:
     """Tensors copied (the user may write the next batch into them), containers rebuilt."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {k: _copy(v) for k, v in value.items()}
+        return {k: copied(v) for k, v in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_copy(v) for v in value)
+        return type(value)(copied(v) for v in value)
     return value

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import runpy
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -158,48 +157,34 @@ def main(arguments: Sequence[str]) -> None:
     Args:
         arguments: `[--local_rank=N] script.py ...`, as the deepspeed launcher gives them.
     """
-    local = [a for a in arguments[:1] if a.startswith("--local_rank")]
-    script = list(arguments[len(local) :])
-    if not script:
-        sys.exit("usage: deepspeed --module ds_hessian.self_test script.py [its arguments]")
-    _test_engines()
-    sys.argv = [script[0], *local, *script[1:]]
-    runpy.run_path(script[0], run_name="__main__")
+    from ds_hessian.launch import run_script
+
+    run_script("ds_hessian.self_test", arguments, _test_at_a_step)
     sys.exit("the script ended before enough micro-batches were seen for the self-test")
 
 
-def _test_engines() -> None:
-    """Have `deepspeed.initialize` give engines that are tested at a step, which ends the job."""
-    import deepspeed
-
+def _test_at_a_step(engine: Any) -> None:
+    """Have an engine tested at its first step with enough micro-batches, which ends the job."""
     from ds_hessian.config import HessianConfig
     from ds_hessian.engine import HessianEngine
     from ds_hessian.schedule import Capture
 
-    initialize = deepspeed.initialize
+    section = HessianConfig.from_deepspeed(engine._config._param_dict) or HessianConfig()
+    captured = Capture(engine, section.num_micro_batches)
+    step = engine.step
 
-    def initialize_tested(*args: Any, **kwargs: Any) -> Any:
-        result = initialize(*args, **kwargs)
-        engine = result[0]
-        section = HessianConfig.from_deepspeed(engine._config._param_dict) or HessianConfig()
-        captured = Capture(engine, section.num_micro_batches)
-        step = engine.step
+    def step_and_test(*args: Any, **kwargs: Any) -> Any:
+        before = engine.global_steps
+        out = step(*args, **kwargs)
+        if captured.full and engine.global_steps != before:
+            hessian = getattr(engine, "hessian", None) or HessianEngine(engine, section)
+            verdict = hessian.use(captured.calls).self_test()
+            if hessian.rank == 0:
+                print(verdict.table(), flush=True)
+            sys.exit(0 if verdict.passed else 1)
+        return out
 
-        def step_and_test(*args: Any, **kwargs: Any) -> Any:
-            before = engine.global_steps
-            out = step(*args, **kwargs)
-            if captured.full and engine.global_steps != before:
-                hessian = getattr(engine, "hessian", None) or HessianEngine(engine, section)
-                verdict = hessian.use(captured.calls).self_test()
-                if hessian.rank == 0:
-                    print(verdict.table(), flush=True)
-                sys.exit(0 if verdict.passed else 1)
-            return out
-
-        engine.step = step_and_test
-        return result
-
-    deepspeed.initialize = initialize_tested
+    engine.step = step_and_test
 
 
 if __name__ == "__main__":

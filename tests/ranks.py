@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -33,6 +35,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: str)
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         DS_ACCELERATOR="cpu",
+        OMP_NUM_THREADS="1",  # without it Accelerate sets torch's number of threads, for good
     )
     import logging
 
@@ -44,6 +47,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: str)
     deepspeed.utils.logger.setLevel(logging.ERROR)
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", verbose=False)
+    modules = 0
     while True:
         call = pipe.recv()
         if call is None:
@@ -53,6 +57,12 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: str)
             pipe.send((True, function(*args, **kwargs)))
         except BaseException:  # the test process shows it
             pipe.send((False, traceback.format_exc()))
+        # Cycles keep gloo's process groups, whose threads poll all the time. What was imported
+        # is not looked at again.
+        gc.collect()
+        if len(sys.modules) > modules + 50:
+            modules = len(sys.modules)
+            gc.freeze()
 
 
 class RankPool:

@@ -14,24 +14,33 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
     "ops": {"errors"},
+    "memory": set(),
     "vectors": {"ops", "errors"},
-    "backends": {"vectors", "ops", "config", "errors"},
-    "operators": {"backends", "vectors", "ops", "errors"},
-    "krylov": {"operators", "vectors", "ops", "errors"},
+    "backends": {"vectors", "ops", "memory", "config", "errors"},
+    "operators": {"backends", "vectors", "ops", "memory", "errors"},
+    "krylov": {"operators", "vectors", "ops", "memory", "errors"},
     "results": {"krylov", "errors"},
 }
 JOINING = {
     "analyses",
     "engine",
+    "measurement",
+    "records",
     "schedule",
+    "plan",
     "provenance",
     "resume",
     "self_test",
+    "timing",
     "megatron",
+    "cli",
+    "integrations",
+    "launch",
 }  # may import everything
 HOSTS = {
-    "deepspeed": ("backends/zero/", "engine.py", "provenance.py", "self_test.py", "ops/"),
+    "deepspeed": ("backends/zero/", "engine.py", "provenance.py", "launch.py", "ops/", "cli/"),
     "megatron": ("backends/megatron/", "megatron/"),
+    "transformers": ("integrations/",),
 }
 
 

@@ -305,19 +305,38 @@ void subtract_project_of(const Basis& basis, float* w, const double* coefficient
   run(basis, w, coefficients, n, owned, width, out, threads);
 }
 
+// Row j of `sums` += the rows times row j of `coefficients`, for kOut rows j.
+template <int kRows, int kOut, int kAhead, class T>
+void combine_rows(const Rows<T>& rows, const double* coefficients, int64_t coefficient_stride,
+                  double* sums, int64_t columns) {
+  D8 factors[kOut][kRows];
+  for (int j = 0; j < kOut; ++j)
+    for (int r = 0; r < kRows; ++r)
+      factors[j][r] = lanes::broadcast(coefficients[j * coefficient_stride + r]);
+  lanes::each_ahead(
+      columns, [&](int64_t i) DS_HESSIAN_INLINED { rows.template prefetch<kAhead>(i); },
+      [&](int64_t i, auto io) {
+        D8 sum[kOut];
+        for (int j = 0; j < kOut; ++j) sum[j] = load_wide(sums + j * kColumns + i);
+        for (int r = 0; r < kRows; ++r) {
+          const D8 x = io.wide(rows.data + r * rows.stride + i);
+          for (int j = 0; j < kOut; ++j) sum[j] = lanes::add_product(sum[j], x, factors[j][r]);
+        }
+        for (int j = 0; j < kOut; ++j) store_wide(sums + j * kColumns + i, sum[j]);
+      });
+}
+
+// Two of the k outputs at a time: their factors stay in registers. The rows come from memory for
+// the first two, and from the cache for the others.
 template <int kRows, class T>
-void combine_rows(const T* const* rows, const double* coefficients, int64_t coefficient_stride,
-                  int64_t k, double* sums, int64_t columns) {
-  lanes::each(0, columns, [&](int64_t i, auto io) {
-    D8 x[kRows];
-    for (int r = 0; r < kRows; ++r) x[r] = io.wide(rows[r] + i);
-    for (int64_t j = 0; j < k; ++j) {
-      const double* c = coefficients + j * coefficient_stride;
-      D8 sum = load_wide(sums + j * kColumns + i);
-      for (int r = 0; r < kRows; ++r) sum = lanes::add_product(sum, x[r], lanes::broadcast(c[r]));
-      store_wide(sums + j * kColumns + i, sum);
-    }
-  });
+void combine_all(const Rows<T>& rows, const double* coefficients, int64_t coefficient_stride,
+                 int64_t k, double* sums, int64_t columns) {
+  for (int64_t j = 0; j < k; j += 2) {
+    const auto two = j == 0 ? combine_rows<kRows, 2, kRows, T> : combine_rows<kRows, 2, 0, T>;
+    const auto one = j == 0 ? combine_rows<kRows, 1, kRows, T> : combine_rows<kRows, 1, 0, T>;
+    (j + 2 <= k ? two : one)(rows, coefficients + j * coefficient_stride, coefficient_stride,
+                             sums + j * kColumns, columns);
+  }
 }
 
 template <class T>
@@ -327,20 +346,21 @@ void combine_of(const Basis& basis, const double* coefficients, int64_t k, float
     std::vector<double> sums(static_cast<size_t>(k * kColumns));
     // 256 KB of sums at most stay in the second-level cache while the rows pass by.
     const int64_t fit = (int64_t{32} << 10) / std::max<int64_t>(k, 1) / 64 * 64;
-    const int64_t width = std::min(kColumns, std::max<int64_t>(fit, 64));
+    const int64_t width = std::min(kFusedColumns, std::max<int64_t>(fit, 64));
     for (int64_t begin = first; begin < last; begin += width) {
       const int64_t columns = std::min(width, last - begin);
+      const T* tile = row_of<T>(basis, 0) + begin;
+      const Rows<T> rows = {tile, basis.stride, tile + kGroup * basis.stride, basis.stride};
       std::fill(sums.begin(), sums.end(), 0.0);
-      int64_t row = 0;
-      for (; row + kGroup <= basis.rows; row += kGroup) {
-        const T* group[kGroup];
-        for (int64_t r = 0; r < kGroup; ++r) group[r] = row_of<T>(basis, row + r) + begin;
-        combine_rows<kGroup>(group, coefficients + row, basis.rows, k, sums.data(), columns);
-      }
-      for (; row < basis.rows; ++row) {
-        const T* one = row_of<T>(basis, row) + begin;
-        combine_rows<1>(&one, coefficients + row, basis.rows, k, sums.data(), columns);
-      }
+      grouped(
+          basis.rows,
+          [&](int64_t row) {
+            combine_all<kGroup>(rows.from(row), coefficients + row, basis.rows, k, sums.data(),
+                                columns);
+          },
+          [&](int64_t row) {
+            combine_all<1>(rows.from(row), coefficients + row, basis.rows, k, sums.data(), columns);
+          });
       for (int64_t j = 0; j < k; ++j)
         narrow_tile(sums.data() + j * kColumns, columns, out + j * out_stride + begin);
     }

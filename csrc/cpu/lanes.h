@@ -25,7 +25,6 @@ typedef float F4 __attribute__((vector_size(16)));
 typedef float F8 __attribute__((vector_size(32)));
 typedef double D4 __attribute__((vector_size(32)));
 typedef uint32_t U8 __attribute__((vector_size(32)));
-typedef int32_t I8 __attribute__((vector_size(32)));
 typedef uint16_t H8 __attribute__((vector_size(16)));
 
 struct D8 {
@@ -109,13 +108,15 @@ DS_HESSIAN_LANE F8 from_bits(U8 bits) {
 
 DS_HESSIAN_LANE F8 decode(F8 stored, const float*) { return stored; }
 
-DS_HESSIAN_LANE F8 decode(H8 stored, const bf16*) {
+DS_HESSIAN_LANE U8 widen(H8 x) {
 #if defined(__AVX2__)
-  return (F8)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)stored), 16);
+  return (U8)_mm256_cvtepu16_epi32((__m128i)x);
 #else
-  return from_bits(__builtin_convertvector(stored, U8) << 16);
+  return __builtin_convertvector(x, U8);
 #endif
 }
+
+DS_HESSIAN_LANE F8 decode(H8 stored, const bf16*) { return from_bits(widen(stored) << 16); }
 
 inline float decode_fp16(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
@@ -164,18 +165,23 @@ DS_HESSIAN_LANE F8 decode(H8 stored, const fp16*) {
 #endif
 }
 
-DS_HESSIAN_LANE H8 encode(F8 x, const bf16*) {
-  const U8 bits = bits_of(x);
-  const U8 nearest = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  // All ones where true; as signed numbers, which AVX2 can compare.
-  const U8 is_nan = (U8)((I8)(bits & 0x7FFFFFFFu) > 0x7F800000);
-  const U8 encoded = (is_nan & 0x7FC0u) | (~is_nan & nearest);
+// The upper halves of eight fp32 numbers with these bits.
+DS_HESSIAN_LANE H8 upper_halves(U8 bits) {
+  const U8 upper = bits >> 16;
 #if defined(__AVX2__)
-  const __m256i packed = _mm256_packus_epi32((__m256i)encoded, (__m256i)encoded);
-  return (H8)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+  const __m256i words = (__m256i)upper;
+  return (H8)_mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 #else
-  return __builtin_convertvector(encoded, H8);
+  return __builtin_convertvector(upper, H8);
 #endif
+}
+
+// `then` in the lanes where x is NaN.
+DS_HESSIAN_LANE U8 where_nan(F8 x, U8 then, U8 otherwise) { return x != x ? then : otherwise; }
+
+DS_HESSIAN_LANE H8 encode(F8 x, const bf16*) {
+  const U8 bits = bits_of(x), nearest = bits + 0x7FFFu + ((bits >> 16) & 1u);
+  return upper_halves(where_nan(x, U8{} + 0x7FC00000u, nearest));
 }
 
 DS_HESSIAN_LANE H8 encode(F8 x, const fp16*) {
@@ -189,6 +195,19 @@ DS_HESSIAN_LANE H8 encode(F8 x, const fp16*) {
 }
 
 DS_HESSIAN_LANE F8 encode(F8 x, const float*) { return x; }
+
+// Stochastic rounding: adds `random`, 16 bits for each lane, below the last bit that the format
+// keeps, and cuts there. Inf stays, its low bits are 0.
+DS_HESSIAN_LANE H8 encode_randomly(F8 x, H8 random, const bf16*) {
+  const U8 added = bits_of(x) + widen(random);
+  return upper_halves(where_nan(x, U8{} + 0x7FC00000u, added));
+}
+
+// The cut number is then rounded to nearest, which changes it where fp16 is subnormal.
+DS_HESSIAN_LANE H8 encode_randomly(F8 x, H8 random, const fp16* type) {
+  const U8 added = bits_of(x) + (widen(random) & 0x1FFFu);
+  return encode(from_bits(where_nan(x, bits_of(x), added & ~0x1FFFu)), type);
+}
 
 // Eight stored elements as fp64, without a detour over a whole register of fp32 where that shows.
 DS_HESSIAN_LANE D8 decode_wide(F8 stored, const float*) { return widen(stored); }
@@ -250,10 +269,13 @@ struct Full {
 #endif
   }
   template <class T>
-  DS_HESSIAN_LANE D8 store_wide(T* to, F8 x) const {
-    const typename Stored<T>::type stored = encode(x, static_cast<const T*>(to));
+  DS_HESSIAN_LANE D8 store_encoded(T* to, typename Stored<T>::type stored) const {
     memcpy(to, &stored, sizeof stored);
     return decode_wide(stored, static_cast<const T*>(to));
+  }
+  template <class T>
+  DS_HESSIAN_LANE D8 store_wide(T* to, F8 x) const {
+    return store_encoded(to, encode(x, static_cast<const T*>(to)));
   }
   template <class T>
   DS_HESSIAN_LANE F8 load(const T* from) const {
@@ -294,8 +316,13 @@ struct Partial {
     return widen(load(from));
   }
   template <class T>
+  DS_HESSIAN_LANE D8 store_encoded(T* to, typename Stored<T>::type stored) const {
+    memcpy(to, &stored, static_cast<size_t>(count) * sizeof(T));
+    return wide(static_cast<const T*>(to));
+  }
+  template <class T>
   DS_HESSIAN_LANE D8 store_wide(T* to, F8 x) const {
-    return widen(store(to, x));
+    return store_encoded(to, encode(x, static_cast<const T*>(to)));
   }
   template <class T>
   DS_HESSIAN_LANE F8 load(const T* from) const {

@@ -4,41 +4,31 @@
 #include "../contracts.h"
 #include "../probe_math.h"
 #include "parallel.h"
+#include "philox.h"
 
 namespace ds_hessian {
 namespace cpu {
 namespace {
 
 constexpr int64_t kGroup = 64;  // Philox blocks at a time: the loops below become vector code
-
-struct WordTable {
-  uint32_t x0[kGroup], x1[kGroup], x2[kGroup], x3[kGroup];
-};
-
-void fill_words(uint64_t key, uint64_t stream, int64_t first, WordTable* table) {
-  for (int64_t i = 0; i < kGroup; ++i) {
-    const probe::Words words = probe::philox(key, stream, static_cast<uint64_t>(first + i));
-    table->x0[i] = words.x0;
-    table->x1[i] = words.x1;
-    table->x2[i] = words.x2;
-    table->x3[i] = words.x3;
-  }
-}
+constexpr int64_t kWords = 4 * kGroup;
 
 struct Gaussian {
   static constexpr int64_t kPerBlock = 4;
 
-  static void fill(const WordTable& table, float* values) {
-    float z0[kGroup], z1[kGroup], z2[kGroup], z3[kGroup];
-    for (int64_t i = 0; i < kGroup; ++i)
-      probe::gaussian_pair(table.x0[i], table.x1[i], &z0[i], &z1[i]);
-    for (int64_t i = 0; i < kGroup; ++i)
-      probe::gaussian_pair(table.x2[i], table.x3[i], &z2[i], &z3[i]);
-    for (int64_t i = 0; i < kGroup; ++i) {
-      values[4 * i] = z0[i];
-      values[4 * i + 1] = z1[i];
-      values[4 * i + 2] = z2[i];
-      values[4 * i + 3] = z3[i];
+  static void fill(const uint32_t* words, float* values) {
+    constexpr int64_t kPairs = kWords / 2;
+    uint32_t radius[kPairs], angle[kPairs];
+    float cosine[kPairs], sine[kPairs];
+    for (int64_t i = 0; i < kPairs; ++i) {
+      radius[i] = words[2 * i];
+      angle[i] = words[2 * i + 1];
+    }
+    for (int64_t i = 0; i < kPairs; ++i)
+      probe::gaussian_pair(radius[i], angle[i], &cosine[i], &sine[i]);
+    for (int64_t i = 0; i < kPairs; ++i) {
+      values[2 * i] = cosine[i];
+      values[2 * i + 1] = sine[i];
     }
   }
 };
@@ -46,20 +36,12 @@ struct Gaussian {
 struct Rademacher {
   static constexpr int64_t kPerBlock = 128;
 
-  static void spread(uint32_t word, float* values) {
-    for (uint32_t bit = 0; bit < 32; ++bit) {
-      const uint32_t raw = 0x3F800000u | ((word >> bit) & 1u) << 31;  // +1 or -1
-      memcpy(values + bit, &raw, sizeof raw);
-    }
-  }
-
-  static void fill(const WordTable& table, float* values) {
-    for (int64_t i = 0; i < kGroup; ++i) {
-      spread(table.x0[i], values + 128 * i);
-      spread(table.x1[i], values + 128 * i + 32);
-      spread(table.x2[i], values + 128 * i + 64);
-      spread(table.x3[i], values + 128 * i + 96);
-    }
+  static void fill(const uint32_t* words, float* values) {
+    for (int64_t i = 0; i < kWords; ++i)
+      for (uint32_t bit = 0; bit < 32; ++bit) {
+        const uint32_t raw = 0x3F800000u | ((words[i] >> bit) & 1u) << 31;  // +1 or -1
+        memcpy(values + 32 * i + bit, &raw, sizeof raw);
+      }
   }
 };
 
@@ -68,14 +50,16 @@ struct Rademacher {
 template <class Kind>
 void fill_range(float* out, int64_t n, uint64_t key, uint64_t stream, int64_t start, int threads) {
   constexpr int64_t kValues = kGroup * Kind::kPerBlock;
+  const philox::Stream random(key, stream);
   parallel::blocks(n, threads, [&](int64_t, int64_t begin, int64_t end) {
-    WordTable table;
+    uint32_t words[kWords];
     float values[kValues];
     for (int64_t i = begin; i < end;) {
       const int64_t inside = (start + i) % kValues;
       const int64_t count = std::min(kValues - inside, end - i);
-      fill_words(key, stream, (start + i - inside) / Kind::kPerBlock, &table);
-      Kind::fill(table, values);
+      const uint64_t block = static_cast<uint64_t>((start + i - inside) / Kind::kPerBlock);
+      for (uint64_t b = 0; b < kGroup; b += philox::kBlocks) random.draw(block + b, words + 4 * b);
+      Kind::fill(words, values);
       memcpy(out + i, values + inside, static_cast<size_t>(count) * sizeof(float));
       i += count;
     }

@@ -1,7 +1,7 @@
 // Kernels that pass over vectors once: displacement, difference, Lanczos update, normalisation.
 #include <cstring>
 
-#include "../probe_math.h"
+#include "philox.h"
 #include "reduce.h"
 
 namespace ds_hessian {
@@ -22,54 +22,56 @@ struct Displacement {
   int64_t at;  // global index of the first element of the shard
 };
 
-// The random words of the elements of whole Philox blocks [first, last), in the elements' order.
-void random_words(uint64_t seed, int64_t first, int64_t last, uint32_t* words) {
-  constexpr int64_t kGroup = 32;  // blocks at a time: the first loop becomes vector code
-  uint32_t x[4][kGroup];
-  for (; first < last; first += kGroup, words += 4 * kGroup) {
-    for (int64_t i = 0; i < kGroup; ++i) {
-      const probe::Words four = probe::philox(seed, 0, static_cast<uint64_t>(first + i));
-      x[0][i] = four.x0;
-      x[1][i] = four.x1;
-      x[2][i] = four.x2;
-      x[3][i] = four.x3;
-    }
-    for (int64_t i = 0; i < kGroup; ++i)
-      for (int64_t j = 0; j < 4; ++j) words[4 * i + j] = x[j][i];
-  }
-}
+// Elements that random numbers are drawn for at a time: whole groups of Philox blocks, whose
+// numbers and operands stay in the first-level cache.
+constexpr int64_t kDrawn = 512;
+constexpr int64_t kPerBlock = 8;  // elements of a Philox block: 16 bits each, low half first
+constexpr int64_t kPerGroup = kPerBlock * philox::kBlocks;
 
-DS_HESSIAN_LANE F8 round_stochastically(F8 value, const uint32_t* random, uint32_t drop) {
-  lanes::U8 words;
-  memcpy(&words, random, sizeof words);
-  const lanes::U8 raw = lanes::bits_of(value);
-  const uint32_t mask = (1u << drop) - 1u;
-  const lanes::U8 rounded = (raw + (words & mask)) & ~mask;
-  const lanes::U8 finite = (lanes::U8)((raw & 0x7F800000u) != 0x7F800000u);
-  return lanes::from_bits((finite & rounded) | (~finite & raw));
-}
-
-// kAlong: there is a v. Without, nothing is displaced and nothing projected on it.
+// kAlong: there is a v. Without, nothing is displaced and nothing projected on it. `random`: 16
+// bits for each element, where they are rounded stochastically.
 template <Rounding kRounding, bool kAlong, class W, class M>
-void displace_tile(W* w, const M* m, const Displacement& d, int64_t begin, int64_t end, D8* sums) {
-  constexpr uint32_t kDrop = std::is_same<W, bf16>::value ? 16 : 13;
-  constexpr bool kRandom = kRounding == Rounding::kStochastic && !std::is_same<W, float>::value;
-  uint32_t words[kRandom ? parallel::kTile + 256 : 1];  // whole groups of Philox blocks
-  const int64_t from = d.at + begin;
-  if (kRandom) random_words(d.seed, from >> 2, (d.at + end + 3) >> 2, words);
-  const float *v = d.v, h = d.h;
+DS_HESSIAN_LANE void displace_part(W* w, const M* m, const float* v, float h,
+                                   const uint16_t* random, int64_t count, D8* sums) {
   D8 along = sums[0], square = sums[1];
-  lanes::each(begin, end, [&](int64_t i, auto io) {
+  lanes::each(0, count, [&](int64_t i, auto io) {
     const D8 old = io.wide(w + i);
     F8 value = io.load(m + i);
     if (kRounding != Rounding::kRestore) value = value + io.load(v + i) * h;
-    if (kRandom) value = round_stochastically(value, words + (from & 3) + (i - begin), kDrop);
-    const D8 change = io.store_wide(w + i, value) - old;
+    D8 stored;
+    if constexpr (kRounding == Rounding::kStochastic) {
+      lanes::H8 bits;
+      memcpy(&bits, random + i, sizeof bits);
+      stored = io.store_encoded(w + i, lanes::encode_randomly(value, bits, w));
+    } else {
+      stored = io.store_wide(w + i, value);
+    }
+    const D8 change = stored - old;
     if (kAlong) along = lanes::add_product(along, change, io.wide(v + i));
     square = lanes::add_product(square, change, change);
   });
   sums[0] = along;
   sums[1] = square;
+}
+
+template <Rounding kRounding, bool kAlong, class W, class M>
+void displace_tile(W* w, const M* m, const Displacement& d, int64_t begin, int64_t end, D8* sums) {
+  if constexpr (kRounding != Rounding::kStochastic) {
+    displace_part<kRounding, kAlong>(w + begin, m + begin, kAlong ? d.v + begin : nullptr, d.h,
+                                     nullptr, end - begin, sums);
+  } else if constexpr (std::is_same<W, float>::value) {
+    displace_tile<Rounding::kNearest, kAlong>(w, m, d, begin, end, sums);
+  } else {
+    const philox::Stream stream(d.seed, 0);
+    uint16_t random[kDrawn + kPerGroup];
+    for (int64_t i = begin; i < end; i += kDrawn) {
+      const int64_t count = std::min(kDrawn, end - i), inside = (d.at + i) % kPerBlock;
+      uint64_t block = static_cast<uint64_t>((d.at + i) / kPerBlock);
+      for (int64_t j = 0; j < inside + count; j += kPerGroup, block += philox::kBlocks)
+        stream.draw(block, random + j);
+      displace_part<kRounding, kAlong>(w + i, m + i, d.v + i, d.h, random + inside, count, sums);
+    }
+  }
 }
 
 template <Rounding kRounding, bool kAlong, class W, class M>
@@ -177,27 +179,42 @@ void displace(const std::vector<Shard>& shards, const float* v, float h, int64_t
   parallel::collect(partials, 2, out);
 }
 
+namespace {
+
+constexpr size_t kPairs = 4;  // pairs at a time: their sums stay in registers
+
+// sums[p] += the product of pair p over a tile, for the first kCount pairs in one pass: memory is
+// read without a pause, and a vector that several pairs share comes from the first-level cache.
+template <size_t kCount>
+void add_dots(const Pair* pairs, int64_t begin, int64_t end, lanes::Sum* sums) {
+  const float *a[kCount], *b[kCount];
+  D8 partial[kCount];
+  for (size_t p = 0; p < kCount; ++p) {
+    a[p] = pairs[p].a;
+    b[p] = pairs[p].b;
+    partial[p] = lanes::zeros();
+  }
+  lanes::each(begin, end, [&](int64_t i, auto io) {
+    for (size_t p = 0; p < kCount; ++p)
+      partial[p] = add_product(partial[p], io.wide(a[p] + i), io.wide(b[p] + i));
+  });
+  for (size_t p = 0; p < kCount; ++p) sums[p].add(partial[p].total());
+}
+
+typedef void (*AddDots)(const Pair*, int64_t, int64_t, lanes::Sum*);
+constexpr AddDots kAddDots[kPairs] = {add_dots<1>, add_dots<2>, add_dots<3>, add_dots<4>};
+
+}  // namespace
+
 void dots(const std::vector<Pair>& pairs, int64_t owned, double* out, const Launch& launch) {
   const size_t count = pairs.size();
   std::vector<double> partials(static_cast<size_t>(parallel::block_count(owned)) * count);
   parallel::blocks(owned, launch.threads, [&](int64_t block, int64_t begin, int64_t end) {
     std::vector<lanes::Sum> sums(count);
-    for (int64_t i = begin; i < end; i += parallel::kTile) {  // a tile stays in cache for all pairs
-      const int64_t stop = std::min(i + parallel::kTile, end);
-      for (size_t p = 0; p < count; ++p) {
-        const float *a = pairs[p].a, *b = pairs[p].b;
-        D8 even = lanes::zeros(), odd = lanes::zeros();
-        int64_t j = i;
-        for (; j + 16 <= stop; j += 16) {
-          even = add_product(even, Full{}.wide(a + j), Full{}.wide(b + j));
-          odd = add_product(odd, Full{}.wide(a + j + 8), Full{}.wide(b + j + 8));
-        }
-        lanes::each(j, stop, [&](int64_t k, auto io) {
-          even = add_product(even, io.wide(a + k), io.wide(b + k));
-        });
-        sums[p].add((even + odd).total());
-      }
-    }
+    for (int64_t i = begin; i < end; i += parallel::kTile)
+      for (size_t p = 0; p < count; p += kPairs)
+        kAddDots[std::min(count - p, kPairs) - 1](&pairs[p], i, std::min(i + parallel::kTile, end),
+                                                  &sums[p]);
     for (size_t p = 0; p < count; ++p)
       partials[static_cast<size_t>(block) * count + p] = sums[p].value();
   });

@@ -27,11 +27,33 @@ struct Pieces {
 };
 static_assert(sizeof(Pieces) <= 3840, "kernel arguments are limited to 4 KB");
 
-// The random word of the element with this global index.
-__device__ __forceinline__ uint32_t random_word(uint64_t seed, int64_t index) {
-  const probe::Words words = probe::philox(seed, 0, static_cast<uint64_t>(index >> 2));
-  const int which = static_cast<int>(index & 3);
-  return which == 0 ? words.x0 : which == 1 ? words.x1 : which == 2 ? words.x2 : words.x3;
+// random[j] = the random bits of the element with global index `index` + j, in the lower half. One
+// Philox block serves eight elements, so that kVector of them take two where they straddle.
+template <int kCount>
+__device__ __forceinline__ void draw(uint64_t seed, int64_t index, uint32_t (&random)[kCount]) {
+  const uint64_t block = static_cast<uint64_t>(index >> 3);
+  const int inside = static_cast<int>(index & 7);
+  const probe::Words first = probe::philox(seed, 0, block);
+  uint32_t words[8] = {first.x0, first.x1, first.x2, first.x3};
+  if (inside + kCount > 8) {
+    const probe::Words second = probe::philox(seed, 0, block + 1);
+    words[4] = second.x0;
+    words[5] = second.x1;
+    words[6] = second.x2;
+    words[7] = second.x3;
+  }
+  // Shifts by `inside` halves, in steps that leave the words in registers.
+  if (inside & 4)
+#pragma unroll
+    for (int k = 0; k < 6; ++k) words[k] = words[k + 2];
+  if (inside & 2)
+#pragma unroll
+    for (int k = 0; k < 7; ++k) words[k] = words[k + 1];
+  if (inside & 1)
+#pragma unroll
+    for (int k = 0; k < 7; ++k) words[k] = __funnelshift_r(words[k], words[k + 1], 16);
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) random[j] = words[j / 2] >> 16 * (j % 2);
 }
 
 template <Rounding kRounding, class W, class M>
@@ -50,13 +72,15 @@ struct Displace {
     load(static_cast<const M*>(piece.master) + i, x);
     if (kRounding != Rounding::kRestore || v) load(v + at, direction);
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
+    for (int j = 0; j < kCount; ++j)
       if (kRounding != Rounding::kRestore) x[j] = __fadd_rn(x[j], __fmul_rn(direction[j], h));
-      if (kRounding == Rounding::kStochastic && sizeof(W) == 2) {
-        const uint32_t drop = std::is_same<W, bf16>::value ? 16 : 13;
-        const uint32_t word = random_word(seed, at + j);
-        x[j] = __uint_as_float(probe::round_stochastically(__float_as_uint(x[j]), word, drop));
-      }
+    if (kRounding == Rounding::kStochastic && sizeof(W) == 2) {
+      const uint32_t drop = std::is_same<W, bf16>::value ? 16 : 13;
+      uint32_t random[kCount];
+      draw(seed, at, random);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j)
+        x[j] = __uint_as_float(probe::round_stochastically(__float_as_uint(x[j]), random[j], drop));
     }
     store(w, x);
 #pragma unroll

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ds_hessian import ops
+from ds_hessian.memory import Item, place_of
 from ds_hessian.vectors import Fragment, Layout, VectorSpace
 
 
@@ -90,6 +91,14 @@ class ModuleBackend:
                     out[part].add_(p.grad.view(-1))
         if len(self._losses) == self.num_micro_batches:
             self.loss = sum(self._losses.values()) / self.num_micro_batches
+
+    def memory(self, precision: Literal["model", "fp32"] = "model") -> list[Item]:
+        """See `ShardBackend.memory`."""
+        place, size = place_of(self.space.device), sum(p.nbytes for _, p in self.named)
+        return [
+            Item("weights as they were", place, size),
+            Item("gradients of a pass", place, size),
+        ]
 
     def weight_norm(self) -> float:
         """See `ShardBackend.weight_norm`."""

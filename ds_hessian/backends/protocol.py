@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
+from ds_hessian.memory import Item
 from ds_hessian.vectors import Layout, VectorSpace
 
 
@@ -32,7 +33,7 @@ class ShardBackend(Protocol):
 
     @property
     def unit_roundoff(self) -> float:
-        """Of the dtype in which the passes compute: half of `torch.finfo(dtype).eps`."""
+        """Half of `torch.finfo(dtype).eps`, with the dtype in which the passes compute."""
         ...
 
     def measuring(self) -> AbstractContextManager[None]:
@@ -51,6 +52,14 @@ class ShardBackend(Protocol):
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Add to `out` `(n_local,)` fp32 the gradient terms of these micro-batches at the current
         weights. The gradient of the loss is `gradient_scale` times the sum over all micro-batches.
+        """
+        ...
+
+    def memory(self, precision: Literal["model", "fp32"] = "model") -> list[Item]:
+        """What this rank holds inside `measuring` beyond training's memory; not collective.
+
+        Args:
+            precision: Of the passes.
         """
         ...
 

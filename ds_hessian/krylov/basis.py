@@ -27,6 +27,14 @@ BLOCK_BYTES = 256 << 20
 """Of one block of rows on its way to the accelerator; two are there at a time."""
 
 
+def rotation_bytes(formed: int, travelling: int, dtype: torch.dtype) -> int:
+    """Bytes of one coordinate in `Basis.rotate`: of the rows formed, one of them being rounded, and
+    of those on their way.
+    """
+    rounding = 0 if dtype == torch.float32 else 4 + dtype.itemsize
+    return 4 * formed + rounding + dtype.itemsize * travelling
+
+
 @dataclass(frozen=True)
 class Storage:
     """Where and how basis vectors are kept.
@@ -130,18 +138,45 @@ class Basis:
         k, count = coefficients.shape
         weights = coefficients * np.sqrt(self.inverse_squares[:count])
         out = torch.zeros(k, self.space.n_local, device=self.space.device)
-        part = torch.empty_like(out)
+        part = out  # the first block's, and where the basis is near, the only one's
         for at, block in self.blocks(count):
+            if at.start > 0 and part is out:
+                part = torch.empty_like(out)
             ops.combine(block, torch.tensor(weights[:, at]), part)
-            out += part
+            if part is not out:
+                out += part
         return out
 
-    def replace(self, vectors: Tensor) -> None:
-        """Overwrite the first rows by unit vectors `(k, n_local)` fp32. Collective."""
-        partials = [self.store(i, v.clone(), 1.0) for i, v in enumerate(vectors)]
-        sums = self.space.reduce(torch.cat(partials)) if not self.exact else torch.zeros(0)
-        for i in range(len(vectors)):
-            self.settle(i, sums[2 * i : 2 * i + 2])
+    def rotate(self, coefficients: Array) -> None:
+        """The first k rows become `coefficients` `(k, count)` times the first `count` unit vectors.
+
+        `coefficients` has orthonormal rows. Made in place, some coordinates at a time, in at most
+        `BLOCK_BYTES` beside the basis. Collective for rounded rows: one all-reduce.
+        """
+        k, count = coefficients.shape
+        space, near = self.space, self.rows.device == self.space.device
+        weights = torch.tensor(coefficients * np.sqrt(self.inverse_squares[:count]))
+        width = max(1, BLOCK_BYTES // rotation_bytes(k, 0 if near else count, self.storage.dtype))
+        partials = torch.zeros(0 if self.exact else 2 * k, dtype=torch.float64)
+        for start in range(0, space.n_local, width):
+            at = slice(start, min(start + width, space.n_local))
+            block = self.rows[:count, at].to(space.device)
+            made = torch.empty(k, at.stop - start, device=space.device)
+            ops.combine(block, weights, made)
+            if self.exact:
+                self.rows[:k, at] = made
+                continue
+            owned = min(max(space.n_owned - start, 0), len(made[0]))
+            kept = torch.empty_like(made[0], dtype=self.storage.dtype)
+            rounded = torch.empty_like(made[0])
+            for i, w in enumerate(made):
+                square = ops.normalize_store(w, 1.0, rounded, kept, owned)
+                sums = torch.cat([square, ops.dots([(w, rounded)], owned)])
+                partials[2 * i : 2 * i + 2] += sums.cpu()
+                self.rows[i, at] = kept.to(self.rows.device)
+        totals = partials if self.exact else space.reduce(partials)
+        for i in range(k):
+            self.settle(i, totals[2 * i : 2 * i + 2])
 
     def project(self, w: Tensor, count: int) -> Tensor:
         """`(count,)` partial sums: dot products of the first rows, as stored, with w."""

@@ -92,6 +92,7 @@ def block_coupling(operator: LinearOperator, partition: Partition, v: Tensor) ->
         pairs = [(full.vector, full.vector), (own, own), (full.vector, own), (rest, rest)]
         inside[block] = partition.dots(pairs)[block]
         doubt.append((absolute_error(product) * operator.space.norm(masked)) ** 2)
+        del masked, product, own, rest, pairs  # their memory, before the next ones are made
     whole, own2, along, rest2 = inside.T
     fraction = partition.sizes / operator.space.n
     # The errors of the products, spread evenly over the coordinates.
@@ -165,6 +166,7 @@ def off_block_share(
         r2, a2, b2 = operator.space.dots([(rest, rest), (w, w), (back, back)]).tolist()
         energies.append((r2 / 2, (a2 + b2) / 2))
         noise2.append((absolute_error(plain) ** 2 + absolute_error(signed) ** 2) / 2)
+        del v, plain, signed, w, back, rest  # their memory, before the next ones are made
     off, whole = np.array(energies).T
     if not whole.any():
         raise NumericsError("H v is zero for every probe: a zero Hessian has no off-block share")

@@ -1,7 +1,7 @@
 """Extreme eigenpairs by thick-restart Lanczos, with true residuals.
 
 Cost: products until the residuals are small enough, and one more for each reported pair;
-`basis_size` vectors for the basis and k for the eigenvectors.
+`basis_size` vectors for the basis, then k for the eigenvectors (`krylov.memory`).
 
 Source: Wu, Simon, SIAM J. Matrix Anal. 22 (2000); error bars: Parlett, The Symmetric Eigenvalue
 Problem, theorem 4.5.1: an eigenvalue lies within |H y - theta y| of theta, for any unit y.
@@ -37,6 +37,7 @@ class Eigenpairs:
             the error of the product by which it was measured.
         residuals: `(k,)` |H y - theta y|, measured with one product each.
         product_errors: `(k,)` estimated absolute error of those products.
+        displacements: `(k,)` h of those products.
         converged: `(k,)` whether the residual is within the tolerance or the products' error.
         vectors: `(k, n_local)` fp32, this rank's part of the unit eigenvectors.
         which: `LM` largest magnitude, `LA` largest, `SA` smallest.
@@ -53,6 +54,7 @@ class Eigenpairs:
     errors: Array
     residuals: Array
     product_errors: Array
+    displacements: Array
     converged: NDArray[np.bool_]
     vectors: Tensor
     which: Which
@@ -101,6 +103,7 @@ def eigenpairs(
         raise NumericsError(f"the basis must hold at least k + 2 = {k + 2} vectors, got {size}")
     options = LanczosOptions(storage=storage or Storage())
     state, restarts = LanczosState(operator, start, size, fresh, options), 0
+    del start  # the basis has it
     before: Array = np.zeros(0)  # wanted values when the Krylov space was last exhausted
     while True:
         state.step()
@@ -122,7 +125,9 @@ def eigenpairs(
             state.restart(np.sort(select(values, min(size - 1, (k + size) // 2), which)))
             restarts += 1
     found = state.basis.combine(vectors[:, chosen].T)
-    return _measured(operator, found, which, tolerance, state, restarts)
+    products, asymmetry = state.products, state.asymmetry
+    del state  # the basis makes room
+    return _measured(operator, found, which, tolerance, products, restarts, asymmetry)
 
 
 def select(values: Array, k: int, which: Which) -> NDArray[np.int64]:
@@ -142,19 +147,13 @@ def _measured(
     found: Tensor,
     which: Which,
     tolerance: float,
-    state: LanczosState,
+    products: int,
     restarts: int,
+    asymmetry: float,
 ) -> Eigenpairs:
-    """Rayleigh quotients and true residuals of the vectors, by one product each."""
-    figures = []
-    for y in found:
-        product = operator.matvec(y)
-        w = product.vector
-        yy, yw, ww = operator.space.dots([(y, y), (y, w), (w, w)]).tolist()
-        value = yw / yy
-        figures.append((value, math.sqrt(max(0.0, ww / yy - value**2)), absolute_error(product)))
-        y.mul_(1 / math.sqrt(yy))
-    values, residuals, errors = np.array(figures).T
+    """The record of these vectors, which `products` have found."""
+    figures = np.array([_rayleigh(operator, y) for y in found])
+    values, residuals, errors, displacements = figures.T
     order = select(values, len(values), which)
     values, residuals, errors = values[order], residuals[order], errors[order]
     limit = np.maximum(max(tolerance * float(abs(values).max()), 0.0), COVERAGE * errors)
@@ -163,10 +162,22 @@ def _measured(
         errors=np.hypot(residuals, COVERAGE * errors),
         residuals=residuals,
         product_errors=errors,
+        displacements=displacements[order],
         converged=residuals <= limit,
         vectors=found[order.tolist()],
         which=which,
-        num_matvecs=state.products + len(values),
+        num_matvecs=products + len(values),
         restarts=restarts,
-        asymmetry=state.asymmetry,
+        asymmetry=asymmetry,
     )
+
+
+def _rayleigh(operator: LinearOperator, y: Tensor) -> tuple[float, float, float, float]:
+    """Rayleigh quotient, residual, product's error and h of a vector, which becomes a unit one."""
+    product = operator.matvec(y)
+    w = product.vector
+    yy, yw, ww = operator.space.dots([(y, y), (y, w), (w, w)]).tolist()
+    value = yw / yy
+    residual = math.sqrt(max(0.0, ww / yy - value**2))
+    y.mul_(1 / math.sqrt(yy))
+    return value, residual, absolute_error(product), product.displacement

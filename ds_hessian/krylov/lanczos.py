@@ -330,7 +330,7 @@ class LanczosState:
 
     @property
     def tridiagonal(self) -> NDArray[np.float64]:
-        """T of the steps made so far (after a restart: arrow and tridiagonal)."""
+        """T of the steps made so far (an arrow and tridiagonal after a restart)."""
         return self.matrix[: self.steps, : self.steps]
 
     def restart(self, keep: NDArray[np.int64]) -> None:
@@ -341,12 +341,17 @@ class LanczosState:
         assert self.options.mode == "full" and self.done
         values, vectors = np.linalg.eigh(self.tridiagonal)
         couplings = self.betas[-1] * vectors[-1, keep]
-        self.basis.replace(self.basis.combine(vectors[:, keep].T))
+        self.basis.rotate(vectors[:, keep].T)
         p = len(keep)
         self.alphas, self.betas = list(map(float, values[keep])), [0.0] * p
         self.matrix[:] = 0
         self.matrix[range(p), range(p)] = self.alphas
         self._store_residual(couplings)
+
+    def combine(self, coefficients: NDArray[np.float64]) -> Tensor:
+        """Rows of coefficients `(k, m)` times the whole basis, `(k, n_local)` fp32."""
+        assert self.options.mode in ("full", "selective")
+        return (self._archive or self.basis).combine(coefficients)
 
     def vectors(self) -> dict[str, Tensor]:
         """{name: row as stored} of what the next step needs; a name's vector never changes.
@@ -485,6 +490,7 @@ def lanczos(
     Collective.
     """
     state = LanczosState(operator, start, num_matvecs, fresh, options)
+    del start  # the basis has it: one vector less throughout, where the caller keeps none
     if restore is not None:
         restore(state)
     while not state.done:
@@ -494,14 +500,18 @@ def lanczos(
     return state.run()
 
 
-def top_vector(state: LanczosState) -> Tensor:
-    """The unit Ritz vector of the largest Ritz value, `(n_local,)` fp32.
+def ritz_vectors(state: LanczosState, numbers: Sequence[int]) -> Tensor:
+    """Unit Ritz vectors by number (0 of the smallest Ritz value, -1 of the largest), fp32.
 
-    Cost: one read of the basis, one all-reduce.
+    `(len(numbers), n_local)`. Of a run that stores its whole basis and was not restarted.
+
+    Cost: one read of the basis, one all-reduce each.
     """
     from scipy.linalg import eigh_tridiagonal
 
     k = state.steps
     _, vectors = eigh_tridiagonal(np.array(state.alphas), np.array(state.betas[: k - 1]))
-    out = state.basis.combine(vectors[:, -1:].T)[0]
-    return out / state.space.norm(out)
+    out = state.combine(vectors[:, list(numbers)].T)
+    for y in out:
+        y /= state.space.norm(y)
+    return out

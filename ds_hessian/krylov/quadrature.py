@@ -112,7 +112,7 @@ def measure_bounds(alphas: Array, betas: Array, x: Array) -> tuple[Array, Array]
 
     That measure puts the weight `(v'u_i)^2` on every eigenvalue. Its moments up to degree 2 m,
     which is all that a run knows, belong to the Gauss-Radau rule of m + 1 nodes with one node at x,
-    and by the inequalities of Chebyshev, Markov and Stieltjes
+    and by the inequalities of Chebyshev, Markov and Stieltjes::
 
         sum of weights left of x  <=  measure of (-inf, x)  <=  measure of (-inf, x]  <=  the same
                                                                 and the weight at x

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_hessian import ops
 from ds_hessian.krylov.lanczos import ROUNDOFF
 from ds_hessian.krylov.records import COVERAGE, Array
 from ds_hessian.operators import LinearOperator
@@ -89,15 +90,13 @@ class Subspace:
 
     def top(self, metric: Tensor | None = None) -> RitzPair:
         """The largest Ritz value, for the diagonal D `(n_local,)` or without. Collective."""
-        ones = 1.0 if metric is None else metric
-        gram = self._matrix([v * ones for v in self.vectors], self.vectors)
+        gram = self._matrix(self.vectors, self.vectors, metric)
         inner = self._matrix(self.vectors, self.products)
         value, c = _largest((inner + inner.T) / 2, gram)
-        x = sum((float(a) * v for a, v in zip(c, self.vectors, strict=True)), self.space.zeros())
-        r = sum((float(a) * w for a, w in zip(c, self.products, strict=True)), self.space.zeros())
-        r -= value * (x * ones)
-        weighted = [(w / ones, w) for w in (*self.products, r)]
-        *lengths, square = np.sqrt(self.space.dots(weighted).numpy())
+        x, r = self._combine(c, self.vectors), self._combine(c, self.products)
+        r.sub_(x if metric is None else x * metric, alpha=value)
+        vectors = [*self.products, r]
+        *lengths, square = np.sqrt(self._squares(vectors, metric))
         product_error = math.sqrt(float(np.sum((c * self.errors * lengths) ** 2)))
         return RitzPair(
             value=value,
@@ -105,12 +104,30 @@ class Subspace:
             residual=float(square),
             product_error=product_error,
             x=x,
-            direction=r.div_(ones),
+            direction=r if metric is None else r.div_(metric),
         )
 
-    def _matrix(self, left: Sequence[Tensor], right: Sequence[Tensor]) -> Array:
-        dots = self.space.dots([(a, b) for a in left for b in right])
-        return np.asarray(dots.numpy().reshape(len(left), len(right)))
+    def _combine(self, c: Array, vectors: Sequence[Tensor]) -> Tensor:
+        out = self.space.zeros()
+        for a, v in zip(c.tolist(), vectors, strict=True):
+            out.add_(v, alpha=a)
+        return out
+
+    # One scaled copy of a vector at a time.
+
+    def _matrix(
+        self, left: Sequence[Tensor], right: Sequence[Tensor], metric: Tensor | None = None
+    ) -> Array:
+        rows = [self._dots(a if metric is None else a * metric, right) for a in left]
+        return np.asarray(self.space.reduce(torch.cat(rows)).numpy().reshape(len(rows), -1))
+
+    def _squares(self, vectors: Sequence[Tensor], metric: Tensor | None) -> Array:
+        """`w' D^-1 w` of each."""
+        partials = [self._dots(w if metric is None else w / metric, [w]) for w in vectors]
+        return np.asarray(self.space.reduce(torch.cat(partials)).numpy())
+
+    def _dots(self, a: Tensor, others: Sequence[Tensor]) -> Tensor:
+        return ops.dots([(a, b) for b in others], self.space.n_owned)
 
 
 def _largest(inner: Array, gram: Array) -> tuple[float, Array]:
@@ -137,4 +154,7 @@ def refine(
             return pairs
         if not torch.isfinite(worst.direction).all() or worst.residual == 0:
             return pairs
-        subspace.add(worst.direction)
+        direction = worst.direction
+        del pairs, worst  # their memory, before the product
+        subspace.add(direction)
+        del direction

@@ -37,37 +37,46 @@ SolveMethod = Literal["cg", "minres"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Solution:
-    """Solutions of (H + damping I) x = b for d dampings.
+class DampedSystems:
+    """How far d systems (H + damping I) x = b are solved.
 
     Attributes:
         dampings: `(d,)` in loss per squared parameter.
-        x: `(d, n_local)` fp32, this rank's part of the solutions.
         residuals: `(d,)` |r| / |b| with r = b - (H + damping I) x, measured with one product each;
             with a preconditioner |S r| / |S b|.
+        converged: `(d,)` whether the residual is within the tolerance, or the product's error.
+        negative_curvature: `(d,)` whether H + damping I was found to be indefinite.
+        num_matvecs: Products made, those for the residuals included.
+    """
+
+    dampings: Array
+    residuals: Array
+    converged: NDArray[np.bool_]
+    negative_curvature: NDArray[np.bool_]
+    num_matvecs: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Solution(DampedSystems):
+    """Solutions of (H + damping I) x = b for d dampings.
+
+    Attributes:
+        x: `(d, n_local)` fp32, this rank's part of the solutions.
         errors: `(d,)` estimate of |x - x_exact|, with a preconditioner of |S^-1 (x - x_exact)|: the
             residual and twice the product's error, over the smallest |Ritz value + damping|;
             infinite where that is 0.
-        converged: `(d,)` whether the residual is within the tolerance, or the product's error.
-        negative_curvature: `(d,)` whether H + damping I was found to be indefinite.
         curvature: Smallest Ritz value of H seen, and the bound on its error; with a preconditioner,
             of the preconditioned operator at the smallest damping.
         steps: `(d,)` Krylov dimension of each solution: less than was built where CG stopped at
             negative curvature; 0 means x = 0.
         method: `cg` or `minres`.
-        num_matvecs: Products made, those for the residuals included.
     """
 
-    dampings: Array
     x: Tensor
-    residuals: Array
     errors: Array
-    converged: NDArray[np.bool_]
-    negative_curvature: NDArray[np.bool_]
     curvature: tuple[float, float]
     steps: NDArray[np.int64]
     method: SolveMethod
-    num_matvecs: int
 
 
 def solve(
@@ -112,19 +121,20 @@ def solve(
         raise NumericsError(f"solve needs a finite right-hand side other than zero; |b| = {norm}")
     goal = _Goal(method, tolerance, num_matvecs, LanczosOptions(storage=storage or Storage()))
     shifts = np.array(dampings, dtype=np.float64)
-    spaces: list[_Space]
-    scales: list[Tensor | None]
     if preconditioner is None:
-        spaces, scales = [_Space(operator, b, shifts, goal, fresh, progress)], [None] * len(shifts)
-    else:
-        spaces, scales = [], []
-        for shift in map(float, shifts):
-            scale = _inverse_root(operator, preconditioner, shift)
-            view = Congruent(operator, scale, shift)
-            spaces.append(_Space(view, b * scale, np.zeros(1), goal, fresh, progress))
-            spaces[-1].x *= scale
-            scales.append(scale)
-    return _measured(operator, b, shifts, goal, spaces, scales)
+        space, x = _solve(operator, b, shifts, goal, fresh, progress)
+        return _measured(operator, b, x, shifts, goal, [space], [None] * len(shifts))
+    spaces, parts, scales = list[_Space](), list[Tensor](), list[Tensor | None]()
+    for shift in map(float, shifts):
+        scale = _inverse_root(operator, preconditioner, shift)
+        view = Congruent(operator, scale, shift)
+        space, x = _solve(view, b * scale, np.zeros(1), goal, fresh, progress)
+        spaces.append(space)
+        parts.append(x.mul_(scale))
+        scales.append(scale)
+    x = torch.cat(parts)
+    parts.clear()  # their memory, before the products with x
+    return _measured(operator, b, x, shifts, goal, spaces, scales)
 
 
 @dataclass(frozen=True)
@@ -146,39 +156,50 @@ class _Small:
     indefinite: bool
 
 
+@dataclass(frozen=True)
 class _Space:
-    """The Krylov space of b, up to where all shifts have converged, and their solutions."""
+    """The Krylov space of b, up to where all shifts have converged."""
 
-    def __init__(
-        self,
-        operator: LinearOperator,
-        b: Tensor,
-        shifts: Array,
-        goal: _Goal,
-        fresh: Callable[[int], Tensor],
-        progress: Progress | None,
-    ) -> None:
-        norm = operator.space.norm(b)
-        state = LanczosState(operator, b / norm, goal.num_matvecs, fresh, goal.options)
-        while not state.done:
-            state.step()
-            if progress is not None:
-                progress(state)
-            self.small = [_small(state, float(shift), goal.method) for shift in shifts]
-            enough = [
-                s.residual <= goal.tolerance / 2 or (s.indefinite and goal.method == "cg")
-                for s in self.small
-            ]
-            if all(enough) or state.betas[-1] == 0:
-                break
-        pairs = ritz(state.run())
-        self.products = state.products
-        self.lowest = float(pairs.values[0]), float(pairs.errors[0])
-        self.gaps = [float(abs(pairs.values + shift).min()) for shift in shifts]
-        coefficients = np.zeros((len(shifts), state.steps))
-        for row, small in zip(coefficients, self.small, strict=True):
-            row[: len(small.y)] = norm * small.y
-        self.x = state.basis.combine(coefficients)
+    small: list[_Small]
+    products: int
+    lowest: tuple[float, float]
+    gaps: list[float]
+
+
+def _solve(
+    operator: LinearOperator,
+    b: Tensor,
+    shifts: Array,
+    goal: _Goal,
+    fresh: Callable[[int], Tensor],
+    progress: Progress | None,
+) -> tuple[_Space, Tensor]:
+    """The space of b, and the solutions for all shifts, `(len(shifts), n_local)`."""
+    norm = operator.space.norm(b)
+    state = LanczosState(operator, b / norm, goal.num_matvecs, fresh, goal.options)
+    del b
+    while not state.done:
+        state.step()
+        if progress is not None:
+            progress(state)
+        systems = [_small(state, float(shift), goal.method) for shift in shifts]
+        enough = [
+            s.residual <= goal.tolerance / 2 or (s.indefinite and goal.method == "cg")
+            for s in systems
+        ]
+        if all(enough) or state.betas[-1] == 0:
+            break
+    pairs = ritz(state.run())
+    coefficients = np.zeros((len(shifts), state.steps))
+    for row, small in zip(coefficients, systems, strict=True):
+        row[: len(small.y)] = norm * small.y
+    space = _Space(
+        small=systems,
+        products=state.products,
+        lowest=(float(pairs.values[0]), float(pairs.errors[0])),
+        gaps=[float(abs(pairs.values + shift).min()) for shift in shifts],
+    )
+    return space, state.basis.combine(coefficients)
 
 
 def _small(state: LanczosState, shift: float, method: SolveMethod) -> _Small:
@@ -215,6 +236,7 @@ def _inverse_root(operator: LinearOperator, diagonal: Tensor, shift: float) -> T
 def _measured(
     operator: LinearOperator,
     b: Tensor,
+    x: Tensor,
     shifts: Array,
     goal: _Goal,
     spaces: Sequence[_Space],
@@ -222,7 +244,6 @@ def _measured(
 ) -> Solution:
     """True residuals, by one product for each damping."""
     space = operator.space
-    x = torch.cat([s.x for s in spaces])
     small = [one for s in spaces for one in s.small]
     gaps = [gap for s in spaces for gap in s.gaps]
     residuals, product_errors, lengths = list[float](), list[float](), list[float]()
@@ -234,6 +255,7 @@ def _measured(
             rest -= product.vector.add_(one, alpha=shift)
             error = absolute_error(product) * length
             products += 1
+            del product
         plain = space.norm(rest)
         norm = space.norm(b if scale is None else b * scale)
         weighted = plain if scale is None else space.norm(rest.mul_(scale))
@@ -241,6 +263,7 @@ def _measured(
         # The product's error, scaled as the residual is.
         product_errors.append(error / norm * (weighted / plain if plain else 0.0))
         lengths.append(norm)
+        del rest
     measured, doubt = np.array(residuals), COVERAGE * np.array(product_errors)
     with np.errstate(divide="ignore"):
         errors = np.hypot(measured, doubt) * np.array(lengths) / np.array(gaps)

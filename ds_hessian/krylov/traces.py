@@ -95,6 +95,7 @@ def hutchinson(
         traces.append(n * along)
         squares.append(n * square)
         relative.append(absolute_error(product) / max(product.norm, 1e-300))
+        del product, w  # their memory, before the next one is made
     samples = np.array(traces)
     of_products = float(np.mean(relative) * np.mean(abs(samples)))
     square, square_error = _mean(np.array(squares))
@@ -138,12 +139,14 @@ def hutch_plus_plus(
         product = operator.matvec(q)
         exact += space.dot(q, product.vector) * basis.inverse_squares[i]
         errors.append(absolute_error(product))
+        del q, product
     samples = []
     for p in range(third, num_matvecs - count):
         v = draw(p)
         basis.orthogonalize(v, count)
         product = operator.matvec(v)
         samples.append(exact + space.n * space.dot(v, product.vector))
+        del v, product
     return _estimate("hutch++", num_matvecs, np.array(samples), _norm(errors))
 
 
@@ -180,6 +183,7 @@ def xtrace(
         dots = space.reduce(basis.project(product.vector, count)).numpy()
         inner[:, i] = dots * unit * unit[i]
         errors.append(absolute_error(product))
+        del product
     samples = [
         _left_out(i, triangle[:count], (inner + inner.T) / 2, projected, along[i], space.n)
         for i in range(m)
@@ -225,6 +229,7 @@ def _range(
             stored = basis.store(count, w, 1 / norm)
             basis.settle(count, space.reduce(stored) if len(stored) else stored)
             count += 1
+        del v, product, w
     return basis, triangle, along, count
 
 

@@ -17,6 +17,7 @@ from ds_hessian.backends.megatron import (
 )
 from ds_hessian.config import HessianConfig
 from ds_hessian.engine import HessianEngine
+from ds_hessian.errors import ConfigError
 from ds_hessian.provenance import settings
 from ds_hessian.results import HessianSpectrum, Provenance
 from ds_hessian.vectors import together
@@ -24,6 +25,9 @@ from ds_hessian.vectors import together
 
 class MegatronHessian(HessianEngine):
     """The Hessian of a Megatron job, with all methods of `HessianEngine`.
+
+    Where those take `batches` and `loss_fn`, they are the micro-batches and the forward step of
+    `use`, after a first `use` has given the sizes: `hessian.spectrum(other_batches)`.
 
     Every method is collective: all ranks of the job call it, in the same order, after an optimizer
     step and before the next forward. Parameters, optimizer and random states are bit for bit the
@@ -38,7 +42,7 @@ class MegatronHessian(HessianEngine):
         step: Optimizer steps made so far, for the record; set it before measuring.
 
     Raises:
-        ConfigError: a setting is unknown or impossible.
+        ConfigError: a setting is unknown or impossible, or there are other chunks than the job's.
         UnsupportedError: the job uses a feature on which products would be wrong.
     """
 
@@ -48,23 +52,33 @@ class MegatronHessian(HessianEngine):
     def __init__(self, model: Any, config: HessianConfig | Mapping[str, Any] | None = None) -> None:
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         self.config = (
-            config if isinstance(config, HessianConfig) else HessianConfig.parse(config or {})
+            config
+            if isinstance(config, HessianConfig)
+            else HessianConfig.parse({} if config is None else config)
         )
         refuse_unsupported(chunks)
+        expected = host.mesh().get("VPP", 1)
+        if len(chunks) != expected:
+            raise ConfigError(
+                f"this job has {expected} model chunk{'s' * (expected > 1)} on a rank, got "
+                f"{len(chunks)}; pass what get_forward_backward_func() takes as model"
+            )
         self.backend = MegatronBackend(chunks)
         self.step = 0
         self._operator = None
-        self._objective = None
+        self._objective: PipelineObjective | None = None
 
     def use(  # type: ignore[override]
         self,
         batches: Iterable[Any],
-        forward_step: ForwardStep,
+        forward_step: ForwardStep | None = None,
         *,
-        seq_length: int,
-        micro_batch_size: int,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
     ) -> MegatronHessian:
         """Fix the micro-batches (this rank's own) and the loss that define H; returns self.
+
+        What is None is as in the last `use`, which must have given it.
 
         Args:
             batches: What `next(data_iterator)` gives in `forward_step`; all of them count. An
@@ -75,11 +89,23 @@ class MegatronHessian(HessianEngine):
             micro_batch_size: Sequences in a micro-batch.
 
         Raises:
-            ConfigError: no batches, or different numbers of them on ranks that have some.
+            ConfigError: no batches, different numbers of them on ranks that have some, or an
+                argument that cannot be.
             MeasurementError: the iterable raised on some rank.
         """
+        given: dict[str, Any] = {"forward_step": forward_step, "seq_length": seq_length}
+        given["micro_batch_size"] = micro_batch_size
+        chosen: dict[str, Any] = {
+            k: getattr(self._objective, k, None) if v is None else v for k, v in given.items()
+        }
         with together("reading the batches", device=self.backend.device):
-            objective = PipelineObjective(batches, forward_step, seq_length, micro_batch_size)
+            missing = [name for name, value in chosen.items() if value is None]
+            if missing:
+                raise ConfigError(
+                    f"no {', '.join(missing)} yet: call hessian.use(batches, forward_step, "
+                    "seq_length=..., micro_batch_size=...) first"
+                )
+            objective = PipelineObjective(batches, **chosen)
         self.backend.use(objective)
         self._objective = objective
         return self

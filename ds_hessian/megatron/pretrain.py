@@ -23,14 +23,20 @@ import json
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from ds_hessian.backends.megatron import ForwardStep
 from ds_hessian.config import HessianConfig, leaves
 from ds_hessian.errors import UnsupportedError
 from ds_hessian.megatron.hessian import MegatronHessian
-from ds_hessian.results import HessianSpectrum, monitor_events
-from ds_hessian.schedule import Measurements
+from ds_hessian.results import (
+    HessianSharpness,
+    HessianSpectrum,
+    write_tensorboard,
+    write_wandb,
+)
+from ds_hessian.schedule import Kind, Measurements, due
 
 
 def hessian_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -67,7 +73,7 @@ class PretrainHook(Measurements):
     """Records micro-batches of training and takes spectra of it.
 
     `with_hessian` does everything at once. Where Megatron-LM must not be patched at all, in its own
-    terms, with a spectrum at every evaluation:
+    terms, with a spectrum at every evaluation::
 
         hook = PretrainHook()
         pretrain(..., hook.record(forward_step), extra_args_provider=hessian_arguments,
@@ -110,16 +116,13 @@ class PretrainHook(Measurements):
         from megatron.training import get_args
 
         iteration = int(get_args().curr_iteration) + 1
-        if iteration not in {*self.spectra, *self.failures} and self._is_due(iteration, 1):
-            self.measure(model, iteration)
+        if iteration not in {*self.spectra, *self.sharpness, *self.failures}:
+            for kind in due(self.config, iteration, default=1):
+                self.measure(model, iteration, kind)
 
-    def _is_due(self, iteration: int, default_interval: int) -> bool:
-        interval = self.config.interval or default_interval
-        return bool(interval and iteration % interval == 0 and iteration >= self.config.start_step)
-
-    def measure(self, model: Any, iteration: int) -> None:
-        """Take a spectrum now, save it, and tell Megatron's writers. Collective."""
-        self.take(iteration, functools.partial(self._ready, model, iteration), _write)
+    def measure(self, model: Any, iteration: int, kind: Kind = "spectrum") -> None:
+        """Measure now, save the record, and tell Megatron's writers. Collective."""
+        self.take(kind, iteration, functools.partial(self._ready, model, iteration), _write)
 
     def _ready(self, model: Any, iteration: int) -> MegatronHessian:
         if self._hessian is None:
@@ -157,9 +160,9 @@ class PretrainHook(Measurements):
         @functools.wraps(inner)
         def callbacks(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
-            if self._is_due(given["iteration"], 0):
+            for kind in due(self.config, given["iteration"]):
                 with _interval_timer_stopped():
-                    self.measure(given["model"], given["iteration"])
+                    self.measure(given["model"], given["iteration"], kind)
             return inner(*args, **kwargs)
 
         setattr(training, name, callbacks)
@@ -226,13 +229,14 @@ def _interval_timer_stopped() -> Iterator[None]:
         timers("interval-time", log_level=0).start(barrier=True)
 
 
-def _write(spectrum: HessianSpectrum) -> None:
+def _write(record: HessianSpectrum | HessianSharpness, picture: Path | None) -> None:
     """To TensorBoard and W&B, on the rank where Megatron-LM has them."""
     from megatron.training import get_tensorboard_writer, get_wandb_writer
 
     board, wandb = get_tensorboard_writer(), get_wandb_writer()
-    for tag, value, step in monitor_events(spectrum):
-        if board is not None:
-            board.add_scalar(tag, value, step)
-        if wandb is not None:
-            wandb.log({tag: value}, step)
+    if picture is not None and not picture.exists():
+        picture = None  # drawn by the first rank on its own disk; the writers are on the last one
+    if board is not None:
+        write_tensorboard(board, record, picture)
+    if wandb is not None:
+        write_wandb(wandb, record, picture, record.provenance.step)

@@ -5,13 +5,12 @@
     fourth_order   H v = (8 (g(w + h v) - g(w - h v)) - (g(w + 2 h v) - g(w - 2 h v))) / 12h
 
 Cost of a product, in gradients over all micro-batches: 2 (forward 1, fourth_order 4) and, for
-trials of the displacement on a *pilot* of one micro-batch in sixteen, some 0.1 - 0.3 more; from 16
-micro-batches on the first product of a measurement is made twice; rarely one more, where the pilot
-turns out to be unlike the rest. Each trial costs two small all-reduces, a product two. Memory per
-rank, in vectors of `n_local` fp32: one for each gradient of the product, two for those at w (of all
-micro-batches and of the pilot) and two for the products of trials: forward 5, central 6,
-fourth_order 8, which has one more for a moment in each trial. A finished product takes the place of
-its first gradient.
+trials of the displacement on a *pilot* of one micro-batch in eight, some 0.1 - 0.2 more; rarely a
+second product, where the pilot turns out to be unlike the rest. Each trial costs three small
+all-reduces, a product four. Memory per rank, in vectors of `n_local` fp32: one for each gradient of
+a trial, two for those at w (of all micro-batches and of the pilot) and two for the products of
+trials: forward and central 6, fourth_order 8, which has one more for a moment in each trial. A
+finished product takes the place of its first gradient.
 
 Source: the paper's equation (1); `ds_hessian.operators.schemes`; the step is that of
 `ds_hessian.operators.step_control`.
@@ -31,16 +30,13 @@ from torch import Tensor
 from ds_hessian import ops
 from ds_hessian.backends.protocol import ShardBackend
 from ds_hessian.errors import NumericsError
+from ds_hessian.operators.belief import Trial
 from ds_hessian.operators.protocol import Product
 from ds_hessian.operators.schemes import SCHEMES, SchemeName
-from ds_hessian.operators.step_control import StepController, Trial
+from ds_hessian.operators.step_control import StepController
 
-PILOT = 16
+PILOT = 8
 """One of so many micro-batches, rounded up, is in the pilot."""
-
-CHECK_AT = 1 / 3
-"""The first product is made again at this part of its h: there its error is three times the noise,
-and the truncation error of neither matters."""
 
 
 @dataclass
@@ -88,10 +84,13 @@ class FiniteDifferenceHessian:
         count = backend.num_micro_batches
         self._all, self._pilot = range(count), range(math.ceil(count / PILOT))
         self._rest = range(len(self._pilot), count)
-        self._gradients = {node: self.space.zeros() for node in self.scheme.nodes}
+        self._points = [node for a, b, _ in self.scheme.differences for node in (a, b)]
+        # A trial needs both sides for its nonlinearity ratio; the last one is the product's first.
+        self._trial_points = [-1, 1] if self.scheme.one_sided else self._points
+        nodes = (*self.scheme.nodes, -1)
+        self._gradients = {node: self.space.zeros() for node in nodes}
         self._trial: Tensor | None = None
         self._where: float | None = None  # displacement in units of the current v
-        self._pilot_nonlinearity = math.nan  # of the last trial
         self._moved: tuple[Tensor, float] = (torch.zeros(2), 1.0)
         self.gradient, self._pilot_gradient = self._start()
         assert backend.gradient_scale is not None
@@ -146,19 +145,14 @@ class FiniteDifferenceHessian:
         """
         started, length = time.perf_counter(), self._length(v)
         h, trials = self._search(v, length)
-        self._evaluate(v, h / length, self._rest)
+        self._evaluate(v, h / length, self._rest, self._points)
         raw = self._assemble(v, length, h)
         self.cost.products += 1
-        if self._controller.wants_full_noise:
-            better = self._measure_noise(v, length, raw)
-            if better != h:
-                raw = self._difference(v, length, better)
-        better = self._controller.better_h(
-            raw.displacement, raw.norm, raw.nonlinearity, self._pilot_nonlinearity
-        )
-        if better != raw.displacement:
+        (better,) = self.space.of_rank_0(self._controller.judge(_outcome(raw)))
+        if better != h:
             raw = self._difference(v, length, better)
-        noise, error = self._controller.assess(raw.displacement, raw.norm)
+            self._controller.judge(_outcome(raw))
+        noise, error = self._controller.conclude(_outcome(raw))
         self.cost.trials += trials
         self.cost.product_seconds += time.perf_counter() - started
         return replace(raw, noise=noise, error=error, trials=trials)
@@ -177,7 +171,7 @@ class FiniteDifferenceHessian:
 
     def _difference(self, v: Tensor, length: float, h: float) -> Product:
         self._restart()
-        self._evaluate(v, h / length, self._all)
+        self._evaluate(v, h / length, self._all, self._points)
         return self._assemble(v, length, h)
 
     def _length(self, v: Tensor) -> float:
@@ -193,20 +187,18 @@ class FiniteDifferenceHessian:
         for gradient in self._gradients.values():
             gradient.zero_()
 
-    def _evaluate(self, v: Tensor, step: float, micro_batches: range) -> None:
-        """Add these micro-batches' gradients at all nodes, beginning where the weights are."""
+    def _evaluate(self, v: Tensor, step: float, micro_batches: range, points: list[int]) -> None:
+        """Add these micro-batches' gradients at all points, beginning where the weights are."""
         if not micro_batches:
             return
-        points = [node for a, b, _ in self.scheme.differences for node in (a, b)]
         if self._where == points[-1] * step:
-            points.reverse()
+            points = points[::-1]
         for node in points:
             self._move(v, node * step, inner=abs(node) <= 1)
             if node:
                 self.backend.add_gradient(self._gradients[node], micro_batches)
-        self.cost.gradient_evaluations += (
-            len(self.scheme.nodes) * len(micro_batches) / len(self._all)
-        )
+        evaluated = sum(node != 0 for node in points)
+        self.cost.gradient_evaluations += evaluated * len(micro_batches) / len(self._all)
 
     def _move(self, v: Tensor, to: float, inner: bool) -> None:
         """Displace the weights, and see how much of the way across the inner difference is v."""
@@ -225,31 +217,29 @@ class FiniteDifferenceHessian:
         Returns h and the number of trials thrown away.
         """
         trials = list[Trial]()
-        h = self._controller.first_h()
+        (h,) = self.space.of_rank_0(self._controller.first_h())
         while True:
             self._restart()
-            self._evaluate(v, h / length, self._pilot)
+            self._evaluate(v, h / length, self._pilot, self._trial_points)
             trials.append(self._judge(h, trials))
             advice = self._controller.advise(trials)
-            if advice.accept:
+            better, accept = self.space.of_rank_0(advice.h, advice.accept)
+            if accept:
                 self._trial = None
                 return h, len(trials) - 1
-            h = advice.h
+            h = better
 
     def _judge(self, h: float, before: list[Trial]) -> Trial:
         """The pilot's product for a unit vector, compared with the trial before."""
-        if not self.scheme.one_sided:
-            inner = (self._gradients[1], self._gradients[-1], self._pilot_gradient)
-            d2, s2 = self.space.reduce(ops.curvature_ratio(*inner, self.space.n_owned)).tolist()
-            self._pilot_nonlinearity = _ratio(math.sqrt(s2), math.sqrt(d2))
+        inner = (self._gradients[1], self._gradients[-1], self._pilot_gradient)
+        d2, s2 = self.space.reduce(ops.curvature_ratio(*inner, self.space.n_owned)).tolist()
         last, product = self._trial, self._pilot_product(h)
         self._trial = product
         pairs = [(product, product)] + ([(product, last)] if last is not None else [])
         square, *dots = self.space.dots(pairs).tolist()
         size = math.sqrt(square) if math.isfinite(square) else math.inf
         change = _distance(size, before[-1].size, dots[0]) if before else math.inf
-        bent = None if self.scheme.one_sided else self._pilot_nonlinearity
-        return Trial(h, size, change, bent)
+        return Trial(h, size, _ratio(math.sqrt(s2), math.sqrt(d2)), change)
 
     def _pilot_product(self, h: float) -> Tensor:
         total: Tensor | None = None
@@ -301,17 +291,11 @@ class FiniteDifferenceHessian:
             trials=0,
         )
 
-    def _measure_noise(self, v: Tensor, length: float, product: Product) -> float:
-        """Make the product once more at another h: its change is the noise of all micro-batches.
 
-        Returns the best h in the light of it.
-        """
-        other = self._difference(v, length, CHECK_AT * product.displacement)
-        dot = self.space.dot(product.vector, other.vector) / length**2
-        change = _distance(product.norm, other.norm, dot)
-        first = Trial(product.displacement, product.norm, math.inf)
-        second = Trial(other.displacement, other.norm, change)
-        return self._controller.set_full_noise(first, second)
+def _outcome(product: Product) -> Trial:
+    """What a product says of noise and bend."""
+    bent = math.nan if product.nonlinearity is None else product.nonlinearity
+    return Trial(product.displacement, product.norm, bent)
 
 
 def _distance(a: float, b: float, dot: float) -> float:

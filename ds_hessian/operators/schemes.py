@@ -25,10 +25,14 @@ class Scheme:
     Attributes:
         order: p; the relative truncation error is `tau h^p` for small h.
         differences: `(a, b, weight)` of each first difference.
+        truncation: The error's typical size in units of `r^p`, r the nonlinearity ratio at h.
+        truncation_spread: Standard deviation of its logarithm; docs/numerics.md has the figures.
     """
 
     order: int
     differences: tuple[tuple[int, int, float], ...]
+    truncation: float
+    truncation_spread: float
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -42,7 +46,7 @@ class Scheme:
 
 
 SCHEMES: dict[SchemeName, Scheme] = {
-    "forward": Scheme(1, ((1, 0, 1.0),)),
-    "central": Scheme(2, ((1, -1, 1.0),)),
-    "fourth_order": Scheme(4, ((1, -1, 4 / 3), (2, -2, -1 / 3))),
+    "forward": Scheme(1, ((1, 0, 1.0),), 1.0, 0.2),
+    "central": Scheme(2, ((1, -1, 1.0),), 1.15, 0.5),
+    "fourth_order": Scheme(4, ((1, -1, 4 / 3), (2, -2, -1 / 3)), 1.0, 1.0),
 }

@@ -36,8 +36,7 @@ def warnings_of(spectrum: HessianSpectrum) -> tuple[str, ...]:
             f"to {s.fidelities.min():.2f}): their step is lost in the rounding of the weights; "
             f"use {larger}"
         )
-    size = _product_norms(s)
-    relative = np.divide(s.product_errors, size, out=np.zeros_like(size), where=size > 0)
+    relative = relative_errors(s)
     high = relative > ERROR
     if high.any():
         advice = "fp32 weights and passes, or more micro-batches" if auto else '"auto"'
@@ -60,6 +59,12 @@ def warnings_of(spectrum: HessianSpectrum) -> tuple[str, ...]:
             "not smooth; the error bars are too small"
         )
     return tuple(found)
+
+
+def relative_errors(spectrum: HessianSpectrum) -> NDArray[np.float64]:
+    """`(P, m)` estimated error of each product over its norm; 0 where unknown."""
+    size = _product_norms(spectrum)
+    return np.divide(spectrum.product_errors, size, out=np.zeros_like(size), where=size > 0)
 
 
 def _product_norms(spectrum: HessianSpectrum) -> NDArray[np.float64]:

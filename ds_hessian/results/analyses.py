@@ -1,17 +1,24 @@
 """Records of single analyses: what the Krylov method found, what it cost, what it was measured on.
 
 Not converging is data in them. Small arrays are the same on every rank; vectors stay sharded.
+All can be saved and loaded (`ds_hessian.results.store`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ds_hessian.krylov import BlockCoupling, Eigenpairs, OffBlockShare, Solution, TraceEstimate
+from ds_hessian.krylov import (
+    BlockCoupling,
+    DampedSystems,
+    Eigenpairs,
+    OffBlockShare,
+    Solution,
+    TraceEstimate,
+)
 from ds_hessian.krylov.records import Array
 from ds_hessian.results.estimate import Estimate
 from ds_hessian.results.provenance import Cost, Provenance
@@ -29,6 +36,30 @@ class Measured:
     cost: Cost
     provenance: Provenance
 
+    def save(self, folder: str | Path) -> Path:
+        """Write `<kind>.json` (to read) and `<kind>.npz` (arrays); returns the folder.
+
+        `<kind>` is `eigenpairs`, `trace`, `solution`, ... Sharded vectors are left out, which
+        `HessianEngine.save` writes too. Call it on one rank.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        from ds_hessian.results.store import save
+
+        return save(self, Path(folder))
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Self:
+        """The record that `save` wrote, bit for bit; sharded vectors are `(k, 0)`.
+
+        Raises:
+            ResultError: files are missing, damaged, or of another schema.
+        """
+        from ds_hessian.results.store import load
+
+        return load(cls, Path(folder))
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HessianEigenpairs(Eigenpairs, Measured):
@@ -37,9 +68,12 @@ class HessianEigenpairs(Eigenpairs, Measured):
     Attributes:
         concentrations: {parameter name: `(k,)`} share of each eigenvector's squared norm that lies
             in the parameter; sums to 1 over the parameters.
+        sampling_errors: `(k,)` standard errors of the values, to first order, from having measured
+            on these micro-batches only (see `SamplingErrors`); empty if not asked for.
     """
 
     concentrations: Mapping[str, Array]
+    sampling_errors: Array
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,33 +87,24 @@ class HessianSolution(Solution, Measured):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HessianInfluence(Measured):
+class HessianInfluence(DampedSystems, Measured):
     """Influence of N training examples on a query's loss, `g_q' (H + damping I)^-1 g_i`.
 
     To first order, an example left out of the mean of N changes the query's loss by its score over
     N: a positive score is an example that helps (Koh, Liang, ICML 2017). H and the mean are those
     of the measured micro-batches.
 
+    With negative curvature the weights are at no minimum, and a score says little.
+
     Attributes:
-        dampings: `(d,)` in loss per squared parameter.
         scores: `(d, N)` in units of the query's loss.
         errors: `(d, N)` estimate of each score's error: that of the solution times `|g_i|`.
-        residuals: `(d,)` of the solutions, relative.
-        converged: `(d,)` whether they are within the tolerance.
-        negative_curvature: `(d,)` whether H + damping I was found to be indefinite; then the
-            weights are at no minimum, and a score says little.
         query_loss: Mean loss of the query.
-        num_matvecs: Products made.
     """
 
-    dampings: Array
     scores: Array
     errors: Array
-    residuals: Array
-    converged: NDArray[np.bool_]
-    negative_curvature: NDArray[np.bool_]
     query_loss: float
-    num_matvecs: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,6 +141,16 @@ class HessianSharpness(Measured):
     loss: float
     warm: bool
     num_matvecs: int
+
+    def table(self) -> str:
+        """One line for people."""
+        text = f"largest eigenvalue {self.eigenvalue_max}"
+        if self.preconditioned is not None:
+            text += f", preconditioned {self.preconditioned}"
+        if not all(self.converged):
+            text += " (not converged)"
+        step = self.provenance.step
+        return f"Hessian sharpness at step {step}: {text}; {self.num_matvecs} products"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

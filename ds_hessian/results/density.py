@@ -130,8 +130,9 @@ def _widths(values: Array, errors: Array) -> Array:
         both = np.maximum(left + right, np.finfo(np.float64).tiny)
         spacing = 2 * left / both * right
     # Values closer than fp32 rounding are copies of one (repeated eigenvalues): no spacing.
-    apart = spacing[spacing > 1e-6 * scale]
-    typical = float(np.median(apart)) if len(apart) else (scale * 1e-2 or 1e-2)
+    tiny = float(np.finfo(np.float32).tiny)
+    apart = spacing[spacing > 1e-6 * scale + tiny]
+    typical = float(np.median(apart)) if len(apart) else (scale if scale > tiny else 1.0) * 1e-2
     own = np.clip(errors, NARROWEST * spacing, spacing)
     return np.maximum(own, NARROWEST * typical)
 

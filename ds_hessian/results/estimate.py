@@ -37,6 +37,27 @@ class Estimate:
         return f"({_fixed(value / scale, error / scale)})e{exponent:+03d}"
 
 
+@dataclass(frozen=True)
+class SamplingErrors:
+    """Standard errors of a spectrum's figures from having measured on these micro-batches only.
+
+    They are about the same figures of all the data from which the micro-batches were drawn, and
+    stand beside the errors of products and probes. With few micro-batches an interval takes
+    Student's distribution of `micro_batches - 1` degrees of freedom.
+
+    Attributes:
+        eigenvalue_max: Of the largest eigenvalue, to first order.
+        eigenvalue_min: Of the smallest eigenvalue, to first order.
+        trace: Of the trace, from the probes' quadratic forms.
+        micro_batches: Number of independent draws G: micro-batches of a rank.
+    """
+
+    eigenvalue_max: float
+    eigenvalue_min: float
+    trace: float
+    micro_batches: int
+
+
 def _fixed(value: float, error: float) -> str:
     decimals = max(0, 1 - math.floor(math.log10(error)))
     return f"{value:.{decimals}f} ± {error:.{decimals}f}"

@@ -6,6 +6,7 @@ display). Colours are from Okabe and Ito's palette, which the common colour-blin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,8 @@ def plot(spectrum: HessianSpectrum, path: Path) -> Path:
     from matplotlib.figure import Figure
 
     density = spectrum.density()
-    whole, bulk = _whole(spectrum, density), _bulk(spectrum, density)
-    zoomed = whole[1] - whole[0] > ZOOM_FROM * (bulk[1] - bulk[0])
+    views = views_of(spectrum, density)
+    zoomed = len(views) > 1
     figure = Figure(figsize=(10.5 if zoomed else 8.5, 6.0), facecolor="white")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(
@@ -49,7 +50,6 @@ def plot(spectrum: HessianSpectrum, path: Path) -> Path:
         hspace=0.07,
         wspace=0.2,
     )
-    views = [whole, bulk] if zoomed else [whole]
     for column, view in enumerate(views):
         upper = figure.add_subplot(grid[0, column])
         lower = figure.add_subplot(grid[1, column], sharex=upper)
@@ -66,6 +66,12 @@ def plot(spectrum: HessianSpectrum, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     return path
+
+
+def views_of(spectrum: HessianSpectrum, density: Density) -> list[Interval]:
+    """The whole spectrum, and the bulk where that would be too small in it."""
+    whole, bulk = _whole(spectrum, density), _bulk(spectrum, density)
+    return [whole, bulk] if whole[1] - whole[0] > ZOOM_FROM * (bulk[1] - bulk[0]) else [whole]
 
 
 def _whole(spectrum: HessianSpectrum, density: Density) -> Interval:
@@ -86,17 +92,25 @@ def _bulk(spectrum: HessianSpectrum, density: Density) -> Interval:
     return low - margin, high + margin
 
 
-def _draw_density(
-    axes: Any, spectrum: HessianSpectrum, density: Density, view: Interval, labels: bool
-) -> None:
+def density_limits(
+    spectrum: HessianSpectrum, density: Density, view: Interval, whole: bool
+) -> Interval:
+    """Lowest and highest density to show in a view: its peaks, and six decades if it is whole."""
     shown = (density.grid >= view[0]) & (density.grid <= view[1])
     top = float(density.values[shown].max(initial=0.0)) or 1.0
     mask = spectrum.outliers()
     mask &= (spectrum.ritz_values >= view[0]) & (spectrum.ritz_values <= view[1])
     peaks = np.interp(spectrum.ritz_values[mask], density.grid, density.values)
-    floor = 1e-6 * top if labels else 0.2 * float(density.values[shown].min(initial=top))
+    floor = 1e-6 * top if whole else 0.2 * float(density.values[shown].min(initial=top))
     floor = max(floor, 1e-6 * top)
     bottom = max(min(floor, 0.1 * float(peaks.min(initial=np.inf))), 1e-14 * top)
+    return bottom, top
+
+
+def _draw_density(
+    axes: Any, spectrum: HessianSpectrum, density: Density, view: Interval, labels: bool
+) -> None:
+    bottom, top = density_limits(spectrum, density, view, whole=labels)
     values = np.maximum(density.values, bottom * 1e-3)
     axes.set_yscale("log")
     axes.fill_between(density.grid, bottom * 1e-3, values, color=BLUE, alpha=0.18, linewidth=0)
@@ -141,16 +155,10 @@ def _draw_zero_and_noise(axes: Any, spectrum: HessianSpectrum, view: Interval) -
 def _label(
     axes: Any, outliers: list[Estimate], heights: NDArray[np.float64], view: Interval
 ) -> None:
-    """Values above the markers, the most extreme first, where they do not overlap."""
-    centre, taken = 0.0, list[float]()
-    by_size = sorted(range(len(outliers)), key=lambda i: -abs(outliers[i].value - centre))
-    for i in by_size:
-        place = (outliers[i].value - view[0]) / (view[1] - view[0])
-        if len(taken) == MOST_LABELS or any(abs(place - other) < 0.035 for other in taken):
-            continue
-        taken.append(place)
+    """Values above the markers."""
+    for i in labelled([outlier.value for outlier in outliers], view):
         axes.annotate(
-            _short(outliers[i].value),
+            short(outliers[i].value),
             (outliers[i].value, heights[i]),
             xytext=(0, 8),
             textcoords="offset points",
@@ -161,6 +169,16 @@ def _label(
             color=VERMILLION,
             zorder=5,
         )
+
+
+def labelled(places: Sequence[float], view: Interval, apart: float = 0.035) -> list[int]:
+    """Which get a label, of places on an axis: those furthest from zero, where none overlap."""
+    chosen = list[int]()
+    for i in sorted(range(len(places)), key=lambda i: -abs(places[i])):
+        gaps = [abs(places[i] - places[other]) / (view[1] - view[0]) for other in chosen]
+        if len(chosen) < MOST_LABELS and all(gap >= apart for gap in gaps):
+            chosen.append(i)
+    return chosen
 
 
 def _draw_stems(axes: Any, spectrum: HessianSpectrum, view: Interval) -> None:
@@ -191,11 +209,16 @@ def _move_exponents(figure: Any) -> None:
 def _tidy(axes: Any) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    axes.spines[["top", "right"]].set_visible(False)
     axes.yaxis.set_major_locator(LogLocator(numticks=6))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_minor_locator(LogLocator(numticks=1))
-    axes.grid(True, axis="both", color="#E6E6E6", linewidth=0.7)
+    tidy(axes)
+
+
+def tidy(axes: Any) -> None:
+    """The frame and grid of every picture's axes."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(True, color="#E6E6E6", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=9, color=GREY)
 
@@ -208,7 +231,7 @@ def _write_around(figure: Any, spectrum: HessianSpectrum, density: Density) -> N
     figure.text(
         0.02,
         0.9,
-        f"{_count(s.n)} parameters, step {source.step:,}{loss}   |   {source.layout}, "
+        f"{count(s.n)} parameters, step {source.step:,}{loss}   |   {source.layout}, "
         f"{source.model_dtype}, {source.num_micro_batches} micro-batches",
         fontsize=10,
         color=INK,
@@ -236,12 +259,14 @@ def _write_around(figure: Any, spectrum: HessianSpectrum, density: Density) -> N
         figure.text(0.02, 0.088 - 0.034 * row, line, fontsize=8.5, color=INK)
 
 
-def _count(n: int) -> str:
+def count(n: int) -> str:
+    """A number of parameters, short: `1.24 B`."""
     for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if n >= size:
             return f"{n / size:.3g} {unit}"
     return f"{n:,}"
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    """A value to three digits."""
     return f"{value:.3g}" if abs(value) < 100 or abs(value) >= 1e5 else f"{value:.0f}"

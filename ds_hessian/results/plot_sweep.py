@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ds_hessian.results.plot import GREY, INK, tidy
+
 if TYPE_CHECKING:
     from ds_hessian.results.sweep import DisplacementSweep
 
 # Okabe and Ito's palette, which the common colour-blindnesses keep apart.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
-GREY, INK = "#8A8A8A", "#222222"
 
 
 def plot_sweep(sweep: DisplacementSweep, path: Path) -> Path:
@@ -66,7 +67,7 @@ def _draw_curvatures(axes: Any, sweep: DisplacementSweep) -> None:
     axes.set_ylabel("v'Hv, averaged over ±h\n(in units of the plateau)")
     axes.legend(loc="upper left", frameon=True, framealpha=0.92, edgecolor="none", fontsize=9)
     axes.tick_params(labelbottom=False)
-    _tidy(axes)
+    tidy(axes)
 
 
 def _draw_changes(axes: Any, sweep: DisplacementSweep) -> None:
@@ -88,11 +89,4 @@ def _draw_changes(axes: Any, sweep: DisplacementSweep) -> None:
         axes.text(x, low / 4, text, ha=align, va="bottom", fontsize=9, color=GREY)
     axes.set_xlabel("displacement h (length in parameter space)")
     axes.set_ylabel("relative change of Hv\nto the next smaller h")
-    _tidy(axes)
-
-
-def _tidy(axes: Any) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(True, color="#E6E6E6", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=9, color=GREY)
+    tidy(axes)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,7 +99,9 @@ class Reader:
             )
 
     def read(self, name: str) -> Tensor:
-        """One tensor.
+        """One tensor, mapped from the file: its pages are read when they are first used.
+
+        Writing to it leaves the file as it is.
 
         Raises:
             ResultError: there is none of that name, or it is not fp32.
@@ -108,9 +111,7 @@ class Reader:
             kind = "missing" if entry is None else entry["dtype"]
             raise ResultError(f"{self.path} must hold an F32 tensor for parameter {name!r}: {kind}")
         first, stop = entry["data_offsets"]
-        with self.path.open("rb") as file:
-            file.seek(self._start + first)
-            data = bytearray(file.read(stop - first))
-        if not data:
+        if first == stop:
             return torch.zeros(entry["shape"])
-        return torch.frombuffer(data, dtype=torch.float32).reshape(entry["shape"])
+        at, shape = self._start + first, tuple(entry["shape"])
+        return torch.from_numpy(np.memmap(self.path, "<f4", mode="c", offset=at, shape=shape))

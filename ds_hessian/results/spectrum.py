@@ -18,10 +18,14 @@ from ds_hessian.krylov import LanczosRun, ritz, trace_estimate
 from ds_hessian.results import density as _density
 from ds_hessian.results.cumulative import cumulative_bounds
 from ds_hessian.results.density import Density
-from ds_hessian.results.estimate import Estimate
+from ds_hessian.results.estimate import Estimate, SamplingErrors
 from ds_hessian.results.provenance import Cost, Provenance
 
 Array = NDArray[np.float64]
+
+
+PICTURE = "spectrum.png"
+"""Name of the picture in a result folder."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,6 +58,7 @@ class HessianSpectrum:
         gradient_norm: |gradient| of that loss; None if not known.
         cost: What it took.
         provenance: What it was measured on.
+        sampling: What other micro-batches would change; None if it was not asked for.
     """
 
     n: int
@@ -73,8 +78,11 @@ class HessianSpectrum:
     gradient_norm: float | None
     cost: Cost
     provenance: Provenance
+    sampling: SamplingErrors | None = None
 
     def __post_init__(self) -> None:
+        if not (isinstance(self.n, int) and self.n > 0):
+            raise ResultError(f"n must be a number of parameters above 0, got {self.n!r}")
         shape = self.alphas.shape
         if len(shape) != 2 or 0 in shape:
             raise ResultError(f"alphas must be (num_probes, m), neither of them 0; got {shape}")
@@ -100,6 +108,7 @@ class HessianSpectrum:
         provenance: Provenance,
         loss: float | None = None,
         gradient_norm: float | None = None,
+        sampling: SamplingErrors | None = None,
     ) -> HessianSpectrum:
         """The record of one Lanczos run for each probe, all of the same length.
 
@@ -130,6 +139,7 @@ class HessianSpectrum:
             gradient_norm=None if gradient_norm is None else float(gradient_norm),
             cost=cost,
             provenance=provenance,
+            sampling=sampling,
         )
 
     @classmethod
@@ -270,7 +280,7 @@ class HessianSpectrum:
         """
         from ds_hessian.results.store import load
 
-        return load(Path(folder))
+        return load(HessianSpectrum, Path(folder))
 
     def plot(self, path: str | Path) -> Path:
         """Draw the spectrum; the format follows from the name (.png, .pdf, .svg).

@@ -111,9 +111,9 @@ class DisplacementSweep:
         Raises:
             OSError: the folder cannot be written.
         """
-        from ds_hessian.results.store import save_sweep
+        from ds_hessian.results.store import save
 
-        return save_sweep(self, Path(folder))
+        return save(self, Path(folder))
 
     @staticmethod
     def load(folder: str | Path) -> DisplacementSweep:
@@ -122,9 +122,9 @@ class DisplacementSweep:
         Raises:
             ResultError: files are missing, damaged, or of another schema.
         """
-        from ds_hessian.results.store import load_sweep
+        from ds_hessian.results.store import load
 
-        return load_sweep(Path(folder))
+        return load(DisplacementSweep, Path(folder))
 
     def plot(self, path: str | Path) -> Path:
         """Draw curvature and change against h; the format follows from the name.

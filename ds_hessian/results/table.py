@@ -15,8 +15,13 @@ Array = NDArray[np.float64]
 
 def table(spectrum: HessianSpectrum) -> str:
     """See `HessianSpectrum.table`."""
-    rows = _rows(spectrum) + [("warning", text) for text in spectrum.warnings]
+    rows = table_rows(spectrum)
     return "\n".join([headline(spectrum), *(f"  {name:<20}{text}" for name, text in rows)])
+
+
+def table_rows(spectrum: HessianSpectrum) -> list[tuple[str, str]]:
+    """Name and text of each figure, warnings at the end."""
+    return _rows(spectrum) + [("warning", text) for text in spectrum.warnings]
 
 
 def headline(spectrum: HessianSpectrum) -> str:
@@ -51,6 +56,7 @@ def _rows(spectrum: HessianSpectrum) -> list[tuple[str, str]]:
         ("smallest eigenvalue", str(s.eigenvalue_min)),
         ("trace", str(s.trace)),
         ("mean eigenvalue", str(s.mean_eigenvalue)),
+        *_sampling(s),
         ("outliers", f"{len(outliers)}: {listed}{more}" if outliers else "none converged"),
         ("products", products_line(s)),
         ("time", total),
@@ -64,6 +70,14 @@ def _rows(spectrum: HessianSpectrum) -> list[tuple[str, str]]:
             f"{source.probe} probes, seed {source.seed}",
         ),
     ]
+
+
+def _sampling(spectrum: HessianSpectrum) -> list[tuple[str, str]]:
+    s = spectrum.sampling
+    if s is None:
+        return []
+    figures = f"{s.eigenvalue_max:.2g}, {s.eigenvalue_min:.2g}, {s.trace:.2g}"
+    return [("sampling errors", f"{figures} of these, from {s.micro_batches} micro-batches")]
 
 
 def _error_text(spectrum: HessianSpectrum) -> str:

@@ -1,90 +1,36 @@
 """A spectrum that survives its job: what `slq` needs to go on after any product.
 
-Kept after each product: the runs of finished probes, figures and basis vectors of the current one,
-what step control has learnt, the random states at the beginning, and what the measurement is of.
+Kept after each product: the runs of finished probes, figures and basis vectors of the current one.
+With a basis of two vectors, or of a window, that is all the disk holds; and another layout goes on
+from the same basis, where a repetition of Lanczos would in its rounding lead to another one.
 """
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ds_hessian.backends import ShardBackend
-from ds_hessian.backends.state import RandomState
 from ds_hessian.krylov import LanczosRun, LanczosState
-from ds_hessian.operators import FiniteDifferenceHessian
-from ds_hessian.resume.identity import refuse_foreign
-from ds_hessian.resume.store import StateStore
+from ds_hessian.resume.run import SavedRun
 
 
-class SavedSpectrum:
+class SavedSpectrum(SavedRun):
     """The state of one spectrum in a folder.
-
-    Args:
-        folder: See `StateStore`.
-        backend: Of the measurement.
 
     Attributes:
         runs: Of the finished probes.
-        seconds: Spent before this process began.
-        all_reduces: Made before this process began.
 
-    Raises:
-        ConfigError: the folder holds a state that cannot be read.
-
-    Collective: the constructor, `take_up`, `restore`, `save` and `clear`.
+    Collective: also `restore` and `save`.
     """
 
     def __init__(self, folder: Path, backend: ShardBackend) -> None:
-        self.backend, self._random = backend, RandomState(backend.space.device)
-        self._store = StateStore(
-            folder, backend.layout, backend.space, {"random": _plain(self._random.get())}
-        )
-        self._began, self._reduced = time.perf_counter(), backend.space.all_reduces
-        self._found = self._store.figures
-        found = self._found or {"runs": [], "seconds": 0.0, "all_reduces": 0}
-        self.runs = [_run(entry) for entry in found["runs"]]
-        self.seconds, self.all_reduces = float(found["seconds"]), int(found["all_reduces"])
-
-    @property
-    def products(self) -> int:
-        """Made before this process began."""
-        return 0 if self._found is None else int(self._found["operator"]["cost"]["products"])
-
-    @contextmanager
-    def random_states(self) -> Iterator[None]:
-        """Run the body with this rank's generators where they were when the run first began.
-
-        On another layout they stay as they are.
-        """
-        if self._store.notes is None:
-            yield
-            return
-        here = self._random.get()
-        self._random.set(_random_states(self._store.notes["random"]))
-        try:
-            yield
-        finally:
-            self._random.set(here)
-
-    def take_up(self, operator: FiniteDifferenceHessian, identity: dict[str, Any]) -> None:
-        """Bring the operator to where it was.
-
-        Raises:
-            ConfigError: the state is not of this measurement.
-        """
-        self._operator, self._identity = operator, identity
-        if self._found is not None:
-            refuse_foreign(self._found["identity"], identity, self.backend.unit_roundoff)
-            operator.load_state_dict(self._found["operator"])
+        super().__init__(folder, backend)
+        self.runs = [_run(entry) for entry in (self._found or {"runs": []})["runs"]]
 
     def restore(self, state: LanczosState) -> None:
         """Bring the interrupted probe's run to where it was; the `restore` of `slq`."""
@@ -102,21 +48,11 @@ class SavedSpectrum:
         """
         if state.done:
             self.runs.append(state.run())
-        space = self.backend.space
         figures = {
-            "identity": self._identity,
             "runs": [_plain_run(run) for run in self.runs],
             "lanczos": None if state.done else state.state_dict(),
-            "operator": self._operator.state_dict(),
-            "seconds": self.seconds + time.perf_counter() - self._began,
-            "all_reduces": self.all_reduces + space.all_reduces - self._reduced,
         }
-        vectors = {f"p{probe}-{name}": v for name, v in state.vectors().items()}
-        self._store.save(figures, vectors)
-
-    def clear(self) -> None:
-        """Remove the state: the spectrum is complete."""
-        self._store.clear()
+        self._keep(figures, {f"p{probe}-{name}": v for name, v in state.vectors().items()})
 
 
 def _plain_run(run: LanczosRun) -> dict[str, Any]:
@@ -128,22 +64,3 @@ def _run(entry: Mapping[str, Any]) -> LanczosRun:
         k: np.array(v) if isinstance(v, list) else v for k, v in entry.items()
     }
     return LanczosRun(**fields)
-
-
-def _plain(states: tuple[Any, ...]) -> list[Any]:
-    """`RandomState.get()` as JSON values (python, numpy, torch, the accelerator)."""
-    python, numpy, *tensors, _ = states
-    return [python, [numpy[0], numpy[1].tolist(), *numpy[2:]]] + [
-        None if t is None else t.tolist() for t in tensors
-    ]
-
-
-def _random_states(entry: list[Any]) -> tuple[Any, ...]:
-    (version, words, gauss), numpy, *tensors = entry
-    assert random.getstate()[0] == version
-    return (
-        (version, tuple(words), gauss),
-        (numpy[0], np.array(numpy[1], dtype=np.uint32), *numpy[2:]),
-        *(None if t is None else torch.tensor(t, dtype=torch.uint8) for t in tensors),
-        (),
-    )

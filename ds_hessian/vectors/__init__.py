@@ -1,6 +1,6 @@
 """Sharded vectors: their layout, inner products, probes, and agreement between ranks."""
 
-from ds_hessian.vectors.agreement import agree, checkpoint, together
+from ds_hessian.vectors.agreement import agree, checkpoint, gather_objects, together
 from ds_hessian.vectors.layout import Box, Fragment, Layout
 from ds_hessian.vectors.partition import Partition, by_layer, by_pattern
 from ds_hessian.vectors.probes import ProbeKind, random_vector
@@ -17,6 +17,7 @@ __all__ = [
     "by_layer",
     "by_pattern",
     "checkpoint",
+    "gather_objects",
     "random_vector",
     "together",
 ]

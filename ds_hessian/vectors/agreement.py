@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ds_hessian.errors import HessianError, MeasurementError
+
+T = TypeVar("T")
 
 _FINE = 2**31 - 1
 
@@ -66,6 +69,18 @@ def agree(
     if isinstance(error, HessianError) and when == first:
         raise error
     raise MeasurementError(f"while {doing}, {message}") from error
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's (small) value, by rank, the same list on all of them.
+
+    Collective: every rank of the group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    found = [value] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
 
 
 class _Agreed(MeasurementError):

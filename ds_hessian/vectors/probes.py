@@ -16,6 +16,9 @@ from ds_hessian.errors import NumericsError
 from ds_hessian.vectors.layout import Layout
 from ds_hessian.vectors.space import VectorSpace
 
+CHUNK = 1 << 18
+"""Coordinates of a box at a time: the temporaries of each take some 200 bytes."""
+
 ProbeKind = Literal["gaussian", "rademacher"]
 
 
@@ -37,13 +40,19 @@ def random_vector(
     Raises:
         NumericsError: the space has no coordinates.
     """
-    variate = {"gaussian": ops.gaussian, "rademacher": ops.rademacher}[kind]
+    fill, variate = {
+        "gaussian": (ops.fill_gaussian, ops.gaussian),
+        "rademacher": (ops.fill_rademacher, ops.rademacher),
+    }[kind]
     key = _hash64("ds_hessian probe", seed)
     v = space.zeros()
     for fragment, part in layout:
         stream = _hash64(fragment.name, probe)
-        for start in range(0, fragment.numel, 1 << 20):
-            stop = min(start + (1 << 20), fragment.numel)
+        if fragment.box is None:  # indices one after the other: the kernel, without temporaries
+            fill(v[part], key, stream, fragment.start)
+            continue
+        for start in range(0, fragment.numel, CHUNK):
+            stop = min(start + CHUNK, fragment.numel)
             index = fragment.index(start, stop, space.device)
             v[part.start + start : part.start + stop] = variate(key, stream, index)
     length = space.norm(v)

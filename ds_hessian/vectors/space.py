@@ -59,6 +59,13 @@ class VectorSpace:
             dist.all_reduce(partials, group=self.group)
         return partials.cpu()
 
+    def of_rank_0(self, *figures: float) -> list[float]:
+        """Rank 0's figures, on every rank, in one all-reduce: for what must be the same bits though
+        the ranks' processors may round the arithmetic before it differently.
+        """
+        mine = figures if self.rank == 0 else [0.0] * len(figures)
+        return list(self.reduce(torch.tensor(mine, dtype=torch.float64)).tolist())
+
     def dots(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Global inner products of pairs of vectors, `(len(pairs),)` fp64, in one all-reduce."""
         return self.reduce(ops.dots(pairs, self.n_owned))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -16,6 +20,8 @@ from torch.nn import functional
 
 import ds_hessian
 from ds_hessian.backends.zero import ZeroBackend
+from ds_hessian.errors import HessianError
+from ds_hessian.results import HessianEigenpairs, HessianSolution
 from tests.nets import TinyGPT, batch
 
 TOTAL = 6  # micro-batches over all ranks: divides by 1, 2 and 3
@@ -79,6 +85,19 @@ def measure(num_matvecs: int, num_probes: int, zero: dict[str, Any], **config: A
     return weights, *gathered[:2], spectrum, gathered[2]
 
 
+def uneven(factor: float) -> Any:
+    """(weights, vector, product, its h) where rank 1 would take another step than rank 0."""
+    engine = make_engine(zero={}, hessian=QUIET)
+    hessian = engine.hessian.use(my_batches())
+    v = hessian.random_vector(seed=5)
+    with hessian.measuring() as operator:
+        operator._controller.h *= factor ** dist.get_rank()
+        product = operator.matvec(v)
+    found = full_weights(engine), hessian.gather(v), hessian.gather(product.vector)
+    engine.destroy()
+    return *found, product.displacement
+
+
 # ---- neutrality
 
 
@@ -112,7 +131,11 @@ class FailingBackward(torch.autograd.Function):
         return gradients[0], None
 
 
-def failing_spectrum(engine: Any, failures: list[tuple[str, int, tuple[int, ...]]]) -> str:
+Failure = list[tuple[str, int, tuple[int, ...]]]
+"""(stage, number of the call on that rank, ranks) of each thing that raises in one spectrum."""
+
+
+def failing_spectrum(engine: Any, failures: Failure) -> str:
     """Try a spectrum that fails at each (stage, number of the call, ranks); returns the error."""
     saboteurs = {stage: Saboteur(at, ranks) for stage, at, ranks in failures}
 
@@ -160,18 +183,21 @@ def train(
     mode: str,
     steps: int = 10,
     zero: dict[str, Any] | None = None,
-    failures: list[tuple[str, int, tuple[int, ...]]] | None = None,
+    failures: Sequence[Failure] = (),
     dropout_on: bool = True,
+    displacement: float | str = 1e-2,
     **config: Any,
 ) -> dict[str, Any]:
     """Train with dropout; mode "bare", "measured" (after steps 3 and 7), "inside" (a window),
-    "everywhere" (also before a step, in both precisions) or "failing" (at 7).
+    "everywhere" (also before a step, in both precisions) or "failing" (after step 3 one that does
+    not fail, then one with each of the `failures` after each of the last steps).
 
     Returns everything that must be bitwise the same whatever the mode, and the errors.
     """
     # The section is there in every mode: attaching must not change training either, which the
     # bare mode, made by deepspeed.initialize without it, is compared with.
-    section = {} if mode == "bare" else {"hessian": {**QUIET, "dropout": dropout_on}}
+    settings = {"dropout": dropout_on, "finite_difference": {"displacement": displacement}}
+    section = {} if mode == "bare" else {"hessian": {**QUIET, **settings}}
     engine = make_engine(zero=zero, **section, **config)
     losses, errors = [], []
     accumulate = engine.gradient_accumulation_steps()
@@ -191,9 +217,9 @@ def train(
         if mode == "measured" and step in (3, 7):
             engine.hessian_spectrum(my_batches(), num_matvecs=4)
         if mode == "failing" and step == 3:
-            engine.hessian_spectrum(my_batches(), num_matvecs=4)
-        if mode == "failing" and step == 7:
-            errors.append(failing_spectrum(engine, failures or []))
+            engine.hessian_spectrum(my_batches(), num_matvecs=2)
+        if mode == "failing" and step >= steps - 1 - len(failures) and step < steps - 1:
+            errors.append(failing_spectrum(engine, failures[step - (steps - 1 - len(failures))]))
     backend = ZeroBackend(engine)  # to find the shards of engines without a Hessian
     shards, pieces = backend.shards, backend.pieces
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
@@ -356,7 +382,7 @@ def refused(feature: str) -> str:
     if feature == "the engine class PipelineEngine":
         layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
         module = PipelineModule(layers=layers, num_stages=2, loss_fn=nn.MSELoss())
-    if feature == "tensor parallelism":
+    if feature == "tensor or pipeline parallelism":
         arguments["mpu"] = OneTensorGroup()
     if feature == "sequence parallelism":
         config |= {"sequence_parallel_size": 2, "data_parallel_size": 1, "train_batch_size": 2}
@@ -374,17 +400,25 @@ def refused(feature: str) -> str:
     return "accepted"
 
 
-def on_schedule(folder: str) -> tuple[list[int], list[int], bool]:
-    """Train 7 steps with spectra every 3; returns steps measured, failed, and data fixed."""
+def on_schedule(folder: str) -> tuple[list[int], list[int], list[int], bool]:
+    """Train 7 steps with spectra every 3 and sharpness every 2, with DeepSpeed's CSV monitor.
+
+    Returns the steps of spectra, of sharpness, of failures, and whether the data were fixed.
+    """
     section = {**QUIET, "interval": 3, "num_matvecs": 3, "num_micro_batches": 2}
-    engine = make_engine(hessian={**section, "output_path": folder})
+    engine = make_engine(
+        hessian={**section, "sharpness_interval": 2, "output_path": f"{folder}/out"},
+        csv_monitor={"enabled": True, "output_path": folder, "job_name": "events"},
+    )
     for step in range(7):
         loss = engine(*batch(step, dist.get_rank()))
         engine.backward(loss)
         engine.step()
     schedule = engine.hessian_schedule
-    prints = {s.provenance.data_fingerprint for s in schedule.spectra.values()}
-    out = (list(schedule.spectra), list(schedule.failures), len(prints) == 1)
+    records = [*schedule.spectra.values(), *schedule.sharpness.values()]
+    prints = {record.provenance.data_fingerprint for record in records}
+    steps = map(list, (schedule.spectra, schedule.sharpness, schedule.failures))
+    out = (*steps, len(prints) == 1)
     engine.destroy()
     return out
 
@@ -482,6 +516,9 @@ def analyse(path: str) -> tuple[Any, ...]:
     share = hessian.off_block_share("parameters", num_probes=4)
     hessian.save_vectors(pairs.vectors, path, {"values": pairs.values.tolist()})
     reloaded = torch.equal(hessian.load_vectors(path), pairs.vectors)
+    records = hessian.save(pairs, Path(path).parent / "records")
+    again = hessian.load(type(pairs), hessian.save(solution, records))
+    reloaded &= torch.equal(again.vectors, pairs.vectors) and (again.values == pairs.values).all()
     vectors = [hessian.gather(v) for v in pairs.vectors]
     solved = [hessian.gather(x) for x in solution.x]
     v0 = hessian.gather(hessian.random_vector(seed=0))
@@ -492,6 +529,18 @@ def analyse(path: str) -> tuple[Any, ...]:
         for r in records
     ]
     out = (weights, figures, vectors, hessian.gather(b), solved, v0, reloaded)
+    engine.destroy()
+    return out
+
+
+def sampled() -> tuple[Any, ...]:
+    """Weights, top eigenvector and first probe in full, their records with errors of sampling."""
+    engine = make_engine(hessian=QUIET)
+    hessian = engine.hessian.use(my_batches())
+    pairs = hessian.eigenpairs(1, "LA", sampling=True)
+    spectrum = hessian.spectrum(num_matvecs=20, sampling=True)
+    vectors = [hessian.gather(v) for v in (pairs.vectors[0], hessian.random_vector())]
+    out = (full_weights(engine), *vectors, pairs.sampling_errors, spectrum)
     engine.destroy()
     return out
 
@@ -568,12 +617,49 @@ def self_tests(module: nn.Module | None, config: dict[str, Any], overrides: dict
     return verdict
 
 
-def load_elsewhere(path: str) -> Any:
-    """The vectors of a file as whole tensors, in this layout."""
-    engine = make_engine(zero={"stage": 1}, hessian=QUIET)
-    loaded = [engine.hessian.gather(v) for v in engine.hessian.load_vectors(path)]
+def monitored(output: str, tools: dict[str, Any], wandb_folder: str = "") -> dict[int, Any]:
+    """Five steps with spectra after two of them, told to DeepSpeed's monitor; the spectra."""
+    if wandb_folder:
+        os.environ.update(WANDB_MODE="offline", WANDB_DIR=wandb_folder, WANDB_SILENT="true")
+    section = {
+        "interval": 2,
+        "num_matvecs": 3,
+        "num_probes": 2,
+        "num_micro_batches": 2,
+        "progress": False,
+        "output_path": output,
+    }
+    engine = make_engine(hessian=section, **tools)
+    for number in range(5):
+        engine.backward(engine(*batch(number, dist.get_rank())))
+        engine.step()
+    assert engine.hessian_schedule.failures == {}
+    if wandb_folder and dist.get_rank() == 0:
+        import wandb
+
+        wandb.finish()
     engine.destroy()
-    return loaded
+    return engine.hessian_schedule.spectra
+
+
+def load_elsewhere(path: str) -> Any:
+    """The vectors of a file as whole tensors, in this layout; and how a record is loaded."""
+    engine = make_engine(zero={"stage": 1}, hessian=QUIET)
+    hessian, records = engine.hessian, Path(path).parent / "records"
+    vectors = hessian.load_vectors(path)
+    loaded = [hessian.gather(v) for v in vectors]
+    same = torch.equal(hessian.load(HessianEigenpairs, records).vectors, vectors)
+    mixed = records.parent / f"mixed{hessian.backend.space.world_size}"
+    if hessian.rank == 0:
+        shutil.copytree(records, mixed)
+        shutil.copy(mixed / "eigenpairs.safetensors", mixed / "solution.safetensors")
+    try:
+        hessian.load(HessianSolution, mixed)
+        error = ""
+    except HessianError as failure:
+        error = str(failure)
+    engine.destroy()
+    return loaded, same, error
 
 
 # ---- sharpness and influence

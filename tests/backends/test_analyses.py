@@ -114,10 +114,31 @@ def test_settings_of_the_basis_reach_lanczos(ranks: Ranks, tmp_path: Path) -> No
     assert selective.cost.all_reduces == plain.cost.all_reduces
 
 
+def test_errors_of_sampling_are_those_of_the_micro_batches(ranks: Ranks) -> None:
+    weights, top, probe, (error,), spectrum = ranks(2).run(jobs.sampled)[0]
+    hessians = [  # micro-batch i of both ranks
+        DenseHessian(TinyGPT(), weights, [batch(500 + 2 * i + rank, 0) for rank in (0, 1)])
+        for i in range(jobs.TOTAL // 2)
+    ]
+    exact = []
+    for vector, scale in ((top, 1), (probe, spectrum.n)):
+        v = hessians[0].flat(vector)
+        forms = [scale * float(v @ h.matvec(h.flat(vector))) for h in hessians]
+        exact.append(np.std(forms, ddof=1) / len(forms) ** 0.5)
+    found = spectrum.sampling
+    assert found.micro_batches == len(hessians)
+    # fp32 gradients: slopes to 1e-3; the last Ritz vector is near the eigenvector.
+    assert error == pytest.approx(exact[0], rel=1e-2)
+    assert found.eigenvalue_max == pytest.approx(exact[0], rel=5e-2)
+    assert found.trace == pytest.approx(exact[1], rel=1e-2)
+    assert found.eigenvalue_min > 0 and "sampling errors" in spectrum.table()
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_vectors_load_on_another_layout(run: Any, ranks: Ranks, world_size: int) -> None:
     *_, path, (vectors, *_) = run
-    loaded = ranks(world_size).run(jobs.load_elsewhere, str(path))[0]
+    loaded, same, error = ranks(world_size).run(jobs.load_elsewhere, str(path))[0]
+    assert same and "solution.safetensors belongs to another solution" in error
     for v, other in zip(vectors, loaded, strict=True):
         assert v.keys() == other.keys() and all(torch.equal(v[n], other[n]) for n in v)
 

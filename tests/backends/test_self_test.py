@@ -49,9 +49,8 @@ def test_the_verdict_names_what_is_wrong(ranks: Ranks, name: str) -> None:
 @pytest.mark.slow
 def test_the_command_tests_an_unmodified_script(tmp_path: Path) -> None:
     command = [
-        str(Path(sys.executable).with_name("deepspeed")),
-        *("--num_accelerators", "2", "--master_port", str(free_port())),
-        *("--module", "ds_hessian.self_test", "examples/train_gpt.py"),
+        str(Path(sys.executable).with_name("ds-hessian")),  # it runs deepspeed --module
+        *("self-test", "--ranks", "2", "--port", str(free_port()), "examples/train_gpt.py"),
         *("--width", "16", "--layers", "1", "--context", "16"),
         *("--deepspeed", "--deepspeed_config", "examples/ds_config.json"),
     ]

@@ -88,7 +88,15 @@ def test_leaf_names_are_unique_so_that_overrides_can_use_them():
         ({"resume": ""}, r"resume: must be a path that is not empty, or null"),
         ({"finite_difference": 5}, r"an object with keys of scheme, displacement, precision"),
         ({"interval": 5, "enabled": False}, r"interval: 5 contradicts hessian\.enabled = false"),
-        ({"start_step": 4}, r"start_step: 4 has no effect while hessian\.interval is 0"),
+        ({"start_step": 4}, r"start_step: 4 has no effect while hessian\.interval and"),
+        (
+            {"sharpness_interval": 5, "enabled": False},
+            r"sharpness_interval: 5 contradicts hessian\.enabled = false",
+        ),
+        (
+            {"sampling": True, "reorthogonalization": {"mode": "none"}},
+            r'sampling: needs Ritz vectors, for which hessian\..*mode = "none" stores too little',
+        ),
         (5, r"^hessian: must be an object of settings, got 5"),
     ],
 )

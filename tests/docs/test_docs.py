@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_hessian.config import HessianConfig, describe
+from ds_hessian.config import SECTION, HessianConfig, describe
 from tests.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,6 +102,41 @@ def test_everything_refused_is_in_the_support_page() -> None:
     text = text_of("support.md")
     assert len(names) >= 10
     assert [name for name in names if name not in text] == []
+
+
+def test_messages_to_troubleshoot_are_those_of_the_code() -> None:
+    """Between its `...`, a quoted message is text of one string of the package."""
+    strings = [text for path in (ROOT / "ds_hessian").rglob("*.py") for text in texts_of(path)]
+    lines = re.findall(r"^\* (`.*`)$", text_of("troubleshooting.md"), re.MULTILINE)
+    messages = [message for line in lines for message in re.findall(r"`([^`]+)`", line)]
+    assert len(messages) >= 40
+    found = {
+        message: [
+            part
+            for part in (part.strip() for part in message.split("..."))
+            if re.search(r"\w", part) and not any(part in text for text in strings)
+        ]
+        for message in messages
+    }
+    assert {message: missing for message, missing in found.items() if missing} == {}
+
+
+def texts_of(path: Path) -> list[str]:
+    """The strings of a module, each with a gap where a value is filled in."""
+    texts = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(node.value)
+        if isinstance(node, ast.JoinedStr):
+            texts.append("".join(_piece(value) for value in node.values))
+    return texts
+
+
+def _piece(value: ast.expr) -> str:
+    if isinstance(value, ast.Constant):
+        return str(value.value)
+    named = isinstance(value, ast.FormattedValue) and ast.unparse(value.value) == "SECTION"
+    return SECTION if named else "\0"
 
 
 @pytest.mark.slow

@@ -14,12 +14,18 @@ from ds_hessian.krylov import (
     LanczosOptions,
     LanczosState,
     Storage,
+    eigenpairs,
+    hutch_plus_plus,
+    hutchinson,
     lanczos,
     ritz,
     slq,
+    solve,
     trace_estimate,
+    xtrace,
 )
 from ds_hessian.krylov.lanczos import Mode
+from ds_hessian.vectors import VectorSpace
 from tests.krylov.matrices import SPECTRA, Matrix
 from tests.ranks import RankPool
 
@@ -41,6 +47,7 @@ def decompose(name: str, m: int = 25, options: LanczosOptions | None = None) -> 
     residual = operator.matrix @ q.T - q.T @ t
     return {
         "m": run.num_matvecs,
+        "fresh": state.restarts,
         "orthogonality": float((q @ q.T - torch.eye(len(q))).abs().max()),
         "columns": residual.norm(dim=0).numpy(),
         "run": run,
@@ -56,6 +63,8 @@ def test_decomposition_identity_orthogonality_and_no_nan(
     found = ranks(world_size).run(decompose, name)[0] if world_size else decompose(name)
     n, m = len(SPECTRA[name]), min(25, len(SPECTRA[name]))
     assert found["m"] == m and found["finite"]
+    # Where the Krylov space is exhausted: the length of a random vector, and to make it orthogonal.
+    assert found["run"].all_reduces == 3 * m + 4 * found["fresh"]
     scale = max(abs(SPECTRA[name]).max(), 1e-30)
     # fp32 vectors: each entry of Q'Q and of the residual carries a few roundoffs of its scale.
     assert found["orthogonality"] < 32 * ROUNDOFF
@@ -227,9 +236,68 @@ def test_bars_of_ritz_values_hold_in_95_of_100_cases(kind: str) -> None:
         y = operator.full(y)
         true = (operator.matrix @ y - pairs.values[-1] * y).norm() / y.norm()
         residuals.append(float(true) / pairs.errors[-1])
+    print(f"{kind}: held in {np.mean(held):.3f}")
     assert np.mean(held) >= 0.95
     assert np.mean(np.array(residuals) <= 1) >= 0.95
     assert np.median(residuals) > 0.1  # and the bar is not an empty one
+
+
+@pytest.mark.parametrize("kind", ["noisy", "bf16 basis"])
+def test_where_the_old_bound_says_nothing_ours_says_the_truth(kind: str) -> None:
+    noise, storage = CASES[kind]
+    ratios, truths = list[float](), list[float]()
+    for seed in range(20):
+        operator = Matrix.of(SPECTRA["spiked"], noise, seed)
+        options = LanczosOptions(storage=storage)
+        state = LanczosState(operator, operator.fresh(seed)(0), 40, operator.fresh(seed), options)
+        while not state.done:
+            state.step()
+        run = state.run()
+        values, vectors = np.linalg.eigh(state.tridiagonal)
+        y = operator.full(state.basis.combine(vectors[:, -1:].T)[0])
+        true = float((operator.matrix @ y - values[-1] * y).norm() / y.norm())
+        old = run.betas[-1] * abs(vectors[-1, -1])
+        assert old < 1e-9 and 0.005 < true < 0.2  # of the eigenvalue 50
+        truths.append(true)
+        ratios.append(float(ritz(run).errors[-1]) / true)
+    print(f"{kind}: truth {min(truths):.3f} - {max(truths):.3f}", end=", ")
+    print(f"bar / truth {min(ratios):.2f} - {max(ratios):.2f}")
+    assert 1 <= min(ratios) and max(ratios) < 4  # COVERAGE is 2
+
+
+class Noting(VectorSpace):
+    """Notes how many numbers travel in each reduction."""
+
+    sizes: list[int]
+
+    def reduce(self, partials: torch.Tensor) -> torch.Tensor:
+        """See `VectorSpace`."""
+        self.sizes.append(partials.numel())
+        return super().reduce(partials)
+
+
+REDUCING: dict[str, Any] = {
+    **{
+        mode: lambda h, fresh, mode=mode: lanczos(
+            h, fresh(0), 20, fresh, None, LanczosOptions(mode, 5, BF16)
+        )
+        for mode in ("full", "selective", "window", "none")
+    },
+    "eigenpairs": lambda h, fresh: eigenpairs(h, fresh(0), 2, fresh, basis_size=12, storage=BF16),
+    "Hutchinson": lambda h, fresh: hutchinson(h, fresh, 10),
+    "Hutch++": lambda h, fresh: hutch_plus_plus(h, fresh, 30),
+    "XTrace": lambda h, fresh: xtrace(h, fresh, 20),
+    "MINRES": lambda h, fresh: solve(h, fresh(1), [1.0, 9.0], fresh, "minres", num_matvecs=20),
+}
+
+
+@pytest.mark.parametrize("method", REDUCING)
+def test_nothing_of_the_models_size_travels(method: str) -> None:
+    operator = Matrix.of(SPECTRA["spiked"])
+    operator.space.__class__, operator.space.sizes = Noting, []  # type: ignore[attr-defined]
+    REDUCING[method](operator, operator.fresh())
+    largest = max(operator.space.sizes)  # type: ignore[attr-defined]
+    assert 1 < largest <= 2 * 20 + 4 < operator.space.n / 6
 
 
 def test_more_probes_begin_with_the_runs_of_fewer() -> None:
@@ -262,6 +330,7 @@ def test_bars_of_traces_hold_in_95_of_100_cases(kind: str) -> None:
         runs = slq(operator, operator.layout, 12, 2, seed, options=options)
         trace, error = trace_estimate(runs, [ritz(r) for r in runs], operator.space.n)
         held.append(abs(trace - truth.sum()) <= 2 * error)
+    print(f"{kind}: held in {np.mean(held):.3f}")
     assert np.mean(held) >= 0.95
 
 

@@ -29,7 +29,8 @@ def test_both_problems_converge_and_lie_within_their_bars(noise: float) -> None:
     x = operator.full(pairs[1].x)
     assert float(x @ (diagonal * x)) == pytest.approx(1.0, rel=1e-4)
     true = root * (operator.matrix @ x) - pairs[1].value * x / root
-    assert float(true.norm()) <= pairs[1].error
+    rounding = 8 * 2.0**-24 * pairs[1].value  # of x and of its products in fp32
+    assert float(true.norm()) <= pairs[1].error + rounding
 
 
 def test_the_same_direction_twice_does_no_harm() -> None:

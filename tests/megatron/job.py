@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.nn import functional
 
@@ -137,38 +137,41 @@ def groups_of(job: Job) -> Iterator[None]:
                 dist.destroy_process_group(group)
 
 
+def gpt(job: Job, config: Any, stage: int = 0) -> Any:
+    """The model of one virtual stage on this rank."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    spec = get_gpt_layer_local_spec(num_experts=job.experts or None, moe_grouped_gemm=False)
+    where = {"ignore_virtual": job.vpp == 1, "vp_stage": stage if job.vpp > 1 else None}
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
+        share_embeddings_and_output_weights=True,
+        vp_stage=where["vp_stage"],
+        # Megatron's parallel cross entropy is fp32: fp64 takes torch's on gathered logits.
+        parallel_output=job.dtype != "float64",
+    ).to(job.torch_dtype)
+
+
 def build(job: Job) -> list[Any]:
     """The chunks of `running`."""
-    from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.module import Float16Module
 
     config = model_config(job)
-    spec = get_gpt_layer_local_spec(num_experts=job.experts or None, moe_grouped_gemm=False)
-    chunks = []
-    for stage in range(job.vpp):
-        where = {"ignore_virtual": job.vpp == 1, "vp_stage": stage if job.vpp > 1 else None}
-        model = GPTModel(
-            config,
-            spec,
-            vocab_size=VOCABULARY,
-            max_sequence_length=SEQUENCE,
-            pre_process=parallel_state.is_pipeline_first_stage(**where),
-            post_process=parallel_state.is_pipeline_last_stage(**where),
-            share_embeddings_and_output_weights=True,
-            vp_stage=where["vp_stage"],
-            # Megatron's parallel cross entropy is fp32: fp64 takes torch's on gathered logits.
-            parallel_output=job.dtype != "float64",
-        ).to(job.torch_dtype)
-        if job.dtype == "bfloat16":
-            model = Float16Module(config, model)
-        chunks.append(model)
+    chunks = [gpt(job, config, stage) for stage in range(job.vpp)]
+    if job.dtype == "bfloat16":
+        chunks = [Float16Module(config, model) for model in chunks]
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=job.distributed,
         num_distributed_optimizer_instances=job.instances,
@@ -186,6 +189,52 @@ def build(job: Job) -> list[Any]:
         config.no_sync_func = [c.no_sync for c in chunks] if job.vpp > 1 else chunks[0].no_sync
     fill(chunks)
     return chunks
+
+
+class Plain(nn.Module):
+    """What Megatron asks of a model beside its forward, for a plain module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        from megatron.core.enums import ModelType
+
+        super().__init__()
+        self.inner, self.model_type = inner, ModelType.encoder_or_decoder
+
+    def forward(self, *args: Any) -> Any:
+        """The module's own."""
+        return self.inner(*args)
+
+    def set_input_tensor(self, _: Any) -> None:
+        """Without a pipeline there is none."""
+
+    def sharded_state_dict(self, metadata: Any) -> Any:
+        """Parameters by name; tied ones once."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint(dict(self.inner.named_parameters()), "")
+
+
+def wrap(inner: nn.Module, job: Job) -> Any:
+    """A plain module in Megatron's data parallelism; of the job, its dtype and optimizer count."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        params_dtype=job.torch_dtype,
+        bf16=job.dtype == "bfloat16",
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=job.distributed, grad_reduce_in_fp32=job.dtype == "bfloat16"
+    )
+    return DistributedDataParallel(config, ddp, Plain(inner.to(job.torch_dtype)))
 
 
 def weight(name: str, shape: Any) -> Tensor:
@@ -386,37 +435,17 @@ def tiny_gpt(num_matvecs: int) -> tuple[Any, Any, Any]:
     """The ZeRO tests' model and data under Megatron's distributed optimizer: a probe and its
     product at h = 0.1, gathered, and the spectrum.
     """
-    with groups_of(Job()):
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.enums import ModelType
-        from megatron.core.transformer.transformer_config import TransformerConfig
-        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-
+    job = Job(distributed=True)
+    with groups_of(job):
         from ds_hessian.megatron import MegatronHessian
         from tests.backends.jobs import my_batches as zero_batches
         from tests.nets import TinyGPT
-
-        class Model(TinyGPT):
-            """What Megatron asks of a model beside its forward."""
-
-            model_type = ModelType.encoder_or_decoder
-
-            def set_input_tensor(self, _: Any) -> None:
-                """Without a pipeline there is none."""
-
-            def sharded_state_dict(self, metadata: Any) -> Any:
-                """Parameters by name; the tied one once."""
-                state = self.state_dict(keep_vars=True)
-                del state["head.weight"]
-                return make_sharded_tensors_for_checkpoint(state, "")
 
         def forward_step(iterator: Any, model: Any) -> Any:
             return model(*next(iterator)), lambda loss: (loss, {})
 
         torch.manual_seed(0)
-        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
-        hessian = MegatronHessian(DistributedDataParallel(config, ddp, Model()), QUIET)
+        hessian = MegatronHessian(wrap(TinyGPT(), job), QUIET)
         hessian.use(zero_batches(), forward_step, seq_length=1, micro_batch_size=2)
         v = hessian.random_vector(seed=5)
         with hessian.measuring(displacement=0.1):
@@ -488,6 +517,20 @@ def make_optimizer(job: Job, chunks: list[Any]) -> Any:
     return optimizer
 
 
+def run_schedule(job: Job, chunks: list[Any], batches: list[Any]) -> None:
+    """Forward and backward of training."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    get_forward_backward_func()(
+        forward_step_func=make_forward_step(job),
+        data_iterator=[iter(batches) for _ in chunks] if job.vpp > 1 else iter(batches),
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(batches),
+        forward_only=False,
+        **SIZES,
+    )
+
+
 def train(job: Job, measure: str = "", steps: int = 3, config: dict[str, Any] | None = None) -> Any:
     """Train, with dropout if the job has some; what must be the same with and without `measure`.
 
@@ -503,8 +546,6 @@ def train(job: Job, measure: str = "", steps: int = 3, config: dict[str, Any] | 
         State by name, `[(loss, gradient norm, n), ...]` measured, and the errors.
     """
     with running(job) as chunks:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         optimizer = make_optimizer(job, chunks)
         hessian = hessian_of(chunks, job, **(config or {}))
         measured, errors, norms = [], [], []
@@ -513,15 +554,7 @@ def train(job: Job, measure: str = "", steps: int = 3, config: dict[str, Any] | 
             for chunk in chunks:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
-            model = chunks if len(chunks) > 1 else chunks[0]
-            get_forward_backward_func()(
-                forward_step_func=make_forward_step(job),
-                data_iterator=[iter(batches) for _ in chunks] if job.vpp > 1 else iter(batches),
-                model=model,
-                num_microbatches=len(batches),
-                forward_only=False,
-                **SIZES,
-            )
+            run_schedule(job, chunks, batches)
             norms.append(optimizer.step()[1])
             if measure == "spectrum":
                 spectrum = hessian.spectrum(num_matvecs=2)
@@ -697,6 +730,26 @@ def amid_training() -> tuple[Any, Any, list[str]]:
         return bare, amid, [name for name, change in touched.items() if change]
 
 
+def gradients_after_a_spectrum() -> list[tuple[bool, bool]]:
+    """After a step of plain DDP and of the distributed optimizer, and a spectrum: whether training
+    finds its gradient buffers zero, and its own tensors as `param.grad`.
+    """
+    out = []
+    for job in (Job(), Job(distributed=True)):
+        with running(job) as chunks:
+            optimizer = make_optimizer(job, chunks)
+            chunks[0].zero_grad_buffer()
+            run_schedule(job, chunks, my_batches())
+            optimizer.step()
+            kept = [p.grad for p in chunks[0].parameters()]
+            hessian_of(chunks, job).spectrum(num_matvecs=2)
+            left = [p.grad for p in chunks[0].parameters()]
+            buffers = [buffer.grad_data for buffer in chunks[0].buffers]
+            zero = all(not data.any() for data in buffers)
+            out.append((zero, all(a is b for a, b in zip(kept, left, strict=True))))
+    return out
+
+
 def with_rerun_machine() -> str:
     """Measure with a loss that asks the rerun machine, outside of its loop; the mode afterwards."""
     with running(Job()) as chunks:
@@ -742,6 +795,67 @@ def refused(job: Job, where: str = "", option: str = "", value: Any = None) -> s
     return "accepted"
 
 
+def bad_inputs() -> list[str]:
+    """What each wrong use of a Hessian raises, as text."""
+    import ds_hessian
+    from ds_hessian.megatron import MegatronHessian
+
+    job, said = Job(), list[str]()
+    with running(job) as chunks:
+        batches, step = my_batches(), make_forward_step(job)
+
+        def fresh() -> Any:
+            return MegatronHessian(chunks, QUIET)
+
+        def ready(forward_step: Any) -> Any:
+            return fresh().use(batches, forward_step, **SIZES)
+
+        def sized(**sizes: Any) -> Any:
+            return fresh().use(batches, step, **{**SIZES, **sizes})
+
+        wrong: list[Callable[[], Any]] = [
+            lambda: fresh().spectrum(),
+            lambda: fresh().spectrum(batches=batches),
+            lambda: fresh().use(batches, step),
+            lambda: fresh().use(batches, "forward_step", **SIZES),
+            lambda: fresh().use(batches[0], step, **SIZES),
+            lambda: fresh().use(7, step, **SIZES),
+            lambda: fresh().use([], step, **SIZES),
+            lambda: sized(seq_length=0),
+            lambda: sized(micro_batch_size=2.0),
+            lambda: ready(lambda iterator, model: next(iterator)).spectrum(),
+            lambda: ready(lambda iterator, model: step(iterator, model)[0]).spectrum(),
+            lambda: ready(lambda i, model: (step(i, model)[0], lambda x: x.sum())).spectrum(),
+            lambda: MegatronHessian([]),
+            lambda: MegatronHessian([*chunks, *chunks]),
+            lambda: MegatronHessian(chunks, "ds_config.json"),
+        ]
+        for use in wrong:
+            try:
+                use()
+                said.append("accepted")
+            except ds_hessian.HessianError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        chunks[0].config.calculate_per_token_loss = True
+        try:
+            ready(lambda i, model: (step(i, model)[0], lambda x: (x.sum(), {}))).spectrum()
+        except ds_hessian.ConfigError as error:
+            said.append(f"ConfigError: {error}")
+        finally:
+            chunks[0].config.calculate_per_token_loss = False
+    return said
+
+
+def other_batches() -> list[float]:
+    """Loss on half of the micro-batches: by `use` in full, and given to `spectrum` alone."""
+    job = Job()
+    with running(job) as chunks:
+        half = my_batches()[:1]
+        first = hessian_of(chunks, job).use(half, make_forward_step(job), **SIZES)
+        again = hessian_of(chunks, job)
+        return [first.spectrum(num_matvecs=2).loss, again.spectrum(half, num_matvecs=2).loss]
+
+
 def fp32_passes(job: Job) -> str:
     """The message for passes of another precision than the model's."""
     import ds_hessian
@@ -754,17 +868,18 @@ def fp32_passes(job: Job) -> str:
     return "accepted"
 
 
-def too_few_batches() -> str:
-    """The message for 3 micro-batches in an interleaved pipeline of 2 stages."""
+def interleaved_mistakes() -> list[str]:
+    """The messages for 3 micro-batches in an interleaved pipeline of 2 stages, and one chunk."""
     import ds_hessian
 
-    job = Job(pp=2, vpp=2)
+    job, said = Job(pp=2, vpp=2), list[str]()
     with running(job) as chunks:
-        try:
-            hessian_of(chunks, job).use(my_batches()[:3], make_forward_step(job), **SIZES)
-        except ds_hessian.ConfigError as error:
-            return str(error)
-    return "accepted"
+        for model, batches in ((chunks, my_batches()[:3]), (chunks[0], my_batches())):
+            try:
+                hessian_of(model, job).use(batches, make_forward_step(job), **SIZES)
+            except ds_hessian.ConfigError as error:
+                said.append(str(error))
+    return said
 
 
 def infinite_loss() -> str:

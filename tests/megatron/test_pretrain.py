@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -13,7 +14,10 @@ import pytest
 
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
-from ds_hessian.results import HessianSpectrum
+from ds_hessian.results import HessianSharpness, HessianSpectrum
+from ds_hessian.results.monitor import figures_of
+from ds_hessian.results.store import load
+from tests.backends.test_monitor import wandb_rows
 from tests.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +39,14 @@ LAYOUTS = {
     "DP": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     "TP": "--tensor-model-parallel-size 2 --sequence-parallel",
     "PP": "--pipeline-model-parallel-size 2 --calculate-per-token-loss",
+    "PP interleaved": (
+        "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
+    ),
 }
+NEEDS_MEGATRON_LM = pytest.mark.skipif(
+    "MEGATRON_LM" not in os.environ,
+    reason="set MEGATRON_LM to a tree of Megatron-LM core_v0.16.1 to train with its pretrain()",
+)
 
 
 def torchrun(script: Path, *arguments: str, **environment: str) -> str:
@@ -49,22 +60,20 @@ def torchrun(script: Path, *arguments: str, **environment: str) -> str:
     return run.stdout
 
 
-def pretrain(mode: str, layout: str, folder: Path) -> list[str]:
+def pretrain(mode: str, layout: str, folder: Path, *more: str) -> list[str]:
     """Hash of the final weights by rank."""
     arguments = [*ARGUMENTS.split(), *LAYOUTS[layout].split()]
     arguments += ["--data-cache-path", str(folder / "cache")]
     if mode != "bare":
         arguments += [*HESSIAN_ARGUMENTS.split(), "--hessian-output-path", str(folder / mode)]
     script = Path(__file__).with_name("pretrain_on_cpu.py")
-    printed = torchrun(script, *arguments, MODE=mode, CUDA_DEVICE_MAX_CONNECTIONS="1")
+    environment = {"MODE": mode, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "WANDB_MODE": "offline"}
+    printed = torchrun(script, *arguments, *more, **environment)
     return [hash for _, hash in sorted(re.findall(r"FINAL (\d) (\w+)", printed))]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    "MEGATRON_LM" not in os.environ,
-    reason="set MEGATRON_LM to a tree of Megatron-LM core_v0.16.1 to train with its pretrain()",
-)
+@NEEDS_MEGATRON_LM
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pretrain_ends_with_the_same_bits_with_and_without_spectra(
     layout: str, tmp_path: Path
@@ -78,6 +87,46 @@ def test_pretrain_ends_with_the_same_bits_with_and_without_spectra(
             HessianSpectrum.load(tmp_path / mode / step) for mode in ("hook", "evaluation")
         )
         assert (hook.alphas == evaluation.alphas).all() and hook.loss == evaluation.loss
+
+
+@pytest.mark.slow
+@NEEDS_MEGATRON_LM
+def test_spectra_and_sharpness_go_to_megatrons_own_writers(tmp_path: Path) -> None:
+    """TensorBoard's, and W&B's where it is installed; Megatron-LM's own figures stay whole."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board, steps = tmp_path / "tensorboard", (2, 4)
+    more = ["--tensorboard-dir", str(board), "--tensorboard-log-interval", "1"]
+    more += ["--hessian-sharpness-interval", "2", "--hessian-plot", "true"]
+    has_wandb = importlib.util.find_spec("wandb") is not None
+    if has_wandb:
+        more += ["--wandb-project", "hessians", "--wandb-exp-name", "job"]
+        more += ["--wandb-save-dir", str(tmp_path)]
+    assert pretrain("hook", "TP", tmp_path, *more) == pretrain("bare", "TP", tmp_path)
+    expected = {
+        step: {
+            f"Train/Hessian/{name}": value
+            for kind in (HessianSpectrum, HessianSharpness)
+            for name, value in figures_of(
+                load(kind, tmp_path / "hook" / f"step_{step:06d}")  # type: ignore[type-var]
+            ).items()
+            if not name.endswith("seconds")  # by the clock of the rank that writes
+        }
+        for step in steps
+    }
+    events = EventAccumulator(str(board)).Reload()
+    assert [event.step for event in events.Scalars("lm loss")] == [1, 2, 3, 4]
+    for name in expected[2]:
+        found = {event.step: event.value for event in events.Scalars(name)}
+        assert found == pytest.approx({step: expected[step][name] for step in steps}, rel=1e-6)
+    assert [picture.step for picture in events.Images("Train/Hessian/spectrum")] == list(steps)
+    if has_wandb:
+        rows = wandb_rows(tmp_path / "wandb")
+        assert [row["_step"] for row in rows if "lm loss" in row] == [1, 2, 3, 4]
+        measured = {row["Train/Hessian/step"]: row for row in rows if "Train/Hessian/step" in row}
+        assert list(measured) == list(steps)
+        for step in steps:
+            assert {name: measured[step][name] for name in expected[step]} == expected[step]
 
 
 @pytest.mark.slow

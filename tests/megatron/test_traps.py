@@ -80,6 +80,22 @@ def test_what_training_sets_and_logs_neither_changes_a_product_nor_is_changed(
         assert touched == []
 
 
+def test_training_finds_its_gradients_cleared(megatron_ranks: Ranks) -> None:
+    """The buffers, which passes fill, and `param.grad`, which is one after a step in fp32."""
+    for runs in megatron_ranks(2).run(job.gradients_after_a_spectrum):
+        assert runs == [(True, True)] * 2
+
+
+def test_dropout_is_off_unless_it_is_asked_for(megatron_ranks: Ranks) -> None:
+    ranks = megatron_ranks(2)
+    plain, off, on = (
+        ranks.run(job.measured, Job(dropout=rate), 2, dropout=kept)[0][2].alphas
+        for rate, kept in ((0.0, False), (0.3, False), (0.3, True))
+    )
+    assert (off == plain).all()
+    assert (on != plain).all()
+
+
 def test_the_rerun_machine_does_not_refuse_losses(megatron_ranks: Ranks) -> None:
     assert megatron_ranks(2).run(job.with_rerun_machine) == ["validate_results"] * 2
 
@@ -121,9 +137,10 @@ def test_a_model_that_is_not_in_megatrons_ddp_is_refused(megatron_ranks: Ranks) 
     assert "a model wrapped in GPTModel" in message
 
 
-def test_interleaved_pipelines_need_whole_groups(megatron_ranks: Ranks) -> None:
-    for message in megatron_ranks(2).run(job.too_few_batches):
-        assert "groups of 2 micro-batches, got 3; pass a multiple" in message
+def test_interleaved_pipelines_need_whole_groups_and_all_chunks(megatron_ranks: Ranks) -> None:
+    for batches, chunks in megatron_ranks(2).run(job.interleaved_mistakes):
+        assert "groups of 2 micro-batches, got 3; pass a multiple" in batches
+        assert "this job has 2 model chunks on a rank, got 1" in chunks
 
 
 def test_a_loss_that_is_not_finite_is_an_error_on_every_rank(megatron_ranks: Ranks) -> None:

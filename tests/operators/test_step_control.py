@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ds_hessian.operators import SCHEMES, FiniteDifferenceHessian
-from ds_hessian.operators.step_control import MAX_TRIALS, StepController, Trial
+from ds_hessian.operators.belief import Estimate, Trial
+from ds_hessian.operators.step_control import MAX_TRIALS, StepController
 from tests.operators.nets import Exact, backend_of, batches, loss_of, mlp, relative, train
 
 GRID = {False: [10 ** (k / 3) for k in range(-13, 0)], True: [10 ** (k / 3) for k in range(-8, 3)]}
@@ -18,17 +19,17 @@ FIXED = {False: 5e-3, True: 0.2}
 def search(
     controller: StepController, noise: float, truncation: float, bend: float
 ) -> tuple[float, int]:
-    """h and number of trials where changes follow the error model exactly; |D| = 1."""
+    """h and number of trials where these follow the error model exactly; |Hv| = 1."""
     trials, h = list[Trial](), controller.first_h()
     while True:
-        change = math.inf
+        change, part, p = math.inf, noise / h, controller.order
         if trials:
-            last, p = trials[-1].h, controller.order
-            change = math.hypot(
-                noise * math.hypot(1 / h, 1 / last), truncation * abs(h**p - last**p)
-            )
-        ratio = bend * h if controller.order > 1 else None
-        trials.append(Trial(h, 1.0, min(change, 1.5) if trials else change, ratio))
+            last = trials[-1].h
+            truncated = min(truncation * abs(h**p - last**p), 1.5)
+            change = math.hypot(noise * math.hypot(1 / h, 1 / last), truncated)
+        size = math.hypot(1.0, part)
+        ratio = math.hypot(math.sqrt(3) * part / size, math.tanh(bend * h))
+        trials.append(Trial(h, size, ratio, change))
         advice = controller.advise(trials)
         if advice.accept:
             return h, len(trials)
@@ -36,38 +37,61 @@ def search(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("noise", [1e-9, 1e-7])
+@pytest.mark.parametrize("kappa", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("noise", [1e-8, 1e-6])
 @pytest.mark.parametrize("length", [1e-3, 1e-2, 1e-1])
-@pytest.mark.parametrize("micro_batches", [4, 16])
+@pytest.mark.parametrize("micro_batches", [1, 4, 16])
 def test_h_is_near_its_best_from_wherever_the_search_starts(
-    scheme: str, noise: float, length: float, micro_batches: int
+    scheme: str, kappa: float, noise: float, length: float, micro_batches: int
 ) -> None:
+    if scheme == "forward":
+        kappa = 1.0  # by the formula: its truncation error is the nonlinearity ratio
+        if micro_batches < 16:
+            pytest.skip("at its best h noise hides the bend; it shows in trials above, here rare")
     p = SCHEMES[scheme].order
-    if micro_batches < 16 and scheme == "forward":
-        pytest.skip("with few micro-batches h is followed by the nonlinearity of two-sided schemes")
-    controller = StepController(SCHEMES[scheme], 2.0**-24, 10.0, 16, micro_batches)
-    for vector, scale in enumerate((length, length / 10, length / 10, length * 10, length / 30)):
-        truncation = 0.1 * scale**-p
+    controller = StepController(SCHEMES[scheme], 2.0**-24, 10.0, micro_batches, micro_batches)
+    for vector, scale in enumerate((length, length / 10, length / 10, length * 3, length / 30)):
+        truncation = kappa * scale**-p
         h, trials = search(controller, noise, truncation, 1 / scale)
         best = (noise / (math.sqrt(p) * truncation)) ** (1 / (p + 1))
-        assert 0.45 < h / best < 2.0, (vector, h, best)
+        least = math.hypot(noise / best, truncation * best**p)
+        error = math.hypot(noise / h, truncation * h**p)
+        assert error < 2 * least, (vector, h, best)
         assert trials <= MAX_TRIALS + 1
-        controller.assess(h, 1.0)
+        product = Trial(h, 1.0, 1 / scale * h)
+        controller.judge(product)
+        _, estimate = controller.conclude(product)
+        assert estimate is not None and error / 3 < estimate < error * 3, (vector, estimate, error)
 
 
 def test_noise_alone_leads_to_larger_steps_only() -> None:
     controller = StepController(SCHEMES["central"], 2.0**-24, 1.0, 1, 1)
-    controller.h, controller.noise, controller.products = 1e-6, 1e-6, 2
+    controller.h, controller.products = 1e-6, 2
+    controller.noise, controller.bend = Estimate(math.log(1e-6), 0.3), Estimate(0.0, 1.0)
     trials, h, seen = list[Trial](), controller.first_h(), list[float]()
     for _ in range(6):
         change = 1e-6 * math.hypot(1 / h, 1 / trials[-1].h) if trials else math.inf
-        trials.append(Trial(h, max(1.0, 1e-6 / h), change))
+        trials.append(Trial(h, max(1.0, 1e-6 / h), math.sqrt(3) * min(1e-6 / h, 1.0), change))
         advice = controller.advise(trials)
         seen.append(h)
         if advice.accept:
             break
         h = advice.h
-    assert seen[1:] == sorted(seen[1:])
+    assert seen[1:] == sorted(seen[1:]) and seen[-1] > 1e-4
+
+
+def test_a_loss_that_overflows_at_large_steps_is_left_by_smaller_ones() -> None:
+    controller = StepController(SCHEMES["central"], 2.0**-24, 1e6, 1, 16)
+    trials, h = list[Trial](), controller.first_h()
+    for _ in range(8):
+        finite = h < 10.0
+        size, ratio = (1.0, math.hypot(h / 100, 1e-6 / h)) if finite else (math.inf, math.nan)
+        trials.append(Trial(h, size, ratio))
+        advice = controller.advise(trials)
+        if advice.accept:
+            break
+        h = advice.h
+    assert advice.accept and 0.05 < h < 10.0
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
@@ -76,7 +100,7 @@ def test_auto_is_near_the_best_constant_of_each_vector(steps: int, bf16: bool) -
     data = batches()
     net = train(mlp(), data, steps)
     if steps == 400:
-        assert sum(float(loss_of(net, b)) for b in data) / len(data) < 1e-3
+        assert sum(loss_of(net, b).item() for b in data) / len(data) < 1e-3
     backend, exact = backend_of(net, data, bf16), Exact(net, data)
     auto, best, fixed, estimates = [], [], [], []
     with backend.measuring():

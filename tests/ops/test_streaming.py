@@ -97,18 +97,63 @@ def test_restoring_is_exact_whatever_v_holds(device, weight) -> None:
     assert sums[0] == 0 and sums[1] > 0
 
 
+def rounded_stochastically(x: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
+    """`x` in `dtype`: displaced by -0, which changes no number."""
+    w = torch.empty(x.numel(), dtype=dtype, device=x.device)
+    ops.displace([w], [x], torch.full_like(x, -0.0), 1.0, x.numel(), seed)
+    return w
+
+
 @pytest.mark.parametrize("weight", [torch.bfloat16, torch.float16])
-def test_stochastic_rounding_is_unbiased(device, weight) -> None:
-    n = 200_000
-    master = torch.full((n,), 1.0, device=device)
-    w = torch.empty(n, dtype=weight, device=device)
+@pytest.mark.parametrize("fraction", [2.0**-7, 0.3, 0.5, 0.96])
+def test_stochastic_rounding_is_unbiased_at_every_place(device, weight, fraction) -> None:
+    """Rounds up as often as x is far from the lower number, at each place of a Philox block, and
+    as often next to an element that was rounded up as elsewhere."""
+    n = 400_000
     step = float(torch.finfo(weight).eps)
-    v = torch.full((n,), 0.3 * step, device=device)  # 30 % of the way to the next number
-    ops.displace([w], [master], v, 1.0, n, 11)
-    up = (w.float() - 1).div(step)
+    x = torch.full((n,), 1 + fraction * step, device=device)
+    fraction = float((x[0].double() - 1) / step)  # as rounded to fp32
+    x[1::3] *= -1
+    up = (rounded_stochastically(x, weight, 11).double().abs() - 1).div(step).cpu()
     assert set(up.unique().tolist()) == {0.0, 1.0}
-    deviation = math.sqrt(0.3 * 0.7 / n)
-    assert abs(float(up.mean()) - 0.3) < 5 * deviation
+    variance = fraction * (1 - fraction)
+    for part in (up, *up.view(-1, 8).unbind(1)):
+        assert abs(float(part.mean()) - fraction) < 5 * math.sqrt(variance / part.numel())
+    centred = up - fraction
+    for lag in (*range(1, 9), 64):
+        assert abs(float((centred[lag:] * centred[:-lag]).mean())) < 5 * variance / math.sqrt(n)
+
+
+@pytest.mark.parametrize(("weight", "drop"), [(torch.bfloat16, 16), (torch.float16, 13)])
+def test_stochastic_rounding_adds_half_a_published_word(device, weight, drop) -> None:
+    """Philox block 0 under key 0 (Random123's kat_vectors) rounds elements 0 to 7 of seed 0."""
+    words = (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    halves = torch.tensor([half for word in words for half in (word & 0xFFFF, word >> 16)])
+    one, step = 0x3F800000, 1 << drop
+    enough = one + step - (halves & (step - 1))  # the least that reaches the next number
+    for raw, number in ((enough, one + step), (enough - 1, one)):
+        x = raw.to(torch.int32).view(torch.float32).to(device)
+        expected = torch.tensor([number], dtype=torch.int32).view(torch.float32).to(weight)
+        assert (rounded_stochastically(x, weight, 0).cpu() == expected).all()
+
+
+@pytest.mark.parametrize(("weight", "drop"), [(torch.bfloat16, 16), (torch.float16, 13)])
+def test_stochastic_rounding_gives_a_neighbour_of_any_number(device, weight, drop) -> None:
+    """Over all exponents, with subnormal and infinite results, and bit for bit as the twin."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (300_000,), generator=generator).to(torch.int32)
+    bits[:4] = torch.tensor([0x7F800000, -0x800000, 0x7F800001, -1])  # Inf, -Inf and two NaN
+    x = bits.view(torch.float32)
+    got = rounded_stochastically(x.to(device), weight, 3).cpu()
+    with ops.implementation("torch"):
+        twin = rounded_stochastically(x, weight, 3)
+    cut = bits & ~((1 << drop) - 1)
+    towards, away = (b.view(torch.float32).to(weight) for b in (cut, cut + (1 << drop)))
+    nan, finite = x.isnan(), x.isfinite()
+    assert torch.equal(got.isnan(), nan) and torch.equal(got[x.isinf()].float(), x[x.isinf()])
+    assert torch.equal(got[~nan].view(torch.int16), twin[~nan].view(torch.int16))
+    assert ((got == towards) | (got == away))[finite].all()
+    assert (got == towards)[finite].any() and (got == away)[finite].any()
 
 
 def test_stochastic_rounding_depends_on_the_global_index_only(device) -> None:

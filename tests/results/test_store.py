@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hessian.errors import HessianError, ResultError
-from ds_hessian.results import HessianSpectrum
+from ds_hessian.results import HessianSpectrum, SamplingErrors
 from tests.results.makers import COST, language_model_like, semicircle, spectrum_of
 
 
@@ -30,6 +30,7 @@ def test_load_gives_back_every_bit(tmp_path: Path, spectrum: HessianSpectrum):
             spectrum,
             dataclasses.replace(spectrum, loss=None, gradient_norm=None),
             dataclasses.replace(spectrum, nonlinearities=ratios),
+            dataclasses.replace(spectrum, sampling=SamplingErrors(0.1, 2e-3, 1 / 3, 8)),
             dataclasses.replace(spectrum, cost=dataclasses.replace(COST, peak_memory_bytes=7)),
             spectrum_of(np.zeros(10), m=1),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,20 @@ from ds_hessian.backends.module import ModuleBackend
 from ds_hessian.backends.objective import Objective
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import HessianError
-from ds_hessian.krylov import LanczosOptions, LanczosState, slq
-from ds_hessian.operators import FiniteDifferenceHessian
-from ds_hessian.resume import SavedSpectrum, StateStore, identity_of
-from ds_hessian.vectors import VectorSpace
+from ds_hessian.krylov import (
+    LanczosOptions,
+    LanczosState,
+    eigenpairs,
+    hutch_plus_plus,
+    hutchinson,
+    slq,
+    solve,
+    xtrace,
+)
+from ds_hessian.operators import FiniteDifferenceHessian, LinearOperator, Product
+from ds_hessian.resume import Journal, SavedSpectrum, StateStore, identity_of
+from ds_hessian.resume.store import _write_json
+from ds_hessian.vectors import VectorSpace, random_vector
 from tests.krylov.matrices import SPECTRA, Matrix, layout_of
 from tests.nets import TinyGPT, batch
 
@@ -43,14 +54,19 @@ class Sharded(ModuleBackend):
             for f, part in self.layout
         ]
 
-    def displace(self, v: Tensor | None, h: float) -> Tensor:
-        """See `ShardBackend.displace`."""
+    def full(self, v: Tensor | None) -> Tensor:
+        """The whole vector, on every rank; 0 for None."""
         full = torch.zeros(self.whole.n_local)
         for place, part, owned in self.places:
             if v is not None and owned:
                 full[place] = v[part]
         if dist.is_initialized():
             dist.all_reduce(full)
+        return full
+
+    def displace(self, v: Tensor | None, h: float) -> Tensor:
+        """See `ShardBackend.displace`."""
+        full = self.full(v)
         weights = [p.data.view(-1) for _, p in self.named]
         return ops.displace(
             weights, self._masters, full, h, len(full) if self.space.rank == 0 else 0
@@ -137,14 +153,99 @@ def spectrum(
     return [*map(vars, runs), vars(operator._controller), made]
 
 
-def rank(number: int, world_size: int, meeting: str, folder: str, out: str) -> None:
-    """One rank of a job of its own, which is killed or writes its runs."""
+def _solved(method: Any, preconditioned: bool = False) -> Any:
+    def analysis(operator: LinearOperator, draw: Any) -> Any:
+        diagonal = torch.full_like(draw(0), 2.0) if preconditioned else None
+        return solve(operator, draw(9), [3.0, 40.0], draw, method, 1e-7, 8, diagonal)
+
+    return analysis
+
+
+ANALYSES: dict[str, Any] = {
+    "eigenpairs": lambda h, draw: eigenpairs(h, draw(0), 2, draw, max_matvecs=20, basis_size=8),
+    "Hutchinson": lambda h, draw: hutchinson(h, draw, 12),
+    "Hutch++": lambda h, draw: hutch_plus_plus(h, draw, 12),
+    "XTrace": lambda h, draw: xtrace(h, draw, 12),
+    "CG": _solved("cg"),
+    "MINRES": _solved("minres"),
+    "preconditioned": _solved("minres", True),
+}
+
+
+class Interrupted:
+    """An operator whose analysis is stopped after product number `stop`, whoever made them."""
+
+    def __init__(self, operator: LinearOperator, cost: Any, stop: int | None) -> None:
+        self.operator, self.space, self.cost, self.stop = operator, operator.space, cost, stop
+
+    def matvec(self, v: Tensor) -> Product:
+        """See `LinearOperator`."""
+        product = self.operator.matvec(v)
+        if self.cost().products == self.stop:
+            raise Stopped
+        return product
+
+
+def analysis(
+    kind: str,
+    folder: str | None,
+    stop: int | None = None,
+    seed: int = 0,
+    call: Any = None,
+    scale: float = 1.0,
+) -> Any:
+    """(figures of an analysis of TinyGPT, state of the operator, products replayed), or the error.
+
+    `seed`: of the vectors that a caller passes; `scale`: of a weight.
+    """
+    torch.manual_seed(0)
+    module, batches = TinyGPT(dropout=0.0), [batch(i, 0) for i in range(2)]
+    with torch.no_grad():
+        module.down.weight[0, 0] *= scale
+    backend = Sharded(module, batches)
+
+    def draw(number: int) -> Tensor:
+        return random_vector(backend.layout, backend.space, seed, number)
+
+    try:
+        with ExitStack() as stack:
+            journal = None if folder is None else Journal(Path(folder), backend)
+            stack.enter_context(backend.measuring())
+            operator = FiniteDifferenceHessian(backend)
+            if journal is not None:
+                named = [(name, p.shape) for name, p in backend.named]
+                config = HessianConfig()
+                identity = identity_of(operator, Objective(batches), config, 0, named)
+                journal.take_up(operator, {**identity, "call": call})
+            interrupted = Interrupted(journal or operator, lambda: operator.cost, stop)
+            found = {
+                name: torch.stack([backend.full(v) for v in value])
+                if torch.is_tensor(value)
+                else value
+                for name, value in vars(ANALYSES[kind](interrupted, draw)).items()
+            }
+        if journal is not None:
+            journal.clear()
+    except Stopped:
+        return "stopped"
+    except HessianError as error:
+        return f"{type(error).__name__}: {error}"
+    cost = {**vars(operator.cost), "gradient_seconds": 0, "product_seconds": 0}
+    state = {**operator.state_dict(), "cost": cost}
+    return found, state, 0 if journal is None else journal.replayed
+
+
+def rank(number: int, world_size: int, meeting: str, folder: str, out: str, kind: str) -> None:
+    """One rank of a job of its own, which is killed or writes what it found."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=number, world_size=world_size
     )
-    found = spectrum(folder, num_matvecs=LONG)
-    assert isinstance(found, list), found
+    if kind == "spectrum":
+        found: Any = spectrum(folder, num_matvecs=LONG)
+    else:
+        found = analysis(kind, folder)
+    assert not isinstance(found, str), found
     if number == 0:
         torch.save(found, out)
     dist.barrier()
@@ -164,6 +265,22 @@ def matrix_run(folder: str, stop: int | None, steps: int = 25) -> Any:
     return taken_up, np.array(state.alphas), np.array(state.betas)
 
 
+def vectors_without_files(folder: str) -> list[bool]:
+    """Whether the vectors of a state are those of its run, when their files are gone."""
+    operator = Matrix.of(SPECTRA["spiked"])
+    store = StateStore(Path(folder), operator.layout, operator.space, {})
+    state = LanczosState(operator, operator.fresh()(0), 25, operator.fresh())
+    while state.steps < 5:
+        state.step()
+    operator.space.reduce(torch.zeros(1, dtype=torch.float64))  # all ranks have taken it up
+    for path in Path(folder).glob("*/*.safetensors"):
+        path.unlink(missing_ok=True)
+    near = 64 * 2.0**-24
+    return [
+        bool((store.vector(name) - v).abs().max() < near) for name, v in state.vectors().items()
+    ]
+
+
 def random_states(folder: str) -> bool:
     """Whether a taken up run finds the random states of its beginning, and leaves the others."""
     backend = Sharded(TinyGPT(), [batch(0, 0)])
@@ -180,6 +297,13 @@ def random_states(folder: str) -> bool:
     with second.random_states():
         again = draw()
     return first == again and torch.equal(before, torch.get_rng_state()) and draw() != first
+
+
+def rewrite(path: Path, change: Callable[[Any], None]) -> None:
+    """Change the content of a file of the state, with a checksum that fits."""
+    content = json.loads(path.read_text())["content"]
+    change(content)
+    _write_json(path, content)
 
 
 def newest(folder: Path) -> tuple[int, Path | None]:

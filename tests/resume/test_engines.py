@@ -1,4 +1,4 @@
-"""Spectra of real ZeRO-3 engines that are interrupted, by an error or by a kill."""
+"""Measurements of real ZeRO-3 engines that are interrupted, by an error or by a kill."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ranks = Callable[[int], RankPool]
 @pytest.fixture(scope="module")
 def whole(ranks: Ranks) -> Any:
     """The spectrum in one go, without a state."""
-    return ranks(2).run(engines.spectrum, None)[0][0]
+    return ranks(2).run(engines.measure, None)[0][0]
 
 
 def same(record: Any, whole: Any) -> bool:
@@ -33,11 +33,22 @@ def same(record: Any, whole: Any) -> bool:
 def test_after_an_error_in_the_loss_it_goes_on_to_the_same_bits(
     ranks: Ranks, tmp_path: Path, whole: Any
 ) -> None:
-    assert "on purpose" in ranks(2).run(engines.spectrum, str(tmp_path), 3)[0]
-    for found in ranks(2).run(engines.spectrum, str(tmp_path), None, 7):
+    assert "on purpose" in ranks(2).run(engines.measure, str(tmp_path), 3)[0]
+    for found in ranks(2).run(engines.measure, str(tmp_path), None, 7):
         record, random = found
         assert same(record, whole) and random
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "spectrum").iterdir()) == []
+
+
+def test_eigenpairs_go_on_to_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
+    pairs, _ = ranks(2).run(engines.measure, None, kind="eigenpairs")[0]
+    assert "on purpose" in ranks(2).run(engines.measure, str(tmp_path), 3, kind="eigenpairs")[0]
+    for record, random in ranks(2).run(engines.measure, str(tmp_path), None, 7, "eigenpairs"):
+        assert record.values.tobytes() == pairs.values.tobytes() and random
+        assert record.errors.tobytes() == pairs.errors.tobytes()
+        assert record.cost.products == pairs.cost.products
+        assert record.cost.gradient_evaluations == pairs.cost.gradient_evaluations
+    assert list((tmp_path / "eigenpairs").iterdir()) == []
 
 
 @pytest.mark.slow
@@ -45,16 +56,16 @@ def test_a_killed_job_of_engines_goes_on_to_the_same_bits(
     ranks: Ranks, tmp_path: Path, whole: Any
 ) -> None:
     pool, limit = RankPool(2), time.monotonic() + 120
-    pool.begin(engines.spectrum, str(tmp_path))
-    while jobs.newest(tmp_path)[0] < 2 and time.monotonic() < limit:
+    pool.begin(engines.measure, str(tmp_path))
+    while jobs.newest(tmp_path / "spectrum")[0] < 2 and time.monotonic() < limit:
         time.sleep(0.01)
     pool.close()  # kill -9
-    assert 2 <= jobs.newest(tmp_path)[0] < 8
-    record, _ = ranks(2).run(engines.spectrum, str(tmp_path), None, 7)[0]
+    assert 2 <= jobs.newest(tmp_path / "spectrum")[0] < 8
+    record, _ = ranks(2).run(engines.measure, str(tmp_path), None, 7)[0]
     assert same(record, whole)
 
 
 def test_dropout_masks_of_another_layout_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2).run(engines.spectrum, str(tmp_path), 1)
-    found = ranks(1).run(engines.spectrum, str(tmp_path))[0]
+    ranks(2).run(engines.measure, str(tmp_path), 1)
+    found = ranks(1).run(engines.measure, str(tmp_path))[0]
     assert "differs in loss" in found and "dropout masks" in found

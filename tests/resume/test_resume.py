@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from ds_hessian.resume import refuse_foreign
 from ds_hessian.resume.store import overlaps
 from ds_hessian.vectors import Box, Fragment, Layout
 from tests.ranks import RankPool
-from tests.resume import jobs
+from tests.resume import jobs, kills
 
 Ranks = Callable[[int], RankPool]
 ROUNDOFF = 2.0**-24
@@ -35,43 +32,13 @@ def equal(a: Any, b: Any) -> bool:
     )
 
 
-def start(folder: Path, number: int) -> list[Any]:
-    """Two ranks of a job of their own, forked from a process that has imported everything."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.resume.jobs"])
-    arguments = (2, str(folder / f"meeting{number}"), str(folder / "state"), str(folder / "out"))
-    processes = [
-        context.Process(target=jobs.rank, args=(r, *arguments), daemon=True) for r in range(2)
-    ]
-    for process in processes:
-        process.start()
-    return processes
-
-
 @pytest.mark.slow
 def test_a_job_killed_20_times_ends_with_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
     whole = ranks(2).run(jobs.spectrum, None, num_matvecs=jobs.LONG)[0]
-    draw, state, reached = random.Random(0), tmp_path / "state", []
-    for number in range(20):
-        processes, before = start(tmp_path, number), jobs.newest(state)[0]
-        wanted, limit = before + draw.randrange(3), time.monotonic() + 60
-        while jobs.newest(state)[0] < wanted and time.monotonic() < limit:
-            assert all(p.exitcode in (None, 0) for p in processes)
-            time.sleep(0.002)
-        time.sleep(draw.uniform(0, 0.05))  # anywhere in a product, or in writing its state
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
-        reached.append(jobs.newest(state)[0])
-        assert reached[-1] >= before  # nothing that was kept is lost
+    reached, found = kills.until_the_end(tmp_path, "spectrum", 20)
     assert 0 < reached[-1] and len(set(reached)) > 8, reached
-    for process in start(tmp_path, 20):
-        process.join(120)
-        assert process.exitcode == 0
-    found = torch.load(tmp_path / "out", weights_only=False)
     assert equal(found, whole) and found[-1] < whole[-1] == jobs.PROBES * jobs.LONG
-    assert list(state.iterdir()) == []  # a run that has ended leaves nothing
+    assert list((tmp_path / "state").iterdir()) == []  # a run that has ended leaves nothing
 
 
 @pytest.mark.parametrize(
@@ -102,6 +69,14 @@ def test_a_basis_vector_is_written_once(ranks: Ranks, tmp_path: Path) -> None:
     after = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
     assert before.items() <= after.items()
     assert len(after) == len(before) + 2 * 3  # one for each rank and product
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_vector_is_read_once(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+    """What its checksum was taken of is what is used: its file may be gone by then."""
+    ranks(2).run(jobs.matrix_run, str(tmp_path), 5)
+    for found in ranks(world_size).run(jobs.vectors_without_files, str(tmp_path)):
+        assert found == [True] * 6  # five products' vectors, and the next one's
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 3), (3, 1), (1, 2)])

@@ -25,6 +25,7 @@ from ds_hessian.backends.megatron.objective import PipelineObjective
 from ds_hessian.backends.megatron.pieces import pieces_of
 from ds_hessian.backends.state import Attributes, Buffers, RandomState, full_fp32, training_flags
 from ds_hessian.errors import ConfigError, UnsupportedError
+from ds_hessian.memory import Item, place_of
 from ds_hessian.vectors import Layout, VectorSpace, together
 
 
@@ -175,14 +176,13 @@ class MegatronBackend:
 
     def _keep_weights(self) -> list[Tensor]:
         self._weights = [piece.weight for piece in self.pieces]
-        kept = [weight.clone() for weight in self._weights]
         self._masters = []
-        for copy, master in zip(kept, (piece.master for piece in self.pieces), strict=True):
+        for weight, master in zip(self._weights, (p.master for p in self.pieces), strict=True):
             # Weights are the rounded masters after a step; where somebody has edited them since,
-            # they themselves are what training goes on with.
-            mine = master is not None and torch.equal(master.to(copy.dtype), copy)
-            self._masters.append(master if mine and master is not None else copy)
-        return kept
+            # they themselves are what training goes on with, and a copy is their master.
+            mine = master is not None and torch.equal(master.to(weight.dtype), weight)
+            self._masters.append(master if mine and master is not None else weight.clone())
+        return self._masters
 
     def _restore_weights(self, kept: list[Tensor]) -> None:
         for weight, value in zip(self._weights, kept, strict=True):
@@ -248,6 +248,11 @@ class MegatronBackend:
             raise ConfigError("the micro-batches have no token that counts in the loss")
         self.gradient_scale = 1.0 / (tokens if self._per_token else self.num_micro_batches)
         self.loss = loss / (tokens if self._per_token else terms)
+
+    def memory(self, precision: Literal["model", "fp32"] = "model") -> list[Item]:
+        """See `ShardBackend.memory`."""
+        alone = sum(piece.weight.nbytes for piece in self.pieces if piece.master is None)
+        return [Item("weights as they were", place_of(self.device), alone)]
 
     def weight_norm(self) -> float:
         """See `ShardBackend.weight_norm`."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.objective import ForwardStep
 from ds_hessian.backends.state import Buffers, RandomState
-from ds_hessian.errors import NumericsError
+from ds_hessian.errors import ConfigError, NumericsError
 from ds_hessian.vectors import checkpoint
 
 
@@ -77,7 +77,7 @@ class FixedForward:
         if self.alone:
             handles.append(model.register_forward_pre_hook(lambda *_: self._meet(outputs)))
         try:
-            output, loss_func = self.forward_step(data_iterator, model, *rest)
+            output, loss_func = _pair(self.forward_step(data_iterator, model, *rest))
         except Exception as error:
             if not outputs:
                 raise
@@ -97,6 +97,11 @@ class FixedForward:
         def loss(output: Tensor, **options: Any) -> Any:
             try:
                 result = loss_func(output, **options)
+                if not isinstance(result, tuple) or len(result) not in (2, 3):
+                    raise ConfigError(
+                        "loss_func must return (loss, logs) or (sum, tokens, logs), got "
+                        f"{_kind(result)}"
+                    )
                 self._record(index, *result[:-1])
             except Exception as error:
                 self._failure = self._failure or error
@@ -110,8 +115,9 @@ class FixedForward:
         value = loss.detach().clone().double().reshape(())
         self._now.append((index, value))
         if self.per_token and tokens is None:
-            raise TypeError(
-                "with calculate_per_token_loss, loss_func must return (sum, tokens, logs)"
+            raise ConfigError(
+                "with calculate_per_token_loss, loss_func must return (sum, tokens, logs), got no "
+                "tokens"
             )
         if tokens is not None:
             tokens = tokens.detach().clone().double().reshape(())
@@ -126,6 +132,18 @@ class FixedForward:
         for index, value in self._now:
             if not torch.isfinite(value):
                 raise NumericsError(f"the loss of micro-batch {index} is {value.item()}")
+
+
+def _pair(result: Any) -> tuple[Any, Callable[..., Any]]:
+    if not isinstance(result, (tuple, list)) or len(result) != 2 or not callable(result[1]):
+        raise ConfigError(f"forward_step must return (output, loss_func), got {_kind(result)}")
+    return result[0], result[1]
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(type(item).__name__ for item in value)})"
+    return type(value).__name__
 
 
 def _zero_loss(output: Tensor, **_: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:

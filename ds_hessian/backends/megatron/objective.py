@@ -12,6 +12,8 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from ds_hessian.backends.objective import Objective
 from ds_hessian.errors import ConfigError
 
@@ -30,6 +32,9 @@ class PipelineObjective(Objective):
         forward_step: See `ForwardStep`.
         seq_length: Of a micro-batch, as the schedule takes it.
         micro_batch_size: Of a micro-batch.
+
+    Raises:
+        ConfigError: names the argument that cannot be.
     """
 
     def __init__(
@@ -39,8 +44,18 @@ class PipelineObjective(Objective):
         seq_length: int,
         micro_batch_size: int,
     ) -> None:
-        if isinstance(batches, Mapping):
+        if isinstance(batches, (Tensor, Mapping)):
             raise ConfigError("batches must be a list of micro-batches, got one; pass [batch]")
+        if not isinstance(batches, Iterable):
+            raise ConfigError(f"batches must be a list of micro-batches, got {batches!r}")
+        if not callable(forward_step):
+            raise ConfigError(
+                "forward_step must be a function of (data_iterator, model), as "
+                f"get_forward_backward_func() takes it, got {forward_step!r}"
+            )
+        for name, size in (("seq_length", seq_length), ("micro_batch_size", micro_batch_size)):
+            if not isinstance(size, int) or size < 1:
+                raise ConfigError(f"{name} must be a positive integer, got {size!r}")
         self.batches = list(batches)
         self.forward_step = forward_step
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size

@@ -27,10 +27,12 @@ from ds_hessian.backends.state import (
 from ds_hessian.backends.zero import host
 from ds_hessian.backends.zero.flat import BF16Shards, FlatShards
 from ds_hessian.backends.zero.lockstep import Lockstep
+from ds_hessian.backends.zero.memory import ZeroFigures, memory_of_zero
 from ds_hessian.backends.zero.replicated import ReplicatedShards
 from ds_hessian.backends.zero.shards import Piece, Shards
 from ds_hessian.backends.zero.stage3 import Stage3Shards
 from ds_hessian.errors import ConfigError, HessianError
+from ds_hessian.memory import Item, place_of
 from ds_hessian.vectors import Fragment, Layout, VectorSpace
 
 Precision = Literal["model", "fp32"]
@@ -201,19 +203,25 @@ class ZeroBackend:
             MeasurementError: the model, the loss or the backward raised on some rank.
             NumericsError: a loss is not finite.
         """
+        accumulates = self.shards.accumulates
         for index in micro_batches:
             self._random.set(self._states[index])
             self._buffers.restore()
-            factor = self._run(index)
+            last = index == micro_batches[-1] or not accumulates
+            factor = self._run(index, last)
             if len(self._states) == index + 1:  # first evaluation: the next one goes on from here
                 self._states.append(self._random.get())
-            gradients = self.shards.gradients(self.pieces)
-            for (_, part), gradient in zip(self.layout, gradients, strict=True):
-                if gradient is not None:
-                    out[part].add_(gradient.to(out.device), alpha=factor)
-            self.shards.clear_gradients()
+            if last:
+                self._collect(out, factor)
 
-    def _run(self, index: int) -> float:
+    def _collect(self, out: Tensor, factor: float) -> None:
+        gradients = self.shards.gradients(self.pieces)
+        for (_, part), gradient in zip(self.layout, gradients, strict=True):
+            if gradient is not None:
+                out[part].add_(gradient.to(out.device), alpha=factor)
+        self.shards.clear_gradients()
+
+    def _run(self, index: int, last: bool) -> float:
         """Forward and backward; returns what the reduced gradient must be multiplied with."""
         assert self._objective is not None
         try:
@@ -221,7 +229,7 @@ class ZeroBackend:
                 self.shards.prepare()
                 widen = self.precision == "fp32"
                 loss, count = self._objective.loss(self.engine, index, self.device, widen)
-                scale = host.backward(self.engine, loss)
+                scale = host.backward(self.engine, loss, last)
                 self._totals.add(index, float(loss.detach()), count)
         except HessianError:
             self.shards.abandon()
@@ -229,6 +237,28 @@ class ZeroBackend:
         if self.gradient_scale is None and len(self._totals) == self.num_micro_batches:
             self.gradient_scale, self.loss = self._totals.reduce(self.space)
         return host.averaging_factor(self.engine) / scale
+
+    def memory(self, precision: Precision = "model") -> list[Item]:
+        """See `ShardBackend.memory`."""
+        return memory_of_zero(self._figures(), precision)
+
+    def _figures(self) -> ZeroFigures:
+        zero, optimizer = self.engine._config.zero_config, self.engine.optimizer
+        weights = [self.shards.weight(piece) for piece in self.pieces]
+        masters = [self.shards.master(piece) for piece in self.pieces]
+        accumulated = getattr(optimizer, "grad_partitions_flat_buffer", None)
+        return ZeroFigures(
+            stage=int(zero.stage),
+            n=self.space.n,
+            n_local=self.space.n_local,
+            weight_bytes=max((w.element_size() for w in weights), default=0),
+            gradient_bytes=0 if accumulated is None else accumulated.element_size(),
+            has_masters=all(m is not None for m in masters),
+            place=place_of(self.device),
+            offloads_optimizer=host.offloads(zero.offload_optimizer),
+            offloads_parameters=host.offloads(zero.offload_param),
+            whole_gradients=type(optimizer).__name__ == "BF16_Optimizer",
+        )
 
     def weight_norm(self) -> float:
         """See `ShardBackend.weight_norm`."""

@@ -87,6 +87,14 @@ class FlatShards(Shards):
             allgather_bucket_size=optimizer.allgather_bucket_size,
         )
 
+    @property
+    def accumulates(self) -> bool:
+        """See `Shards.accumulates`: ZeRO-1 does, on every rank, and reduces the sums at the end."""
+        optimizer = self.optimizer
+        if optimizer.partition_gradients or optimizer.cpu_offload:
+            return False
+        return all(p.dtype == torch.float32 for params in optimizer.bit16_groups for p in params)
+
     def gradients(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:
         """See `Shards.gradients`; at the end of an accumulation window only."""
         optimizer = self.optimizer
@@ -205,6 +213,11 @@ class BF16Shards(FlatShards):
         "fp32_groups_has_gradients",
         "clear_hp_grads",
     )
+
+    @property
+    def accumulates(self) -> bool:
+        """See `Shards.accumulates`."""
+        return True
 
     def gradients(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:
         """See `Shards.gradients`."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ds_hessian.backends.state import Attributes
@@ -112,8 +113,8 @@ def forward_stack() -> Iterator[None]:
         del FWD_MODULE_STACK[depth:]
 
 
-def backward(engine: Any, loss: Tensor) -> float:
-    """Backward of one micro-batch as a whole accumulation window, so that the gradient is reduced.
+def backward(engine: Any, loss: Tensor, last: bool = True) -> float:
+    """Backward of one micro-batch; with the last one of a window the gradient is reduced.
 
     Returns:
         d(what was differentiated) / d(loss): the loss scale, 1/GAS or whatever this version of
@@ -121,7 +122,7 @@ def backward(engine: Any, loss: Tensor) -> float:
     """
     seen: list[float] = []
     handle = loss.register_hook(lambda gradient: seen.append(float(gradient)))
-    engine._is_gradient_accumulation_boundary = True
+    engine._is_gradient_accumulation_boundary = last
     try:
         engine.backward(loss, scale_wrt_gas=False)
     finally:
@@ -133,6 +134,12 @@ def shape(p: Any) -> torch.Size:
     """Shape of the unsharded parameter."""
     whole: torch.Size = getattr(p, "ds_shape", p.shape)
     return whole
+
+
+def offloads(section: Any) -> bool:
+    """Whether `offload_optimizer` or `offload_param` moves something to the host."""
+    device = getattr(section, "device", None)
+    return str(getattr(device, "value", device)) == "cpu"
 
 
 def compute_dtype(engine: Any) -> torch.dtype:
@@ -151,7 +158,13 @@ def compute_dtype(engine: Any) -> torch.dtype:
 def averaging_factor(engine: Any) -> float:
     """What makes a reduced gradient the average over data-parallel ranks."""
     averaged = getattr(engine, "gradient_average", True)  # False: "gradient_allreduce_op": "sum"
-    return 1.0 if averaged else 1.0 / torch.distributed.get_world_size()
+    return 1.0 if averaged else 1.0 / dist.get_world_size()
+
+
+def model_parallel_size(engine: Any) -> int:
+    """Ranks that share one copy of the model, by the engine's mpu."""
+    mpu = getattr(engine, "mpu", None)
+    return 1 if mpu is None else dist.get_world_size() // int(mpu.get_data_parallel_world_size())
 
 
 def sequence_parallel_size(engine: Any) -> int:

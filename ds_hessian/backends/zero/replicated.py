@@ -92,6 +92,13 @@ class ReplicatedShards(Shards):
     def publish(self) -> None:
         """See `Shards.publish`: every rank has written the same already."""
 
+    @property
+    def accumulates(self) -> bool:
+        """See `Shards.accumulates`: gradients have the dtype of their weights."""
+        return all(
+            p.dtype == torch.float32 for p in self.engine.module.parameters() if p.requires_grad
+        )
+
     def gradients(self, pieces: Sequence[Piece]) -> Iterator[Tensor | None]:
         """See `Shards.gradients`."""
         for piece in pieces:

@@ -111,10 +111,17 @@ class Shards(ABC):
 
     @abstractmethod
     def gradients(self, pieces: Sequence[Piece]) -> Iterator[Tensor | None]:
-        """Flat views of the reduced gradient, right after a backward; None for zero."""
+        """Flat views of the reduced gradient of the last pass, or the sum of those since
+        `clear_gradients` where it `accumulates`; right after a backward. None for zero.
+        """
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the passes of an accumulation window add up in fp32, as they are asked to now."""
+        return False
 
     def clear_gradients(self) -> None:
-        """Forget the pass just made; a parameter that a later pass does not use has gradient 0."""
+        """Forget the passes made; a parameter that a later pass does not use has gradient 0."""
         self.engine.zero_grad()
 
     def abandon(self) -> None:

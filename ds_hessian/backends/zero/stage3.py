@@ -97,6 +97,13 @@ class Stage3Shards(Shards):
         for (group, _), params in together.items():
             _gather(params, group, self.engine.device)
 
+    @property
+    def accumulates(self) -> bool:
+        """See `Shards.accumulates`. An offloading optimizer sums up on the host, elsewhere."""
+        optimizer = self.optimizer
+        fp32 = optimizer.grad_partitions_flat_buffer.dtype == torch.float32
+        return bool(fp32 and not optimizer.offload_optimizer)
+
     def gradients(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:
         """See `Shards.gradients`; of any micro-batch of a window, offloaded or not."""
         stream = self.optimizer.reduce_and_partition_stream

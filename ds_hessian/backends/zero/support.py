@@ -63,9 +63,10 @@ def _findings(engine: Any) -> list[tuple[str, bool, str]]:
             "make embeddings with sparse=False",
         ),
         (
-            "tensor parallelism (an mpu, or tensor_parallel)",
-            getattr(engine, "mpu", None) is not None,
-            "measure a data-parallel job: a checkpoint of it has the same Hessian",
+            "tensor or pipeline parallelism (of an mpu, or tensor_parallel)",
+            host.model_parallel_size(engine) > 1,
+            "measure a data-parallel job, of which a checkpoint has the same Hessian, or a job on "
+            "megatron-core (ds_hessian.megatron)",
         ),
         (
             "expert parallelism (MoE layers)",

@@ -1,0 +1,159 @@
+"""What the step control takes for granted, measured: docs/numerics.md's table of noise and bend.
+
+    python benchmarks/noise_and_bend.py          # every net of numerics.py, about 40 minutes
+    python benchmarks/noise_and_bend.py mlp
+
+For the first Krylov vectors of each net: products of one micro-batch (the pilot) and of all of them
+on a fine grid of displacements, their nonlinearity ratios, and the errors against an fp64 double
+backward. Prints mean and standard deviation of the logarithm of each figure that
+`ds_hessian/operators/belief.py` and `step_control.py` have as a constant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numerics import MICRO_BATCHES, ROUNDOFF, TASKS, Exact, backend_of, nets
+from numpy.typing import NDArray
+
+from ds_hessian.vectors import random_vector
+
+GRID = {
+    "fp32": 10 ** (np.arange(-33, 3) / 7),
+    "bf16": 10 ** (np.arange(-19, 7) / 7),
+}
+SEEN = 0.15
+"""Largest error at which the truncation error is taken for that of small h."""
+
+
+@dataclass
+class Curve:
+    """Of one vector, over the displacements: products, nonlinearity ratios, relative errors."""
+
+    products: torch.Tensor
+    ratio: NDArray[np.float64]
+    error: NDArray[np.float64]
+
+    def size(self, i: int) -> float:
+        """|D|."""
+        return float(self.products[i].norm())
+
+    def change(self, i: int, j: int) -> float:
+        """|D - D'|, relative."""
+        return float((self.products[i] - self.products[j]).norm()) / self.size(j)
+
+
+def curves(backend, exact, v, grid) -> list[Curve]:  # type: ignore[no-untyped-def]
+    """Of the first micro-batch, whose errors are not known, and of all."""
+    parts = (range(1), range(1, MICRO_BATCHES))
+
+    def gradients(h: float) -> list[torch.Tensor]:
+        backend.displace(v, h)
+        total, found = backend.space.zeros(), []
+        for part in parts:
+            backend.add_gradient(total, part)
+            found.append(total.double())
+        return found
+
+    middle, truth = gradients(0.0), exact(v)
+    scale = backend.gradient_scale * MICRO_BATCHES
+    products, ratios = ([], []), ([], [])
+    for h in grid:
+        sides = gradients(h), gradients(-h)
+        for k, count in enumerate((1, MICRO_BATCHES)):
+            plus, minus = sides[0][k], sides[1][k]
+            difference = plus - minus
+            products[k].append(difference * scale / (2 * h * count))
+            ratios[k].append(float((plus + minus - 2 * middle[k]).norm() / difference.norm()))
+    errors = [float((d - truth).norm() / truth.norm()) for d in products[1]]
+    return [
+        Curve(torch.stack(products[k]), np.array(ratios[k]), np.array(errors)) for k in range(2)
+    ]
+
+
+def figures(pilot: Curve, everything: Curve, grid: NDArray[np.float64]) -> dict[str, float]:
+    """Logarithms of what one vector tells; what does not show is left out."""
+    best = int(everything.error.argmin())
+    size, size_of_pilot = everything.size(best), pilot.size(best)
+    found = {"|Hv| of all / of the pilot": math.log(size / size_of_pilot)}
+    noisy = np.flatnonzero((everything.error < 0.7) & (grid < grid[best] / 2.5))
+    if len(noisy):
+        i = noisy[0]
+        noise = everything.error[i] * grid[i] * size
+        heard = [c.ratio[i] * grid[i] * c.size(i) / math.sqrt(3) for c in (pilot, everything)]
+        found |= {
+            "noise": math.log(noise),
+            "noise by the ratio / true": math.log(heard[1] / noise),
+            "noise of all / of the pilot": math.log(heard[1] / heard[0]),
+        }
+    seen = np.flatnonzero(
+        (everything.error < SEEN)
+        & (everything.error > 4 * everything.error[best])
+        & (grid > 2.2 * grid[best])
+    )
+    if len(seen):
+        i = seen[min(1, len(seen) - 1)]
+        truncation = everything.error[i] / grid[i] ** 2
+        below = max(i - 3, 0)
+        of_pilot = pilot.change(i, below) / (grid[i] ** 2 - grid[below] ** 2)
+        bend, bend_of_pilot = everything.ratio[i] / grid[i], pilot.ratio[i] / grid[i]
+        mixed = (bend**2 + bend_of_pilot**2) / 2
+        kappa = of_pilot / bend_of_pilot**2
+        found |= {
+            "bend": math.log(bend),
+            "bend of all / of the pilot": math.log(bend / bend_of_pilot),
+            "kappa of the pilot": math.log(kappa),
+            "kappa of all": math.log(truncation / mixed),
+            "kappa of all / of the pilot": math.log(truncation / mixed / kappa),
+        }
+    return found
+
+
+def main() -> None:
+    """Print the table in Markdown."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("tasks", nargs="*", default=list(TASKS))
+    parser.add_argument("--vectors", type=int, default=14)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    table: dict[str, list[float]] = defaultdict(list)
+    for name in args.tasks:
+        generator = torch.Generator().manual_seed(0)
+        batches = [TASKS[name].batch(generator) for _ in range(MICRO_BATCHES)]
+        for _, net in nets(TASKS[name], batches):
+            for compute in ROUNDOFF:
+                backend, last = backend_of(net, batches, compute), dict[str, float]()
+                exact = Exact(net, batches, backend)
+                basis = [random_vector(backend.layout, backend.space, seed=0)]
+                basis[0] /= basis[0].norm()
+                with backend.measuring():
+                    for number in range(args.vectors):
+                        found = figures(
+                            *curves(backend, exact, basis[-1], GRID[compute]), GRID[compute]
+                        )
+                        for kind in ("noise", "bend"):
+                            value = found.pop(kind, math.nan)
+                            change = value - last.get(kind, math.nan)
+                            if math.isfinite(change) and number > 1:
+                                found[f"{kind}, from vector to vector"] = change
+                            last[kind] = value
+                        for kind, value in found.items():
+                            table[kind].append(value)
+                        w = exact(basis[-1])
+                        for q in (*basis, *basis):
+                            w -= (q.double() @ w) * q.double()
+                        basis.append((w / w.norm()).float())
+    print("| ln of | mean | standard deviation | 5 % | 95 % | vectors |\n" + "|---" * 6 + "|")
+    for kind, values in table.items():
+        low, high = np.percentile(values, (5, 95))
+        cells = [np.mean(values), np.std(values), low, high]
+        print(f"| {kind} | {' | '.join(f'{x:.2f}' for x in cells)} | {len(values)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What the guard of a ZeRO job holds, from plain figures: no engine, no ranks.
+
+The weights need no copy where they are the rounded masters, from which they are written back. Only
+after somebody's own edit of either, which is seen when the measurement begins, they are copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ds_hessian.memory import FP32, Item, Place
+
+
+@dataclass(frozen=True)
+class ZeroFigures:
+    """Figures of one rank of a ZeRO job.
+
+    Attributes:
+        stage: 0 to 3.
+        n: Trainable parameters of the whole model.
+        n_local: Coordinates in this rank's vectors.
+        weight_bytes: Of one weight in the dtype of the passes.
+        gradient_bytes: Of one gradient in the partition that accumulates them.
+        has_masters: Whether the optimizer keeps fp32 masters (not at stage 0 in fp32).
+        place: Where vectors are: with the passes.
+        offloads_optimizer: `offload_optimizer` to the CPU.
+        offloads_parameters: `offload_param` to the CPU.
+        whole_gradients: `BF16_Optimizer`, which accumulates whole fp32 gradients on every rank.
+    """
+
+    stage: int
+    n: int
+    n_local: int
+    weight_bytes: int
+    gradient_bytes: int
+    has_masters: bool
+    place: Place
+    offloads_optimizer: bool = False
+    offloads_parameters: bool = False
+    whole_gradients: bool = False
+
+
+def memory_of_zero(job: ZeroFigures, precision: Literal["model", "fp32"] = "model") -> list[Item]:
+    """Items of a `ZeroBackend` in `measuring`.
+
+    Args:
+        job: Its figures.
+        precision: Of the passes; see `finite_difference.precision`.
+    """
+    near, vector = job.place, FP32 * job.n_local
+    masters: Place = "host" if job.offloads_optimizer else near
+    weights: Place = "host" if job.offloads_parameters else near
+    items = []
+    if not job.has_masters:
+        items.append(Item("weights as they were", weights, job.weight_bytes * job.n_local))
+    elif masters != weights:
+        items.append(Item("masters beside the weights", weights, vector))
+    if weights != near:
+        items.append(Item("direction beside the weights", weights, vector, ("passes",)))
+    pending = job.gradient_bytes * job.n_local if job.stage == 3 else 0
+    if job.whole_gradients:
+        pending = FP32 * job.n
+    items.append(Item("training's gradients, put aside", masters, pending))
+    if job.offloads_optimizer:
+        items.append(Item("training's offloaded gradients, put aside", "host", vector))
+    if precision == "fp32" and job.weight_bytes < FP32:
+        copied = job.n_local if job.stage == 3 else job.n
+        items.append(Item("weights in fp32", weights, FP32 * copied))
+        if job.stage == 3:
+            items.append(Item("gradients in fp32", masters, vector))
+    return items

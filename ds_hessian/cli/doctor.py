@@ -1,0 +1,189 @@
+"""What of ds_hessian runs on this machine: looked up where it can be, tried where it must be."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ds_hessian import __version__
+from ds_hessian.config import HessianConfig
+from ds_hessian.errors import ConfigError, UnsupportedError
+
+PACKAGES = ("torch", "deepspeed", "numpy", "scipy", "pydantic", "matplotlib")
+OPTIONAL = ("megatron-core", "transformers", "accelerate", "tensorboard", "wandb", "plotly")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at.
+
+    Attributes:
+        topic: Group that it is shown under.
+        name: What.
+        text: What was found.
+        works: False where a measurement is not possible, or not to be trusted, because of it.
+    """
+
+    topic: str
+    name: str
+    text: str
+    works: bool = True
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All findings, in the order in which they are shown."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing stands in the way of a measurement."""
+        return all(finding.works for finding in self.findings)
+
+    def table(self) -> str:
+        """The findings by topic, and the verdict."""
+        lines, topic = list[str](), ""
+        for finding in self.findings:
+            if finding.topic != topic:
+                topic = finding.topic
+                lines.append(topic)
+            mark = "" if finding.works else "WILL NOT WORK: "
+            lines.append(f"  {finding.name:<24}  {mark}{finding.text}")
+        failed = [finding.name for finding in self.findings if not finding.works]
+        verdict = f"in the way: {', '.join(failed)}" if failed else "all is well"
+        return "\n".join([*lines, f"verdict: {verdict}"])
+
+
+def examine(config: Path | None = None) -> Diagnosis:
+    """Look at this machine and, if given, at the "hessian" section of a DeepSpeed configuration.
+
+    Raises:
+        ConfigError: the configuration cannot be read, has no such section, or one that is wrong.
+    """
+    section = [] if config is None else _section(config)
+    return Diagnosis(
+        (*section, *_versions(), *_kernels(), *_dtypes(), *_arithmetic(), *_determinism())
+    )
+
+
+def _section(config: Path) -> list[Finding]:
+    if not config.exists():
+        raise ConfigError(f"no such file: {config}")
+    settings = HessianConfig.from_deepspeed(config)
+    if settings is None:
+        raise ConfigError(f'{config} has no "hessian" section: without one nothing is measured')
+    products = settings.num_probes * settings.num_matvecs
+    when = f"every {settings.interval} steps" if settings.interval else "on request"
+    state = f"a spectrum of {products} products {when}" if settings.enabled else "switched off"
+    return [Finding("configuration", "hessian section", f"{state} ({config})")]
+
+
+def _versions() -> list[Finding]:
+    found = [
+        Finding("versions", "ds_hessian", __version__),
+        Finding("versions", "python", platform.python_version()),
+    ]
+    for name in PACKAGES + OPTIONAL:
+        try:
+            text, works = importlib.metadata.version(name), True
+        except importlib.metadata.PackageNotFoundError:
+            text, works = "not installed", name in OPTIONAL
+        if name == "deepspeed" and works:
+            text, works = _supported(text)
+        found.append(Finding("versions", name, text, works))
+    return found
+
+
+def _supported(version: str) -> tuple[str, bool]:
+    from ds_hessian.backends.zero.host import check_version
+
+    try:
+        check_version(version)
+    except UnsupportedError as error:
+        return str(error), False
+    return version, True
+
+
+def _kernels() -> list[Finding]:
+    from ds_hessian.ops.report import report
+
+    found = report()
+    return [
+        Finding(
+            f"kernels (DS_HESSIAN_OPS={found.mode}, {found.threads} CPU threads)",
+            each.device,
+            f"{each.name}: {each.reason}",
+            each.name != "none" or each.device != _device(),
+        )
+        for each in found.implementations
+    ]
+
+
+def _device() -> str:
+    from deepspeed.accelerator import get_accelerator
+
+    return str(get_accelerator().device_name()).split(":")[0]
+
+
+def _dtypes() -> list[Finding]:
+    """Whether DeepSpeed trains in each dtype here, and whether gradients repeat bit for bit."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator, found = get_accelerator(), []
+    trains = {
+        "fp32": True,
+        "bf16": accelerator.is_bf16_supported(),
+        "fp16": accelerator.is_fp16_supported(),
+    }
+    for name, dtype in DTYPES.items():
+        text = "trains" if trains[name] else "DeepSpeed does not train in it here"
+        try:
+            same = torch.equal(_gradient(dtype), _gradient(dtype))
+        except RuntimeError as error:
+            found.append(
+                Finding(
+                    "dtypes", name, f"{text}; torch: {error}".partition("\n")[0], name != "fp32"
+                )
+            )
+            continue
+        repeats = "a gradient repeats bit for bit" if same else "the same gradient twice differs"
+        found.append(Finding("dtypes", name, f"{text}; {repeats}", same))
+    return found
+
+
+def _gradient(dtype: torch.dtype) -> Tensor:
+    """Gradient of a transformer layer's loss, always from the same weights and input."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+        x = torch.randn(4, 32, 64)
+    layer = layer.to(_device(), dtype)
+    layer(x.to(_device(), dtype)).square().mean().backward()
+    return torch.cat([p.grad.reshape(-1) for p in layer.parameters() if p.grad is not None])
+
+
+def _arithmetic() -> list[Finding]:
+    reduced = torch.backends.cuda.matmul.allow_tf32 or torch.get_float32_matmul_precision() != (
+        "highest"
+    )
+    text = 'on: fp32 products have 10 bits; "precision": "fp32" switches it off while measuring'
+    return [Finding("arithmetic", "TF32 matrix products", text if reduced else "off")]
+
+
+def _determinism() -> list[Finding]:
+    forced = torch.are_deterministic_algorithms_enabled()
+    text = "forced" if forced else "not forced"
+    found = [Finding("determinism", "deterministic kernels", text)]
+    if torch.cuda.is_available():
+        workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "not set")
+        found.append(Finding("determinism", "CUBLAS_WORKSPACE_CONFIG", workspace))
+    return found

@@ -1,0 +1,284 @@
+"""The commands, and how they fail: `ds-hessian: <one line>` on stderr and exit status 2."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from ds_hessian import __version__
+from ds_hessian.errors import HessianError
+from ds_hessian.memory import PLACES, Place
+
+BROKEN_INPUT = 2
+
+FOLDER = click.argument("folder", type=click.Path(path_type=Path))
+
+
+def main() -> NoReturn:
+    """Run the command line; ends the process."""
+    try:
+        status = commands.main(standalone_mode=False)
+    except click.ClickException as error:
+        _refuse(error.format_message())
+    except (HessianError, OSError) as error:
+        _refuse(str(error))
+    except click.Abort:
+        sys.exit(130)
+    sys.exit(status or 0)
+
+
+def _refuse(message: str) -> NoReturn:
+    click.echo("ds-hessian: " + " ".join(message.split()), err=True)
+    sys.exit(BROKEN_INPUT)
+
+
+@click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="ds-hessian")
+def commands() -> None:
+    """Look at Hessian spectra, check this machine, test a training script.
+
+    A FOLDER is that of one spectrum (with spectrum.json), or of a run, with one such folder for
+    each measured step.
+    """
+
+
+@commands.command()
+@FOLDER
+def report(folder: Path) -> None:
+    """Print the table of every spectrum in FOLDER."""
+    from ds_hessian.cli.folders import spectra_in
+
+    for place, spectrum in spectra_in(folder).items():
+        click.echo(f"{place}\n{spectrum.table()}\n")
+
+
+@commands.command()
+@FOLDER
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["png", "svg", "pdf"]),
+    default="png",
+    show_default=True,
+    help="Of the picture.",
+)
+def plot(folder: Path, kind: str) -> None:
+    """Draw every spectrum in FOLDER, beside its files."""
+    from ds_hessian.cli.folders import spectra_in
+
+    for place, spectrum in spectra_in(folder).items():
+        click.echo(spectrum.plot(place / f"spectrum.{kind}"))
+
+
+@commands.command()
+@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--output",
+    "-o",
+    default="comparison.png",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="Where the picture goes; .png, .svg or .pdf.",
+)
+def compare(folders: tuple[Path, ...], output: Path) -> None:
+    """Put the spectra of FOLDERS side by side: runs, or training steps of one run."""
+    from ds_hessian.cli.folders import named_spectra
+    from ds_hessian.results import Comparison
+    from ds_hessian.results.plot_comparison import plot_comparison
+
+    if output.suffix not in (".png", ".svg", ".pdf"):
+        raise click.UsageError(f"--output must end in .png, .svg or .pdf, got {output}")
+    comparison = Comparison(named_spectra(folders))
+    click.echo(comparison.table())
+    click.echo(f"picture: {plot_comparison(comparison, output)}")
+
+
+@commands.command()
+@FOLDER
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help="Where the page goes; FOLDER/page.html if left.",
+)
+def page(folder: Path, output: Path | None) -> None:
+    """Make one HTML file of everything in FOLDER, to open in a browser, with or without network."""
+    from ds_hessian.cli.folders import run_in
+    from ds_hessian.cli.page import write_page
+
+    run = run_in(folder)
+    try:
+        click.echo(write_page(run, output or folder / "page.html"))
+    except ImportError as error:
+        raise click.ClickException(str(error)) from error
+
+
+@commands.command()
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    help='A DeepSpeed configuration whose "hessian" section is to be checked too.',
+)
+def doctor(config: Path | None) -> int:
+    """Say what runs on this machine and what does not: versions, kernels, dtypes, determinism."""
+    from ds_hessian.cli.doctor import examine
+
+    diagnosis = examine(config)
+    click.echo(diagnosis.table())
+    return 0 if diagnosis.healthy else 1
+
+
+POSITIVE = click.FloatRange(min=0, min_open=True)
+COUNT = click.IntRange(min=1)
+
+
+class Number(click.ParamType):
+    """A count as people write it: 7000000000, 7e9 or 7B."""
+
+    name = "number"
+    UNITS = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: object) -> int:
+        """The integer."""
+        text = str(value)
+        unit = self.UNITS.get(text[-1:], None)
+        try:
+            number = float(text[:-1] if unit else text) * (unit or 1)
+        except ValueError:
+            number = 0.0
+        if not (math.isfinite(number) and number >= 1):
+            self.fail(f"{text!r} is not a number of at least 1, such as 7e9 or 7B", param)
+        return round(number)
+
+
+class Placed(click.ParamType):
+    """A figure of one place: accelerator=40."""
+
+    name = "place=number"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: object
+    ) -> tuple[str, float]:
+        """The place and the figure."""
+        place, _, text = str(value).partition("=")
+        try:
+            number = float(text)
+        except ValueError:
+            number = 0.0
+        if place not in PLACES or not (math.isfinite(number) and number > 0):
+            self.fail(f"{value!r} is not one of {', '.join(PLACES)} and a number: host=64", param)
+        return place, number
+
+
+@commands.command()
+@click.option("--parameters", "-n", type=Number(), required=True, help="Trainable ones: 7e9, 7B.")
+@click.option("--ranks", "-r", type=COUNT, required=True, help="Of the job.")
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    help='A DeepSpeed configuration, whose stage, dtype, offload and "hessian" section count.',
+)
+@click.option("--stage", type=click.IntRange(0, 3), help="Of ZeRO; 3 if nothing says so.")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Of the passes; bf16.")
+@click.option("--offload-optimizer", is_flag=True, default=None, help="To the CPU.")
+@click.option("--offload-parameters", is_flag=True, default=None, help="To the CPU.")
+@click.option("--cpu", is_flag=True, help="A job without accelerators.")
+@click.option("--analysis", default="spectrum", show_default=True, help="What is measured.")
+@click.option(
+    "--set",
+    "-s",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A setting of the hessian section, or an argument of the analysis, such as k=4.",
+)
+@click.option("--products", type=COUNT, help="Their number, where it is not that of the settings.")
+@click.option("--seconds-per-micro-batch", type=POSITIVE, help="Of forward and backward; measured.")
+@click.option("--tokens", type=COUNT, help="Of a rank's micro-batch, where no time is measured.")
+@click.option("--tflops", type=POSITIVE, help="That a rank reaches (not its peak).")
+@click.option("--network", type=POSITIVE, help="GB/s that a rank sends.")
+@click.option(
+    "--bandwidth", type=Placed(), multiple=True, help="PLACE=GB/s from a place to a rank's compute."
+)
+@click.option(
+    "--free", type=Placed(), multiple=True, help="PLACE=GiB free for each rank beside training."
+)
+@click.option("--price", type=POSITIVE, help="Of a rank for an hour.")
+def plan(
+    parameters: int,
+    ranks: int,
+    config: Path | None,
+    stage: int | None,
+    dtype: str | None,
+    offload_optimizer: bool | None,
+    offload_parameters: bool | None,
+    cpu: bool,
+    analysis: str,
+    settings: tuple[str, ...],
+    products: int | None,
+    seconds_per_micro_batch: float | None,
+    tokens: int | None,
+    tflops: float | None,
+    network: float | None,
+    bandwidth: tuple[tuple[Place, float], ...],
+    free: tuple[tuple[Place, float], ...],
+    price: float | None,
+) -> int:
+    """Say what a measurement takes in memory, time and money, before there is a job.
+
+    A PLACE is accelerator, host or disk; vectors of a job on the CPU are on the host. Ends with 1
+    where it would not fit.
+    """
+    from ds_hessian.cli.plan import Passes, forecast, job_of, machine_of, settings_of
+
+    job = job_of(
+        config,
+        num_parameters=parameters,
+        world_size=ranks,
+        stage=stage,
+        dtype=dtype,
+        offload_optimizer=offload_optimizer,
+        offload_parameters=offload_parameters,
+        accelerator=not cpu,
+    )
+    section, arguments = settings_of(config, analysis, settings)
+    found = forecast(
+        job,
+        section,
+        analysis,
+        arguments,
+        Passes(seconds_per_micro_batch, tokens, tflops, network),
+        machine_of(job, dict(bandwidth)),
+        products=products,
+        price_per_hour=price,
+        free=dict(free),
+    )
+    click.echo(found.table())
+    return 0 if found.missing is None else 1
+
+
+@commands.command(
+    "self-test",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.option("--ranks", type=click.IntRange(min=1), help="On this machine; all there are if left.")
+@click.option("--port", type=int, default=29500, show_default=True, help="Of the job's store.")
+@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def self_test(ranks: int | None, port: int, script: Path, arguments: tuple[str, ...]) -> int:
+    """Run SCRIPT to its first steps under the deepspeed launcher, and test its Hessian there.
+
+    SCRIPT is left unmodified and gets the ARGUMENTS. See `ds_hessian.self_test`.
+    """
+    if not script.is_file():
+        raise click.UsageError(f"no such script: {script}")
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port)]
+    if ranks is not None:
+        launcher += ["--num_accelerators", str(ranks)]
+    job = ["--module", "ds_hessian.self_test", str(script), *arguments]
+    return subprocess.run(launcher + job).returncode

@@ -1,0 +1,251 @@
+"""`ds-hessian plan`: memory, time and price of a measurement of a job that need not exist yet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ds_hessian import timing
+from ds_hessian.config import SECTION, HessianConfig, read_deepspeed
+from ds_hessian.errors import ConfigError
+from ds_hessian.memory import MemoryPlan, Place, shown
+from ds_hessian.plan import (
+    Job,
+    arguments_of,
+    keywords_of,
+    needs_of,
+    plan_analysis,
+    shortage,
+    way_out,
+)
+
+GIB = 2**30
+
+
+def described(job: Job) -> str:
+    """A job in a line."""
+    offloaded = [
+        name
+        for name, there in (
+            ("optimizer", job.offload_optimizer),
+            ("parameters", job.offload_parameters),
+        )
+        if there
+    ]
+    also = f", {' and '.join(offloaded)} offloaded" if offloaded else ""
+    ranks = f"{job.world_size} rank{'s' if job.world_size > 1 else ''}"
+    kind = "" if job.accelerator else " of the CPU"
+    return (
+        f"{job.num_parameters:,} parameters, ZeRO-{job.stage} in {job.dtype} on {ranks}{kind}{also}"
+    )
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What is known of a micro-batch's forward and backward; None where it is not.
+
+    Attributes:
+        seconds: Measured: of one micro-batch.
+        tokens: Of a rank's micro-batch.
+        tflops: 1e12 floating-point operations that a rank reaches in a second.
+        network: GB/s that a rank sends.
+    """
+
+    seconds: float | None = None
+    tokens: int | None = None
+    tflops: float | None = None
+    network: float | None = None
+
+    def gradient(self, job: Job, num_micro_batches: int) -> float | None:
+        """Seconds of one gradient over so many micro-batches; None if nothing is known.
+
+        Raises:
+            ConfigError: `tokens` without `tflops`, or the reverse.
+        """
+        if self.seconds is not None:
+            return self.seconds * num_micro_batches
+        if self.tokens is None and self.tflops is None:
+            return None
+        if self.tokens is None or self.tflops is None:
+            raise ConfigError("--tokens and --tflops estimate the time together: give both")
+        traffic = timing.traffic_of(job.stage, job.num_parameters, job.world_size, job.weight_bytes)
+        return num_micro_batches * timing.gradient_seconds(
+            job.num_parameters,
+            self.tokens,
+            1e12 * self.tflops,
+            traffic=traffic,
+            network=None if self.network is None else 1e9 * self.network,
+        )
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a measurement of a job will take.
+
+    Attributes:
+        job: The job.
+        analysis: Name of the method of `HessianEngine`.
+        memory: On each rank, beyond training's.
+        time: None where nothing is known of the passes.
+        price: Of all ranks; None without time or a price of an hour.
+        missing: Settings that would fit where the plan does not; None where it fits.
+    """
+
+    job: Job
+    analysis: str
+    memory: MemoryPlan
+    time: timing.TimePlan | None
+    price: float | None
+    missing: str | None
+
+    def table(self) -> str:
+        """All of it, for people."""
+        lines = [f"{self.analysis} of {described(self.job)}", self.memory.table()]
+        if self.time is None:
+            lines.append(
+                "time: give --seconds-per-micro-batch, or --tokens and --tflops, to have it here"
+            )
+        else:
+            lines.append(self.time.table())
+        if self.price is not None:
+            lines.append(f"price: {self.price:.2f}")
+        if self.missing is not None:
+            lines.append(self.missing)
+        return "\n".join(lines)
+
+
+def forecast(
+    job: Job,
+    config: HessianConfig,
+    analysis: str,
+    arguments: Mapping[str, Any],
+    passes: Passes,
+    machine: timing.Machine,
+    *,
+    products: int | None = None,
+    price_per_hour: float | None = None,
+    free: Mapping[Place, float] | None = None,
+) -> Forecast:
+    """Plan a measurement.
+
+    Args:
+        job: The job.
+        config: The settings.
+        analysis: Name of the method of `HessianEngine`.
+        arguments: Its own; see `plan_analysis`.
+        passes: What is known of forward and backward.
+        machine: Of one rank.
+        products: Their number; None for that of the analysis.
+        price_per_hour: Of one rank.
+        free: GiB that a rank has free beside training, where known.
+
+    Raises:
+        ConfigError: see `plan_analysis`, `timing.products_of` and `Passes.gradient`.
+    """
+    own, _ = arguments_of(analysis, arguments)
+    memory = plan_analysis(analysis, job.share, config, own)
+    gradient = passes.gradient(job, config.num_micro_batches)
+    time = price = None
+    if gradient is not None:
+        count = timing.products_of(analysis, config, arguments) if products is None else products
+        time = timing.plan_time(gradient, job.share, machine, config, count)
+        if price_per_hour is not None:
+            price = price_per_hour * job.world_size * time.total / 3600
+    elif price_per_hour is not None:
+        raise ConfigError("a price needs the time: give --seconds-per-micro-batch")
+    missing = _missing(job, config, analysis, own, free or {})
+    return Forecast(job, analysis, memory, time, price, missing)
+
+
+def _missing(
+    job: Job,
+    config: HessianConfig,
+    analysis: str,
+    arguments: Mapping[str, Any],
+    free: Mapping[Place, float],
+) -> str | None:
+    sizes = {place: int(GIB * size) for place, size in free.items()}
+    ranks = [needs_of(config, job.share, sizes, analysis, arguments)]
+    short = shortage(ranks)
+    if short is None:
+        return None
+    text = (
+        f"does not fit: {shown(short.needed)} on the {short.place}, "
+        f"where {free[short.place]:g} GiB are free"
+    )
+    other = way_out(config, ranks, analysis, arguments)
+    if other is not None:
+        return f"{text}; {other.words} would"
+    return f"{text}, nor does any setting of the basis: use more ranks"
+
+
+# ---- from a configuration and options
+
+
+def job_of(config: Path | None, **given: Any) -> Job:
+    """The job of a DeepSpeed configuration, with what is `given` beside it instead.
+
+    Raises:
+        ConfigError: the configuration cannot be read, or has another stage or device than there is.
+    """
+    found: dict[str, Any] = {}
+    if config is not None:
+        settings = read_deepspeed(config)
+        zero = settings.get("zero_optimization", {})
+        stage = zero.get("stage", 0)
+        if stage not in (0, 1, 2, 3):
+            raise ConfigError(f"{config}: zero_optimization.stage must be 0, 1, 2 or 3: {stage!r}")
+        dtypes = [d for d in ("bf16", "fp16") if settings.get(d, {}).get("enabled") is True]
+        found = {
+            "stage": stage,
+            "dtype": dtypes[0] if dtypes else "fp32",
+            "offload_optimizer": _offloads(zero.get("offload_optimizer")),
+            "offload_parameters": _offloads(zero.get("offload_param")),
+        }
+    return Job(**{**found, **{name: v for name, v in given.items() if v is not None}})
+
+
+def _offloads(section: Any) -> bool:
+    return isinstance(section, Mapping) and section.get("device", "none") != "none"
+
+
+def settings_of(
+    config: Path | None, analysis: str, texts: Sequence[str]
+) -> tuple[HessianConfig, dict[str, Any]]:
+    """The settings, and the analysis's own arguments, with some of either as `name=value`.
+
+    Raises:
+        ConfigError: one is not of this form, unknown, or wrong.
+    """
+    given = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set takes name=value, got {text!r}")
+        given[name] = _value(value)
+    base = HessianConfig() if config is None else HessianConfig.from_deepspeed(config)
+    own, overrides = arguments_of(analysis, given)
+    if analysis in timing.PRODUCTS:
+        counted, overrides = keywords_of(timing.PRODUCTS[analysis], overrides)
+        own |= counted
+    try:
+        return (base or HessianConfig()).with_overrides(**overrides), own
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(f"{SECTION}.", "")) from None
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def machine_of(job: Job, bandwidth: Mapping[Place, float]) -> timing.Machine:
+    """A rank's, from bandwidths in GB/s of some places; usual ones for the others."""
+    usual = timing.ACCELERATOR if job.accelerator else timing.CPU
+    given = {place: 1e9 * value for place, value in bandwidth.items()}
+    return replace(usual, bandwidth={**usual.bandwidth, **given})

@@ -1,0 +1,151 @@
+"""Spectra in the Trainer of transformers, under DeepSpeed.
+
+    trainer = Trainer(model=model, args=TrainingArguments(deepspeed="ds_config.json", ...), ...)
+    trainer.add_callback(HessianCallback(trainer))
+    trainer.train()
+
+After every `interval`-th optimizer step a spectrum is taken, written to disk and logged through
+`trainer.log`, so that it is in `trainer.state.log_history` and in whatever the Trainer reports to.
+The loss is what the Trainer differentiates: `compute_loss`, with label smoothing or an override,
+and with its own division by the tokens or micro-batches of an accumulation window, so that
+the gradient of the measured loss is the one that training follows. It is taken on copies of the
+first micro-batches of training, which stays bit for bit the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ds_hessian.config import HessianConfig
+from ds_hessian.engine import HessianEngine, attach
+from ds_hessian.errors import ConfigError, UnsupportedError
+from ds_hessian.results import HessianSharpness, HessianSpectrum, figures_of
+from ds_hessian.schedule import Measurements, copied, due, write_monitor
+
+
+class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
+    """Takes spectra every `interval` optimizer steps of a Trainer.
+
+    An automatic measurement never ends the training: what it raises is logged on rank 0 and kept in
+    `failures`. Spectra are kept in `spectra`, by step.
+
+    Args:
+        trainer: That it is a callback of.
+        config: The settings; None for the "hessian" section of the Trainer's DeepSpeed config.
+
+    Attributes:
+        micro_batches: Those captured: `inputs` of the model, `num_items`, the tokens that the
+            Trainer divides by (None where it does not), and `repeats`, the factor between the loss
+            of one and the sum over an accumulation window.
+    """
+
+    def __init__(self, trainer: Trainer, config: HessianConfig | None = None) -> None:
+        super().__init__()
+        self.trainer, self._given = trainer, config
+        self.micro_batches: list[dict[str, Any]] = []
+        self._hessian: HessianEngine | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Give the Trainer's engine its Hessian, and begin to copy micro-batches.
+
+        Raises:
+            UnsupportedError: the Trainer does not use DeepSpeed, or with an unsupported feature.
+            ConfigError: there is no "hessian" section, it is wrong, or it has no interval.
+        """
+        if not self.trainer.is_deepspeed_enabled:
+            raise UnsupportedError(
+                "HessianCallback needs a Trainer that runs DeepSpeed; give its TrainingArguments a "
+                "deepspeed configuration"
+            )
+        engine: Any = self.trainer.model_wrapped
+        source = engine._config._param_dict
+        config = self._given or HessianConfig.from_deepspeed(source) or HessianConfig()
+        if not (config.interval or config.sharpness_interval):
+            raise ConfigError("hessian.interval: must be above 0 for HessianCallback, got 0")
+        self.config = config
+        if self._hessian is None or self._hessian.engine is not engine:
+            # The callback measures at the end of the Trainer's step, not in the middle of it.
+            self._hessian = attach(
+                engine, config.with_overrides(interval=0, sharpness_interval=0, start_step=0)
+            )
+        self._stop()  # of a training that did not come to its end
+        self._compute_loss = self.trainer.compute_loss
+        if len(self.micro_batches) < config.num_micro_batches:
+            self._capture()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the Trainer as it was."""
+        self._stop()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Measure what is due. Collective."""
+        assert self._hessian is not None
+        step = int(self._hessian.engine.global_steps)
+        should_log = control.should_log  # which trainer.log resets, and the Trainer needs
+        for kind in due(self.config, step):
+            self.take(kind, step, self._ready, self._write)
+        control.should_log = should_log
+
+    def _capture(self) -> None:
+        """Copy the inputs of the Trainer's next losses, until there are enough."""
+        inner = self._compute_loss
+
+        @functools.wraps(inner)
+        def capturing(model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Any:
+            if model.training:
+                num_items = named.get("num_items_in_batch")
+                self.micro_batches.append(
+                    {
+                        "inputs": copied(dict(inputs)),
+                        "num_items": copied(num_items),
+                        "repeats": self._repeats(num_items),
+                    }
+                )
+                if len(self.micro_batches) == self.config.num_micro_batches:
+                    self._stop()
+            return inner(model, inputs, *rest, **named)
+
+        self.trainer.__dict__["compute_loss"] = capturing
+
+    def _repeats(self, num_items: Any) -> int:
+        """A loss that is a share of a window's counts as often as the window has micro-batches.
+
+        `Trainer.training_step` divides the loss by their number unless it is a share already.
+        """
+        trainer = self.trainer
+        is_share = getattr(trainer, "loss_is_scaled_for_ga", None)
+        if is_share is None:
+            by_token = trainer.model_accepts_loss_kwargs and num_items is not None
+            is_share = by_token or trainer.compute_loss_func is not None
+        return int(trainer.current_gradient_accumulation_steps) if is_share else 1
+
+    def _stop(self) -> None:
+        self.trainer.__dict__.pop("compute_loss", None)
+
+    def _ready(self) -> HessianEngine:
+        assert self._hessian is not None
+        if not self._hessian.ready:
+            self._stop()
+            self._hessian.use(self.micro_batches, self._loss)
+        return self._hessian
+
+    def _loss(self, engine: Any, micro_batch: dict[str, Any]) -> Any:
+        with self.trainer.compute_loss_context_manager():
+            inputs, num_items = dict(micro_batch["inputs"]), micro_batch["num_items"]
+            loss = self._compute_loss(engine, inputs, num_items_in_batch=num_items)
+        return loss * micro_batch["repeats"]
+
+    def _write(self, record: HessianSpectrum | HessianSharpness, picture: Path | None) -> None:
+        assert self._hessian is not None
+        write_monitor(self._hessian.engine.monitor, record, picture)
+        self.trainer.log({f"hessian/{name}": value for name, value in figures_of(record).items()})

@@ -1,0 +1,93 @@
+"""Spectra of an unmodified DeepSpeed script, driven by its "hessian" section alone.
+
+    deepspeed --module ds_hessian.launch train.py --its-arguments --deepspeed_config ds_config.json
+
+The script runs as without, but `deepspeed.initialize` gives engines with their Hessian attached, so
+that spectra are taken every `interval` steps (`ds_hessian.schedule`): on micro-batches captured
+from training, never drawn from the script's iterator. Training stays bit for bit the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+logger = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Run a script whose engines take spectra by themselves; ends the process.
+
+    Args:
+        arguments: `[--local_rank=N] script.py ...`, as the deepspeed launcher gives them.
+
+    Raises:
+        ConfigError: the "hessian" section of the script's configuration is wrong, or takes no
+            spectrum by itself.
+    """
+    run_script("ds_hessian.launch", arguments, attach_scheduled)
+    sys.exit(0)
+
+
+def attach_scheduled(engine: Any) -> None:
+    """Give an engine its Hessian if its configuration asks for spectra.
+
+    A job's second engine and further ones with the same `output_path` would overwrite the first
+    one's results: give their configurations another.
+
+    Raises:
+        ConfigError: the section is wrong, or has no interval.
+    """
+    from ds_hessian.config import HessianConfig
+    from ds_hessian.engine import attach
+    from ds_hessian.errors import ConfigError
+
+    section = HessianConfig.from_deepspeed(engine._config._param_dict)
+    if section is None or not section.enabled:
+        logger.warning('no "hessian" section that is enabled: the script runs as without it')
+        return
+    if not section.interval:
+        raise ConfigError(
+            "hessian.interval: must be above 0 for a script that asks for no spectrum itself, got 0"
+        )
+    attach(engine, section)
+
+
+def run_script(module: str, arguments: Sequence[str], on_engine: Callable[[Any], None]) -> None:
+    """Run a script as `__main__`, with a call for each engine that it makes.
+
+    Args:
+        module: That this is the command line of, for the usage message.
+        arguments: `[--local_rank=N] script.py ...`, as the deepspeed launcher gives them.
+        on_engine: Called with each engine that `deepspeed.initialize` returns, before the script
+            has it.
+    """
+    import deepspeed
+
+    local = [a for a in arguments[:1] if a.startswith("--local_rank")]
+    script = list(arguments[len(local) :])
+    if not script:
+        sys.exit(f"usage: deepspeed --module {module} script.py [its arguments]")
+    if not Path(script[0]).is_file():
+        sys.exit(f"{module}: no such script: {script[0]}")
+    initialize = deepspeed.initialize
+
+    @functools.wraps(initialize)
+    def initialize_and_tell(*args: Any, **kwargs: Any) -> Any:
+        result = initialize(*args, **kwargs)
+        on_engine(result[0])
+        return result
+
+    deepspeed.initialize = initialize_and_tell
+    sys.argv = [script[0], *local, *script[1:]]
+    sys.path[0] = str(Path(script[0]).resolve().parent)  # as python does: its imports lie there
+    runpy.run_path(script[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,112 @@
+"""What a measurement needs beyond training's memory: named items in bytes per rank, and their sum.
+
+Each part that holds memory (backend, operator, Krylov basis) says what, where and when, as `Item`s;
+a `MemoryPlan` is all of them together. What is held in one stage of an analysis only, or in one
+moment of a product or of a Lanczos step, shares its memory with what is held in another: the need
+is the worst moment's.
+
+Forward and backward themselves (activations, gathered parameters, gradients on their way) need what
+they need in training, and are no item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+Place = Literal["accelerator", "host", "disk"]
+Moment = Literal["passes", "trials", "orthogonalization", "storing"]
+
+PLACES: tuple[Place, ...] = ("accelerator", "host", "disk")
+MOMENTS: tuple[Moment, ...] = ("passes", "trials", "orthogonalization", "storing")
+"""Of a Lanczos step, in order: forward and backward passes, the comparison of two trials of the
+displacement, Gram-Schmidt, and the writing of the next basis vector."""
+
+FP32 = 4
+"""Bytes of one coordinate of a vector."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One entry of a plan.
+
+    Attributes:
+        name: What for.
+        place: Where. Vectors of a job on the CPU are on the host.
+        size: Bytes on this rank.
+        moments: When; none for throughout.
+        stage: Part of the analysis that holds it, such as `residuals`; none for all of it.
+    """
+
+    name: str
+    place: Place
+    size: int
+    moments: tuple[Moment, ...] = ()
+    stage: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The memory that a measurement needs on one rank beyond training's.
+
+    Attributes:
+        items: What it is made of.
+    """
+
+    items: tuple[Item, ...]
+
+    @classmethod
+    def of(cls, *parts: Iterable[Item]) -> MemoryPlan:
+        """The plan of some parts' items; empty ones are left out."""
+        return cls(tuple(item for part in parts for item in part if item.size))
+
+    def peak(self, place: Place) -> int:
+        """Bytes in one place, in the worst moment of the worst stage."""
+        here = [item for item in self.items if item.place == place]
+        return max(
+            sum(
+                item.size
+                for item in here
+                if item.stage in ("", stage) and (not item.moments or moment in item.moments)
+            )
+            for stage in {item.stage for item in here} | {""}
+            for moment in MOMENTS
+        )
+
+    def table(self) -> str:
+        """Items and sums, one a line, for people."""
+        peaks = [Item(f"peak on the {place}", place, self.peak(place)) for place in PLACES]
+        rows = [*self.items, *(item for item in peaks if item.size)]
+        width = max((len(item.name) for item in rows), default=0)
+        lines = [
+            f"  {item.name:<{width}}{shown(item.size):>12}  {item.place:<11}  {when(item)}".rstrip()
+            for item in rows
+        ]
+        return "\n".join(["memory per rank beyond training's:", *lines])
+
+
+def in_stage(stage: str, items: Iterable[Item]) -> list[Item]:
+    """Items that are held in one stage only."""
+    return [replace(item, stage=stage) for item in items]
+
+
+def when(item: Item) -> str:
+    """An item's stage and moments, in words."""
+    moments = ", ".join(item.moments)
+    return f"{item.stage}: {moments}" if item.stage and moments else item.stage or moments
+
+
+def place_of(device: torch.device) -> Place:
+    """Where tensors on a device are."""
+    return "host" if device.type == "cpu" else "accelerator"
+
+
+def shown(size: int) -> str:
+    """Bytes as people read them."""
+    for unit, bytes_ in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
+        if size >= bytes_:
+            return f"{size / bytes_:.3g} {unit}"
+    return f"{size / 2**10:.3g} KiB"

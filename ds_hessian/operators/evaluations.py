@@ -1,0 +1,45 @@
+"""How many gradients a product takes on average, from plain figures."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from ds_hessian.operators.finite_difference import PILOT
+from ds_hessian.operators.schemes import SCHEMES, SchemeName
+from ds_hessian.operators.step_control import ALWAYS, SELDOM
+
+FIRST = {"auto": 4.0, "fixed": 2.5}
+"""Trials of the first vector that are thrown away, on average; of a fixed displacement they only
+estimate the error."""
+
+OTHERS = 0.06
+"""Trials thrown away of a later vector, beside the one above h where that is due."""
+
+REPEATED = 0.02
+"""Share of the products that are made once more, where the pilot is not all micro-batches."""
+
+
+def expected_evaluations(
+    num_products: int,
+    num_micro_batches: int,
+    scheme: SchemeName = "central",
+    displacement: float | Literal["auto"] = "auto",
+) -> float:
+    """Gradients over all micro-batches for each of `num_products` products, trials included.
+
+    The averages are those of small nets (tests/test_timing.py) and of benchmarks/plan.py; a net
+    whose curvature changes much from vector to vector takes more.
+    """
+    formula = SCHEMES[scheme]
+    nodes, pilot = len(formula.nodes), math.ceil(num_micro_batches / PILOT) / num_micro_batches
+    of_trial = 2 if formula.one_sided else nodes
+    auto = displacement == "auto"
+    thrown, repeated = FIRST["auto" if auto else "fixed"], 0.0
+    if auto:
+        every = 1 if num_micro_batches >= ALWAYS else SELDOM
+        thrown += OTHERS * num_products + math.ceil((num_products - 1) / every)
+        repeated = REPEATED if pilot < 1 else 0.0
+    # The far side of a one-sided formula's trial is no part of the product.
+    extra = thrown * of_trial / num_products + (of_trial - nodes)
+    return nodes * (1 + repeated) + pilot * extra

@@ -1,0 +1,26 @@
+"""What the finite-difference Hessian holds; counted from `finite_difference`'s own tensors."""
+
+from __future__ import annotations
+
+from ds_hessian.memory import FP32, Item, Place
+from ds_hessian.operators.schemes import SCHEMES, SchemeName
+
+
+def memory_of_operator(n_local: int, place: Place, scheme: SchemeName = "central") -> list[Item]:
+    """Items of a `FiniteDifferenceHessian`.
+
+    Args:
+        n_local: Coordinates on this rank.
+        place: Where its vectors are.
+        scheme: The difference formula.
+    """
+    formula, vector = SCHEMES[scheme], FP32 * n_local
+    # A trial is compared with the one before; several differences need one more to be added up.
+    compared = 2 if len(formula.differences) == 1 else 3
+    return [
+        Item("gradients of a trial", place, len({*formula.nodes, -1}) * vector),
+        Item("gradients at the weights", place, 2 * vector),
+        Item("trial before, or product made again", place, vector, ("passes",)),
+        Item("trials being compared", place, compared * vector, ("trials",)),
+        Item("product", place, vector, ("orthogonalization", "storing")),
+    ]

@@ -1,0 +1,85 @@
+"""What other micro-batches would change: the spread of `v'Hv` over the micro-batches at hand.
+
+H is a mean over G micro-batches of each rank, H = mean of H_i, so v'Hv is the mean of G numbers
+`v'H_i v`. Where the micro-batches are independent draws of the data, the standard error of a mean,
+their standard deviation over sqrt(G), is that of v'Hv. For a unit eigenvector v of H it is, to
+first order, that of the eigenvalue (the infinitesimal jackknife: the derivative of an eigenvalue
+in the weight of micro-batch i is `v'H_i v`). It leaves out the second order: with few micro-batches
+extreme eigenvalues lie farther out than those of the whole data (docs/numerics.md).
+
+Source: Jaeckel, The infinitesimal jackknife, Bell Laboratories (1972).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds_hessian import ops
+from ds_hessian.backends.protocol import ShardBackend
+from ds_hessian.errors import ConfigError, NumericsError
+
+
+def micro_batch_curvatures(
+    backend: ShardBackend, v: Tensor, displacement: float
+) -> NDArray[np.float64]:
+    """`v'H_i v / v'v` for micro-batch i of all ranks together, `(G,)`; their mean is `v'Hv / v'v`.
+
+    Central differences of the slope along v. To be called inside `backend.measuring()`, after every
+    micro-batch has been evaluated once. A micro-batch counts as G times its part in the mean loss:
+    with token weighting, different counts are part of the spread.
+
+    Args:
+        backend: The shards.
+        v: `(n_local,)`, of any length but zero.
+        displacement: h, such as that of a product with v.
+
+    Raises:
+        ConfigError: a single micro-batch, which has no spread.
+        NumericsError: a slope is not finite.
+
+    Cost: two gradients over all micro-batches, as a product without trials; two small all-reduces;
+    one vector.
+
+    Collective.
+    """
+    require_several(backend)
+    count, space = backend.num_micro_batches, backend.space
+    assert backend.gradient_scale is not None
+    length, gradient, slopes = space.norm(v), space.zeros(), list[Tensor]()
+    for sign in (1.0, -1.0):
+        backend.displace(v, sign * displacement / length)
+        for i in range(count):
+            gradient.zero_()
+            backend.add_gradient(gradient, range(i, i + 1))
+            slopes.append(sign * ops.dots([(gradient, v)], space.n_owned))
+    differences = space.reduce(torch.cat(slopes)).numpy().reshape(2, count).sum(0)
+    if not np.isfinite(differences).all():
+        raise NumericsError(
+            f"a slope at displacement {displacement:.3e} is not finite: the loss is not finite "
+            "there; use a smaller displacement"
+        )
+    scale = count * backend.gradient_scale / (2 * displacement * length)
+    return np.asarray(scale * differences)
+
+
+def require_several(backend: ShardBackend) -> None:
+    """Raise if there is a single micro-batch.
+
+    Raises:
+        ConfigError: it has no spread.
+    """
+    if backend.num_micro_batches < 2:
+        raise ConfigError(
+            "the error of sampling needs at least 2 micro-batches for each rank, got 1: pass more, "
+            "or leave `sampling` off"
+        )
+
+
+def standard_error(samples: NDArray[np.float64]) -> float:
+    """Of the mean of independent samples `(G,)`."""
+    return float(samples.std(ddof=1)) / math.sqrt(len(samples))

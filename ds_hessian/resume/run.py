@@ -1,0 +1,121 @@
+"""A measurement that survives its job: what every kind of them keeps.
+
+Beside what a kind keeps of its own: what the measurement is of, what step control has learnt, the
+random states at the beginning, and what was spent.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_hessian.backends import ShardBackend
+from ds_hessian.backends.state import RandomState
+from ds_hessian.operators import FiniteDifferenceHessian
+from ds_hessian.resume.identity import refuse_foreign
+from ds_hessian.resume.store import StateStore
+
+
+class SavedRun:
+    """The state of one measurement in a folder.
+
+    Args:
+        folder: See `StateStore`.
+        backend: Of the measurement.
+
+    Attributes:
+        operator: The Hessian; from `take_up` on.
+        seconds: Spent before this process began.
+        all_reduces: Made before this process began.
+
+    Raises:
+        ConfigError: the folder holds a state that cannot be read.
+
+    Collective: the constructor, `take_up` and `clear`.
+    """
+
+    operator: FiniteDifferenceHessian
+
+    def __init__(self, folder: Path, backend: ShardBackend) -> None:
+        self.backend, self._random = backend, RandomState(backend.space.device)
+        self._store = StateStore(
+            folder, backend.layout, backend.space, {"random": _plain(self._random.get())}
+        )
+        self._began, self._reduced = time.perf_counter(), backend.space.all_reduces
+        self._found = self._store.figures
+        found = self._found or {"seconds": 0.0, "all_reduces": 0}
+        self.seconds, self.all_reduces = float(found["seconds"]), int(found["all_reduces"])
+
+    @property
+    def products(self) -> int:
+        """Made before this process began."""
+        return 0 if self._found is None else int(self._found["operator"]["cost"]["products"])
+
+    @contextmanager
+    def random_states(self) -> Iterator[None]:
+        """Run the body with this rank's generators where they were when the run first began.
+
+        On another layout they stay as they are.
+        """
+        if self._store.notes is None:
+            yield
+            return
+        here = self._random.get()
+        self._random.set(_random_states(self._store.notes["random"]))
+        try:
+            yield
+        finally:
+            self._random.set(here)
+
+    def take_up(self, operator: FiniteDifferenceHessian, identity: dict[str, Any]) -> None:
+        """Bring the operator to where it was.
+
+        Raises:
+            ConfigError: the state is not of this measurement.
+        """
+        self.operator, self._identity = operator, identity
+        if self._found is not None:
+            refuse_foreign(self._found["identity"], identity, self.backend.unit_roundoff)
+            operator.load_state_dict(self._found["operator"])
+
+    def clear(self) -> None:
+        """Remove the state: the measurement is complete."""
+        self._store.clear()
+
+    def _keep(self, figures: Mapping[str, Any], vectors: Mapping[str, Tensor | None]) -> None:
+        """Keep these, and what is kept of every measurement; see `StateStore.save`."""
+        space = self.backend.space
+        common = {
+            "identity": self._identity,
+            "operator": self.operator.state_dict(),
+            "seconds": self.seconds + time.perf_counter() - self._began,
+            "all_reduces": self.all_reduces + space.all_reduces - self._reduced,
+        }
+        self._store.save({**common, **figures}, vectors)
+
+
+def _plain(states: tuple[Any, ...]) -> list[Any]:
+    """`RandomState.get()` as JSON values (python, numpy, torch, the accelerator)."""
+    python, numpy, *tensors, _ = states
+    return [python, [numpy[0], numpy[1].tolist(), *numpy[2:]]] + [
+        None if t is None else t.tolist() for t in tensors
+    ]
+
+
+def _random_states(entry: list[Any]) -> tuple[Any, ...]:
+    (version, words, gauss), numpy, *tensors = entry
+    assert random.getstate()[0] == version
+    return (
+        (version, tuple(words), gauss),
+        (numpy[0], np.array(numpy[1], dtype=np.uint32), *numpy[2:]),
+        *(None if t is None else torch.tensor(t, dtype=torch.uint8) for t in tensors),
+        (),
+    )

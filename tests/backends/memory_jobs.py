@@ -1,0 +1,195 @@
+"""What runs on the ranks for the memory plans: peaks of real spectra, and refusals."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ds_hessian
+from ds_hessian.memory import Item, MemoryPlan
+from ds_hessian.plan import free_memory
+
+WIDTH, DEPTH = 512, 4
+
+KINDS = ("RssAnon", "RssFile")
+
+
+class Tower(nn.Module):
+    """A million weights whose passes need little: layers are gathered and reduced one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mean square of the last activations."""
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.pow(2).mean()
+
+
+def make_engine(stage: int, dtype: str = "fp32") -> Any:
+    """An engine that has made a training step, so that training's own memory is there."""
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": WIDTH * (WIDTH + 1),
+            "allgather_bucket_size": WIDTH * (WIDTH + 1),
+            "stage3_max_live_parameters": WIDTH * (WIDTH + 1),
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_param_persistence_threshold": 0,
+        },
+        "hessian": {"progress": False, "plot": False},
+    }
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    model = Tower()
+    engine = ds_hessian.initialize(model=model, model_parameters=model.parameters(), config=config)[
+        0
+    ]
+    engine.backward(engine(batches(dtype_of(engine))[0]))
+    engine.step()
+    return engine
+
+
+def batches(dtype: torch.dtype) -> list[Tensor]:
+    """Two micro-batches."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(2, WIDTH, generator=generator).to(dtype) for _ in range(2)]
+
+
+def dtype_of(engine: Any) -> torch.dtype:
+    """Of the weights in the passes."""
+    dtype: torch.dtype = next(engine.module.parameters()).dtype
+    return dtype
+
+
+def resident() -> tuple[int, int]:
+    """Resident bytes of this process now: of its own memory, and of files that it has mapped."""
+    text = Path("/proc/self/status").read_text()
+    own, mapped = (re.search(rf"^{name}:\s+(\d+) kB$", text, re.M) for name in KINDS)
+    assert own is not None and mapped is not None
+    return 1024 * int(own[1]), 1024 * int(mapped[1])
+
+
+@contextmanager
+def peak_resident() -> Iterator[list[int]]:
+    """Over the body, the peaks of both kinds of resident memory, over what there was before.
+
+    Sampled, because the kernel's own peak (`VmHWM`) does not tell the two kinds apart.
+    """
+    gc.collect()
+    before, done = resident(), threading.Event()
+    peaks = [0, 0]
+
+    def watch() -> None:
+        while not done.is_set():
+            for i, size in enumerate(resident()):
+                peaks[i] = max(peaks[i], size - before[i])
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peaks
+    finally:
+        done.set()
+        thread.join()
+
+
+def measured_and_planned(
+    stage: int, dtype: str, cases: list[tuple[str, dict[str, Any]]]
+) -> list[tuple[list[int], list[int], float]]:
+    """For each case ([measured host, disk], [planned host, disk], bytes of a vector).
+
+    What forward and backward need in training is measured too, and added to the plan's passes.
+    """
+    engine = make_engine(stage, dtype)
+    data = batches(dtype_of(engine))
+    hessian = engine.hessian.use(data)
+    hessian.spectrum(num_matvecs=3, mode="selective")  # modules are imported, kernels loaded
+    hessian.trace("hutchinson", 2)
+    hessian.eigenpairs(1, max_matvecs=2)
+    with peak_resident() as training:
+        engine.backward(engine(data[0]))
+    engine.step()
+    passes = Item("a training pass", "host", training[0], ("passes",))
+    found = []
+    b = hessian.random_vector()
+    for analysis, settings in cases:
+        plan = MemoryPlan.of(hessian.memory_plan(analysis, **settings).items, [passes])
+        given: dict[str, Any] = dict(settings)
+        if analysis == "solve":
+            given["b"] = b
+        elif analysis == "influence":
+            given |= {"query": data[:1], "examples": data}
+        elif analysis == "sharpness":  # from Lanczos it may converge before its basis is full
+            hessian.sharpness(preconditioned=given["preconditioned"])
+            del given["warm"]
+        with peak_resident() as peaks:
+            getattr(hessian, analysis)(**given)
+        planned = [plan.peak("host"), plan.peak("disk")]
+        found.append((list(peaks), planned, 4.0 * hessian.backend.space.n_local))
+    engine.destroy()
+    return found
+
+
+def ritz_values(
+    settings: list[dict[str, Any]],
+) -> list[tuple[np.ndarray, tuple[float, float], tuple[float, float]]]:
+    """Ritz values, and (value, error) of the extreme eigenvalues, of spectra of one engine."""
+    engine = make_engine(3)
+    hessian = engine.hessian.use(batches(torch.float32))
+    found = []
+    for overrides in settings:
+        spectrum = hessian.spectrum(**overrides)
+        largest, smallest = spectrum.eigenvalue_max, spectrum.eigenvalue_min
+        found.append(
+            (
+                spectrum.ritz_values,
+                (largest.value, largest.error),
+                (smallest.value, smallest.error),
+            )
+        )
+    engine.destroy()
+    return found
+
+
+def refusals(shares: list[float]) -> list[tuple[str, int]]:
+    """What `spectrum` and `eigenpairs` say where the basis would need so many times the host memory
+    that is free now, and how many reductions of vectors they made before.
+    """
+    engine = make_engine(3)
+    hessian = engine.hessian.use(batches(torch.float32))
+    said = []
+    for share in shares:
+        free = free_memory(None, hessian.backend.device)["host"]
+        rows = torch.tensor(int(share * free / (4 * hessian.backend.space.n_local)))
+        dist.broadcast(rows, 0)
+        before = hessian.backend.space.all_reduces
+        for refused in (
+            lambda m=int(rows): hessian.spectrum(num_matvecs=m),
+            lambda m=int(rows): hessian.eigenpairs(1, basis_size=m),
+        ):
+            try:
+                refused()
+            except ds_hessian.ConfigError as error:
+                said.append((str(error), hessian.backend.space.all_reduces - before))
+    engine.destroy()
+    return said

@@ -1,0 +1,138 @@
+"""Memory plans of real engines: as measured on the ranks, refused where too large, and the basis
+in bf16 on the host and on disk beside the one in fp32.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.backends import memory_jobs as jobs
+from tests.ranks import RankPool
+
+CODE = 2**20
+"""Bytes of libraries' code that may be mapped meanwhile, beside the files of a basis."""
+
+PLACES = ("accelerator", "host", "disk")
+
+SPECTRA: list[dict[str, Any]] = [
+    *({"num_matvecs": 5, "dtype": d, "device": p} for d in ("fp32", "bf16") for p in PLACES),
+    {"num_matvecs": 5, "mode": "none"},
+    {"num_matvecs": 6, "mode": "selective", "window": 3, "device": "disk"},
+]
+CASES = [("spectrum", settings) for settings in SPECTRA]
+
+ANALYSES: list[tuple[str, dict[str, Any]]] = [
+    ("spectrum", {"num_matvecs": 4, "sampling": True}),
+    ("eigenpairs", {**(RESTARTED := {"which": "SA", "max_matvecs": 9, "basis_size": 6}), "k": 2}),
+    ("eigenpairs", {**RESTARTED, "k": 2, "dtype": "bf16", "device": "disk"}),
+    ("eigenpairs", {**RESTARTED, "k": 4}),
+    ("trace", {"method": "hutchinson", "num_matvecs": 3}),
+    ("trace", {"method": "hutch++", "num_matvecs": 9}),
+    ("trace", {"method": "xtrace", "num_matvecs": 8, "dtype": "bf16"}),
+    (
+        "solve",
+        {
+            **(HARD := {"num_matvecs": 4, "tolerance": 1e-9, "method": "minres"}),
+            "dampings": [1e-9, 1e-8],
+        },
+    ),
+    ("solve", {**HARD, "dampings": [1e-9] * 3, "preconditioner": "adam"}),
+    ("influence", {**HARD, "dampings": [1e-9]}),
+    ("sharpness", {**(WARM := {"tolerance": 1e-9, "warm": True}), "preconditioned": True}),
+    ("sharpness", {**WARM, "preconditioned": False}),
+    ("block_coupling", {}),
+    ("off_block_share", {"num_probes": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def fresh() -> Iterator[Callable[[int], RankPool]]:
+    """Ranks in which freed memory is given back at once, so that what is resident is in use.
+
+    glibc otherwise keeps freed blocks of up to 32 MiB: a peak then depends on what came before.
+    """
+    pools: dict[int, RankPool] = {}
+
+    def get(world_size: int) -> RankPool:
+        if world_size not in pools:
+            os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 18)
+            try:
+                pools[world_size] = RankPool(world_size)
+            finally:
+                del os.environ["MALLOC_MMAP_THRESHOLD_"]
+        return pools[world_size]
+
+    yield get
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(3, "fp32"), (3, "bf16"), (2, "bf16"), (1, "fp32"), (0, "fp32")]
+)
+def test_the_measured_peak_is_within_a_tenth_of_the_plan(
+    fresh: Callable[[int], RankPool], stage: int, dtype: str
+) -> None:
+    cases = CASES if (stage, dtype) == (3, "fp32") else CASES[::5]
+    compare(fresh(2), stage, dtype, cases)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_measured_peak_of_every_analysis_is_within_a_tenth_of_its_plan(
+    fresh: Callable[[int], RankPool],
+) -> None:
+    compare(fresh(2), 3, "fp32", ANALYSES)
+
+
+def compare(
+    pool: RankPool, stage: int, dtype: str, cases: list[tuple[str, dict[str, Any]]]
+) -> None:
+    """Measured and planned peaks of every rank."""
+    for found in pool.run(jobs.measured_and_planned, stage, dtype, cases, timeout=1200):
+        within_a_tenth(cases, found)
+
+
+def within_a_tenth(cases: Sequence[Any], found: Sequence[Any]) -> None:
+    """The peaks of one rank, in memory and on disk."""
+    for case, (measured, planned, vector) in zip(cases, found, strict=True):
+        in_vectors = [round(size / vector, 2) for size in (*measured, *planned)]
+        print(f"{case}: measured {in_vectors[:2]}, planned {in_vectors[2:]} vectors")
+        assert abs(measured[0] - planned[0]) <= 0.1 * planned[0], (case, in_vectors)
+        assert abs(measured[1] - planned[1]) <= 0.1 * planned[1] + CODE, (case, in_vectors)
+
+
+def test_a_basis_in_bf16_elsewhere_gives_the_spectrum_within_its_bar(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    settings: list[dict[str, Any]] = [{"num_matvecs": 8}]
+    settings += [{**settings[0], "dtype": "bf16", "device": p} for p in PLACES]
+    (exact, *others), again = ranks(2).run(jobs.ritz_values, settings)
+    assert all(np.array_equal(a[0], b[0]) for a, b in zip([exact, *others], again, strict=True))
+    for rounded in others:
+        assert np.array_equal(rounded[0], others[0][0])  # the place changes no bit
+        for (value, error), (reference, own) in zip(rounded[1:], exact[1:], strict=True):
+            assert abs(value - reference) <= error + own
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_is_touched(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    # Either rank alone would have room for the second basis; both are on one host.
+    first, second = ranks(2).run(jobs.refusals, [50.0, 0.7])
+    assert first == second
+    assert len(first) == 2 * 2
+    for number, (message, reductions) in enumerate(first):
+        assert f"memory for {('spectrum', 'eigenpairs')[number % 2]}: it needs" in message
+        assert "on the host of rank 0 for 2 ranks" in message
+        assert message.endswith("would fit")
+        assert reductions == 0

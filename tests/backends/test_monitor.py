@@ -1,0 +1,106 @@
+"""Spectra in DeepSpeed's monitor, read back from what TensorBoard, CSV and W&B have on disk."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_hessian.results import HessianSpectrum, figures_of
+from tests.backends import jobs
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+WITH_BARS = ("eigenvalue_max", "eigenvalue_min", "trace", "mean_eigenvalue")
+
+
+def expected(spectra: dict[int, HessianSpectrum]) -> dict[str, dict[int, float]]:
+    """`{figure: {step: value}}`, and that the bars are among them."""
+    names = figures_of(spectra[2])
+    assert {f"{name}_error" for name in WITH_BARS} < names.keys()
+    return {name: {step: figures_of(s)[name] for step, s in spectra.items()} for name in names}
+
+
+@pytest.mark.slow
+def test_tensorboard_and_csv_have_every_figure_at_its_step_with_its_bar(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed (extra: dev)")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tools = {
+        name: {"enabled": True, "output_path": f"{tmp_path}/{name}", "job_name": "job"}
+        for name in ("tensorboard", "csv_monitor")
+    }
+    spectra = ranks(2).run(jobs.monitored, str(tmp_path / "out"), tools)[0]
+    assert list(spectra) == [2, 4]
+    for name, values in expected(spectra).items():
+        path = tmp_path / "csv_monitor" / "job" / f"Train_Hessian_{name}.csv"
+        with path.open() as file:
+            header, *rows = csv.reader(file)
+        assert header == ["step", name]
+        assert {int(step): float(value) for step, value in rows} == values
+    board = EventAccumulator(str(tmp_path / "tensorboard" / "job")).Reload()
+    for name, values in expected(spectra).items():
+        found = {event.step: event.value for event in board.Scalars(f"Train/Hessian/{name}")}
+        assert found == pytest.approx(values, rel=1e-6)  # TensorBoard keeps fp32
+    pictures = board.Images("Train/Hessian/spectrum")
+    assert [picture.step for picture in pictures] == [2, 4]
+    assert all(picture.encoded_image_string.startswith(b"\x89PNG") for picture in pictures)
+
+
+def records(path: Path) -> Iterator[bytes]:
+    """The records of a `.wandb` file: LevelDB's log format after a header of 7 bytes."""
+    data, parts = path.read_bytes(), b""
+    assert data[:4] == b":W&B"
+    at = 7
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # no header fits into the rest of a block
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+def wandb_rows(folder: Path) -> list[dict[str, Any]]:
+    """What the only offline run in a folder has logged, by step."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (log,) = folder.glob("offline-run-*/*.wandb")
+    rows: list[dict[str, Any]] = []
+    for raw in records(log):
+        record = Record.FromString(raw)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            rows.append({i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items})
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_wandb_offline_has_every_figure_over_the_optimizer_step(tmp_path: Path) -> None:
+    pool = RankPool(2)  # of its own: W&B keeps a run for the process
+    try:
+        tools = {"wandb": {"enabled": True, "project": "hessians"}}
+        spectra = pool.run(jobs.monitored, str(tmp_path / "out"), tools, str(tmp_path))[0]
+    finally:
+        pool.close()
+    rows = wandb_rows(tmp_path / "wandb")
+    found = {row["Train/Hessian/step"]: row for row in rows if "Train/Hessian/step" in row}
+    assert list(found) == [2, 4]
+    for name, values in expected(spectra).items():
+        assert {step: row[f"Train/Hessian/{name}"] for step, row in found.items()} == values
+    # DeepSpeed's own figures, which count samples, are all there too.
+    assert sum("Train/Samples/lr" in row for row in rows) == 5
+    pictures = "wandb/offline-run-*/files/media/images/Train/Hessian/spectrum_*.png"
+    assert len(list(tmp_path.glob(pictures))) == 2

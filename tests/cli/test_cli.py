@@ -1,0 +1,244 @@
+"""The command line as a user calls it: what it prints, what it writes, how it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ds_hessian import __version__
+from ds_hessian.cli import main
+from ds_hessian.config import HessianConfig
+from ds_hessian.results import HessianSpectrum
+from tests.results.makers import language_model_like, semicircle, spectrum_of
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = Path(sys.executable).with_name("ds-hessian")  # what setup.py installs
+
+
+def call(
+    *arguments: str | Path, cwd: Path = ROOT, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """The installed command in a process of its own."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run(
+        [COMMAND, *map(str, arguments)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def at_step(spectrum: HessianSpectrum, step: int, **changes: object) -> HessianSpectrum:
+    return dataclasses.replace(
+        spectrum, provenance=dataclasses.replace(spectrum.provenance, step=step, **changes)
+    )
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """Three steps of a run, written in another order than that of the steps."""
+    folder = tmp_path / "run"
+    for step in (1000, 20, 300):
+        values = language_model_like(500) * (1 + step / 1000)
+        at_step(spectrum_of(values, m=15, probes=2, noise=1e-3), step).save(folder / f"s{step}")
+    return folder
+
+
+def test_a_report_has_the_table_of_every_step_in_order(run_folder: Path) -> None:
+    done = call("report", run_folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    tables = [HessianSpectrum.load(run_folder / f"s{step}").table() for step in (20, 300, 1000)]
+    places = [done.stdout.index(table) for table in tables]
+    assert places == sorted(places)
+
+
+def test_pictures_are_drawn_beside_the_figures(run_folder: Path) -> None:
+    done = call("plot", run_folder / "s20", "--format", "svg")
+    assert (done.returncode, done.stdout.strip()) == (0, str(run_folder / "s20" / "spectrum.svg"))
+    assert "<svg" in (run_folder / "s20" / "spectrum.svg").read_text()
+
+
+def test_a_page_is_made_of_a_run(run_folder: Path, tmp_path: Path) -> None:
+    done = call("page", run_folder)
+    assert (done.returncode, done.stdout.strip()) == (0, str(run_folder / "page.html"))
+    assert "3 steps from 20 to 1,000" in (run_folder / "page.html").read_text(encoding="utf-8")
+    done = call("page", run_folder / "s20", "-o", tmp_path / "new" / "one.html")
+    assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "new" / "one.html"))
+    assert "<h1>s20</h1>" in (tmp_path / "new" / "one.html").read_text(encoding="utf-8")
+
+
+def test_a_page_without_plotly_is_refused_in_one_line(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ["plotly", *(name for name in sys.modules if name.startswith("plotly."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(sys, "argv", ["ds-hessian", "page", str(run_folder)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    message = r"needs plotly, .* pip install 'ds_hessian\[report\]'"
+    refused_in_one_line(ended.value.code, *capsys.readouterr(), message)
+
+
+def test_a_comparison_shows_each_spectrum_with_its_bars(run_folder: Path, tmp_path: Path) -> None:
+    other = spectrum_of(semicircle(400), m=15)
+    at_step(other, 20, data_fingerprint="ffff").save(tmp_path / "other")
+    done = call("compare", run_folder, tmp_path / "other", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    expected = {str(run_folder / f"s{step}"): step for step in (20, 300, 1000)}
+    expected[str(tmp_path / "other")] = 20
+    assert [line.split()[0] for line in lines[1:5]] == list(expected)
+    for line, (folder, step) in zip(lines[1:5], expected.items(), strict=True):
+        s = HessianSpectrum.load(folder)
+        figures = [str(step), "2.7", str(s.eigenvalue_max), str(s.eigenvalue_min), str(s.trace)]
+        found = re.split(r"\s{2,}", line)[1:6]
+        assert found == figures
+    assert "not the same function, they differ in number of parameters, data finger" in lines[5]
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_doctor_says_what_runs_here() -> None:
+    done = call("doctor", "--config", "examples/ds_config.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = dict(re.findall(r"^  (\S.*?)  +(.*)$", done.stdout, re.MULTILINE))
+    assert found["ds_hessian"] == __version__
+    assert found["torch"].startswith("2.") and found["deepspeed"][0].isdigit()
+    assert found["cpu"].startswith(("native:", "torch:"))
+    assert found["fp32"] == "trains; a gradient repeats bit for bit"
+    config = HessianConfig.from_deepspeed(ROOT / "examples/ds_config.json")
+    assert config is not None
+    assert f"every {config.interval} steps" in found["hessian section"]
+    assert done.stdout.splitlines()[-1] == "verdict: all is well"
+
+
+def test_the_doctor_fails_where_kernels_are_demanded_and_cannot_be_had(tmp_path: Path) -> None:
+    no_compiler = {"PATH": str(tmp_path), "DS_HESSIAN_CACHE_DIR": str(tmp_path / "cache")}
+    done = call("doctor", DS_HESSIAN_OPS="native", CXX="", **no_compiler)
+    assert done.returncode == 1, done.stdout
+    assert done.stdout.splitlines()[-1] == "verdict: in the way: cpu"
+
+
+# ---- broken input
+
+
+def _edit(folder: Path, **changes: object) -> None:
+    path = folder / "spectrum.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def missing(folder: Path) -> str:
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    return "no such folder"
+
+
+def empty(folder: Path) -> str:
+    for path in folder.iterdir():
+        path.unlink()
+    return "no spectrum in|nothing to show of"
+
+
+def truncated(folder: Path) -> str:
+    npz = folder / "spectrum.npz"
+    npz.write_bytes(npz.read_bytes()[:-100])
+    return r"spectrum.npz \(\d+ bytes\) is truncated"
+
+
+def of_another_version(folder: Path) -> str:
+    _edit(folder, schema_version=99)
+    return "has schema version 99, this ds_hessian reads 1"
+
+
+def with_nan_in_the_json(folder: Path) -> str:
+    _edit(folder, loss=float("nan"))
+    return "is damaged: it holds NaN"
+
+
+def with_nan_in_the_arrays(folder: Path) -> str:
+    """With a checksum that fits, as a writer without our checks would leave it."""
+    with np.load(folder / "spectrum.npz") as arrays:
+        content = dict(arrays)
+    content["alphas"][0, 0] = np.nan
+    np.savez(folder / "spectrum.npz", **content)
+    digest = hashlib.sha256((folder / "spectrum.npz").read_bytes()).hexdigest()
+    _edit(folder, arrays={"file": "spectrum.npz", "sha256": digest})
+    return "alphas must be finite"
+
+
+def not_a_zip(folder: Path) -> str:
+    (folder / "spectrum.npz").write_bytes(b"hello")
+    _edit(folder, arrays={"sha256": hashlib.sha256(b"hello").hexdigest()})
+    return "does not hold a spectrum"
+
+
+BREAKAGES = (
+    missing,
+    empty,
+    truncated,
+    of_another_version,
+    with_nan_in_the_json,
+    with_nan_in_the_arrays,
+    not_a_zip,
+)
+
+
+def refused_in_one_line(status: object, out: str, err: str, message: str) -> None:
+    assert status == 2 and out == ""
+    assert err.count("\n") == 1 and err.startswith("ds-hessian: ")
+    assert re.search(message, err)
+
+
+@pytest.mark.parametrize("command", ["report", "plot", "page", "compare"])
+@pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda breakage: breakage.__name__)
+def test_broken_results_are_refused_in_one_line(
+    run_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    breakage: Callable[[Path], str],
+) -> None:
+    message = breakage(run_folder / "s20")
+    folders = [str(run_folder / "s20")] + [str(run_folder / "s300")] * (command == "compare")
+    monkeypatch.setattr(sys, "argv", ["ds-hessian", command, *folders])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    refused_in_one_line(ended.value.code, *capsys.readouterr(), message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["report", "nowhere"], "no such folder: nowhere"),
+        (["compare", "nowhere", "-o", "picture.bmp"], "must end in .png, .svg or .pdf"),
+        (["doctor", "--config", "nowhere.json"], "no such file: nowhere.json"),
+        (["self-test", "nowhere.py", "--steps", "3"], "no such script: nowhere.py"),
+        (["survey"], "No such command 'survey'"),
+        ([], "Missing command"),
+    ],
+    ids=["report", "compare", "doctor", "self-test", "unknown", "none"],
+)
+def test_wrong_calls_are_refused_in_one_line(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    done = call(*arguments, cwd=tmp_path)
+    refused_in_one_line(done.returncode, done.stdout, done.stderr, message)
+
+
+def test_one_spectrum_is_nothing_to_compare(run_folder: Path) -> None:
+    done = call("compare", run_folder / "s20")
+    refused_in_one_line(
+        done.returncode, done.stdout, done.stderr, "at least two spectra, got .*s20"
+    )

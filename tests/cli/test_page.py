@@ -1,0 +1,405 @@
+"""The report page, opened in a browser: it shows what the files say, and asks for nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ds_hessian.cli.folders import run_in
+from ds_hessian.cli.page import write_page
+from ds_hessian.cli.page.density import _thinned
+from ds_hessian.cli.page.write import sections_of
+from ds_hessian.errors import ResultError
+from ds_hessian.results import (
+    Cost,
+    Estimate,
+    HessianBlockCoupling,
+    HessianEigenpairs,
+    HessianOffBlockShare,
+    HessianSharpness,
+    HessianSpectrum,
+    HessianTrace,
+    Provenance,
+)
+from tests.browser import ask, needs_browser
+from tests.results.makers import COST, PROVENANCE, language_model_like, semicircle, spectrum_of
+
+BLOCKS = ("wte", *(f"h.{number}" for number in range(6)), "ln_f")
+HOSTILE = "<img src=x onerror=broken()> & </script>"  # no name may become part of the page
+HALF_A_PIXEL = 0.5
+
+
+def measured(step: int) -> dict[str, Any]:
+    """Cost and provenance at a step."""
+    seconds = 2.0 + 0.1 * (step % 7)
+    cost = dataclasses.replace(COST, seconds_per_product=seconds, seconds_total=30 * seconds + 5)
+    return {"cost": cost, "provenance": dataclasses.replace(PROVENANCE, step=step)}
+
+
+def spectrum(step: int, probes: int = 1) -> HessianSpectrum:
+    values = language_model_like(1000) * (1 + step / 5000)
+    found = spectrum_of(values, m=24, probes=probes, noise=2e-3, seed=step)
+    return dataclasses.replace(found, **measured(step), loss=2 + 1000 / (step + 100))
+
+
+def analyses(step: int) -> list[Any]:
+    """One record of every other kind that the page shows."""
+    rng, count = np.random.default_rng(step), len(BLOCKS)
+    names = [f"{block}.{part}" for block in BLOCKS for part in ("weight", "bias")]
+    names += [f"h.0.{HOSTILE}"]
+    shares = rng.dirichlet(np.ones(len(names)), size=2)
+    lengths = {"residuals": np.ones(2), "product_errors": np.ones(2), "displacements": np.ones(2)}
+    blocks = {"sizes": np.ones(count), "noises": np.full(count, 0.02), "num_matvecs": count + 1}
+    null = {"null_relative_errors": np.full(count, 0.9), "null_cosines": np.full(count, 0.3)}
+    return [
+        HessianEigenpairs(
+            values=np.array([80.0, 60.0]) + step / 100,
+            errors=np.array([0.1, 0.2]),
+            **lengths,
+            converged=np.array([True, False]),
+            vectors=torch.zeros(2, 0),
+            **{"which": "LM", "num_matvecs": 40, "restarts": 1, "asymmetry": 0.0},
+            concentrations=dict(zip(names, shares.T, strict=True)),
+            sampling_errors=np.zeros(0),
+            **measured(step),
+        ),
+        HessianTrace(
+            **{"value": 290.0, "error": 20.0, "bound": 50.0, "samples": np.ones(4)},
+            blocks=BLOCKS,
+            block_values=rng.exponential(30.0, count),
+            block_errors=np.full(count, 4.0),
+            **{"method": "hutchinson", "num_matvecs": 4},
+            **measured(step),
+        ),
+        HessianBlockCoupling(
+            names=BLOCKS,
+            relative_errors=np.append(rng.random(count - 1), np.nan),
+            cosines=rng.random(count),
+            share=0.31,
+            **blocks,
+            **null,
+            **measured(step),
+        ),
+        HessianOffBlockShare(
+            value=0.3, error=0.02, noise=0.001, null=0.93, num_matvecs=8, **measured(step)
+        ),
+        HessianSharpness(
+            eigenvalue_max=Estimate(84.5 + step / 100, 2.0),
+            preconditioned=Estimate(3000.0 - step / 10, 100.0),
+            **{"converged": (True, True), "gradient_curvature": 20.0 + step, "num_matvecs": 5},
+            **{"update_curvature": None, "update_norm": None, "gradient_norm": 1.0},
+            **{"loss": 2.0, "warm": True},
+            **measured(step),
+        ),
+    ]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of one step with a record of every kind."""
+    folder = tmp_path_factory.mktemp("one") / "step_000500"
+    for record in (spectrum(500, probes=2), *analyses(500)):
+        record.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fifty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 50 spectra, with analyses at each tenth."""
+    folder = tmp_path_factory.mktemp("fifty")
+    for number in range(1, 51):
+        place = folder / f"step_{20 * number:06d}"
+        spectrum(20 * number).save(place)
+        for record in analyses(20 * number) if number % 10 == 0 else ():
+            record.save(place)
+    return folder
+
+
+def stored(folder: Path, kind: str = "spectrum") -> list[dict[str, Any]]:
+    """The JSON of each step, as any other program would read it."""
+    paths = sorted(folder.glob(f"**/{kind}.json"))
+    found = [json.loads(path.read_text()) for path in paths]
+    return sorted(found, key=lambda content: content["provenance"]["step"])
+
+
+def figure(title: str) -> str:
+    """Script: the figure of a title, as plotly has it."""
+    return (
+        "const all = [...document.querySelectorAll('.figures > div:not([hidden])')];"
+        f"const gd = all.find(div => div._fullLayout.title.text === {json.dumps(title)});"
+    )
+
+
+# What is drawn of a trace, from the numbers that plotly has plotted (strings stay strings).
+TRACES = """
+const numbers = x => Array.from(x ?? []);
+return gd._fullData.map(t => ({
+  name: t.name, x: numbers(t.x), y: numbers(t.y),
+  z: numbers(t.z).map(numbers),
+  up: numbers(t.error_y?.array), right: numbers(t.error_x?.array)
+}));
+"""
+
+
+def traces(page: Path, title: str, folder: Path) -> dict[str, dict[str, Any]]:
+    answer = ask(page, figure(title) + TRACES, folder)["answer"]
+    return {trace["name"]: trace for trace in answer}
+
+
+@needs_browser
+def test_outliers_are_drawn_where_the_json_has_them(one: Path, tmp_path: Path) -> None:
+    """Read off the picture: the markers' pixels, turned back by the axis' own ends."""
+    page = write_page(run_in(one), tmp_path / "page.html")
+    script = """
+      const axis = gd._fullLayout.xaxis;
+      const markers = [...gd.querySelectorAll('.xy .scatterlayer .point')];
+      const place = marker => marker.getAttribute('transform').match(/translate\\(([-\\d.e]+)/)[1];
+      const pixels = markers.map(place).map(Number);
+      return {pixels, low: axis.range[0], high: axis.range[1], length: axis._length};
+    """
+    (content,) = stored(one)
+    answer = ask(page, figure("whole spectrum") + script, tmp_path)["answer"]
+    unit = (answer["high"] - answer["low"]) / answer["length"]
+    found = sorted(answer["low"] + unit * np.array(answer["pixels"]))
+    expected = sorted(outlier["value"] for outlier in content["outliers"])
+    assert len(expected) > 4
+    np.testing.assert_allclose(found, expected, rtol=0, atol=HALF_A_PIXEL * unit)
+
+
+@needs_browser
+def test_the_density_drawn_has_the_area_that_the_json_says(one: Path, tmp_path: Path) -> None:
+    page = write_page(run_in(one), tmp_path / "page.html")
+    found = traces(page, "whole spectrum", tmp_path)
+    (content,) = stored(one)
+    with np.load(one / "spectrum.npz") as arrays:
+        ritz, weights = np.sort(arrays["ritz_values"], axis=None), arrays["weights"]
+    x, y = (np.array(found["density"][axis]) for axis in "xy")
+    # The curve is convex between points in many places: 1 % of each ordinate was allowed to go.
+    assert np.trapezoid(y, x) == pytest.approx(content["density"]["mass"], abs=0.02)
+    drawn = np.sort([*found["Ritz value"]["x"], *found["outlier"]["x"]])
+    np.testing.assert_array_equal(drawn, ritz)
+    total = sum(found["Ritz value"]["y"]) + sum(found["outlier"]["y"])
+    assert total == pytest.approx(weights.sum(), rel=1e-12)
+
+
+def test_thinning_keeps_a_curve_to_one_percent() -> None:
+    x = np.linspace(-6, 6, 2001)
+    curve = np.exp(-0.5 * x**2)
+    fewer, kept = _thinned(x, curve[None])
+    assert len(fewer) < 250 and fewer[0] == x[0] and fewer[-1] == x[-1]
+    between = np.interp(x, fewer, np.log(kept[0]))
+    assert abs(between - np.log(curve)).max() < 0.01
+
+
+@needs_browser
+def test_eigenvalues_over_fifty_steps_are_those_of_the_files(fifty: Path, tmp_path: Path) -> None:
+    page = write_page(run_in(fifty), tmp_path / "page.html")
+    found, contents = traces(page, "eigenvalues", tmp_path), stored(fifty)
+    assert len(contents) == 50
+    steps = [content["provenance"]["step"] for content in contents]
+    for name, key in (("largest", "eigenvalue_max"), ("smallest", "eigenvalue_min")):
+        assert found[name]["x"] == steps
+        assert found[name]["y"] == [content[key]["value"] for content in contents]
+        assert found[name]["up"] == [content[key]["error"] for content in contents]
+    sharp = stored(fifty, "sharpness")
+    values = [content["eigenvalue_max"]["value"] for content in sharp]
+    assert found["largest (sharpness)"]["y"] == values and len(values) == 5
+    ends = {content[key]["value"] for content in contents for key in ("eigenvalue_max",)}
+    ends |= {content["eigenvalue_min"]["value"] for content in contents}
+    between = [o["value"] for c in contents for o in c["outliers"] if o["value"] not in ends]
+    assert sorted(found["outliers"]["y"]) == sorted(between)
+
+
+@needs_browser
+def test_the_slider_shows_each_step_with_its_figures(fifty: Path, tmp_path: Path) -> None:
+    page = write_page(run_in(fifty), tmp_path / "page.html")
+    script = """
+      const section = [...document.querySelectorAll('section')]
+        .find(s => s.querySelector('h2').textContent === 'Spectrum');
+      const slider = section.querySelector('input'), found = [];
+      for (let i = 0; i <= Number(slider.max); i++) {
+        slider.value = i;
+        slider.dispatchEvent(new Event('input'));
+        const gd = section.querySelector('.js-plotly-plot');
+        found.push({
+          label: section.querySelector('output').textContent,
+          rows: [...section.querySelectorAll('dl > div')].map(row =>
+            [row.querySelector('dt').textContent, row.querySelector('dd').textContent]),
+          outliers: Array.from(gd._fullData.find(t => t.name === 'outliers').x),
+        });
+      }
+      return found;
+    """
+    answer, contents = ask(page, script, tmp_path)["answer"], stored(fifty)
+    assert [state["label"] for state in answer] == [
+        f"step {content['provenance']['step']:,}" for content in contents
+    ]
+    for state, content in zip(answer, contents, strict=True):
+        rows = dict(state["rows"])
+        for name, key in (
+            ("largest eigenvalue", "eigenvalue_max"),
+            ("smallest eigenvalue", "eigenvalue_min"),
+            ("trace", "trace"),
+        ):
+            assert rows[name] == str(Estimate(**content[key]))
+        assert rows["loss"].startswith(f"{content['loss']:.4g}")
+        assert state["outliers"] == [outlier["value"] for outlier in content["outliers"]]
+
+
+@needs_browser
+def test_layers_and_blocks_are_those_of_the_files(one: Path, tmp_path: Path) -> None:
+    page = write_page(run_in(one), tmp_path / "page.html")
+    (map_,) = traces(page, "eigenvectors", tmp_path).values()
+    (pairs,) = stored(one, "eigenpairs")
+    with np.load(one / "eigenpairs.npz") as arrays:
+        shares = dict(zip(pairs["concentrations"], arrays["concentrations"], strict=True))
+    for block, row in zip(map_["y"], map_["z"], strict=True):
+        own = sum(share for name, share in shares.items() if name.startswith(f"{block}."))
+        np.testing.assert_allclose(row, 100 * own, rtol=1e-12)
+    assert tuple(map_["y"]) == BLOCKS
+    np.testing.assert_allclose(np.sum(map_["z"], axis=0), 100, rtol=1e-12)
+
+    (bars,) = traces(page, "traces of blocks", tmp_path).values()
+    coupling = traces(page, "relative error", tmp_path)["measured"]
+    with np.load(one / "trace.npz") as arrays:
+        assert bars["x"] == arrays["block_values"].tolist()
+        assert bars["right"] == arrays["block_errors"].tolist()
+    with np.load(one / "block_coupling.npz") as arrays:
+        expected = [None if np.isnan(e) else e for e in arrays["relative_errors"]]
+        assert coupling["x"] == expected and coupling["right"] == arrays["noises"].tolist()
+    assert tuple(coupling["y"]) == BLOCKS
+
+
+@needs_browser
+def test_times_add_up_to_those_of_the_files(fifty: Path, tmp_path: Path) -> None:
+    page = write_page(run_in(fifty), tmp_path / "page.html")
+    bars = traces(page, "time of a spectrum", tmp_path)
+    total = np.sum([bar["y"] for bar in bars.values()], axis=0)
+    costs = [Cost(**content["cost"]) for content in stored(fifty)]
+    np.testing.assert_allclose(total, [cost.seconds_total for cost in costs], rtol=1e-12)
+    gradients = traces(page, "cost of a product", tmp_path)["timed"]["y"]
+    assert gradients == [cost.seconds_per_product / cost.seconds_per_gradient for cost in costs]
+
+
+@needs_browser
+@pytest.mark.parametrize("fixture", ["one", "fifty"])
+def test_nothing_is_fetched_and_nothing_fails(
+    fixture: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    page = write_page(run_in(request.getfixturevalue(fixture)), tmp_path / "page.html")
+    count = "return document.querySelectorAll('.figures .main-svg').length"
+    seen = ask(page, count, tmp_path)
+    assert seen["answer"] >= 10
+    assert (seen["resources"], seen["refused"], seen["errors"]) == ([], [], [])
+
+
+@needs_browser
+def test_a_request_would_be_refused_by_the_page_itself(one: Path, tmp_path: Path) -> None:
+    page = write_page(run_in(one), tmp_path / "page.html")
+    script = """
+      new Image().src = 'https://example.org/pixel.png';
+      await fetch('https://example.org/data.json').catch(error => error);
+      await new Promise(done => setTimeout(done, 300));
+    """
+    refused = ask(page, script, tmp_path)["refused"]
+    assert sorted(refused) == ["https://example.org/data.json", "https://example.org/pixel.png"]
+
+
+def test_the_page_refers_to_nothing_outside_of_it(one: Path, tmp_path: Path) -> None:
+    from plotly.offline import get_plotlyjs
+
+    text = write_page(run_in(one), tmp_path / "page.html").read_text(encoding="utf-8")
+    own = text.replace(get_plotlyjs(), "")
+    assert len(own) < len(text) and not re.search(r"https?:|//\w+\.|@import|url\(", own)
+    assert not re.search(r"<(link|iframe|img|base|object|embed)\b|\ssrc=|\shref=", own)
+
+
+@needs_browser
+def test_names_are_shown_as_text(tmp_path: Path) -> None:
+    folder = tmp_path / HOSTILE.replace("/", "")
+    spectrum(500).save(folder)
+    page = write_page(run_in(folder), tmp_path / "page.html")
+    seen = ask(page, "return document.querySelector('h1').textContent", tmp_path)
+    assert (seen["answer"], seen["errors"], seen["refused"]) == (folder.name, [], [])
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_sticks_out_to_the_side(one: Path, tmp_path: Path, width: int) -> None:
+    """In a frame, since a window of chromium's is at least 500 pixels wide."""
+    write_page(run_in(one), tmp_path / "page.html")
+    outer = tmp_path / "outer.html"
+    outer.write_text(f"<html><body><iframe src='page.html' width='{width}'></iframe></body></html>")
+    inner = tmp_path / "page.html"
+    tell = "parent.postMessage(document.documentElement.scrollWidth, '*');"
+    inner.write_text(
+        inner.read_text(encoding="utf-8").replace("</body>", f"<script>{tell}</script></body>"),
+        encoding="utf-8",
+    )
+    listen = "return new Promise(done => addEventListener('message', e => done(e.data)));"
+    answer = ask(outer, listen, tmp_path)["answer"]
+    assert answer == width
+
+
+@pytest.mark.parametrize("fixture", ["one", "fifty"])
+def test_every_property_of_the_figures_is_one_of_plotlys(
+    fixture: str, request: pytest.FixtureRequest
+) -> None:
+    """Its Python classes refuse others, which its script passes over in silence."""
+    import plotly.graph_objects as go
+
+    from ds_hessian.cli.page.style import TEMPLATE
+
+    for section in sections_of(run_in(request.getfixturevalue(fixture))):
+        for chart in section.states[-1].charts:
+            go.Figure(chart.figure | {"layout": chart.figure["layout"] | {"template": TEMPLATE}})
+
+
+def test_sections_are_there_for_what_was_measured_only(tmp_path: Path) -> None:
+    def titles(folder: Path) -> list[str]:
+        return [section.title for section in sections_of(run_in(folder))]
+
+    spectrum_of(semicircle(300), m=12).save(tmp_path / "plain")
+    assert titles(tmp_path / "plain") == ["Spectrum", "Products"]
+    for step in (100, 200):
+        analyses(step)[-1].save(tmp_path / "sharp" / f"step_{step}")
+    assert titles(tmp_path / "sharp") == ["Over training"]
+
+
+def test_a_folder_with_nothing_to_show_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ResultError, match="nothing to show of .*no record of HessianSpectrum"):
+        run_in(tmp_path)
+
+
+def test_a_broken_analysis_is_refused_too(one: Path, tmp_path: Path) -> None:
+    spectrum(500).save(tmp_path)
+    for name in ("block_coupling.json", "block_coupling.npz"):
+        (tmp_path / name).write_bytes((one / name).read_bytes()[:-1])
+    with pytest.raises(ResultError, match="block_coupling.npz .* is truncated"):
+        run_in(tmp_path)
+
+
+def test_without_plotly_the_message_names_the_extra(
+    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "plotly"] + ["plotly"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"needs plotly.*ds_hessian\[report\]"):
+        write_page(run_in(one), tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_steps_that_repeat_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        spectrum(100).save(tmp_path / name)
+    labels = [label for label, _ in run_in(tmp_path).labelled(HessianSpectrum)]
+    assert labels == ["step 100 (a)", "step 100 (b)"]
+    assert isinstance(run_in(tmp_path).records[0][1].provenance, Provenance)

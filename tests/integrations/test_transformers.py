@@ -1,0 +1,123 @@
+"""Spectra in the Trainer: of the loss that it trains, and without a trace in the training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
+pytest.importorskip("accelerate", reason="accelerate is not installed (extra: hf)")
+
+from tests.integrations import jobs  # noqa: E402
+from tests.nets import DenseHessian  # noqa: E402
+from tests.ranks import RankPool  # noqa: E402
+
+Ranks = Callable[[int], RankPool]
+
+
+RANKS, WINDOW = 2, 2  # micro-batches of an accumulation window
+
+
+def counted(labels: Tensor) -> Tensor:
+    """Which positions of the shifted labels a causal language model's loss counts."""
+    return labels[:, 1:] != -100
+
+
+def gather(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All ranks' micro-batches, with what the Trainer divides their windows' losses by."""
+    micro_batches = [each for rank in found for each in rank["micro_batches"]]
+    assert len(micro_batches) == RANKS * jobs.SECTION["num_micro_batches"]
+    for first in range(0, len(found[0]["micro_batches"]), WINDOW):
+        window = [m for r in found for m in r["micro_batches"][first : first + WINDOW]]
+        labels = [m["inputs"]["labels"] for m in window]
+        tokens = [
+            sum(int(f(each).sum()) for each in labels)
+            for f in (counted, lambda labels: labels != -100)
+        ]
+        # transformers counts the first label too where it does not know the model's loss
+        assert {int(m["num_items"]) for m in window} <= set(tokens)
+        assert len({int(m["num_items"]) for m in window}) == 1
+    return micro_batches
+
+
+def share(micro_batch: dict[str, Any]) -> float:
+    """Factor of a micro-batch's summed loss in the mean over micro-batches: windows average."""
+    return RANKS * WINDOW / int(micro_batch["num_items"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_trainers_hessian_is_that_of_its_loss_and_training_is_bitwise_the_same(
+    ranks: Ranks, kind: str
+) -> None:
+    (changed, found), (changed_there, there) = ranks(2).run(jobs.both, jobs.train, kind)
+    assert changed == changed_there == []
+    assert found["failures"] == {} and len(found["log"]) == 2
+    assert list(found["spectra"]) == [2, 4]
+    assert found["written"] == ["step_000002", "step_000004"]
+    for step, spectrum in found["spectra"].items():
+        entry = found["logged"][step]
+        assert entry["hessian/eigenvalue_max"] == spectrum.eigenvalue_max.value
+        assert entry["hessian/eigenvalue_max_error"] == spectrum.eigenvalue_max.error
+
+    def loss(model: nn.Module, micro_batch: dict[str, Any]) -> Tensor:
+        inputs = micro_batch["inputs"]
+        return model(**inputs).loss * counted(inputs["labels"]).sum() * share(micro_batch)
+
+    exact = DenseHessian(  # attention by plain products: the fused kernel has no second derivative
+        jobs.make_model(kind, attn_implementation="eager"),
+        found["weights"],
+        gather([found, there]),
+        loss,
+    )
+    last = found["spectra"][4]  # after the last step: the final weights are those measured
+    assert last.loss == pytest.approx(exact.loss.item(), rel=1e-5)
+    assert last.gradient_norm == pytest.approx(exact.gradient.norm().item(), rel=1e-4)
+    v = exact.flat(found["probe"])
+    product = exact.matvec(v)
+    error = last.product_errors[0, 0]
+    assert error < 0.01 * product.norm()
+    assert abs(last.alphas[0, 0] - v @ product) <= 2 * error
+    rest = (product - (v @ product) * v).norm()
+    assert abs(last.betas[0, 0] - rest) <= 2 * error
+
+
+@pytest.mark.slow
+def test_label_smoothing_is_part_of_the_loss_that_is_measured(ranks: Ranks) -> None:
+    """It takes the labels from the model, which then returns no loss of its own."""
+    found, there = ranks(2).run(jobs.train, "gpt2", True, label_smoothing_factor=0.3)
+    assert found["failures"] == {}
+    model = jobs.make_model("gpt2").eval()
+    model.load_state_dict(found["weights"], strict=False)
+    losses = []
+    for micro_batch in gather([found, there]):
+        labels = micro_batch["inputs"]["labels"]
+        logs = model(micro_batch["inputs"]["input_ids"]).logits[:, :-1].log_softmax(-1)
+        right = logs.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
+        smoothed = -(0.7 * right + 0.3 * logs.mean(-1))
+        losses.append(smoothed[counted(labels)].sum().item() * share(micro_batch))
+    assert found["spectra"][4].loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_loop_on_accelerate_gets_its_spectra_and_trains_bitwise_the_same(ranks: Ranks) -> None:
+    for changed, found in ranks(2).run(jobs.both, jobs.accelerate):
+        assert (changed, found["failures"]) == ([], {})
+        steps = len(found["log"]) // 2  # micro-batches in a step
+        assert steps >= 4 and list(found["spectra"]) == list(range(2, steps + 1, 2))
+
+
+def test_a_trainer_that_cannot_measure_is_refused() -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from ds_hessian.errors import UnsupportedError
+    from ds_hessian.integrations import HessianCallback
+
+    arguments = TrainingArguments(use_cpu=True, max_steps=1, report_to="none", disable_tqdm=True)
+    trainer = Trainer(model=jobs.make_model("gpt2"), args=arguments, train_dataset=jobs.text(8))
+    trainer.add_callback(HessianCallback(trainer))
+    with pytest.raises(UnsupportedError, match="needs a Trainer that runs DeepSpeed"):
+        trainer.train()

@@ -1,0 +1,93 @@
+"""Predicted times: counted gradients beside those of real operators, and the formulas' pieces."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from ds_hessian import timing
+from ds_hessian.config import HessianConfig
+from ds_hessian.errors import ConfigError
+from ds_hessian.krylov import lanczos
+from ds_hessian.operators import FiniteDifferenceHessian, expected_evaluations
+from ds_hessian.plan import Job
+from ds_hessian.vectors import random_vector
+from tests.operators.nets import backend_of, batches, mlp, train
+
+FREE = timing.Machine({"accelerator": 1e30, "host": 1e30, "disk": 1e30}, latency=0.0)
+
+
+def share(n: int = 1000, accelerator: bool = True):  # type: ignore[no-untyped-def]
+    return Job(num_parameters=n, world_size=1, accelerator=accelerator).share
+
+
+@pytest.mark.parametrize("count", [1, 4, 16])
+@pytest.mark.parametrize("scheme", ["central", "forward", "fourth_order"])
+@pytest.mark.parametrize("displacement", ["auto", 1e-3])
+def test_the_gradients_of_a_product_are_those_that_operators_evaluate(
+    count: int, scheme: str, displacement: float | str
+) -> None:
+    data, products = batches(count), 12
+    backend = backend_of(train(mlp(), data, 20), data)
+
+    def draw(number: int) -> Tensor:
+        return random_vector(backend.layout, backend.space, number)
+
+    with backend.measuring():
+        hessian = FiniteDifferenceHessian(backend, displacement, scheme)  # type: ignore[arg-type]
+        lanczos(hessian, draw(0), products, draw)
+    found = hessian.cost.gradient_evaluations / products
+    expected = expected_evaluations(products, count, scheme, displacement)  # type: ignore[arg-type]
+    # A trial more or less is much where there is one micro-batch.
+    assert expected == pytest.approx(found, rel=0.3 if count == 1 else 0.2)
+
+
+def test_time_without_vectors_and_latency_is_that_of_the_gradients() -> None:
+    config = HessianConfig(num_matvecs=20, num_probes=3)
+    plan = timing.plan_time(2.0, share(), FREE, config, timing.products_of("spectrum", config))
+    assert plan.products == 60
+    assert plan.product == pytest.approx(2.0 * expected_evaluations(60, 8))
+    assert plan.total == pytest.approx(2.0 + 60 * plan.product)
+    assert "measurement, 60 products" in plan.table()
+
+
+def test_a_basis_is_read_three_times_from_where_it_is() -> None:
+    machine = timing.Machine({"accelerator": 1e30, "host": 1e9, "disk": 1e6}, latency=0.0)
+    for settings, seconds in (
+        ({"device": "host"}, 3 * 4 * 10.5 * 1000 / 1e9),
+        ({"device": "disk", "dtype": "bf16"}, 3 * 2 * 10.5 * 1000 / 1e6),
+        ({"device": "accelerator"}, 0.0),
+    ):
+        config = HessianConfig(num_matvecs=20).with_overrides(**settings)
+        plan = timing.plan_time(1.0, share(), machine, config, 20)
+        assert plan.lanczos == pytest.approx(seconds)
+    on_cpu = timing.plan_time(1.0, share(accelerator=False), machine, config, 20)
+    assert on_cpu.lanczos > timing.STEP_BYTES * 1000 / 1e9
+
+
+def test_gradients_are_estimated_from_operations_and_traffic() -> None:
+    traffic = timing.traffic_of(3, 10**9, 4, 2)
+    assert traffic == 3 * 2e9 * 3 / 4
+    assert timing.gradient_seconds(10**9, 1000, 1e12) == pytest.approx(6.0)
+    found = timing.gradient_seconds(10**9, 1000, 1e12, traffic=traffic, network=1e9)
+    assert found == pytest.approx(6.0 + 4.5)
+
+
+@pytest.mark.parametrize(
+    ("analysis", "arguments", "products"),
+    [
+        ("eigenpairs", {"k": 3, "basis_size": 20, "max_matvecs": 50}, 53),
+        ("trace", {"num_matvecs": 12, "method": "xtrace"}, 12),
+        ("solve", {"dampings": [1.0, 2.0]}, 32),
+        ("influence", {"dampings": [1.0], "num_matvecs": 5}, 6),
+        ("sharpness", {}, 5),
+        ("off_block_share", {"num_probes": 2}, 4),
+    ],
+)
+def test_products_of_analyses(analysis: str, arguments: dict[str, object], products: int) -> None:
+    assert timing.products_of(analysis, HessianConfig(), arguments) == products
+
+
+def test_a_number_of_products_that_depends_on_the_model_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match="block_coupling takes depends on the model"):
+        timing.products_of("block_coupling", HessianConfig())
