@@ -1,13 +1,14 @@
 """The state of a run on disk: figures, the same on every rank, and vectors, sharded.
 
     <folder>/state.0.json, state.1.json      two generations of figures, written by rank 0
-    <folder>/<run>/rank<r>.json              the fragments of a rank's vectors, and its notes
-    <folder>/<run>/<name>.rank<r>.safetensors    a rank's part of a vector
+    <folder>/run-<id>/rank<r>.json           the fragments of a rank's vectors, and its notes
+    <folder>/run-<id>/<name>.rank<r>.safetensors    a rank's part of a vector
 
 A vector never changes once it has its name, so each is written once. A generation names its vectors
 and is written last, when every rank has written its own, over the older one of the two; every file
 is written aside, flushed to the disk and renamed, and holds a checksum. A job may so be killed at
-any moment: what is on disk is at worst one `save` old. The folder must be seen by all ranks.
+any moment: what is on disk is at worst one `save` old, and what it was about to write is removed
+with what is no longer needed. The folder must be seen by all ranks.
 
 Another layout reads the same vectors by parameter name and index in the unsharded parameter, and
 goes on in a run of its own beside the old one.
@@ -46,6 +47,9 @@ FORMAT = 1
 
 GENERATIONS = 2
 
+ID = 12
+"""Hexadecimal digits of a run's id."""
+
 Index = slice | Tensor
 Parts = dict[int, list[tuple[Index, Index]]]
 Source = Callable[[str], Tensor]
@@ -82,7 +86,7 @@ class StateStore:
         self._kept: list[tuple[str, frozenset[str]]] = []  # (run, vectors) of both generations
         self._written: frozenset[str] = frozenset()
         self._generation = 0
-        self._run = str(self._from_rank_0(uuid.uuid4().hex[:12]))
+        self._run = str(self._from_rank_0(f"run-{uuid.uuid4().hex[:ID]}"))
         self._take_up()
         if self.notes is None:
             with together(self._doing, device=space.device):
@@ -140,7 +144,8 @@ class StateStore:
         with together(self._doing, device=self.space.device):
             if self.space.rank == 0:
                 for slot in range(GENERATIONS):  # first what names the others
-                    self._state_file(slot).unlink(missing_ok=True)
+                    for path in (self._state_file(slot), _aside(self._state_file(slot))):
+                        path.unlink(missing_ok=True)
                 for run in self._runs():
                     shutil.rmtree(run)
 
@@ -281,7 +286,7 @@ class StateStore:
         return self.folder / run / f"{name}.rank{rank}.safetensors"
 
     def _runs(self) -> list[Path]:
-        return [path.parent for path in self.folder.glob("*/rank0.json")]
+        return list(self.folder.glob("run-" + "[0-9a-f]" * ID))
 
     def _from_rank_0(self, value: Any) -> Any:
         if not self.space.distributed:
@@ -349,9 +354,15 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON object with its checksum; the file appears whole, or not at all."""
     text = json.dumps(content)
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    write_flushed(temporary, f'{{"blake2b": "{digest}", "content": {text}}}'.encode())
-    os.replace(temporary, path)
+    write_flushed(_aside(path), f'{{"blake2b": "{digest}", "content": {text}}}'.encode())
+    os.replace(_aside(path), path)
+
+
+def _aside(path: Path) -> Path:
+    """Where a file is written first; the same name each time, so that the next write replaces
+    what a killed job left.
+    """
+    return path.with_name(f".{path.name}.tmp")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -249,6 +251,22 @@ def rank(number: int, world_size: int, meeting: str, folder: str, out: str, kind
     if number == 0:
         torch.save(found, out)
     dist.barrier()
+
+
+def killed_while_writing(folder: str, number: int) -> None:
+    """A spectrum on one rank, which is killed before it renames file `number` that it wrote."""
+    rename, renamed = os.replace, 0
+
+    def replace(source: Path, target: Path) -> None:
+        nonlocal renamed
+        if renamed == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        renamed += 1
+        rename(source, target)
+
+    os.replace = replace  # type: ignore[assignment]
+    torch.set_num_threads(1)
+    spectrum(folder)
 
 
 def matrix_run(folder: str, stop: int | None, steps: int = 25) -> Any:

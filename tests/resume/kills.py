@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,29 @@ from tests.resume import jobs
 
 
 def start(folder: Path, number: int, kind: str) -> list[Any]:
-    """Two ranks of a job of their own, forked from a process that has imported everything."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.resume.jobs"])
+    """Two ranks of a job of their own."""
     arguments = (str(folder / f"meeting{number}"), str(folder / "state"), str(folder / "out"), kind)
     processes = [
-        context.Process(target=jobs.rank, args=(r, 2, *arguments), daemon=True) for r in range(2)
+        context().Process(target=jobs.rank, args=(r, 2, *arguments), daemon=True) for r in range(2)
     ]
     for process in processes:
         process.start()
     return processes
+
+
+def context() -> Any:
+    """Whose processes are forked from one that has imported everything."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["tests.resume.jobs"])
+    return found
+
+
+def while_writing(folder: Path, number: int) -> None:
+    """Kill a job of one rank between writing and renaming its file `number`."""
+    process = context().Process(target=jobs.killed_while_writing, args=(str(folder), number))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
 
 
 def until_the_end(folder: Path, kind: str, times: int) -> tuple[list[int], Any]:

@@ -41,6 +41,18 @@ def test_a_job_killed_20_times_ends_with_the_same_bits(ranks: Ranks, tmp_path: P
     assert list((tmp_path / "state").iterdir()) == []  # a run that has ended leaves nothing
 
 
+def test_what_a_killed_job_was_writing_is_removed(ranks: Ranks, tmp_path: Path) -> None:
+    """Files of a rank, of vectors and of states, one after another."""
+    left = set[str]()
+    for number in range(6):
+        kills.while_writing(tmp_path, number)
+        left |= {path.name for path in tmp_path.rglob("*tmp")}
+    assert {".rank0.json.tmp", ".state.0.json.tmp", ".state.1.json.tmp"} <= left and len(left) > 4
+    found = ranks(1).run(jobs.spectrum, str(tmp_path))[0]
+    assert equal(found, ranks(1).run(jobs.spectrum, None)[0])
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "options",
     [
