@@ -12,15 +12,14 @@ machine's speed changes from minute to minute.
 from __future__ import annotations
 
 import argparse
-import resource
 import sys
-import time
 from pathlib import Path
 from statistics import fmean
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from measuring import peak_bytes, plain_gradient
 
 import ds_hessian
 
@@ -38,19 +37,10 @@ CONFIG = {
 
 
 def peak_megabytes() -> float:
-    """Peak resident memory of this process so far (peak device memory on an accelerator)."""
+    """Peak device memory so far on an accelerator, else peak resident memory of this process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-
-
-def gradient_seconds(engine: object, batches: list[list[torch.Tensor]]) -> float:
-    """One gradient over the micro-batches as training makes it, without a step."""
-    started = time.perf_counter()
-    for batch in batches:
-        engine.backward(engine(*batch))
-    engine.optimizer.zero_grad()
-    return time.perf_counter() - started
+    return peak_bytes() / 2**20
 
 
 def main() -> None:
@@ -77,11 +67,11 @@ def main() -> None:
     batches = [sample(text, 4, args.context, generator) for _ in range(8)]
     trained = peak_megabytes()
     engine.module.eval()  # as the measurement runs
-    gradient_seconds(engine, batches)
-    spectra, gradients = [], [gradient_seconds(engine, batches) for _ in range(4)]
+    plain_gradient(engine, batches)
+    spectra, gradients = [], [plain_gradient(engine, batches) for _ in range(4)]
     for _ in range(args.rounds):
         spectra.append(engine.hessian_spectrum(batches, num_matvecs=args.num_matvecs))
-        gradients += [gradient_seconds(engine, batches) for _ in range(8)]
+        gradients += [plain_gradient(engine, batches) for _ in range(8)]
     report(engine, spectra, gradients[:-4], trained)
     dist.barrier()
     dist.destroy_process_group()

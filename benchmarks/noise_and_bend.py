@@ -18,11 +18,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numerics import MICRO_BATCHES, ROUNDOFF, TASKS, Exact, backend_of, nets
+from numerics import MICRO_BATCHES, ROUNDOFF, TASKS, Batch, Exact, backend_of, nets
 from numpy.typing import NDArray
+from torch import nn
 
-from ds_hessian.vectors import random_vector
+from ds_hessian.backends.module import ModuleBackend
 
+Grid = NDArray[np.float64]
 GRID = {
     "fp32": 10 ** (np.arange(-33, 3) / 7),
     "bf16": 10 ** (np.arange(-19, 7) / 7),
@@ -36,8 +38,8 @@ class Curve:
     """Of one vector, over the displacements: products, nonlinearity ratios, relative errors."""
 
     products: torch.Tensor
-    ratio: NDArray[np.float64]
-    error: NDArray[np.float64]
+    ratio: Grid
+    error: Grid
 
     def size(self, i: int) -> float:
         """|D|."""
@@ -48,7 +50,9 @@ class Curve:
         return float((self.products[i] - self.products[j]).norm()) / self.size(j)
 
 
-def curves(backend, exact, v, grid) -> list[Curve]:  # type: ignore[no-untyped-def]
+def curves(
+    backend: ModuleBackend, v: torch.Tensor, truth: torch.Tensor, grid: Grid
+) -> tuple[Curve, Curve]:
     """Of the first micro-batch, whose errors are not known, and of all."""
     parts = (range(1), range(1, MICRO_BATCHES))
 
@@ -60,9 +64,10 @@ def curves(backend, exact, v, grid) -> list[Curve]:  # type: ignore[no-untyped-d
             found.append(total.double())
         return found
 
-    middle, truth = gradients(0.0), exact(v)
+    middle = gradients(0.0)
     scale = backend.gradient_scale * MICRO_BATCHES
-    products, ratios = ([], []), ([], [])
+    products: tuple[list[torch.Tensor], ...] = ([], [])
+    ratios: tuple[list[float], ...] = ([], [])
     for h in grid:
         sides = gradients(h), gradients(-h)
         for k, count in enumerate((1, MICRO_BATCHES)):
@@ -71,12 +76,13 @@ def curves(backend, exact, v, grid) -> list[Curve]:  # type: ignore[no-untyped-d
             products[k].append(difference * scale / (2 * h * count))
             ratios[k].append(float((plus + minus - 2 * middle[k]).norm() / difference.norm()))
     errors = [float((d - truth).norm() / truth.norm()) for d in products[1]]
-    return [
+    pilot, everything = (
         Curve(torch.stack(products[k]), np.array(ratios[k]), np.array(errors)) for k in range(2)
-    ]
+    )
+    return pilot, everything
 
 
-def figures(pilot: Curve, everything: Curve, grid: NDArray[np.float64]) -> dict[str, float]:
+def figures(pilot: Curve, everything: Curve, grid: Grid) -> dict[str, float]:
     """Logarithms of what one vector tells; what does not show is left out."""
     best = int(everything.error.argmin())
     size, size_of_pilot = everything.size(best), pilot.size(best)
@@ -114,6 +120,27 @@ def figures(pilot: Curve, everything: Curve, grid: NDArray[np.float64]) -> dict[
     return found
 
 
+def tell(
+    net: nn.Module, batches: list[Batch], compute: str, vectors: int
+) -> dict[str, list[float]]:
+    """The figures of a net's first Krylov vectors, and how two of them change between vectors."""
+    told: dict[str, list[float]] = defaultdict(list)
+    backend, last = backend_of(net, batches, compute), dict[str, float]()
+    exact = Exact(net, batches, backend)
+    with backend.measuring():
+        for number, (v, truth) in enumerate(exact.krylov(backend, vectors)):
+            found = figures(*curves(backend, v, truth, GRID[compute]), GRID[compute])
+            for kind in ("noise", "bend"):
+                value = found.pop(kind, math.nan)
+                change = value - last.get(kind, math.nan)
+                if math.isfinite(change) and number > 1:
+                    found[f"{kind}, from vector to vector"] = change
+                last[kind] = value
+            for kind, value in found.items():
+                told[kind].append(value)
+    return told
+
+
 def main() -> None:
     """Print the table in Markdown."""
     parser = argparse.ArgumentParser()
@@ -127,27 +154,8 @@ def main() -> None:
         batches = [TASKS[name].batch(generator) for _ in range(MICRO_BATCHES)]
         for _, net in nets(TASKS[name], batches):
             for compute in ROUNDOFF:
-                backend, last = backend_of(net, batches, compute), dict[str, float]()
-                exact = Exact(net, batches, backend)
-                basis = [random_vector(backend.layout, backend.space, seed=0)]
-                basis[0] /= basis[0].norm()
-                with backend.measuring():
-                    for number in range(args.vectors):
-                        found = figures(
-                            *curves(backend, exact, basis[-1], GRID[compute]), GRID[compute]
-                        )
-                        for kind in ("noise", "bend"):
-                            value = found.pop(kind, math.nan)
-                            change = value - last.get(kind, math.nan)
-                            if math.isfinite(change) and number > 1:
-                                found[f"{kind}, from vector to vector"] = change
-                            last[kind] = value
-                        for kind, value in found.items():
-                            table[kind].append(value)
-                        w = exact(basis[-1])
-                        for q in (*basis, *basis):
-                            w -= (q.double() @ w) * q.double()
-                        basis.append((w / w.norm()).float())
+                for kind, values in tell(net, batches, compute, args.vectors).items():
+                    table[kind] += values
     print("| ln of | mean | standard deviation | 5 % | 95 % | vectors |\n" + "|---" * 6 + "|")
     for kind, values in table.items():
         low, high = np.percentile(values, (5, 95))

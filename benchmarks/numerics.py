@@ -139,6 +139,17 @@ class Exact:
         product = torch.autograd.grad(inner, self.parameters, retain_graph=True)
         return torch.cat([p.reshape(-1) for p in product])
 
+    def krylov(self, backend: ModuleBackend, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The first Lanczos vectors, fp32, each with its product."""
+        basis = [random_vector(backend.layout, backend.space, seed=0)]
+        for _ in range(count):
+            truth = self(basis[-1])
+            yield basis[-1], truth
+            w = truth.clone()
+            for q in (*basis, *basis):
+                w -= (q.double() @ w) * q.double()
+            basis.append((w / w.norm()).float())
+
     def matvec(self, v: Tensor) -> Product:
         """The same rounded to fp32."""
         product = self(v).float()
@@ -174,10 +185,7 @@ def products(name: str, exact: Exact, backend: ModuleBackend, compute: str, vect
     case = Case(name, float(exact.loss.detach()))
     with backend.measuring():
         auto = FiniteDifferenceHessian(backend)
-        basis = [random_vector(backend.layout, backend.space, seed=0)]
-        for _ in range(vectors):
-            v = basis[-1]
-            truth = exact(v)
+        for v, truth in exact.krylov(backend, vectors):
 
             def error(product: Tensor, truth: Tensor = truth) -> float:
                 return float((product.double() - truth).norm() / truth.norm())
@@ -193,10 +201,6 @@ def products(name: str, exact: Exact, backend: ModuleBackend, compute: str, vect
             case.best_h.append(best)
             case.estimate.append(product.error or 0.0)
             case.h.append(product.displacement)
-            w = truth.clone()
-            for q in (*basis, *basis):
-                w -= (q.double() @ w) * q.double()
-            basis.append((w / w.norm()).float())
     return case
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from measuring import peak_bytes, plain_gradient
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -62,9 +62,9 @@ class Files:
         net.load_state_dict(self.weights)
         return net
 
-    def exact(self, dtype: str) -> list[tuple[Vectors, Vectors]]:
-        """Vectors and their products."""
-        found: list[tuple[Vectors, Vectors]] = torch.load(self.folder / f"exact_{dtype}.pt")
+    def exact(self) -> list[tuple[Vectors, Vectors]]:
+        """Vectors and their products: the weights, and so the Hessian, are those of both dtypes."""
+        found: list[tuple[Vectors, Vectors]] = torch.load(self.folder / "exact.pt")
         return found
 
 
@@ -81,7 +81,7 @@ def prepare(folder: Path) -> None:
         net(*sample(text, 8, CONTEXT, generator)).backward()
         optimizer.step()
     batches = [sample(text, 4, CONTEXT, generator) for _ in range(MICRO_BATCHES)]
-    # Weights that bf16 can hold: so both dtypes have the same Hessian.
+    # Weights that bf16 can hold.
     weights = {name: w.bfloat16().float() for name, w in net.state_dict().items()}
     torch.save(weights, folder / "weights.pt")
     torch.save(batches, folder / "batches.pt")
@@ -92,8 +92,7 @@ def prepare(folder: Path) -> None:
         product = exact_product(Files(folder).net().double(), batches, v)
         exact.append((v, product))
         v = {name: part.float() for name, part in product.items()}
-    for dtype in DTYPES:
-        torch.save(exact, folder / f"exact_{dtype}.pt")
+    torch.save(exact, folder / "exact.pt")
 
 
 def exact_product(net: nn.Module, batches: list[Batch], v: Vectors) -> Vectors:
@@ -140,6 +139,10 @@ class Tool:
     gradient: Callable[[], None]
     product: Callable[[Vectors], Vectors]
     lanczos: Callable[[], None]
+
+    def seconds_of_products(self, v: Vectors, count: int) -> list[float]:
+        """Of `count` products in a row."""
+        return [seconds(self.product, v) for _ in range(count)]
 
     def close(self) -> None:
         """Nothing to leave."""
@@ -327,9 +330,12 @@ class Ours(Tool):
         self.hessian = self.engine.hessian.use(self.batches)
 
     def gradient(self) -> None:
-        for batch in self.batches:
-            self.engine.backward(self.engine(*batch))
-        self.engine.optimizer.zero_grad()
+        plain_gradient(self.engine, self.batches)
+
+    def seconds_of_products(self, v: Vectors, count: int) -> list[float]:
+        with self.hessian.measuring() as operator:  # one gradient at the weights for all
+            shards = self.hessian.scatter(v)
+            return [seconds(operator.matvec, shards) for _ in range(count)]
 
     def product(self, v: Vectors) -> Vectors:
         found = self.hessian.gather(self.hessian.matvec(self.hessian.scatter(v)).vector)
@@ -363,54 +369,38 @@ TOOLS: dict[str, tuple[int, Callable[[Files, str], Tool]]] = {
 }
 
 
-def seconds(of: Callable[[], Any]) -> float:
+def seconds(of: Callable[..., Any], *arguments: Any) -> float:
     """Wall-clock of one call."""
     started = time.perf_counter()
-    of()
+    of(*arguments)
     return time.perf_counter() - started
-
-
-def peak() -> float:
-    """MB: the most this process has had resident (`ru_maxrss` begins with its parent's)."""
-    found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
-    assert found is not None
-    return int(found[1]) / 2**10
 
 
 def work(files: Files, name: str, dtype: str) -> dict[str, Any]:
     """Measure one tool in this process."""
     torch.manual_seed(0)
     tool = TOOLS[name][1](files, dtype)
-    exact = files.exact(dtype)
+    exact = files.exact()
     for _ in range(2):
         tool.gradient()
-    trained, gradients, products, errors = peak(), list[float](), list[float](), []
-    for round_ in range(3):  # they take turns: a machine's speed changes
+    trained, gradients, products = peak_bytes(), list[float](), list[float]()
+    found = [(tool.product(v), expected) for v, expected in exact]
+    errors = [error(product, expected) if product else None for product, expected in found]
+    for _ in range(3):  # they take turns: a machine's speed changes
         gradients += [seconds(tool.gradient) for _ in range(2)]
-        for v, expected in exact:
-            kept: list[Vectors] = []
-            products.append(seconds(lambda: kept.append(tool.product(v))))  # noqa: B023
-            if round_ == 0:
-                errors.append(error(kept[0], expected) if kept[0] else None)
+        products += tool.seconds_of_products(exact[0][0], 2)
     gradients.append(seconds(tool.gradient))
     gradient = fmean(gradients)
-    if isinstance(tool, Ours):  # a product alone takes the gradient at the weights each time
-        products = []
-        with tool.hessian.measuring() as operator:
-            v = tool.hessian.scatter(exact[0][0])
-            for _ in range(6):
-                products.append(seconds(lambda: operator.matvec(v)))  # noqa: B023
-    product_peak = peak()
     lanczos = seconds(tool.lanczos)
-    found = {
+    figures = {
         "gradient": gradient,
         "product": fmean(products) / gradient,
         "lanczos": lanczos / gradient,
-        "memory": [trained, product_peak, peak()],
+        "memory": [trained, peak_bytes()],
         "errors": errors,
     }
     tool.close()
-    return found
+    return figures
 
 
 def run(folder: Path, name: str, dtype: str) -> dict[str, Any]:
@@ -448,7 +438,7 @@ def row(name: str, dtype: str, found: dict[str, Any]) -> str:
     """One line of the table."""
     if "failure" in found:
         return f"| {name} | {dtype} | | | | | {found['failure']} |"
-    trained, _, most = found["memory"]
+    trained, most = (size / 2**20 for size in found["memory"])
     errors = " | ".join(f"{e:.1e}" for e in found["errors"])
     return (
         f"| {name} | {dtype} | {found['product']:.2f} | {found['lanczos']:.1f} | "

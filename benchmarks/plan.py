@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import re
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ if os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1") == "1":
 import deepspeed
 import torch
 import torch.distributed as dist
+from measuring import peak_bytes, plain_gradient
 
 import ds_hessian
 from ds_hessian import timing
@@ -85,25 +84,11 @@ def engine_of(case: Case) -> Any:
     return ds_hessian.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
-def peak(reset: bool = False) -> int:
-    """Bytes: the most that was resident since the last reset."""
-    if reset:
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")
-    found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
-    assert found is not None
-    return 1024 * int(found[1])
-
-
-def gradient_seconds(engine: Any, batches: list[Any]) -> float:
-    """One gradient as training makes it, without a step."""
-    started = time.perf_counter()
-    for batch in batches:
-        engine.set_gradient_accumulation_boundary(batch is batches[-1])
-        engine.backward(engine(*batch))
-    engine.optimizer.zero_grad()
-    engine.set_gradient_accumulation_boundary(None)
-    return time.perf_counter() - started
+def peak_since_here() -> int:
+    """The peak so far; it begins anew at what is resident now."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes()
 
 
 def measure(case: Case) -> str:
@@ -116,14 +101,14 @@ def measure(case: Case) -> str:
             engine.backward(engine(*batch))
             engine.step()
     engine.hessian_spectrum(batches, num_matvecs=2)  # modules and kernels are loaded
-    before = peak(reset=True)
+    before = peak_since_here()
     engine.module.eval()
-    gradients = [gradient_seconds(engine, batches)]
-    passes = Item("a training pass", "host", peak() - before, ("passes",))
-    before = peak(reset=True)
+    gradients = [plain_gradient(engine, batches)]
+    passes = Item("a training pass", "host", peak_bytes() - before, ("passes",))
+    before = peak_since_here()
     spectrum = engine.hessian_spectrum(batches, **case.settings)
-    measured = peak() - before
-    gradients.append(gradient_seconds(engine, batches))
+    measured = peak_bytes() - before
+    gradients.append(plain_gradient(engine, batches))
     share = Job(
         num_parameters=spectrum.n,
         world_size=dist.get_world_size(),

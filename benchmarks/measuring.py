@@ -1,0 +1,26 @@
+"""What the benchmarks of live engines share: a plain gradient, and the peak of memory."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+
+def plain_gradient(engine: Any, batches: list[Any]) -> float:
+    """Seconds of one gradient as training makes it, forward and backward, without a step."""
+    started = time.perf_counter()
+    for batch in batches:
+        engine.set_gradient_accumulation_boundary(batch is batches[-1])
+        engine.backward(engine(*batch))
+    engine.optimizer.zero_grad()
+    engine.set_gradient_accumulation_boundary(None)
+    return time.perf_counter() - started
+
+
+def peak_bytes() -> int:
+    """The most that this process has had resident (`ru_maxrss` begins with its parent's)."""
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
+    assert found is not None
+    return 1024 * int(found[1])
