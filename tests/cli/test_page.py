@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import sys
@@ -18,18 +19,23 @@ from ds_hessian.cli.page import write_page
 from ds_hessian.cli.page.density import _thinned
 from ds_hessian.cli.page.write import sections_of
 from ds_hessian.errors import ResultError
+from ds_hessian.krylov import DampedSystems, Solution, solve
 from ds_hessian.results import (
     Cost,
+    DisplacementSweep,
     Estimate,
     HessianBlockCoupling,
     HessianEigenpairs,
+    HessianInfluence,
     HessianOffBlockShare,
     HessianSharpness,
+    HessianSolution,
     HessianSpectrum,
     HessianTrace,
     Provenance,
 )
 from tests.browser import ask, needs_browser
+from tests.krylov.matrices import SPECTRA, Matrix
 from tests.results.makers import COST, PROVENANCE, language_model_like, semicircle, spectrum_of
 
 BLOCKS = ("wte", *(f"h.{number}" for number in range(6)), "ln_f")
@@ -91,6 +97,8 @@ def analyses(step: int) -> list[Any]:
         HessianOffBlockShare(
             value=0.3, error=0.02, noise=0.001, null=0.93, num_matvecs=8, **measured(step)
         ),
+        *systems(step),
+        sweep(step),
         HessianSharpness(
             eigenvalue_max=Estimate(84.5 + step / 100, 2.0),
             preconditioned=Estimate(3000.0 - step / 10, 100.0),
@@ -100,6 +108,47 @@ def analyses(step: int) -> list[Any]:
             **measured(step),
         ),
     ]
+
+
+@functools.cache
+def solution() -> Solution:
+    """Of a matrix, at four dampings, with too few products for the first."""
+    operator = Matrix.of(SPECTRA["spiked"])
+    draw = operator.fresh()
+    return solve(operator, draw(1), [0.5, 6.0, 30.0, 200.0], draw, "minres", num_matvecs=12)
+
+
+def systems(step: int) -> list[Any]:
+    """A solution, and the influence of 30 examples."""
+    rng, found = np.random.default_rng(step), solution()
+    fields = {f.name: getattr(found, f.name) for f in dataclasses.fields(DampedSystems)}
+    scores = rng.standard_normal(30) * 10.0 ** -np.arange(4)[:, None]
+    errors = np.abs(scores) / 7
+    errors[0, 4] = np.inf
+    return [
+        HessianSolution(**vars(found), **measured(step)),
+        HessianInfluence(**fields, scores=scores, errors=errors, query_loss=1.75, **measured(step)),
+    ]
+
+
+def sweep(step: int) -> DisplacementSweep:
+    """Noise below, a plateau, and averaging above, along two directions."""
+    h = np.logspace(-5, 1, 19)
+    curvatures = np.array([[30.0], [-0.5]]) * (1 + 1e-4 * np.cos(9 * h) / h) / (1 + h**2)
+    changes = np.abs(np.diff(curvatures, axis=1, prepend=np.nan))
+    return DisplacementSweep(
+        n=1000,
+        directions=("random 0", "gradient"),
+        displacements=h,
+        curvatures=curvatures,
+        norms=abs(curvatures) + 1,
+        changes=changes,
+        nonlinearities=np.full_like(changes, np.nan),
+        fidelities=np.ones_like(changes),
+        loss=2.0,
+        gradient_norm=1.0,
+        **measured(step),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -276,6 +325,36 @@ def test_layers_and_blocks_are_those_of_the_files(one: Path, tmp_path: Path) -> 
         expected = [None if np.isnan(e) else e for e in arrays["relative_errors"]]
         assert coupling["x"] == expected and coupling["right"] == arrays["noises"].tolist()
     assert tuple(coupling["y"]) == BLOCKS
+
+
+@needs_browser
+def test_systems_and_sweeps_are_those_of_the_files(one: Path, tmp_path: Path) -> None:
+    page = write_page(run_in(one), tmp_path / "page.html")
+    (residuals,) = traces(page, "residual", tmp_path).values()
+    with np.load(one / "solution.npz") as arrays:
+        assert residuals["x"] == arrays["dampings"].tolist() and len(residuals["x"]) == 4
+        assert residuals["y"] == arrays["residuals"].tolist()
+
+    shown = traces(page, "influence", tmp_path)
+    with np.load(one / "influence.npz") as arrays:
+        scores, errors = arrays["scores"], arrays["errors"]
+        for number, damping in enumerate(arrays["dampings"]):
+            found = shown[f"damping {damping:.4g}"]
+            rows = [int(name.removeprefix("example ")) for name in found["y"]]
+            assert found["x"] == scores[number, rows].tolist()
+            bars = [None if np.isinf(e) else e for e in errors[number, rows]]
+            assert found["right"] == bars
+        assert set(rows) == set(np.argsort(-abs(scores).max(0))[:20].tolist())
+        assert scores[0, rows].tolist() == sorted(scores[0, rows], reverse=True)
+
+    curvature, change = (traces(page, t, tmp_path) for t in ("curvature", "change of Hv"))
+    with np.load(one / "sweep.npz") as arrays:
+        (content,) = stored(one, "sweep")
+        for number, name in enumerate(("random 0", "gradient")):
+            plateau = content["plateaus"][name]["curvature"]
+            expected = arrays["curvatures"][number] / plateau
+            np.testing.assert_allclose(curvature[name]["y"], expected, rtol=1e-12)
+            assert curvature[name]["x"] == change[name]["x"] == arrays["displacements"].tolist()
 
 
 @needs_browser

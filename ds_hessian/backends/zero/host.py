@@ -113,7 +113,7 @@ def forward_stack() -> Iterator[None]:
         del FWD_MODULE_STACK[depth:]
 
 
-def backward(engine: Any, loss: Tensor, last: bool = True) -> float:
+def backward(engine: Any, loss: Tensor, last: bool) -> float:
     """Backward of one micro-batch; with the last one of a window the gradient is reduced.
 
     Returns:

@@ -12,6 +12,7 @@ from ds_hessian.cli.page.style import (
     Series,
     clear,
     figure,
+    name_axis,
     over_steps,
     rows_height,
     titled,
@@ -110,18 +111,7 @@ def _map(
         "hovertemplate": "%{y}, %{x}: %{z:.2f} %<extra></extra>",
     }
     x = titled(axis) | {"type": "category", "showgrid": False, "nticks": 12}
-    return figure(title, [cells], x, _rows(names) | {"showgrid": False})
-
-
-def _rows(names: Sequence[str]) -> dict[str, object]:
-    """An axis with a row for each name, the first on top; every one is written."""
-    return {
-        "type": "category",
-        "range": [len(names) - 0.5, -0.5],
-        "tickmode": "array",
-        "tickvals": list(names),
-        "ticklabelstandoff": 2,
-    }
+    return figure(title, [cells], x, name_axis(names) | {"showgrid": False})
 
 
 def _bars(
@@ -138,7 +128,7 @@ def _bars(
     }
     if errors is not None:
         bars["error_x"] = {"array": errors, "color": INK, "thickness": 1.2, "width": 3}
-    return figure(title, [bars], titled(unit), _rows(names))
+    return figure(title, [bars], titled(unit), name_axis(names))
 
 
 def _traces(run: Run) -> list[Section]:
@@ -180,7 +170,7 @@ def _dots(
     if noises is not None:
         found["error_x"] = {"array": noises, "thickness": 1.2, "width": 3}
     axis = titled(name) | {"rangemode": "tozero"}
-    return figure(name, [plain, found], axis, _rows(blocks), legend=True)
+    return figure(name, [plain, found], axis, name_axis(blocks), legend=True)
 
 
 def _shares(run: Run) -> list[Section]:

@@ -9,11 +9,14 @@ from ds_hessian.errors import ResultError
 from ds_hessian.results.analyses import (
     HessianBlockCoupling,
     HessianEigenpairs,
+    HessianInfluence,
     HessianOffBlockShare,
     HessianSharpness,
+    HessianSolution,
     HessianTrace,
 )
 from ds_hessian.results.spectrum import HessianSpectrum
+from ds_hessian.results.sweep import DisplacementSweep
 
 R = TypeVar("R")
 Figure = dict[str, Any]
@@ -26,6 +29,9 @@ SHOWN: tuple[type[Any], ...] = (
     HessianTrace,
     HessianBlockCoupling,
     HessianOffBlockShare,
+    HessianSolution,
+    HessianInfluence,
+    DisplacementSweep,
 )
 """Kinds of records that have a place on the page."""
 
@@ -36,7 +42,7 @@ class Run:
 
     Attributes:
         name: Of the run.
-        records: `(folder, record)`; kinds other than `SHOWN` are left out of the page.
+        records: `(folder, record)`; kinds other than `SHOWN` are left out.
 
     Raises:
         ResultError: there are none.

@@ -78,6 +78,17 @@ def log_axis(name: str, values: Array) -> dict[str, Any]:
     return titled(name) | LOG | {"range": [float(middle - half), float(middle + half)]}
 
 
+def name_axis(names: Sequence[str]) -> dict[str, Any]:
+    """An axis with a row for each name, the first on top; every one is written."""
+    return {
+        "type": "category",
+        "range": [len(names) - 0.5, -0.5],
+        "tickmode": "array",
+        "tickvals": list(names),
+        "ticklabelstandoff": 2,
+    }
+
+
 def rows_height(count: int) -> int:
     """Pixels of a figure with a row for each of so many names."""
     return 110 + max(22 * count, 60)
@@ -85,11 +96,11 @@ def rows_height(count: int) -> int:
 
 @dataclass(frozen=True)
 class Series:
-    """Values over training steps."""
+    """Values over training steps, or over another quantity."""
 
     name: str
     color: str
-    steps: Sequence[int]
+    at: Sequence[float]
     values: ArrayLike
     errors: ArrayLike | None = None
     dashed: bool = False
@@ -97,17 +108,30 @@ class Series:
 
     @classmethod
     def of(
-        cls, name: str, color: str, steps: Sequence[int], estimates: Sequence[Estimate], **kw: Any
+        cls, name: str, color: str, at: Sequence[float], estimates: Sequence[Estimate], **kw: Any
     ) -> Series:
         """With error bars."""
         values, errors = [e.value for e in estimates], [e.error for e in estimates]
-        return cls(name, color, steps, values, errors, **kw)
+        return cls(name, color, at, values, errors, **kw)
 
 
 def over_steps(title: str, unit: str, series: Sequence[Series], log: bool = False) -> Figure:
     """Series over the training step, markers joined by lines."""
-    data = [_trace(s) for s in series]
     x = titled("training step") | {"tickformat": ",d"}
+    return _lines(title, x, unit, series, log, "step %{x:,}: %{y:.5g}")
+
+
+def over(quantity: str, title: str, unit: str, series: Sequence[Series], log: bool) -> Figure:
+    """Series over a positive quantity, on a logarithmic axis."""
+    values = np.concatenate([np.asarray(s.at, dtype=float) for s in series])
+    x = log_axis(quantity, values)
+    return _lines(title, x, unit, series, log, quantity.split(" (")[0] + " %{x:.3g}: %{y:.5g}")
+
+
+def _lines(
+    title: str, x: dict[str, Any], unit: str, series: Sequence[Series], log: bool, hover: str
+) -> Figure:
+    data = [_trace(s) | {"hovertemplate": hover} for s in series]
     values = np.concatenate([trace["y"] for trace in data])
     y = log_axis(unit, values) if log else titled(unit)
     return figure(title, data, x, y, legend=len(series) > 1)
@@ -122,11 +146,10 @@ def _trace(series: Series) -> dict[str, Any]:
     return bars | {
         "type": "scatter",
         "name": s.name,
-        "x": list(s.steps),
+        "x": list(s.at),
         "y": np.asarray(s.values, dtype=float),
         "mode": "lines+markers" if s.lines else "markers",
         "line": {"color": s.color, "width": 1.4, "dash": "dash" if s.dashed else "solid"},
         "marker": {"size": 5, "color": s.color},
         "opacity": 1.0 if s.lines else 0.6,
-        "hovertemplate": "step %{x:,}: %{y:.5g}",
     }

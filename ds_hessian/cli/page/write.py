@@ -21,6 +21,8 @@ from ds_hessian.cli.page.density import spectra
 from ds_hessian.cli.page.layers import layers
 from ds_hessian.cli.page.run import SHOWN, Run, Section, State, step_of
 from ds_hessian.cli.page.style import TEMPLATE
+from ds_hessian.cli.page.sweeps import sweeps
+from ds_hessian.cli.page.systems import systems
 from ds_hessian.cli.page.training import training
 from ds_hessian.results.comparison import Comparison
 from ds_hessian.results.plot import count
@@ -60,7 +62,7 @@ def write_page(run: Run, path: Path) -> Path:
 
 def sections_of(run: Run) -> list[Section]:
     """All that there is to show, from top to bottom."""
-    parts = (training, spectra, layers, costs, accuracy)
+    parts = (training, spectra, layers, systems, sweeps, costs, accuracy)
     return [section for part in parts for section in part(run)]
 
 
