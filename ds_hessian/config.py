@@ -203,6 +203,11 @@ class HessianConfig(_Section):
         except ValidationError as error:
             raise ConfigError("\n".join(_problems(error))) from None
 
+    @property
+    def scheduled(self) -> bool:
+        """Whether anything is measured by itself during training."""
+        return bool(self.interval or self.sharpness_interval)
+
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
         lines = []
@@ -213,7 +218,7 @@ class HessianConfig(_Section):
             for name, interval in intervals.items()
             if interval and not self.enabled
         ]
-        if self.start_step and not any(intervals.values()):
+        if self.start_step and not self.scheduled:
             lines.append(
                 f"{SECTION}.start_step: {self.start_step} has no effect while {SECTION}.interval "
                 f"and {SECTION}.sharpness_interval are 0 (only on request): set one of them above "

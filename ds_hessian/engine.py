@@ -465,7 +465,7 @@ def attach(
     hessian = HessianEngine(engine, config)
     engine.hessian = hessian
     engine.hessian_spectrum = hessian.spectrum
-    if config.interval or config.sharpness_interval:
+    if config.scheduled:
         Schedule(hessian).install()
     return hessian
 

@@ -27,21 +27,21 @@ def main(arguments: Sequence[str]) -> NoReturn:
         arguments: `[--local_rank=N] script.py ...`, as the deepspeed launcher gives them.
 
     Raises:
-        ConfigError: the "hessian" section of the script's configuration is wrong, or takes no
-            spectrum by itself.
+        ConfigError: the "hessian" section of the script's configuration is wrong, or measures
+            nothing by itself.
     """
     run_script("ds_hessian.launch", arguments, attach_scheduled)
     sys.exit(0)
 
 
 def attach_scheduled(engine: Any) -> None:
-    """Give an engine its Hessian if its configuration asks for spectra.
+    """Give an engine its Hessian if its configuration asks for measurements.
 
     A job's second engine and further ones with the same `output_path` would overwrite the first
     one's results: give their configurations another.
 
     Raises:
-        ConfigError: the section is wrong, or has no interval.
+        ConfigError: the section is wrong, or both of its intervals are 0.
     """
     from ds_hessian.config import HessianConfig
     from ds_hessian.engine import attach
@@ -51,9 +51,10 @@ def attach_scheduled(engine: Any) -> None:
     if section is None or not section.enabled:
         logger.warning('no "hessian" section that is enabled: the script runs as without it')
         return
-    if not section.interval:
+    if not section.scheduled:
         raise ConfigError(
-            "hessian.interval: must be above 0 for a script that asks for no spectrum itself, got 0"
+            "hessian.interval, or hessian.sharpness_interval, must be above 0 for a script that "
+            "measures nothing itself: both are 0"
         )
     attach(engine, section)
 

@@ -66,8 +66,11 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         engine: Any = self.trainer.model_wrapped
         source = engine._config._param_dict
         config = self._given or HessianConfig.from_deepspeed(source) or HessianConfig()
-        if not (config.interval or config.sharpness_interval):
-            raise ConfigError("hessian.interval: must be above 0 for HessianCallback, got 0")
+        if not config.scheduled:
+            raise ConfigError(
+                "hessian.interval, or hessian.sharpness_interval, must be above 0 for "
+                "HessianCallback: both are 0"
+            )
         self.config = config
         if self._hessian is None or self._hessian.engine is not engine:
             # The callback measures at the end of the Trainer's step, not in the middle of it.
