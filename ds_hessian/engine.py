@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ds_hessian.analyses import Analyses
 from ds_hessian.backends.objective import LossFn, Objective
-from ds_hessian.backends.zero import ZeroBackend, refuse_unsupported, shape
+from ds_hessian.backends.zero import ZeroBackend, refuse_unsupported
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.krylov import LanczosRun, LanczosState, ritz_vectors, slq
@@ -201,8 +201,7 @@ class HessianEngine(Analyses):
 
     def _parameters(self) -> list[tuple[str, torch.Size]]:
         """Names and unsharded shapes, the same list on every rank."""
-        named = self.engine.module.named_parameters()
-        return [(name, shape(p)) for name, p in named if p.requires_grad]
+        return self.backend.parameters
 
     # ---- measurements
 

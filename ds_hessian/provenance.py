@@ -8,23 +8,24 @@ from typing import Any
 import torch
 
 import ds_hessian
-from ds_hessian.backends import ShardBackend
 from ds_hessian.backends.objective import Objective
+from ds_hessian.backends.zero import ZeroBackend
 from ds_hessian.config import HessianConfig
 from ds_hessian.results import Provenance
 
 
 def describe_run(
-    engine: Any, backend: ShardBackend, objective: Objective, config: HessianConfig
+    engine: Any, backend: ZeroBackend, objective: Objective, config: HessianConfig
 ) -> Provenance:
     """Provenance of a spectrum of `engine`, as of now."""
     import deepspeed
 
     ranks = backend.space.world_size
+    mesh = f", TP {backend.tensor_ranks}" * (backend.tensor_ranks > 1)
     return Provenance(
         step=int(engine.global_steps),
         num_micro_batches=len(objective),
-        layout=f"ZeRO-{engine.zero_optimization_stage()}, {ranks} rank{'s' * (ranks > 1)}",
+        layout=f"ZeRO-{engine.zero_optimization_stage()}, {ranks} rank{'s' * (ranks > 1)}{mesh}",
         world_size=ranks,
         model_dtype=str(next(engine.module.parameters()).dtype).removeprefix("torch."),
         data_fingerprint=objective.fingerprint(),

@@ -115,9 +115,6 @@ class MegatronHessian(HessianEngine):
         """The model chunks."""
         return self.backend.chunks
 
-    def _parameters(self) -> list[tuple[str, torch.Size]]:
-        return self.backend.parameters
-
     def _describe(self, config: HessianConfig) -> Provenance:
         assert self._objective is not None
         backend = self.backend

@@ -43,6 +43,16 @@ class Fragment:
     owned: bool = True
     box: Box | None = None
 
+    @classmethod
+    def in_block(
+        cls, name: str, start: int, numel: int, shape: torch.Size, box: Box, owned: bool = True
+    ) -> Fragment:
+        """A run in a block of the parameter; without a box where that is a run of the parameter."""
+        if box.shape[1:] == shape[1:]:  # rows: one after the other there too
+            first = box.offset[0] * shape[1:].numel() if shape else 0
+            return cls(name, first + start, numel, shape, owned)
+        return cls(name, start, numel, shape, owned, box)
+
     def index(
         self, first: int = 0, last: int | None = None, device: torch.device | str = "cpu"
     ) -> Tensor:

@@ -39,7 +39,34 @@ def operations() -> list[Callable[[], Any]]:
     ]
 
 
-def leave_at(places: list[int | None], repeats: int = 2) -> tuple[str, int, int]:
+def operations_of_a_mesh() -> list[Callable[[], Any]]:
+    """Of rows and columns of 2 x 2 ranks, by DeepSpeed and by torch.distributed itself."""
+    from deepspeed import comm
+
+    groups = [[dist.new_group(ranks) for ranks in axis] for axis in MESH]
+    row, column = (
+        next(g for g in axis if g is not dist.GroupMember.NON_GROUP_MEMBER) for axis in groups
+    )
+    first, last = dist.get_global_rank(row, 0), dist.get_global_rank(column, 1)
+    x = torch.ones
+    return [
+        lambda: dist.all_reduce(x(3), group=row),
+        lambda: comm.all_reduce(x(4), group=column),
+        lambda: dist.broadcast(x(5), first, group=row),
+        lambda: comm.reduce(x(2), last, group=column),
+        lambda: dist.all_gather_into_tensor(x(4), x(2), group=row, async_op=True).wait(),
+        lambda: comm.reduce_scatter_fn(x(2), x(4), group=column),
+        lambda: dist.reduce(x(1), dst=first, group=row),
+        lambda: dist.all_reduce(x(2), dist.ReduceOp.MAX),
+    ]
+
+
+MESH = [[(0, 1), (2, 3)], [(0, 2), (1, 3)]]
+
+
+def leave_at(
+    places: list[int | None], repeats: int = 2, meshed: bool = False
+) -> tuple[str, int, int]:
     """Make all operations `repeats` times, but leave before number `places[rank]`.
 
     Returns the error, the keys left on the store by the pass and the sum of a later all-reduce.
@@ -47,7 +74,7 @@ def leave_at(places: list[int | None], repeats: int = 2) -> tuple[str, int, int]
     from deepspeed import comm
 
     place, backend = places[dist.get_rank()], comm.comm.cdb
-    error = "no error"
+    error, made = "no error", operations_of_a_mesh() if meshed else operations()
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     keys = store.num_keys()
@@ -56,7 +83,7 @@ def leave_at(places: list[int | None], repeats: int = 2) -> tuple[str, int, int]
         for _ in range(2):  # the pass after a failed one works as well
             try:
                 with lockstep.together("trying"):
-                    for number, operation in enumerate(operations() * repeats):
+                    for number, operation in enumerate(made * repeats):
                         if number == place:
                             raise ValueError(f"left at {number}")
                         operation()
@@ -101,6 +128,25 @@ def test_ranks_that_leave_at_different_places_raise_together_and_meet_again(
         where = "the end" if places[first] == -1 else places[first]
         assert errors[0] == f"while trying, rank {first}: ValueError: left at {where}"
     assert left[0] in (0, 3)  # the first measurement of the job leaves a counter for each rank
+
+
+@pytest.mark.parametrize(
+    ("places", "first"),
+    [
+        ([None, None, None, 0], 3),
+        ([None, 5, None, None], 1),
+        ([3, None, None, None], 0),
+        ([None, 9, 7, None], 2),  # in both of its groups others wait, and one of them fails too
+        ([7, 12, 2, -1], 2),
+    ],
+)
+def test_ranks_of_a_mesh_are_followed_in_ones_own_groups(
+    ranks: Ranks, places: list[int | None], first: int
+) -> None:
+    results = ranks(4).run(leave_at, places, meshed=True, timeout=120)
+    errors, _, totals = zip(*results, strict=True)
+    assert totals == (4, 4, 4, 4)
+    assert set(errors) == {f"while trying, rank {first}: ValueError: left at {places[first]}"}
 
 
 def left_inside() -> str:
@@ -164,7 +210,10 @@ def unfollowed(subgroup: bool) -> str:
 
 @pytest.mark.parametrize(
     ("subgroup", "reason"),
-    [(False, "all_gather_object, number 0 of the pass"), (True, "a group of 2 ranks only")],
+    [
+        (False, "all_gather_object, number 0 of the pass"),
+        (True, "a group of 2 ranks, and the job's groups"),
+    ],
 )
 def test_what_cannot_be_followed_is_refused_with_a_reason(
     ranks: Ranks, subgroup: bool, reason: str

@@ -99,7 +99,15 @@ def test_fp32_spectra_are_those_of_one_process(
 ) -> None:
     size, layout = LAYOUTS[name]
     _, _, product, single = one(layout.get("per_token", False))
-    runs = megatron_ranks(size).run(job.measured, Job(**layout))
+    assert_spectra_are_those_of_one(
+        megatron_ranks(size).run(job.measured, Job(**layout)), product, single
+    )
+
+
+def assert_spectra_are_those_of_one(
+    runs: list[Any], product: dict[str, Tensor], single: Any
+) -> None:
+    """What `measured` found on the ranks, beside the exact product and what one process found."""
     assert error(whole([r[1] for r in runs]), product) < 2e-4
     assert all(r[3] for r in runs), "weights came back bit for bit"
     assert all(r[4] for r in runs), "products repeat bit for bit"

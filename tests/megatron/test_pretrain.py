@@ -91,7 +91,8 @@ def test_pretrain_ends_with_the_same_bits_with_and_without_spectra(
 
 @pytest.mark.slow
 @NEEDS_MEGATRON_LM
-def test_spectra_and_sharpness_go_to_megatrons_own_writers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["hook", "evaluation"])
+def test_spectra_and_sharpness_go_to_megatrons_own_writers(tmp_path: Path, mode: str) -> None:
     """TensorBoard's, and W&B's where it is installed; Megatron-LM's own figures stay whole."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -102,13 +103,13 @@ def test_spectra_and_sharpness_go_to_megatrons_own_writers(tmp_path: Path) -> No
     if has_wandb:
         more += ["--wandb-project", "hessians", "--wandb-exp-name", "job"]
         more += ["--wandb-save-dir", str(tmp_path)]
-    assert pretrain("hook", "TP", tmp_path, *more) == pretrain("bare", "TP", tmp_path)
+    assert pretrain(mode, "TP", tmp_path, *more) == pretrain("bare", "TP", tmp_path)
     expected = {
         step: {
             f"Train/Hessian/{name}": value
             for kind in (HessianSpectrum, HessianSharpness)
             for name, value in figures_of(
-                load(kind, tmp_path / "hook" / f"step_{step:06d}")  # type: ignore[type-var]
+                load(kind, tmp_path / mode / f"step_{step:06d}")  # type: ignore[type-var]
             ).items()
             if not name.endswith("seconds")  # by the clock of the rank that writes
         }

@@ -23,6 +23,7 @@ from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.forward import FixedForward
 from ds_hessian.backends.megatron.objective import PipelineObjective
 from ds_hessian.backends.megatron.pieces import pieces_of
+from ds_hessian.backends.megatron.tracker import tracker_states
 from ds_hessian.backends.state import Attributes, Buffers, RandomState, full_fp32, training_flags
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import Item, place_of
@@ -131,7 +132,7 @@ class MegatronBackend:
         assert self._objective is not None, "use() comes first"
         attributes = Attributes()
         self._finalize = host.model_config(self.chunks[0]).finalize_model_grads_func
-        random = RandomState(self.device, host.tracker_states())
+        random = RandomState(self.device, tracker_states())
         buffers = [Buffers(chunk) for chunk in self.chunks]
         self._forward = FixedForward(
             self._objective.forward_step,

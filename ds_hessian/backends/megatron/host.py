@@ -84,29 +84,6 @@ def micro_batch_group(chunks: Sequence[Any]) -> int:
     return int(model_config(chunks[0]).microbatch_group_size_per_vp_stage)
 
 
-def tracker_states() -> tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...]:
-    """`(get, set)` of the tensor- and expert-parallel random states, for `RandomState`.
-
-    `set_states` stores the dict itself and `fork` edits it, so it is given a new one every time.
-    """
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    def get() -> dict[str, Tensor]:
-        return dict(get_cuda_rng_tracker().get_states())
-
-    def put(states: dict[str, Tensor]) -> None:
-        if states:
-            get_cuda_rng_tracker().set_states(dict(states))
-
-    return ((get, put),)
-
-
-def has_plain_random_states() -> bool:
-    """False with the generators of CUDA graphs, which are objects and not states."""
-    ((get, _),) = tracker_states()
-    return all(isinstance(state, Tensor) for state in get().values())
-
-
 def quiet(chunks: Sequence[Any], attributes: Attributes) -> None:
     """Let the schedule run forward and backward and nothing else, until `attributes.restore()`.
 

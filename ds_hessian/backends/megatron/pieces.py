@@ -101,8 +101,6 @@ def _is_main_replica(replica_id: Any, sharded: bool) -> bool:
 
 def fragment_of(tensor: Any, start: int, numel: int, owned: bool) -> Fragment:
     """A run of a sharded tensor, as what it is in the unsharded model."""
-    whole, offset = torch.Size(tensor.global_shape), tuple(tensor.global_offset)
     block = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
-    if whole and block[1:] == whole[1:]:  # rows of the parameter: one after the other there too
-        return Fragment(tensor.key, start + offset[0] * whole[1:].numel(), numel, whole, owned)
-    return Fragment(tensor.key, start, numel, whole, owned, Box(offset, block))
+    box, whole = Box(tuple(tensor.global_offset), block), torch.Size(tensor.global_shape)
+    return Fragment.in_block(tensor.key, start, numel, whole, box, owned)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_hessian.backends.megatron import host
+from ds_hessian.backends.megatron.tracker import has_plain_random_states
 from ds_hessian.errors import UnsupportedError
 
 
@@ -59,7 +60,7 @@ def _findings(chunk: Any) -> list[tuple[str, bool, str]]:
         ),
         (
             "the random states of CUDA graphs",
-            not host.has_plain_random_states(),
+            not has_plain_random_states(),
             "initialise the tracker without use_cudagraphable_rng",
         ),
         ("context parallelism", mesh.get("CP", 1) > 1, "use context_parallel_size 1"),

@@ -1,7 +1,6 @@
 """DeepSpeed's ZeRO engines. The only place (with `ds_hessian.engine`) that knows DeepSpeed."""
 
 from ds_hessian.backends.zero.backend import ZeroBackend
-from ds_hessian.backends.zero.host import shape
 from ds_hessian.backends.zero.support import refuse_unsupported
 
-__all__ = ["ZeroBackend", "refuse_unsupported", "shape"]
+__all__ = ["ZeroBackend", "refuse_unsupported"]

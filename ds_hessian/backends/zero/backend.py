@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ds_hessian import ops
+from ds_hessian.backends.megatron.tracker import tracker_states
 from ds_hessian.backends.objective import Objective, Totals
 from ds_hessian.backends.state import (
     Attributes,
@@ -31,9 +33,10 @@ from ds_hessian.backends.zero.memory import ZeroFigures, memory_of_zero
 from ds_hessian.backends.zero.replicated import ReplicatedShards
 from ds_hessian.backends.zero.shards import Piece, Shards
 from ds_hessian.backends.zero.stage3 import Stage3Shards
+from ds_hessian.backends.zero.tensor_parallel import Placement, Replicas, place
 from ds_hessian.errors import ConfigError, HessianError
 from ds_hessian.memory import Item, place_of
-from ds_hessian.vectors import Fragment, Layout, VectorSpace
+from ds_hessian.vectors import Fragment, Layout, VectorSpace, gather_objects
 
 Precision = Literal["model", "fp32"]
 
@@ -44,6 +47,12 @@ class ZeroBackend:
     Args:
         engine: A `DeepSpeedEngine` that `refuse_unsupported` let pass.
 
+    Attributes:
+        parameters: `(name, unsharded shape)` of the trainable ones, the same on every rank.
+
+    Raises:
+        UnsupportedError: what part of a tensor-parallel parameter a rank has is not known.
+
     Collective: the constructor.
     """
 
@@ -51,6 +60,9 @@ class ZeroBackend:
         self.engine, self.module = engine, engine.module
         self.shards = _shards_of(engine)
         self.device = torch.device(engine.device)
+        self.tensor_ranks = host.tensor_parallel(engine)[1]
+        self._places = self._place()
+        self.parameters = [(name, place.shape) for name, place in self._places.values()]
         self.layout, self.pieces = self._map()
         self.space = VectorSpace(self.layout.n_local, self.layout.n_owned, self.device)
         self.train_mode = False
@@ -62,15 +74,25 @@ class ZeroBackend:
         self._weights: list[Tensor] = []
         self._masters: list[Tensor] = []
 
+    def _place(self) -> dict[int, tuple[str, Placement]]:
+        mesh = host.tensor_parallel(self.engine)
+        return {
+            id(p): (name, place(name, p, host.shape(p), *mesh))
+            for name, p in self.module.named_parameters()
+            if p.requires_grad
+        }
+
     def _map(self) -> tuple[Layout, list[Piece]]:
-        names = {id(p): name for name, p in self.module.named_parameters()}
-        pieces = self.shards.pieces()
-        layout = Layout(
-            [
-                Fragment(names[id(p.parameter)], p.start, p.numel, host.shape(p.parameter), p.owned)
-                for p in pieces
-            ]
-        )
+        pieces, fragments = list[Piece](), list[Fragment]()
+        for piece in self.shards.pieces():
+            name, placement = self._places[id(piece.parameter)]
+            found = placement.fragments(name, piece.start, piece.numel, piece.owned)
+            for start, fragment in found:
+                offset = piece.offset + start - piece.start
+                own = replace(piece, start=start, numel=fragment.numel, offset=offset)
+                pieces.append(own)
+                fragments.append(fragment)
+        layout = Layout(fragments)
         return layout, [pieces[i] for i in layout.order]
 
     @property
@@ -92,7 +114,8 @@ class ZeroBackend:
             precision: `"model"`, as training runs, or `"fp32"`, on fp32 copies of the masters.
 
         Raises:
-            ConfigError: ranks have different numbers of micro-batches.
+            ConfigError: ranks have different numbers of micro-batches, or tensor-parallel ranks
+                different ones.
         """
         counts = torch.zeros(self.space.world_size, dtype=torch.float64)
         counts[self.space.rank] = len(objective)
@@ -102,8 +125,22 @@ class ZeroBackend:
                 "every rank needs the same number of micro-batches, got "
                 f"{[int(c) for c in counts]} on ranks 0, 1, ...; pass lists of equal length"
             )
+        if self.tensor_ranks > 1:
+            self._require_shared(objective)
         self._objective, self.num_micro_batches = objective, len(objective)
         self.train_mode, self.precision = train_mode, precision
+
+    def _require_shared(self, objective: Objective) -> None:
+        mine = host.data_parallel(self.engine)[0], objective.fingerprint()
+        found: dict[int, set[str]] = {}
+        for row, fingerprint in gather_objects(mine):
+            found.setdefault(row, set()).add(fingerprint)
+        different = [row for row, fingerprints in sorted(found.items()) if len(fingerprints) > 1]
+        if different:
+            raise ConfigError(
+                "tensor-parallel ranks share their micro-batches, but those of data-parallel rank "
+                f"{different[0]} differ; pass the same list to all of them"
+            )
 
     # ---- the guard
 
@@ -112,10 +149,12 @@ class ZeroBackend:
         """See `ShardBackend.measuring`. Allowed wherever no forward awaits its backward."""
         assert self._objective is not None, "use() comes first"
         engine, attributes = self.engine, Attributes()
-        self._random = RandomState(self.device, host.tracker_states())
+        trackers = host.tracker_states() + tracker_states()
+        self._random = RandomState(self.device, trackers)
         self._states: list[Any] = [self._random.get()]
         self._buffers = Buffers(self.module)
         self._totals, self.gradient_scale = Totals(), None
+        self._replicas_checked = self.tensor_ranks == 1
         with ExitStack() as stack:
             stack.callback(self._random.set, self._states[0])
             stack.callback(self._buffers.restore)
@@ -216,10 +255,20 @@ class ZeroBackend:
 
     def _collect(self, out: Tensor, factor: float) -> None:
         gradients = self.shards.gradients(self.pieces)
-        for (_, part), gradient in zip(self.layout, gradients, strict=True):
+        first = not self._replicas_checked
+        replicas = Replicas(*host.tensor_parallel(self.engine))
+        for (fragment, part), piece, gradient in zip(
+            self.layout, self.pieces, gradients, strict=True
+        ):
             if gradient is not None:
                 out[part].add_(gradient.to(out.device), alpha=factor)
+            if first and self._places[id(piece.parameter)][1].replicated:
+                replicas.add(fragment, gradient)
         self.shards.clear_gradients()
+        if first:
+            names = [name for name, placement in self._places.values() if placement.replicated]
+            replicas.check(self.space, names, self.unit_roundoff**0.5)
+            self._replicas_checked = True
 
     def _run(self, index: int, last: bool) -> float:
         """Forward and backward; returns what the reduced gradient must be multiplied with."""
@@ -249,7 +298,7 @@ class ZeroBackend:
         accumulated = getattr(optimizer, "grad_partitions_flat_buffer", None)
         return ZeroFigures(
             stage=int(zero.stage),
-            n=self.space.n,
+            n=sum(host.shape(p).numel() for p in self.module.parameters() if p.requires_grad),
             n_local=self.space.n_local,
             weight_bytes=max((w.element_size() for w in weights), default=0),
             gradient_bytes=0 if accumulated is None else accumulated.element_size(),

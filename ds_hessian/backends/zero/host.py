@@ -158,13 +158,36 @@ def compute_dtype(engine: Any) -> torch.dtype:
 def averaging_factor(engine: Any) -> float:
     """What makes a reduced gradient the average over data-parallel ranks."""
     averaged = getattr(engine, "gradient_average", True)  # False: "gradient_allreduce_op": "sum"
-    return 1.0 if averaged else 1.0 / dist.get_world_size()
+    return 1.0 if averaged else 1.0 / data_parallel(engine)[1]
 
 
-def model_parallel_size(engine: Any) -> int:
-    """Ranks that share one copy of the model, by the engine's mpu."""
+def data_parallel(engine: Any) -> tuple[int, int]:
+    """`(rank, size)` among the ranks that have the same part of the model."""
     mpu = getattr(engine, "mpu", None)
-    return 1 if mpu is None else dist.get_world_size() // int(mpu.get_data_parallel_world_size())
+    if mpu is None:
+        return dist.get_rank(), dist.get_world_size()
+    return int(mpu.get_data_parallel_rank()), int(mpu.get_data_parallel_world_size())
+
+
+def tensor_parallel(engine: Any) -> tuple[int, int]:
+    """`(rank, size)` among the ranks that share a copy of the model, by the engine's mpu."""
+    from deepspeed.utils import bwc
+
+    mpu = getattr(engine, "mpu", None)
+    rank = bwc.bwc_tensor_model_parallel_rank(mpu)
+    return int(rank), int(bwc.bwc_tensor_model_parallel_world_size(mpu))
+
+
+def other_parallel_size(engine: Any) -> int:
+    """Ranks for each pair of a data-parallel and a tensor-parallel one: pipelines and contexts."""
+    return int(dist.get_world_size() // (data_parallel(engine)[1] * tensor_parallel(engine)[1]))
+
+
+def has_auto_tp(engine: Any) -> bool:
+    """Whether DeepSpeed itself has split the layers, in its own way."""
+    from deepspeed.utils import groups
+
+    return getattr(engine, "mpu", None) is groups
 
 
 def sequence_parallel_size(engine: Any) -> int:

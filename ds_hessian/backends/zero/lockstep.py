@@ -1,16 +1,18 @@
 """Keeping ranks together when one of them fails between the collectives of a model.
 
-ZeRO gathers parameters and reduces gradients inside the model's forward and backward. A rank that
-leaves them with an exception would keep the others waiting in the next collective. All ranks make
-the same sequence of collectives in a pass, whose sizes do not depend on data; so a rank that fails
-takes part in those that it has not made yet, with zeros, until the others have ended the pass. Then
-all ranks meet in `agree`, where all of them raise.
+ZeRO gathers parameters and reduces gradients inside the model's forward and backward, and tensor
+parallelism reduces activations there. A rank that leaves them with an exception would keep the
+others waiting in the next collective. All ranks make the same sequence of collectives in a pass,
+each in its own groups, whose sizes do not depend on data; so a rank that fails takes part in those
+that it has not made yet, with zeros, until the others have ended the pass. Then all ranks meet in
+`agree`, where all of them raise.
 
 What the failed rank has to make it learns from a rank that has got farther. In a pass DeepSpeed's
 communication object (`deepspeed.comm.comm.cdb`) is replaced by one that writes down every
-collective and hands it on. A thread on each rank looks, when the pass makes no progress, whether
-somebody asks for this log; if so, it publishes the log on the job's TCP store and keeps it up to
-date. Keys, below a prefix for the measurement:
+collective and hands it on; functions of `torch.distributed` are replaced likewise. A thread on
+each rank looks, when the pass makes no progress, whether somebody asks for this log; if so, it
+publishes the log on the job's TCP store and keeps it up to date. Keys, below a prefix for the
+measurement:
 
     <pass>/<rank>/wanted    somebody needs this rank's log
     <pass>/<rank>/<k>       the k-th collective of the rank's log
@@ -23,29 +25,38 @@ Cost while nothing fails: a few microseconds per collective, and on a rank that 
 longer than `TICK` one request to the store per `TICK`, at most `REQUESTS` per second in the job.
 After a failure: a millisecond or two per collective, and O(ranks) requests from each failed rank.
 
-Not seen, and therefore not followed, are collectives that user code makes with `torch.distributed`
-itself. Not followed, but refused with a message, are those of a part of the ranks, and operations
-other than `COLLECTIVES`.
+Not seen, and therefore not followed, are functions of `torch.distributed` that a module has taken
+under a name of its own before (`from torch.distributed import all_reduce`). Not followed, but
+refused with a message, are groups that form no mesh (see `collectives`), and operations other than
+`COLLECTIVES`.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import pickle
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from enum import Enum
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from ds_hessian.backends.state import swap
+from ds_hessian.backends.zero.collectives import (
+    COLLECTIVES,
+    OTHERS,
+    Collective,
+    LockstepError,
+    is_mesh,
+    written_down,
+)
 from ds_hessian.vectors import agree, together
 
 logger = logging.getLogger(__name__)
@@ -58,107 +69,6 @@ REQUESTS = 1000.0
 
 PATIENCE = 600.0
 """Seconds that a failed rank waits for news of another: NCCL's own timeout."""
-
-COLLECTIVES = (
-    "all_gather",
-    "all_gather_base",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "barrier",
-    "broadcast",
-    "inference_all_reduce",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-)
-# Point-to-point, or of sizes that are not the same on all ranks.
-_OTHERS = (
-    "all_gather_object",
-    "all_to_all",
-    "all_to_all_single",
-    "batch_isend_irecv",
-    "broadcast_object_list",
-    "gather",
-    "irecv",
-    "isend",
-    "monitored_barrier",
-    "new_group",
-    "recv",
-    "scatter",
-    "send",
-)
-
-
-class LockstepError(RuntimeError):
-    """A failed rank could not follow the others, which wait for it. Raised on this rank alone, and
-    so not a `HessianError`: the job cannot go on.
-    """
-
-
-class _Blank(NamedTuple):
-    """A tensor without its values."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    on_cpu: bool
-
-
-class _Group(NamedTuple):
-    """A process group by its name, which is the same on all its ranks."""
-
-    name: distributed_c10d.GroupName
-    size: int
-
-
-class _Opaque(NamedTuple):
-    """An argument that cannot be made up on another rank."""
-
-    kind: str
-
-
-class _Collective(NamedTuple):
-    """One line of a log."""
-
-    name: str
-    args: list[Any]
-    kwargs: dict[str, Any]
-
-
-_PLAIN = (bool, int, str, Enum, dist.ReduceOp.RedOpType)
-
-
-def _describe(value: Any) -> Any:
-    if value is None or isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, Tensor):
-        return _Blank(value.shape, value.dtype, value.is_cpu)
-    if isinstance(value, dist.ProcessGroup):
-        return _Group(value.group_name, value.size())
-    if isinstance(value, (list, tuple)):
-        return [_describe(item) for item in value]
-    return _Opaque(type(value).__name__)
-
-
-def _make_up(value: Any, device: torch.device) -> Any:
-    """An argument with zeros for tensors.
-
-    Raises:
-        LockstepError: it is of a kind, or of a group, that cannot be followed.
-    """
-    if isinstance(value, _Blank):
-        place = "cpu" if value.on_cpu else device
-        return torch.zeros(value.shape, dtype=value.dtype, device=place)
-    if isinstance(value, _Group):
-        if value.size != dist.get_world_size():
-            raise LockstepError(f"it is of a group of {value.size} ranks only")
-        return distributed_c10d._resolve_process_group(value.name)
-    if isinstance(value, list):
-        return [_make_up(item, device) for item in value]
-    if isinstance(value, _Opaque):
-        raise LockstepError(f"one of its arguments is a {value.kind}")
-    return value
 
 
 class _Pass:
@@ -174,7 +84,7 @@ class _Pass:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.log: list[_Collective] = []
+        self.log: list[Collective] = []
         self.made, self.published = 0, 0
         self.ended = self.finished = self.wanted = False
 
@@ -184,27 +94,50 @@ class _Pass:
 
 
 class _Recorder:
-    """DeepSpeed's communication object, writing down each collective before it is made."""
+    """DeepSpeed's communication object, writing down each collective before it is made; so do,
+    inside `recording`, the functions of `torch.distributed` that it does not call itself.
+    """
 
     def __init__(self, backend: Any, current: _Pass, grown: Callable[[], None]) -> None:
         self._backend, self._pass, self._grown = backend, current, grown
-        for name in (*COLLECTIVES, *_OTHERS):
+        self._inside = threading.local()
+        for name in (*COLLECTIVES, *OTHERS):
             if hasattr(backend, name):
-                setattr(self, name, self._recorded(name, getattr(backend, name)))
+                setattr(self, name, self._recorded(name, getattr(backend, name), by_torch=False))
 
-    def _recorded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        current = self._pass
+    def _recorded(
+        self, name: str, function: Callable[..., Any], by_torch: bool
+    ) -> Callable[..., Any]:
+        current, inside = self._pass, self._inside
 
+        @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            described = {key: _describe(value) for key, value in kwargs.items()}
-            current.log.append(_Collective(name, [_describe(a) for a in args], described))
+            if getattr(inside, "one", False):  # that DeepSpeed makes of others
+                return function(*args, **kwargs)
+            current.log.append(written_down(name, args, kwargs, by_torch))
             if current.wanted:
                 self._grown()
-            result = function(*args, **kwargs)
+            inside.one = True
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                inside.one = False
             current.made += 1
             return result
 
         return call
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Take the place of DeepSpeed's object, and of the functions of `torch.distributed`."""
+        from deepspeed.comm import comm
+
+        names = [n for n in (*COLLECTIVES, *OTHERS) if n != "new_group" and hasattr(dist, n)]
+        with ExitStack() as stack:
+            swap(stack, comm, "cdb", self)
+            for name in names:
+                swap(stack, dist, name, self._recorded(name, getattr(dist, name), by_torch=True))
+            yield
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
@@ -228,6 +161,7 @@ class Lockstep:
         if self.world_size == 1:
             return
         self.rank = dist.get_rank()
+        self._meshed = is_mesh()
         # A client of its own for each thread: a request waits while another is under way.
         store = distributed_c10d._get_default_store()
         number = store.add(f"ds_hessian/measurements of rank {self.rank}", 1)
@@ -282,14 +216,14 @@ class Lockstep:
         self._passes += 1
         self._pass = current = _Pass(self._passes)
         backend, error = comm.cdb, None
-        comm.cdb = _Recorder(backend, current, self._wake.set)
         try:
-            yield
+            with _Recorder(backend, current, self._wake.set).recording():
+                yield
             current.finished = True
         except Exception as caught:  # re-raised by agree, after the other ranks have been told
             error = caught
         finally:
-            comm.cdb, current.ended = backend, True
+            current.ended = True
         when = current.made
         if error is not None:
             # The frames hold activations and the graph, which others' collectives may need room of.
@@ -341,17 +275,14 @@ class Lockstep:
             pause = min(pause + 5e-4, TICK / 4)
         raise LockstepError(f"no news of rank {leader} for {PATIENCE:.0f} s")
 
-    def _replay(self, current: _Pass, backend: Any, collective: _Collective) -> None:
+    def _replay(self, current: _Pass, backend: Any, collective: Collective) -> None:
         """Take part in a collective with zeros; what comes out is dropped."""
         name = collective.name
         try:
             if name not in COLLECTIVES:
                 raise LockstepError("its sizes are known to each rank alone")
-            args = _make_up(collective.args, self.device)
-            kwargs = {k: _make_up(v, self.device) for k, v in collective.kwargs.items()}
-            if "async_op" in kwargs:
-                kwargs["async_op"] = False
-            work = getattr(backend, name)(*args, **kwargs)
+            args, kwargs = collective.arguments(self.device, self._meshed)
+            work = getattr(dist if collective.by_torch else backend, name)(*args, **kwargs)
             if hasattr(work, "wait"):  # async_op was a positional argument
                 work.wait()
         except Exception as error:

@@ -18,7 +18,7 @@ class ZeroFigures:
 
     Attributes:
         stage: 0 to 3.
-        n: Trainable parameters of the whole model.
+        n: Trainable parameters of the model, of its part with tensor parallelism.
         n_local: Coordinates in this rank's vectors.
         weight_bytes: Of one weight in the dtype of the passes.
         gradient_bytes: Of one gradient in the partition that accumulates them.

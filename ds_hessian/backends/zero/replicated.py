@@ -11,10 +11,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ds_hessian.backends.state import swap
+from ds_hessian.backends.zero.host import data_parallel
 from ds_hessian.backends.zero.shards import Piece, Shards
 from ds_hessian.errors import UnsupportedError
 
@@ -43,11 +43,8 @@ class ReplicatedShards(Shards):
             UnsupportedError: a parameter's memory is not contiguous.
         """
         named = [(n, p) for n, p in self.engine.module.named_parameters() if p.requires_grad]
-        total, ranks, rank = (
-            sum(p.numel() for _, p in named),
-            dist.get_world_size(),
-            dist.get_rank(),
-        )
+        total = sum(p.numel() for _, p in named)
+        rank, ranks = data_parallel(self.engine)
         low, high = total * rank // ranks, total * (rank + 1) // ranks
         pieces, begin = [], 0
         for name, p in named:

@@ -21,7 +21,7 @@ class Piece:
 
     Attributes:
         parameter: The parameter.
-        start: Flat index of the first coordinate in the unsharded parameter.
+        start: Flat index of the first coordinate in the parameter, as this rank's layers have it.
         numel: Number of coordinates.
         group: The optimizer's group (or ZeRO-3 sub-group) that the parameter is in.
         offset: Of the run, in this rank's part of the group.

@@ -44,9 +44,13 @@ class Stage3Shards(Shards):
         pieces = []
         for p, group, offset in self._parameters():
             length = p.ds_tensor.ds_numel
-            start = length * dist.get_rank(p.ds_process_group)
+            start = self._first(p)
             pieces.append(Piece(p, start, max(0, min(length, p.ds_numel - start)), group, offset))
         return pieces
+
+    def _first(self, p: Any) -> int:
+        """Where this rank's shard begins in the flattened parameter."""
+        return int(p.ds_tensor.ds_numel) * dist.get_rank(p.ds_process_group)
 
     def _parameters(self) -> Iterator[tuple[Any, int, int]]:
         """(parameter, sub-group, offset of its shard there) in the optimizer's order."""
@@ -59,7 +63,10 @@ class Stage3Shards(Shards):
     def weight(self, piece: Piece) -> Tensor:
         """See `Shards.weight`."""
         shard: Tensor = piece.parameter.ds_tensor.data
-        return shard.view(-1).narrow(0, 0, piece.numel)
+        return self._run(piece, shard)
+
+    def _run(self, piece: Piece, shard: Tensor) -> Tensor:
+        return shard.view(-1).narrow(0, piece.start - self._first(piece.parameter), piece.numel)
 
     def master(self, piece: Piece) -> Tensor:
         """See `Shards.master`."""
@@ -111,8 +118,7 @@ class Stage3Shards(Shards):
             stream.synchronize()
         shards = getattr(self.optimizer, _GRADIENTS)
         for piece in pieces:
-            shard: Tensor = shards[piece.parameter.ds_id].detach()
-            yield shard.view(-1).narrow(0, 0, piece.numel)
+            yield self._run(piece, shards[piece.parameter.ds_id].detach())
 
     def clear_gradients(self) -> None:
         """See `Shards.clear_gradients`."""

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ds_hessian.backends.zero import host
+from ds_hessian.backends.megatron import tracker
+from ds_hessian.backends.zero import host, tensor_parallel
 from ds_hessian.errors import UnsupportedError
 
 
@@ -62,12 +63,7 @@ def _findings(engine: Any) -> list[tuple[str, bool, str]]:
             any(getattr(module, "sparse", False) is True for module in engine.module.modules()),
             "make embeddings with sparse=False",
         ),
-        (
-            "tensor or pipeline parallelism (of an mpu, or tensor_parallel)",
-            host.model_parallel_size(engine) > 1,
-            "measure a data-parallel job, of which a checkpoint has the same Hessian, or a job on "
-            "megatron-core (ds_hessian.megatron)",
-        ),
+        *_model_parallel_findings(engine),
         (
             "expert parallelism (MoE layers)",
             bool(getattr(engine, "has_moe_layers", False)),
@@ -77,6 +73,49 @@ def _findings(engine: Any) -> list[tuple[str, bool, str]]:
             "sequence parallelism (Ulysses)",
             host.sequence_parallel_size(engine) > 1,
             "set sequence_parallel_size to 1 for the measurement",
+        ),
+    ]
+
+
+def _model_parallel_findings(engine: Any) -> list[tuple[str, bool, str]]:
+    instead = "measure a job on megatron-core (ds_hessian.megatron), or a data-parallel one"
+    other = host.other_parallel_size(engine) > 1
+    several = other or host.tensor_parallel(engine)[1] > 1
+    parameters = list(engine.module.parameters()) if several else []
+    configs = [getattr(m, "config", None) for m in engine.module.modules()] if several else []
+    gated = any(getattr(config, "gated_linear_unit", False) is True for config in configs)
+    return [
+        (
+            "AutoTP (tensor_parallel in the configuration)",
+            several and host.has_auto_tp(engine),
+            "measure a data-parallel job, of which a checkpoint has the same Hessian",
+        ),
+        ("pipeline or context parallelism of an mpu", other, instead),
+        (
+            "an mpu with tensor-parallel ranks where no parameter is split over them",
+            several and not any(map(tensor_parallel.is_split, parameters)),
+            "use Megatron's parallel layers, which mark theirs (tensor_model_parallel)",
+        ),
+        (
+            "sequence parallelism of an mpu (parameters with sequence_parallel)",
+            any(getattr(p, "sequence_parallel", False) is True for p in parameters),
+            f"switch it off; or {instead}",
+        ),
+        (
+            "experts in an mpu with tensor-parallel ranks",
+            any(getattr(p, "allreduce", True) is False for p in parameters)
+            or any(getattr(config, "num_moe_experts", None) for config in configs),
+            instead,
+        ),
+        (
+            "tensor-parallel gated layers whose partition_stride does not tell their halves apart",
+            gated and not any(getattr(p, "partition_stride", 1) > 1 for p in parameters),
+            "use layers without a gate; or " + instead,
+        ),
+        (
+            "the random states of CUDA graphs",
+            several and not tracker.has_plain_random_states(),
+            "initialise Megatron's tracker without use_cudagraphable_rng",
         ),
     ]
 

@@ -1,0 +1,144 @@
+"""Where a tensor-parallel rank's parameters lie in the unsharded model.
+
+Read off the attributes that Megatron's layers set (`tensor_model_parallel`, `partition_dim`,
+`partition_stride`: tensor_parallel/layers.py of megatron-core, and of Megatron-DeepSpeed), under
+ZeRO-3 too, whose parameters have no data to look at. A rank stores `stride` blocks of a dim, every
+`ranks`-th one of the whole: the halves of a gated layer are two of them. What has no such attribute
+is replicated; it counts on the first tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hessian.errors import UnsupportedError
+from ds_hessian.vectors import Box, Fragment, VectorSpace
+
+
+@dataclass(frozen=True)
+class Run:
+    """A block of the unsharded parameter, as one run of this rank's flattened part.
+
+    Attributes:
+        start: Where the run begins.
+        numel: Its length.
+        box: The block.
+    """
+
+    start: int
+    numel: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where this rank's part of a parameter is.
+
+    Attributes:
+        shape: Of the unsharded parameter.
+        runs: What the rank's flattened part consists of, in order.
+        owned: Whether the part counts here; replicas count on one rank.
+        replicated: Whether every tensor-parallel rank has the whole parameter.
+    """
+
+    shape: torch.Size
+    runs: tuple[Run, ...]
+    owned: bool
+    replicated: bool
+
+    def fragments(
+        self, name: str, start: int, numel: int, owned: bool
+    ) -> Iterator[tuple[int, Fragment]]:
+        """`(begin, fragment)` of what elements `start` to `start + numel` of the part are."""
+        for run in self.runs:
+            low, high = max(start, run.start), min(start + numel, run.start + run.numel)
+            if low < high:
+                mine = owned and self.owned
+                where = low - run.start, high - low
+                yield low, Fragment.in_block(name, *where, self.shape, run.box, mine)
+
+
+def is_split(p: Any) -> bool:
+    """Whether tensor-parallel ranks store different parts of the parameter."""
+    return bool(getattr(p, "tensor_model_parallel", False))
+
+
+def place(name: str, p: Any, shape: torch.Size, rank: int, ranks: int) -> Placement:
+    """Where the part of `shape` that tensor-parallel rank `rank` of `ranks` stores is.
+
+    Raises:
+        UnsupportedError: the attributes do not say it.
+    """
+    if ranks == 1 or not is_split(p):
+        whole = Run(0, shape.numel(), Box((0,) * len(shape), tuple(shape)))
+        return Placement(shape, (whole,), rank == 0, ranks > 1)
+    dim, stride = getattr(p, "partition_dim", -1), getattr(p, "partition_stride", 1)
+    if not 0 <= dim < len(shape) or shape[dim] % stride or (stride > 1 and dim > 0):
+        raise UnsupportedError(
+            f"ds_hessian does not support the tensor-parallel parameter {name!r} of shape "
+            f"{tuple(shape)} with partition_dim {dim} and partition_stride {stride}, which do not "
+            "say what part of the whole it is; use Megatron's parallel layers"
+        )
+    block = list(shape)
+    block[dim] //= stride
+    numel = shape.numel() // stride
+    runs = []
+    for k in range(stride):
+        offset = [0] * len(shape)
+        offset[dim] = (k * ranks + rank) * block[dim]
+        runs.append(Run(k * numel, numel, Box(tuple(offset), tuple(block))))
+    whole_shape = list(shape)
+    whole_shape[dim] *= ranks
+    return Placement(torch.Size(whole_shape), tuple(runs), True, False)
+
+
+class Replicas:
+    """Whether replicated parameters have the same gradient on all tensor-parallel ranks.
+
+    Where they have parts of a sum (of each rank's tokens, or of its heads), Megatron adds them up
+    outside of the engine, if at all: a product would be wrong.
+
+    Args:
+        rank: Tensor-parallel rank.
+        ranks: How many there are.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.sign = ranks - 1.0 if rank == 0 else -1.0
+        self.sums: dict[str, list[float]] = {}
+
+    def add(self, fragment: Fragment, gradient: Tensor | None) -> None:
+        """Note a run of a replicated parameter's gradient."""
+        entry = self.sums.setdefault(fragment.name, [0.0, 0.0])
+        if gradient is not None:
+            values = gradient.double()
+            index = torch.arange(
+                fragment.start, fragment.start + fragment.numel, device=values.device
+            )
+            entry[0] += self.sign * float(values @ index.double().cos())
+            entry[1] += float(values.abs().sum())
+
+    def check(self, space: VectorSpace, names: Sequence[str], tolerance: float) -> None:
+        """Raise if one of `names` differs by more than `tolerance` of its gradient's 1-norm.
+
+        Raises:
+            UnsupportedError: names the first.
+
+        Collective: one all-reduce.
+        """
+        mine = [self.sums.get(name, [0.0, 0.0]) for name in names]
+        summed = space.reduce(torch.tensor(mine, dtype=torch.float64).view(-1)).view(-1, 2)
+        for name, (difference, size) in zip(names, summed.tolist(), strict=True):
+            if abs(difference) > tolerance * size:
+                raise UnsupportedError(
+                    f"ds_hessian does not support the replicated parameter {name!r}, whose "
+                    "gradient differs between tensor-parallel ranks (by "
+                    f"{difference / size:.1e} of its size): parts of a sum that the engine does "
+                    "not add up; measure a job on megatron-core (ds_hessian.megatron), or a "
+                    "data-parallel one"
+                )
