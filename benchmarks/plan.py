@@ -32,6 +32,7 @@ import ds_hessian
 from ds_hessian import timing
 from ds_hessian.memory import Item, MemoryPlan
 from ds_hessian.plan import Job, plan_analysis
+from ds_hessian.products import products_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from train_gpt import GPT, sample, standard_library  # noqa: E402
@@ -122,7 +123,7 @@ def measure(case: Case) -> str:
     )
     plan = MemoryPlan.of(plan_analysis("spectrum", share, config).items, [passes])
     seconds = timing.plan_time(
-        sum(gradients) / 2, share, timing.CPU, config, timing.products_of("spectrum", config)
+        sum(gradients) / 2, share, timing.CPU, config, products_of("spectrum", config)
     ).product
     engine.destroy()
     cost = spectrum.cost

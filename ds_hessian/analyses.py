@@ -18,7 +18,7 @@ from ds_hessian import krylov
 from ds_hessian.backends.objective import LossFn, Objective
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError, NumericsError, UnsupportedError
-from ds_hessian.measurement import Measurement
+from ds_hessian.measurement import Measurement, plan_or_refuse
 from ds_hessian.operators import Congruent, LinearOperator
 from ds_hessian.operators.sampling import micro_batch_curvatures, standard_error
 from ds_hessian.plan import storage_of
@@ -173,7 +173,22 @@ class Analyses(Records):
             ConfigError: `adam`, and the optimizer is another or has not made a step yet.
             NumericsError: b is zero, no dampings, or something is not finite.
         """
-        config, kind = self.config.with_overrides(**overrides), preconditioner
+        options = method, tolerance, num_matvecs, preconditioner
+        return self._solve("solve", b, dampings, *options, overrides)
+
+    def _solve(
+        self,
+        plan: str | None,
+        b: Tensor,
+        dampings: Sequence[float],
+        method: krylov.SolveMethod,
+        tolerance: float,
+        num_matvecs: int | None,
+        kind: Tensor | Literal["adam"] | None,
+        overrides: Mapping[str, Any],
+    ) -> HessianSolution:
+        """See `solve`; `plan` is the analysis whose memory plan is made, None for none."""
+        config = self.config.with_overrides(**overrides)
         if isinstance(kind, str) and kind != "adam":
             raise ConfigError(f'the preconditioner is a diagonal or "adam", got {kind!r}')
         diagonal = self._adam()[0] if isinstance(kind, str) else kind
@@ -190,7 +205,7 @@ class Analyses(Records):
             "dampings": list(map(float, dampings)),
             "preconditioner": "diagonal" if isinstance(kind, Tensor) else kind,
         }
-        return self._measure("solve", HessianSolution, analysis, overrides, call)
+        return self._measure(plan, HessianSolution, analysis, overrides, call)
 
     def influence(
         self,
@@ -229,6 +244,8 @@ class Analyses(Records):
             raise UnsupportedError("influence needs a DeepSpeed engine, and use(batches) before it")
         config, space = self.config.with_overrides(**overrides), self.backend.space
         own = self._objective.loss_fn if loss_fn is None else loss_fn
+        limits = {"dampings": list(map(float, dampings)), "num_matvecs": num_matvecs}
+        plan_or_refuse(self, config, "influence", limits)
         with together("reading query and examples", device=self.backend.device):
             asked, given = Objective(query, own), Objective(examples, own)
         gradient = space.zeros()
@@ -236,7 +253,8 @@ class Analyses(Records):
             self.backend.add_gradient(gradient, range(len(asked)))
             gradient *= self.backend.gradient_scale
             loss = self.backend.loss
-        found = self.solve(gradient, dampings, method, tolerance, num_matvecs, **overrides)
+        options = method, tolerance, num_matvecs, None
+        found = self._solve(None, gradient, dampings, *options, overrides)
         dots = []
         with self._on(given, config):
             for i in range(len(given)):
@@ -355,7 +373,7 @@ class Analyses(Records):
         def analysis(operator: LinearOperator, draw: Draw) -> dict[str, Any]:
             return vars(krylov.block_coupling(operator, self._partition(blocks), draw(0)))
 
-        call = {"blocks": blocks}
+        call = {"blocks": blocks, "num_blocks": len(self._partition(blocks).names)}
         return self._measure("block_coupling", HessianBlockCoupling, analysis, overrides, call)
 
     def off_block_share(
@@ -414,14 +432,14 @@ class Analyses(Records):
 
     def _measure(
         self,
-        name: str,
+        plan: str | None,
         record: type[R],
         analysis: Callable[[LinearOperator, Draw], dict[str, Any]],
         overrides: Mapping[str, Any],
         call: Mapping[str, Any],
     ) -> R:
-        """The record of the method `name`; `call` are its arguments, JSON values."""
-        run = Measurement[Journal](self, overrides, name, call)
+        """A record of the memory plan `plan`; `call` are the method's arguments, JSON values."""
+        run = Measurement[Journal](self, overrides, plan, call)
         config = run.config
 
         def draw(number: int) -> Tensor:

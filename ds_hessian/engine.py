@@ -36,7 +36,14 @@ from ds_hessian.operators.sampling import (
     require_several,
     standard_error,
 )
-from ds_hessian.plan import Share, arguments_of, lanczos_options, plan_analysis
+from ds_hessian.plan import (
+    DIRECTIONS,
+    TOP_STEPS,
+    Share,
+    arguments_of,
+    lanczos_options,
+    plan_analysis,
+)
 from ds_hessian.provenance import describe_run
 from ds_hessian.results import (
     DisplacementSweep,
@@ -52,9 +59,6 @@ from ds_hessian.self_test import self_test
 from ds_hessian.vectors import ProbeKind, random_vector, together
 
 logger = logging.getLogger(__name__)
-
-TOP_STEPS = 10
-"""Lanczos steps for the direction of the largest eigenvalue: it is to point there, not to be it."""
 
 
 class HessianEngine(Analyses):
@@ -350,7 +354,7 @@ class HessianEngine(Analyses):
 
     def displacement_sweep(
         self,
-        directions: Sequence[str] | Mapping[str, Tensor] = ("random", "top", "gradient"),
+        directions: Sequence[str] | Mapping[str, Tensor] = DIRECTIONS,
         displacements: Sequence[float] | None = None,
         batches: Iterable[Any] | None = None,
         loss_fn: LossFn | None = None,
@@ -375,7 +379,8 @@ class HessianEngine(Analyses):
         """
         if batches is not None:
             self.use(batches, loss_fn)
-        run = Measurement[Any](self, overrides)
+        names = () if isinstance(directions, Mapping) else tuple(directions)
+        run = Measurement[Any](self, overrides, "displacement_sweep", {"directions": names})
         with run.open(DisplacementSweep):
             vectors = self._directions(run.operator, directions, run.config.seed)
             h = displacements or default_range(self.backend)
@@ -415,17 +420,21 @@ class HessianEngine(Analyses):
             elif name == "gradient":
                 vectors[name] = operator.gradient.clone()
             elif name == "top":
-                state = LanczosState(
-                    operator, self.random_vector(seed), TOP_STEPS, lambda k: self.random_vector(k)
-                )
-                while not state.done:
-                    state.step()
-                vectors[name] = ritz_vectors(state, [-1])[0]
+                vectors[name] = self._top_direction(operator, seed)
             else:
                 raise ConfigError(
                     f'no direction {name!r}: "random", "top", "gradient", or a mapping of vectors'
                 )
         return vectors
+
+    def _top_direction(self, operator: FiniteDifferenceHessian, seed: int) -> Tensor:
+        state = LanczosState(
+            operator, self.random_vector(seed), TOP_STEPS, lambda k: self.random_vector(k)
+        )
+        while not state.done:
+            state.step()
+        top: Tensor = ritz_vectors(state, [-1])[0]
+        return top
 
     def _identity(self, operator: FiniteDifferenceHessian, config: HessianConfig) -> dict[str, Any]:
         """What a measurement made now is of, whatever the layout."""

@@ -81,7 +81,7 @@ class Measurement(Generic[S]):
         host: The engine.
         overrides: Config values for it.
         analysis: Name of the method that makes it, whose memory plan is logged on rank 0; None for
-            what has no plan.
+            a part of what is planned already.
         arguments: The method's own.
 
     Attributes:
@@ -101,13 +101,13 @@ class Measurement(Generic[S]):
         self,
         host: Host,
         overrides: Mapping[str, Any],
-        analysis: str | None = None,
+        analysis: str | None,
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self._host, self._overrides = host, overrides
         self.config = host.config.with_overrides(**overrides)
         if analysis is not None:
-            _plan(host, self.config, analysis, arguments_of(analysis, arguments or {})[0])
+            plan_or_refuse(host, self.config, analysis, arguments or {})
         self.saved: S | None = None
         self._began, self._reduced = time.perf_counter(), host.backend.space.all_reduces
 
@@ -161,11 +161,25 @@ class Measurement(Generic[S]):
             self.saved.clear()
 
 
-def _plan(host: Host, config: HessianConfig, analysis: str, arguments: dict[str, Any]) -> None:
-    """Log the plan on rank 0; raise on all ranks if it does not fit on one."""
-    device, share = host.backend.device, host._share()
+def plan_or_refuse(
+    host: Host, config: HessianConfig, analysis: str, given: Mapping[str, Any]
+) -> None:
+    """Log the memory plan of an analysis on rank 0; refuse what does not fit.
+
+    Args:
+        host: The engine.
+        config: The settings.
+        analysis: Name of the method.
+        given: Its own arguments; those that memory does not depend on are ignored.
+
+    Raises:
+        ConfigError: it does not fit on some rank.
+
+    Collective.
+    """
+    device, share, arguments = host.backend.device, host._share(), arguments_of(analysis, given)[0]
     with together("planning the memory", device=device):
-        free = free_memory(config.basis.folder, device)
+        free = free_memory(config.basis.folder, device, config.resume)
         needs = needs_of(config, share, free, analysis, arguments)
         if host.backend.space.rank == 0:
             table = plan_analysis(analysis, share, config, arguments).table()

@@ -17,10 +17,11 @@ from typing import Literal
 
 import torch
 
-Place = Literal["accelerator", "host", "disk"]
+Place = Literal["accelerator", "host", "disk", "resume"]
 Moment = Literal["passes", "trials", "orthogonalization", "storing"]
 
-PLACES: tuple[Place, ...] = ("accelerator", "host", "disk")
+PLACES: tuple[Place, ...] = ("accelerator", "host", "disk", "resume")
+"""`disk`: a basis' folder, of each node; `resume`: that of runs' states, which all ranks see."""
 MOMENTS: tuple[Moment, ...] = ("passes", "trials", "orthogonalization", "storing")
 """Of a Lanczos step, in order: forward and backward passes, the comparison of two trials of the
 displacement, Gram-Schmidt, and the writing of the next basis vector."""

@@ -9,7 +9,6 @@ them; another setting that would fit is so a few keywords, whatever the analysis
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import shutil
@@ -17,6 +16,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -27,10 +27,9 @@ from ds_hessian.backends.zero.memory import ZeroFigures, memory_of_zero
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.krylov import LanczosOptions, Storage
-from ds_hessian.memory import FP32, PLACES, Item, MemoryPlan, Place, shown
-from ds_hessian.operators import memory_of_operator
-
-Settings = dict[str, Any]
+from ds_hessian.memory import FP32, PLACES, Item, MemoryPlan, Place, in_stage, shown
+from ds_hessian.operators import memory_of_operator, memory_of_sweep
+from ds_hessian.products import MAX_MATVECS, PRODUCTS, Settings, keywords_of, vectors_kept
 
 ELSEWHERE: tuple[Settings, ...] = (
     {"device": "host"},
@@ -45,6 +44,12 @@ SELECTIVE: tuple[Settings, ...] = (
     {"mode": "selective", "device": "host"},
     {"mode": "selective", "device": "disk"},
 )
+
+DIRECTIONS = ("random", "top", "gradient")
+"""Of a sweep."""
+
+TOP_STEPS = 10
+"""Lanczos steps for the direction `top`: it is to point there, not to be the eigenvector."""
 
 FEWEST = 10
 """Products below which no spectrum, trace or solve is proposed."""
@@ -162,6 +167,21 @@ def _blocks(share: Share, config: HessianConfig) -> list[Item]:
     return krylov.memory_of_blocks(share.n_local, share.place)
 
 
+def _displacement_sweep(
+    share: Share, config: HessianConfig, *, directions: Sequence[str] = DIRECTIONS
+) -> list[Item]:
+    names = tuple(directions)
+    products = [share.vectors("directions", len(names))]
+    products += memory_of_sweep(share.n_local, share.place)
+    if "top" not in names:
+        return products
+    before = names.index("top")
+    lanczos = krylov.memory_of_lanczos(share.n_local, share.place, min(TOP_STEPS, share.n))
+    formed = replace(share.vectors("Ritz vector being formed", 1), moments=("orthogonalization",))
+    search = [share.vectors("directions before it", before), *lanczos, formed]
+    return [*in_stage("top direction", search), *in_stage("products", products)]
+
+
 def _halves(name: str, value: int, least: int) -> list[Settings]:
     """Fewer and fewer of something."""
     found = []
@@ -172,6 +192,14 @@ def _halves(name: str, value: int, least: int) -> list[Settings]:
 
 def _with_less(analysis: str, config: HessianConfig, arguments: Settings) -> list[Settings]:
     """Settings that may fit where these do not, the least harmful first."""
+    less = _with_less_memory(analysis, config, arguments)
+    if config.resume is None or analysis not in PRODUCTS:
+        return less
+    most = arguments.get("max_matvecs", MAX_MATVECS) if analysis == "eigenpairs" else 0
+    return [*less, *_halves("max_matvecs", most, FEWEST), {"resume": None}]
+
+
+def _with_less_memory(analysis: str, config: HessianConfig, arguments: Settings) -> list[Settings]:
     products = arguments.get("num_matvecs") or config.num_matvecs
     fewer = _halves("num_matvecs", products, FEWEST)
     if analysis == "spectrum":
@@ -188,6 +216,9 @@ def _with_less(analysis: str, config: HessianConfig, arguments: Settings) -> lis
     if analysis == "sharpness":
         without = {"dtype": "bf16", "preconditioned": False}
         return [*ELSEWHERE, without, {**without, "device": "host", "max_matvecs": 3}]
+    if analysis == "displacement_sweep":
+        names = arguments.get("directions", DIRECTIONS)
+        return [{"directions": [name for name in names if name != "top"]}]
     return []
 
 
@@ -200,6 +231,7 @@ ANALYSES: dict[str, Callable[..., list[Item]]] = {
     "sharpness": _sharpness,
     "block_coupling": _blocks,
     "off_block_share": _blocks,
+    "displacement_sweep": _displacement_sweep,
 }
 
 
@@ -221,31 +253,33 @@ def plan_analysis(
         arguments: The method's own, those that its memory depends on: `k` and `basis_size` of
             `eigenpairs`, `method` and `num_matvecs` of `trace`, `dampings`, `num_matvecs` and
             `preconditioner` (one of one's own is `"diagonal"`) of `solve`, `preconditioned`,
-            `max_matvecs` and `warm` (there is an earlier one) of `sharpness`.
+            `max_matvecs` and `warm` (there is an earlier one) of `sharpness`, `directions` of
+            `displacement_sweep` (none for vectors of one's own). With `resume` also those that the
+            number of products depends on: `max_matvecs` of `eigenpairs`, `num_blocks` of
+            `block_coupling`, `num_probes` of `off_block_share`.
 
     Raises:
         ConfigError: there is no such analysis, or an argument is missing or unknown.
     """
     operator = memory_of_operator(share.n_local, share.place, config.finite_difference.scheme)
+    holds, given = _holds(analysis), dict(arguments or {})
+    counted = keywords_of(PRODUCTS[analysis], given)[0] if analysis in PRODUCTS else {}
+    own = {k: v for k, v in given.items() if k not in counted or k in keywords_of(holds, given)[0]}
     try:
-        items = _holds(analysis)(share, config, **(arguments or {}))
+        items = holds(share, config, **own)
     except TypeError as error:
         raise ConfigError(f"arguments of {analysis}: {str(error).lstrip('_')}") from error
+    if config.resume is not None and analysis in PRODUCTS:
+        count = vectors_kept(analysis, config, given)
+        items.append(replace(share.vectors(f"state of the run, {count}", count), place="resume"))
     return MemoryPlan.of(share.backend(config.finite_difference.precision), operator, items)
 
 
 def arguments_of(analysis: str, given: Mapping[str, Any]) -> tuple[Settings, Settings]:
     """Keywords as a method takes them: the `arguments` of `plan_analysis`, and all others."""
-    return keywords_of(_holds(analysis), given)
-
-
-def keywords_of(
-    function: Callable[..., Any], given: Mapping[str, Any]
-) -> tuple[Settings, Settings]:
-    """Those of the keywords that a function takes by keyword only, and all others."""
-    names = inspect.getfullargspec(function).kwonlyargs
-    own = {name: value for name, value in given.items() if name in names}
-    return own, {name: value for name, value in given.items() if name not in own}
+    own, others = keywords_of(_holds(analysis), given)
+    counted, others = keywords_of(PRODUCTS.get(analysis, _holds(analysis)), others)
+    return {**own, **counted}, others
 
 
 @dataclass(frozen=True)
@@ -387,7 +421,9 @@ def needs_of(
     )
 
 
-def free_memory(folder: str | None, device: torch.device) -> dict[Place, int]:
+def free_memory(
+    folder: str | None, device: torch.device, resume: str | None = None
+) -> dict[Place, int]:
     """Bytes that are free now, in the places that there are.
 
     On an accelerator, what torch has cached for training's passes counts as free.
@@ -395,14 +431,19 @@ def free_memory(folder: str | None, device: torch.device) -> dict[Place, int]:
     Args:
         folder: Of a basis on disk; None for the system's temporary folder.
         device: Of the vectors.
+        resume: Folder of the run's state, or where it will be made; None for none.
 
     Raises:
-        OSError: the folder cannot be looked at.
+        OSError: a folder cannot be looked at.
     """
     free: dict[Place, int] = {
         "host": psutil.virtual_memory().available,
         "disk": shutil.disk_usage(folder or tempfile.gettempdir()).free,
     }
+    if resume is not None:
+        at = Path(resume).absolute()
+        there = next(path for path in (at, *at.parents) if path.exists())
+        free["resume"] = shutil.disk_usage(there).free
     if device.type != "cpu":
         module = torch.get_device_module(device)
         cached = module.memory_reserved(device) - module.memory_allocated(device)
@@ -470,8 +511,9 @@ class Shortage:
 
     def __str__(self) -> str:
         shared = f" for {self.sharing} ranks" if self.sharing > 1 else ""
+        where = "in the resume folder" if self.place == "resume" else f"on the {self.place}"
         return (
-            f"{shown(self.needed)} on the {self.place} of rank {self.rank}{shared} "
+            f"{shown(self.needed)} {where} of rank {self.rank}{shared} "
             f"beyond training's memory, and {shown(self.free)} is free"
         )
 
@@ -480,7 +522,9 @@ def shortage(ranks: Sequence[Needs], number: int = 0) -> Shortage | None:
     """What is short on the first rank where something is, with the settings of that number."""
     for rank, mine in enumerate(ranks):
         for place, free in mine.free.items():
-            sharing = [r for r in ranks if r.node == mine.node and place != "accelerator"] or [mine]
+            sharing = [mine]
+            if place != "accelerator":
+                sharing = [r for r in ranks if r.node == mine.node or place == "resume"]
             needed = sum(r.peaks[number][place] for r in sharing)
             if needed > free:
                 return Shortage(place, rank, len(sharing), needed, free)

@@ -16,15 +16,13 @@ the bandwidth of the way there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ds_hessian.config import HessianConfig
-from ds_hessian.errors import ConfigError
 from ds_hessian.memory import Place
 from ds_hessian.operators import expected_evaluations
-from ds_hessian.plan import Share, keywords_of
+from ds_hessian.plan import Share
 
 PRODUCT_BYTES = 100
 """Read and written for a coordinate of a central difference: two displacements (28), sums of two
@@ -98,67 +96,6 @@ def spelled(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def _spectrum(config: HessianConfig) -> int:
-    sampled = 2 + config.num_probes if config.sampling else 0
-    return config.num_probes * config.num_matvecs + sampled
-
-
-def _eigenpairs(config: HessianConfig, *, k: int = 1, max_matvecs: int = 300) -> int:
-    return max_matvecs + k
-
-
-def _trace(config: HessianConfig, *, num_matvecs: int | None = None) -> int:
-    return num_matvecs or config.num_matvecs
-
-
-def _solve(
-    config: HessianConfig, *, dampings: Sequence[float], num_matvecs: int | None = None
-) -> int:
-    return (num_matvecs or config.num_matvecs) + len(dampings)
-
-
-def _sharpness(config: HessianConfig, *, max_matvecs: int = 5) -> int:
-    return max_matvecs
-
-
-def _off_block_share(config: HessianConfig, *, num_probes: int = 4) -> int:
-    return 2 * num_probes
-
-
-PRODUCTS: dict[str, Callable[..., int]] = {
-    "spectrum": _spectrum,
-    "eigenpairs": _eigenpairs,
-    "trace": _trace,
-    "solve": _solve,
-    "influence": _solve,
-    "sharpness": _sharpness,
-    "off_block_share": _off_block_share,
-}
-"""Products of each analysis, at most; of `sharpness` when warm. Those of `block_coupling` depend on
-the model's blocks."""
-
-
-def products_of(
-    analysis: str, config: HessianConfig, arguments: Mapping[str, Any] | None = None
-) -> int:
-    """Products that an analysis takes, at most.
-
-    Args:
-        analysis: Name of the method of `HessianEngine`.
-        config: The settings.
-        arguments: The method's own; those that do not matter here are ignored.
-
-    Raises:
-        ConfigError: the number depends on the model.
-    """
-    if analysis not in PRODUCTS:
-        raise ConfigError(
-            f"how many products {analysis} takes depends on the model: give --products"
-        )
-    products = PRODUCTS[analysis]
-    return products(config, **keywords_of(products, arguments or {})[0])
 
 
 def plan_time(

@@ -28,6 +28,7 @@ JOINING = {
     "records",
     "schedule",
     "plan",
+    "products",
     "provenance",
     "resume",
     "self_test",

@@ -11,6 +11,7 @@ from ds_hessian.errors import ConfigError
 from ds_hessian.krylov import lanczos
 from ds_hessian.operators import FiniteDifferenceHessian, expected_evaluations
 from ds_hessian.plan import Job
+from ds_hessian.products import products_of
 from ds_hessian.vectors import random_vector
 from tests.operators.nets import backend_of, batches, mlp, train
 
@@ -44,7 +45,7 @@ def test_the_gradients_of_a_product_are_those_that_operators_evaluate(
 
 def test_time_without_vectors_and_latency_is_that_of_the_gradients() -> None:
     config = HessianConfig(num_matvecs=20, num_probes=3)
-    plan = timing.plan_time(2.0, share(), FREE, config, timing.products_of("spectrum", config))
+    plan = timing.plan_time(2.0, share(), FREE, config, products_of("spectrum", config))
     assert plan.products == 60
     assert plan.product == pytest.approx(2.0 * expected_evaluations(60, 8))
     assert plan.total == pytest.approx(2.0 + 60 * plan.product)
@@ -85,9 +86,9 @@ def test_gradients_are_estimated_from_operations_and_traffic() -> None:
     ],
 )
 def test_products_of_analyses(analysis: str, arguments: dict[str, object], products: int) -> None:
-    assert timing.products_of(analysis, HessianConfig(), arguments) == products
+    assert products_of(analysis, HessianConfig(), arguments) == products
 
 
 def test_a_number_of_products_that_depends_on_the_model_is_asked_for() -> None:
     with pytest.raises(ConfigError, match="block_coupling takes depends on the model"):
-        timing.products_of("block_coupling", HessianConfig())
+        products_of("block_coupling", HessianConfig())

@@ -15,12 +15,12 @@ from ds_hessian.memory import MemoryPlan, Place, shown
 from ds_hessian.plan import (
     Job,
     arguments_of,
-    keywords_of,
     needs_of,
     plan_analysis,
     shortage,
     way_out,
 )
+from ds_hessian.products import products_of
 
 GIB = 2**30
 
@@ -143,14 +143,14 @@ def forecast(
         free: GiB that a rank has free beside training, where known.
 
     Raises:
-        ConfigError: see `plan_analysis`, `timing.products_of` and `Passes.gradient`.
+        ConfigError: see `plan_analysis`, `products_of` and `Passes.gradient`.
     """
     own, _ = arguments_of(analysis, arguments)
     memory = plan_analysis(analysis, job.share, config, own)
     gradient = passes.gradient(job, config.num_micro_batches)
     time = price = None
     if gradient is not None:
-        count = timing.products_of(analysis, config, arguments) if products is None else products
+        count = products_of(analysis, config, arguments) if products is None else products
         time = timing.plan_time(gradient, job.share, machine, config, count)
         if price_per_hour is not None:
             price = price_per_hour * job.world_size * time.total / 3600
@@ -228,9 +228,6 @@ def settings_of(
         given[name] = _value(value)
     base = HessianConfig() if config is None else HessianConfig.from_deepspeed(config)
     own, overrides = arguments_of(analysis, given)
-    if analysis in timing.PRODUCTS:
-        counted, overrides = keywords_of(timing.PRODUCTS[analysis], overrides)
-        own |= counted
     try:
         return (base or HessianConfig()).with_overrides(**overrides), own
     except ConfigError as error:

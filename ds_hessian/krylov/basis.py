@@ -1,15 +1,18 @@
-"""The stored vectors of a Krylov method: in which dtype, where, and how they are streamed.
+"""The stored vectors of a Krylov method: in which dtype, where, and what is made of them.
 
 Rows may be rounded to bf16; a rounded row is no longer of unit length, so its length is kept beside
-it and every coefficient counts for the unit vector along the row. Off the accelerator rows travel
-in blocks, the next one on its way while the current one is used.
+it and every coefficient counts for the unit vector along the row. How rows travel: see
+`ds_hessian.krylov.rows`.
+
+A rank that cannot read or write its file goes on, so that the others do not wait for it, and says
+NaN for its partial sums until the next reduction, in which all ranks learn of it and raise.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,20 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_hessian import ops
-from ds_hessian.vectors import VectorSpace
+from ds_hessian.krylov.rows import DiskRows, HostRows, NearRows, Rows
+from ds_hessian.memory import shown
+from ds_hessian.vectors import VectorSpace, agree, together
 
 Array = NDArray[np.float64]
 
-BLOCK_BYTES = 256 << 20
-"""Of one block of rows on its way to the accelerator; two are there at a time."""
-
-
-def rotation_bytes(formed: int, travelling: int, dtype: torch.dtype) -> int:
-    """Bytes of one coordinate in `Basis.rotate`: of the rows formed, one of them being rounded, and
-    of those on their way.
-    """
-    rounding = 0 if dtype == torch.float32 else 4 + dtype.itemsize
-    return 4 * formed + rounding + dtype.itemsize * travelling
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,8 @@ class Storage:
         dtype: `torch.float32`, or `torch.bfloat16` for half the memory at 1.5e-3 relative error of
             each vector, which the error bars of Ritz values include.
         place: `accelerator`, with the parameters; `host`, in (pinned) memory; `disk`, in a file
-            without a name in `folder`, which vanishes with the process.
+            without a name in `folder`, which vanishes with the process, read and written in the
+            background by DeepSpeed's asynchronous IO where it is built, else by threads.
         folder: Of the file; None for the system's temporary folder.
     """
 
@@ -51,18 +48,29 @@ class Storage:
     place: Literal["accelerator", "host", "disk"] = "accelerator"
     folder: str | None = None
 
-    def allocate(self, space: VectorSpace, rows: int) -> Tensor:
-        """Room for `rows` vectors, `(rows, n_local)`."""
-        shape = (rows, space.n_local)
-        if self.place == "accelerator":
-            return torch.zeros(shape, dtype=self.dtype, device=space.device)
-        if self.place == "host":
-            return torch.zeros(shape, dtype=self.dtype, pin_memory=space.device.type == "cuda")
-        with tempfile.NamedTemporaryFile(dir=self.folder, prefix="ds_hessian_basis_") as file:
-            size = max(math.prod(shape), 1)
-            file.truncate(size * self.dtype.itemsize)
-            mapped = torch.from_file(file.name, shared=True, size=size, dtype=self.dtype)
-        return mapped[: math.prod(shape)].view(shape)
+    def allocate(self, space: VectorSpace, capacity: int) -> Rows:
+        """Room for `capacity` vectors.
+
+        Raises:
+            MeasurementError: on the disk of some rank there is none.
+
+        Collective on disk.
+        """
+        shape, device = (space.n_local, capacity, self.dtype), space.device
+        if self.place == "disk":
+            with together(self.doing("making room for"), space.group, device):
+                rows = DiskRows(*shape, device, self.folder)
+            if space.rank == 0:
+                size = shown(capacity * space.n_local * self.dtype.itemsize)
+                logger.info("%s (%s a rank) %s", self.doing("keeping"), size, rows.way)
+            return rows
+        if self.place == "host" and device.type != "cpu":
+            return HostRows(*shape, device)
+        return NearRows(*shape, device)
+
+    def doing(self, what: str) -> str:
+        """What is done with a basis on disk, for messages."""
+        return f"{what} a basis on disk in {self.folder or 'the temporary folder'}"
 
 
 class Basis:
@@ -74,8 +82,13 @@ class Basis:
         storage: See `Storage`.
 
     Attributes:
+        rows: The vectors, as stored.
         inverse_squares: `(capacity,)` 1 / |row|^2; 1 for fp32 rows.
         rounding: `(capacity,)` what rounding changed in each row, relative to its length.
+
+    Raises:
+        MeasurementError: there is no room for them on some rank's disk; or, of the methods that
+            reduce, some rank's file could not be read or written.
     """
 
     def __init__(self, space: VectorSpace, capacity: int, storage: Storage | None = None) -> None:
@@ -84,26 +97,30 @@ class Basis:
         self.exact = self.storage.dtype == torch.float32
         self.inverse_squares = np.ones(capacity)
         self.rounding = np.zeros(capacity)
+        self._failure: OSError | None = None
 
     def store(self, row: int, w: Tensor, scale: float) -> Tensor:
         """Write `scale * w`, of unit length, into a row; w is lost.
 
         Returns partial sums `(2,)` which, reduced, go to `settle`; none `(0,)` for fp32 rows.
         """
-        owned, target = self.space.n_owned, self.rows[row]
-        here = target.device == self.space.device
+        owned, target = self.space.n_owned, self.rows.view(row)
         if self.exact:
-            ops.normalize_store(w, scale, target if here else w, None, owned)
-            if not here:
-                target.copy_(w)
+            ops.normalize_store(w, scale, w if target is None else target, None, owned)
+            if target is None:
+                self._try(lambda: self.rows.write(row, w))
             return torch.zeros(0, dtype=torch.float64)
-        kept = target if here else torch.empty_like(target, device=self.space.device)
+        kept = torch.empty_like(w, dtype=self.storage.dtype) if target is None else target
         rounded = torch.empty_like(w)
         square = ops.normalize_store(w, scale, rounded, kept, owned)
         along = scale * ops.dots([(w, rounded)], owned)
-        if not here:
-            target.copy_(kept)
+        if target is None:
+            self._try(lambda: self.rows.write(row, kept))
         return torch.cat([square, along])
+
+    def replace(self, row: int, values: Tensor) -> None:
+        """`values` `(n_local,)` fp32, which the dtype holds, become a row as stored."""
+        self._try(lambda: self.rows.write(row, values.to(self.space.device, self.storage.dtype)))
 
     def settle(self, row: int, sums: Tensor) -> None:
         """Take in the reduced sums of `store`."""
@@ -113,75 +130,78 @@ class Basis:
             self.rounding[row] = math.sqrt(max(0.0, 1 - 2 * along + square))
 
     def vector(self, row: int) -> Tensor:
-        """A row as a vector on the accelerator, `(n_local,)` fp32, of the length it is stored in.
+        """A row as a vector, `(n_local,)` fp32, of the length it is stored in.
 
         It may share memory with the basis.
         """
-        return self.rows[row].to(self.space.device, torch.float32)
+        found: list[Tensor] = []
+        self._try(lambda: found.append(self.rows.read(row).float()))
+        # Where it cannot be read, until the ranks know: any vector but zero.
+        return found[0] if found else torch.ones(self.space.n_local, device=self.space.device)
 
-    def blocks(self, count: int) -> Iterator[tuple[slice, Tensor]]:
-        """The first rows, on the accelerator, in blocks."""
-        if self.rows.device == self.space.device:
-            yield slice(0, count), self.rows[:count]
-            return
-        size = max(1, BLOCK_BYTES // max(1, self.space.n_local * self.storage.dtype.itemsize))
-        parts = [slice(a, min(a + size, count)) for a in range(0, count, size)]
-        ahead = [self.rows[p].to(self.space.device, non_blocking=True) for p in parts[:1]]
-        for part, following in zip(parts, [*parts[1:], None], strict=True):
-            block = ahead.pop()
-            if following is not None:
-                ahead.append(self.rows[following].to(self.space.device, non_blocking=True))
-            yield part, block
+    def read(self, row: int) -> Tensor:
+        """A row as it is stored, `(n_local,)`; it may share memory with the basis.
+
+        Raises:
+            OSError: this rank cannot read it, or an earlier one failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        return self.rows.read(row)
 
     def combine(self, coefficients: Array) -> Tensor:
-        """`coefficients` `(k, count)` times the first `count` unit vectors: `(k, n_local)` fp32."""
+        """`coefficients` `(k, count)` times the first `count` unit vectors: `(k, n_local)` fp32.
+
+        NaN on a rank that could not read its rows; see `agree`.
+        """
         k, count = coefficients.shape
-        weights = coefficients * np.sqrt(self.inverse_squares[:count])
+        weights = torch.tensor(coefficients * np.sqrt(self.inverse_squares[:count]))
         out = torch.zeros(k, self.space.n_local, device=self.space.device)
-        part = out  # the first block's, and where the basis is near, the only one's
-        for at, block in self.blocks(count):
-            if at.start > 0 and part is out:
-                part = torch.empty_like(out)
-            ops.combine(block, torch.tensor(weights[:, at]), part)
-            if part is not out:
-                out += part
+
+        def form() -> None:
+            for at, block in self.rows.blocks(count):
+                ops.combine(block, weights, out[:, at])
+
+        self._try(form)
+        if self._failure is not None:
+            out.fill_(math.nan)
         return out
 
     def rotate(self, coefficients: Array) -> None:
         """The first k rows become `coefficients` `(k, count)` times the first `count` unit vectors.
 
-        `coefficients` has orthonormal rows. Made in place, some coordinates at a time, in at most
-        `BLOCK_BYTES` beside the basis. Collective for rounded rows: one all-reduce.
+        `coefficients` has orthonormal rows. Made in place, block by block. Collective for rounded
+        rows: one all-reduce.
         """
         k, count = coefficients.shape
-        space, near = self.space, self.rows.device == self.space.device
         weights = torch.tensor(coefficients * np.sqrt(self.inverse_squares[:count]))
-        width = max(1, BLOCK_BYTES // rotation_bytes(k, 0 if near else count, self.storage.dtype))
         partials = torch.zeros(0 if self.exact else 2 * k, dtype=torch.float64)
-        for start in range(0, space.n_local, width):
-            at = slice(start, min(start + width, space.n_local))
-            block = self.rows[:count, at].to(space.device)
-            made = torch.empty(k, at.stop - start, device=space.device)
-            ops.combine(block, weights, made)
-            if self.exact:
-                self.rows[:k, at] = made
-                continue
-            owned = min(max(space.n_owned - start, 0), len(made[0]))
-            kept = torch.empty_like(made[0], dtype=self.storage.dtype)
-            rounded = torch.empty_like(made[0])
-            for i, w in enumerate(made):
-                square = ops.normalize_store(w, 1.0, rounded, kept, owned)
-                sums = torch.cat([square, ops.dots([(w, rounded)], owned)])
-                partials[2 * i : 2 * i + 2] += sums.cpu()
-                self.rows[i, at] = kept.to(self.rows.device)
-        totals = partials if self.exact else space.reduce(partials)
+
+        def rotate() -> None:
+            for at, block in self.rows.blocks(count):
+                made = torch.empty(k, block.shape[1], device=block.device)
+                ops.combine(block, weights, made)
+                self.rows.replace(at, made if self.exact else self._rounded(made, at, partials))
+
+        self._try(rotate)
+        totals = partials if self.exact else self.reduce(partials)
         for i in range(k):
             self.settle(i, totals[2 * i : 2 * i + 2])
 
+    def _rounded(self, made: Tensor, at: slice, partials: Tensor) -> Tensor:
+        """Rows of some columns in the basis' dtype; adds their sums to those for `settle`."""
+        owned = self._owned(at)
+        kept = torch.empty_like(made, dtype=self.storage.dtype)
+        rounded = torch.empty_like(made[0])
+        for i, (w, row) in enumerate(zip(made, kept, strict=True)):
+            square = ops.normalize_store(w, 1.0, rounded, row, owned)
+            sums = torch.cat([square, ops.dots([(w, rounded)], owned)])
+            partials[2 * i : 2 * i + 2] += sums.cpu()
+        return kept
+
     def project(self, w: Tensor, count: int) -> Tensor:
         """`(count,)` partial sums: dot products of the first rows, as stored, with w."""
-        owned = self.space.n_owned
-        return torch.cat([ops.project(block, w, owned)[:-1] for _, block in self.blocks(count)])
+        return self._sum(count, count, lambda at, q: ops.project(q, w[at], self._owned(at))[:-1])
 
     def subtract(self, w: Tensor, dots: Tensor) -> Tensor:
         """`w <- w - projection`, in place, from the reduced `dots` of `project`.
@@ -189,17 +209,27 @@ class Basis:
         Returns `(1,)` partial `<w, w>`.
         """
         c = self._coefficients(dots, w)
-        for at, block in self.blocks(len(dots)):
-            square = ops.subtract(block, w, c[at], self.space.n_owned)
-        return square
+        return self._sum(len(dots), 1, lambda at, q: ops.subtract(q, w[at], c, self._owned(at)))
 
     def subtract_project(self, w: Tensor, dots: Tensor) -> Tensor:
-        """`subtract`, then `project`; in one pass where the rows are on the accelerator."""
-        if self.rows.device == w.device:
-            c, rows = self._coefficients(dots, w), self.rows[: len(dots)]
-            return ops.subtract_project(rows, w, c, self.space.n_owned)[:-1]
-        self.subtract(w, dots)
-        return self.project(w, len(dots))
+        """`subtract`, then `project`, in one pass."""
+        c = self._coefficients(dots, w)
+        count = len(dots)
+        return self._sum(
+            count, count, lambda at, q: ops.subtract_project(q, w[at], c, self._owned(at))[:-1]
+        )
+
+    def _sum(self, count: int, size: int, term: Callable[[slice, Tensor], Tensor]) -> Tensor:
+        """The sum of `term(columns, rows)`, `(size,)`, over the blocks of the first rows."""
+        terms: list[Tensor] = []
+        self._try(lambda: terms.extend(term(at, q) for at, q in self.rows.blocks(count)))
+        if self._failure is not None:
+            return torch.full((size,), math.nan, dtype=torch.float64, device=self.space.device)
+        return torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]
+
+    def _owned(self, at: slice) -> int:
+        """How many of some columns this rank owns."""
+        return min(max(self.space.n_owned - at.start, 0), at.stop - at.start)
 
     def orthogonalize(self, w: Tensor, count: int) -> tuple[Array, float]:
         """Make w orthogonal to the first rows by classical Gram-Schmidt, twice, in place.
@@ -211,11 +241,35 @@ class Basis:
         """
         if count == 0:
             return np.zeros(0), self.space.norm(w)
-        first = self.space.reduce(self.project(w, count))
-        second = self.space.reduce(self.subtract_project(w, first))
-        square = self.space.reduce(self.subtract(w, second))
+        first = self.reduce(self.project(w, count))
+        second = self.reduce(self.subtract_project(w, first))
+        square = self.reduce(self.subtract(w, second))
         coefficients = (first + second).numpy() * np.sqrt(self.inverse_squares[:count])
         return coefficients, math.sqrt(float(square[0]))
+
+    def reduce(self, partials: Tensor) -> Tensor:
+        """`VectorSpace.reduce` of partial sums of this basis, which every rank could form."""
+        sums = self.space.reduce(partials)
+        if not bool(torch.isfinite(sums).all()):
+            self.agree()
+        return sums
+
+    def agree(self) -> None:
+        """Return if every rank's file could be read and written so far.
+
+        Collective on disk.
+        """
+        if self.storage.place == "disk":
+            doing = self.storage.doing("keeping")
+            agree(self._failure, doing, self.space.group, self.space.device)
+
+    def _try(self, use: Callable[[], object]) -> None:
+        """Use the rows, unless they have failed before."""
+        try:
+            if self._failure is None:
+                use()
+        except OSError as error:  # raised on all ranks by `agree`
+            self._failure = error
 
     def _coefficients(self, dots: Tensor, w: Tensor) -> Tensor:
         return (dots * torch.from_numpy(self.inverse_squares[: len(dots)])).to(w.device)

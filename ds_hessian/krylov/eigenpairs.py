@@ -124,7 +124,7 @@ def eigenpairs(
         if state.done:
             state.restart(np.sort(select(values, min(size - 1, (k + size) // 2), which)))
             restarts += 1
-    found = state.basis.combine(vectors[:, chosen].T)
+    found = state.combine(vectors[:, chosen].T)
     products, asymmetry = state.products, state.asymmetry
     del state  # the basis makes room
     return _measured(operator, found, which, tolerance, products, restarts, asymmetry)

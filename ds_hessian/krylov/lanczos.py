@@ -45,6 +45,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -186,13 +187,13 @@ class LanczosState:
         w, numbers = product.vector, self._numbers(j)
         count = len(numbers) + len(self._converged)
         partials = self.basis.project(w, count)
-        sums = self.space.reduce(torch.cat([partials, self._pending.to(w.device)]))
+        sums = self._reduce(torch.cat([partials, self._pending.to(w.device)]))
         first = sums[:count]
         self._settle(sums[count:])
         second = self.basis.subtract_project(w, first)
         if self._archive is not None:  # its norm, so that beta is known before the last reduction
             second = torch.cat([second, ops.dots([(w, w)], self.space.n_owned)])
-        second = self.space.reduce(second)
+        second = self._reduce(second)
         square = self.basis.subtract(w, second[:count])
         # w is H times the stored row: per unit length of it, and along unit vectors.
         inverse_squares = self.basis.inverse_squares[:count]
@@ -212,7 +213,7 @@ class LanczosState:
         if self._archive is not None and not self.done:
             beta = math.sqrt(max(float(second[-1]) - again, 0.0)) / length
             slots, formed = self._form_converged(self._archive, w, beta)
-        sums = self.space.reduce(torch.cat([square, formed]))
+        sums = self._reduce(torch.cat([square, formed]))
         removed = self._remove(w, slots, sums[1:])
         norm = math.sqrt(max(float(sums[0]) - removed, 0.0))
         self._append(w, norm, math.sqrt(again + removed), length)
@@ -263,7 +264,7 @@ class LanczosState:
         row = self.steps % self._recent
         pending = self.basis.store(row, w, scale)
         if self._archive is not None:
-            pending = self._archive.store(self.steps, self.basis.rows[row].clone(), 1.0)
+            pending = self._archive.store(self.steps, self.basis.vector(row).clone(), 1.0)
         return pending
 
     def _settle(self, sums: Tensor) -> None:
@@ -311,7 +312,7 @@ class LanczosState:
             return [], torch.zeros(0, dtype=torch.float64, device=w.device)
         formed = archive.combine(known[:, order].T)
         for slot, y in zip(order, formed, strict=True):
-            self.basis.rows[self._recent + slot] = y
+            self.basis.replace(self._recent + slot, y)
         pairs = [pair for y in formed for pair in ((y, y), (y, w))]
         return order, ops.dots(pairs, self.space.n_owned)
 
@@ -324,7 +325,7 @@ class LanczosState:
             row, whole = self._recent + slot, abs(square - 1) < COVERED
             self.basis.inverse_squares[row] = 1 / square if whole else 0.0
             if whole:
-                w.sub_(self.basis.rows[row], alpha=dot / square)
+                w.sub_(self.basis.vector(row), alpha=dot / square)
                 removed += dot**2 / square
         return removed
 
@@ -349,18 +350,25 @@ class LanczosState:
         self._store_residual(couplings)
 
     def combine(self, coefficients: NDArray[np.float64]) -> Tensor:
-        """Rows of coefficients `(k, m)` times the whole basis, `(k, n_local)` fp32."""
-        assert self.options.mode in ("full", "selective")
-        return (self._archive or self.basis).combine(coefficients)
+        """Rows of coefficients `(k, m)` times the whole basis, `(k, n_local)` fp32.
 
-    def vectors(self) -> dict[str, Tensor]:
-        """{name: row as stored} of what the next step needs; a name's vector never changes.
+        Collective for a basis on disk.
+        """
+        assert self.options.mode in ("full", "selective")
+        basis = self._archive or self.basis
+        out = basis.combine(coefficients)
+        basis.agree()
+        return out
+
+    def vectors(self) -> dict[str, Callable[[], Tensor]]:
+        """{name: gives the row as stored} of what the next step needs; a name's vector never
+        changes.
 
         Of a run without thick restarts.
         """
         if self.done:
             return {}
-        return {name: basis.rows[row] for name, basis, row in self._named_rows()}
+        return {name: partial(basis.read, row) for name, basis, row in self._named_rows()}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the vectors, as JSON values, for `load_state_dict`.
@@ -368,7 +376,7 @@ class LanczosState:
         Collective: one all-reduce of two numbers for a bf16 basis.
         """
         if len(self._pending):
-            self._settle(self.space.reduce(self._pending))
+            self._settle(self._reduce(self._pending))
         at = np.nonzero(self.matrix)
         return {
             "coefficients": self._coefficients[: self.steps, : len(self._converged)].tolist(),
@@ -397,7 +405,11 @@ class LanczosState:
             self._coefficients[: self.steps, : len(self._converged)] = figures["coefficients"]
         self._pending = self._pending[:0]
         for name, basis, row in self._named_rows():
-            basis.rows[row].copy_(vector(name))
+            basis.replace(row, vector(name))
+
+    def _reduce(self, partials: Tensor) -> Tensor:
+        """See `Basis.reduce`."""
+        return (self._archive or self.basis).reduce(partials)
 
     def _bases(self) -> list[Basis]:
         return [self.basis] if self._archive is None else [self.basis, self._archive]

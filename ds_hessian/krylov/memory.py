@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from ds_hessian.krylov.basis import BLOCK_BYTES, Storage, rotation_bytes
+from ds_hessian.krylov.basis import Storage
 from ds_hessian.krylov.lanczos import LanczosOptions
+from ds_hessian.krylov.rows import block_bytes, division
 from ds_hessian.krylov.traces import Method
 from ds_hessian.memory import FP32, Item, Moment, Place, in_stage
 
@@ -41,7 +42,7 @@ def memory_of_lanczos(
     items = memory_of_basis(n_local, place, rows, storage)
     if selective:  # the last vectors and Ritz vectors are in fp32, with the other vectors
         kept = options.capacity(num_matvecs) + options.window
-        formed = FORMED * (2 if _far(place, storage) else 1) * vector
+        formed = FORMED * vector
         items += [
             Item(f"last vectors and Ritz vectors, {kept}", place, kept * vector),
             Item("Ritz vectors being formed", place, formed, ("orthogonalization",)),
@@ -57,24 +58,33 @@ def memory_of_basis(n_local: int, place: Place, rows: int, storage: Storage) -> 
     if not rows:
         return []
     stored, exact = storage.dtype.itemsize * n_local, storage.dtype == torch.float32
-    far, size = _far(place, storage), rows * stored
-    block = max(stored, min(BLOCK_BYTES // max(stored, 1), rows) * stored)
-    blocks = min(2 * block, size)
-    if far and storage.place == "host" and size:
-        # torch rounds pinned memory up to a power of two (CachingHostAllocator.h).
-        size = 1 << (size - 1).bit_length()
-    there: Place = place if storage.place == "accelerator" else storage.place
-    return [
-        Item(f"basis, {rows} vectors in {'fp32' if exact else 'bf16'}", there, size),
-        Item("vector before rounding", place, 0 if exact else FP32 * n_local, ("storing",)),
-        Item("row on its way", place, stored if far and not exact else 0, ("storing",)),
-        Item("blocks of the basis", place, blocks if far else 0, ("orthogonalization",)),
-    ]
+    name, rounded = f"basis, {rows} vectors in {'fp32' if exact else 'bf16'}", FP32 * n_local
+    items = [Item("vector before rounding", place, 0 if exact else rounded, ("storing",))]
+    if not _far(place, storage):
+        return [Item(name, place, rows * stored), *items]
+    number, _ = division(n_local, rows, storage.dtype)
+    block = block_bytes(n_local, rows, storage.dtype)
+    whole, blocks = number * block, min(number, 2) * block
+    items.append(Item("row on its way", place, 0 if exact else stored, ("storing",)))
+    if storage.place == "disk":
+        each = [*[block] * min(number, 2), whole // rows]
+        buffers = sum(map(_pinned, each)) if place == "accelerator" else sum(each)
+        items += [Item(name, "disk", whole), Item("blocks and row on their way", "host", buffers)]
+    else:
+        items.append(Item(name, "host", _pinned(whole)))
+    if place == "accelerator":
+        items.append(Item("blocks of the basis", place, blocks, GRAM_SCHMIDT))
+    return items
+
+
+def _pinned(size: int) -> int:
+    """Bytes that torch takes for pinned memory: a power of two (CachingHostAllocator.h)."""
+    return 1 << (size - 1).bit_length()
 
 
 def _far(place: Place, storage: Storage) -> bool:
-    """Whether rows travel; on the CPU those in a mapped file too are used where they are."""
-    return place == "accelerator" and storage.place != "accelerator"
+    """Whether rows travel; on the CPU the host is near."""
+    return storage.place == "disk" or place == "accelerator" and storage.place == "host"
 
 
 def _is_row(place: Place, storage: Storage) -> bool:
@@ -88,8 +98,9 @@ def memory_of_eigenpairs(
     """Items of `eigenpairs`; see there. `n` is the dimension."""
     size, vector = min(n, 2 * k + 20 if basis_size is None else basis_size), FP32 * n_local
     kept = min(size - 1, (k + size) // 2)
-    travelling = size if _far(place, storage) else 0
-    restart = min(BLOCK_BYTES, rotation_bytes(kept, travelling, storage.dtype) * n_local)
+    width = min(division(n_local, size, storage.dtype)[1], n_local)
+    rounded = 0 if storage.dtype == torch.float32 else storage.dtype.itemsize * kept + FP32
+    restart = width * (FP32 * kept + rounded)
     formed = Item("Ritz vectors being formed", place, max(restart, k * vector), GRAM_SCHMIDT)
     results = [
         Item("eigenvectors", place, k * vector),

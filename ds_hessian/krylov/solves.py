@@ -199,7 +199,7 @@ def _solve(
         lowest=(float(pairs.values[0]), float(pairs.errors[0])),
         gaps=[float(abs(pairs.values + shift).min()) for shift in shifts],
     )
-    return space, state.basis.combine(coefficients)
+    return space, state.combine(coefficients)
 
 
 def _small(state: LanczosState, shift: float, method: SolveMethod) -> _Small:

@@ -177,10 +177,10 @@ def xtrace(
     inner, projected, errors = np.zeros((count, count)), np.zeros((count, m)), []
     for i in range(m):
         partials = basis.project(draw(i), count)
-        projected[:, i] = space.reduce(partials).numpy() * unit * math.sqrt(space.n)
+        projected[:, i] = basis.reduce(partials).numpy() * unit * math.sqrt(space.n)
     for i in range(count):
         product = operator.matvec(basis.vector(i))
-        dots = space.reduce(basis.project(product.vector, count)).numpy()
+        dots = basis.reduce(basis.project(product.vector, count)).numpy()
         inner[:, i] = dots * unit * unit[i]
         errors.append(absolute_error(product))
         del product
@@ -227,7 +227,7 @@ def _range(
         if norm > BREAKDOWN * largest:
             triangle[count, i] = length * norm
             stored = basis.store(count, w, 1 / norm)
-            basis.settle(count, space.reduce(stored) if len(stored) else stored)
+            basis.settle(count, basis.reduce(stored) if len(stored) else stored)
             count += 1
         del v, product, w
     return basis, triangle, along, count

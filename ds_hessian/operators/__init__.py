@@ -2,7 +2,7 @@
 
 from ds_hessian.operators.evaluations import expected_evaluations
 from ds_hessian.operators.finite_difference import FiniteDifferenceHessian, OperatorCost
-from ds_hessian.operators.memory import memory_of_operator
+from ds_hessian.operators.memory import memory_of_operator, memory_of_sweep
 from ds_hessian.operators.protocol import LinearOperator, Product
 from ds_hessian.operators.schemes import SCHEMES, Scheme, SchemeName
 from ds_hessian.operators.sweep import SweepPoint, default_range, sweep
@@ -21,5 +21,6 @@ __all__ = [
     "default_range",
     "expected_evaluations",
     "memory_of_operator",
+    "memory_of_sweep",
     "sweep",
 ]

@@ -24,3 +24,13 @@ def memory_of_operator(n_local: int, place: Place, scheme: SchemeName = "central
         Item("trials being compared", place, compared * vector, ("trials",)),
         Item("product", place, vector, ("orthogonalization", "storing")),
     ]
+
+
+def memory_of_sweep(n_local: int, place: Place) -> list[Item]:
+    """Items of `sweep`, beside its operator's and the direction."""
+    vector = FP32 * n_local
+    # In passes the last product takes the place of the trial before, which a sweep has not.
+    return [
+        Item("product before", place, vector, ("orthogonalization", "storing")),
+        Item("difference of the products", place, vector, ("orthogonalization",)),
+    ]

@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ds_hessian.backends import ShardBackend
 from ds_hessian.backends.state import RandomState
 from ds_hessian.operators import FiniteDifferenceHessian
 from ds_hessian.resume.identity import refuse_foreign
-from ds_hessian.resume.store import StateStore
+from ds_hessian.resume.store import Given, StateStore
 
 
 class SavedRun:
@@ -90,7 +89,7 @@ class SavedRun:
         """Remove the state: the measurement is complete."""
         self._store.clear()
 
-    def _keep(self, figures: Mapping[str, Any], vectors: Mapping[str, Tensor | None]) -> None:
+    def _keep(self, figures: Mapping[str, Any], vectors: Mapping[str, Given]) -> None:
         """Keep these, and what is kept of every measurement; see `StateStore.save`."""
         space = self.backend.space
         common = {

@@ -53,6 +53,7 @@ ID = 12
 Index = slice | Tensor
 Parts = dict[int, list[tuple[Index, Index]]]
 Source = Callable[[str], Tensor]
+Given = Tensor | Callable[[], Tensor] | None
 
 
 class StateStore:
@@ -103,13 +104,14 @@ class StateStore:
             v = self._read(name)
         return v
 
-    def save(self, figures: Mapping[str, Any], vectors: Mapping[str, Tensor | None]) -> None:
+    def save(self, figures: Mapping[str, Any], vectors: Mapping[str, Given]) -> None:
         """Make these the state, durably.
 
         Args:
             figures: JSON values, the same on every rank.
-            vectors: {name: `(n_local,)`}: all of the state's vectors. Those whose name the state
-                before had already are not written again, and may be None.
+            vectors: {name: `(n_local,)`, or a function that gives it}: all of the state's vectors.
+                Those whose name the state before had already are not written again, nor asked for,
+                and may be None.
 
         Raises:
             MeasurementError: some rank could not write (the state before is still there), or could
@@ -119,6 +121,7 @@ class StateStore:
         with together(self._doing, device=self.space.device):
             for name in sorted(names - self._written):
                 v = vectors[name]
+                v = v() if callable(v) else v
                 self._write_vector(name, self._read(name) if v is None else v)
             checkpoint(self._doing, device=self.space.device)
             if self.space.rank == 0:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,10 @@ from torch import Tensor, nn
 
 import ds_hessian
 from ds_hessian.memory import Item, MemoryPlan
+from ds_hessian.ops import async_io
 from ds_hessian.plan import free_memory
 
 WIDTH, DEPTH = 512, 4
-
-KINDS = ("RssAnon", "RssFile")
 
 
 class Tower(nn.Module):
@@ -80,27 +80,38 @@ def dtype_of(engine: Any) -> torch.dtype:
     return dtype
 
 
-def resident() -> tuple[int, int]:
-    """Resident bytes of this process now: of its own memory, and of files that it has mapped."""
-    text = Path("/proc/self/status").read_text()
-    own, mapped = (re.search(rf"^{name}:\s+(\d+) kB$", text, re.M) for name in KINDS)
-    assert own is not None and mapped is not None
-    return 1024 * int(own[1]), 1024 * int(mapped[1])
+def resident(folder: Path | None = None) -> tuple[int, int, int]:
+    """Bytes that this process has now: of its own memory, in files without a name, and in vectors
+    of its rank in a folder.
+    """
+    own = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
+    assert own is not None
+    files: dict[int, int] = {}  # one may be open more than once
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            if os.readlink(link).endswith(" (deleted)"):
+                found = os.stat(link)
+                files[found.st_ino] = 512 * found.st_blocks
+    kept = 0
+    for path in [] if folder is None else folder.rglob(f"*.rank{dist.get_rank()}.safetensors"):
+        with suppress(OSError):
+            kept += path.stat().st_size
+    return 1024 * int(own[1]), sum(files.values()), kept
 
 
 @contextmanager
-def peak_resident() -> Iterator[list[int]]:
-    """Over the body, the peaks of both kinds of resident memory, over what there was before.
+def peak_resident(folder: Path | None = None) -> Iterator[list[int]]:
+    """Over the body, the peaks of each, over what there was before.
 
-    Sampled, because the kernel's own peak (`VmHWM`) does not tell the two kinds apart.
+    Sampled, because the kernel's own peak (`VmHWM`) has libraries' code in it.
     """
     gc.collect()
     before, done = resident(), threading.Event()
-    peaks = [0, 0]
+    peaks = [0, 0, 0]
 
     def watch() -> None:
         while not done.is_set():
-            for i, size in enumerate(resident()):
+            for i, size in enumerate(resident(folder)):
                 peaks[i] = max(peaks[i], size - before[i])
             time.sleep(0.002)
 
@@ -116,7 +127,7 @@ def peak_resident() -> Iterator[list[int]]:
 def measured_and_planned(
     stage: int, dtype: str, cases: list[tuple[str, dict[str, Any]]]
 ) -> list[tuple[list[int], list[int], float]]:
-    """For each case ([measured host, disk], [planned host, disk], bytes of a vector).
+    """For each case ([measured host, disk, resume], the same planned, bytes of a vector).
 
     What forward and backward need in training is measured too, and added to the plan's passes.
     """
@@ -133,8 +144,10 @@ def measured_and_planned(
     found = []
     b = hessian.random_vector()
     for analysis, settings in cases:
-        plan = MemoryPlan.of(hessian.memory_plan(analysis, **settings).items, [passes])
         given: dict[str, Any] = dict(settings)
+        os.environ[async_io.SETTING] = given.pop("way", "auto")
+        folder = Path(given["resume"]) if "resume" in given else None
+        plan = MemoryPlan.of(hessian.memory_plan(analysis, **given).items, [passes])
         if analysis == "solve":
             given["b"] = b
         elif analysis == "influence":
@@ -142,9 +155,9 @@ def measured_and_planned(
         elif analysis == "sharpness":  # from Lanczos it may converge before its basis is full
             hessian.sharpness(preconditioned=given["preconditioned"])
             del given["warm"]
-        with peak_resident() as peaks:
+        with peak_resident(folder) as peaks:
             getattr(hessian, analysis)(**given)
-        planned = [plan.peak("host"), plan.peak("disk")]
+        planned = [plan.peak("host"), plan.peak("disk"), plan.peak("resume")]
         found.append((list(peaks), planned, 4.0 * hessian.backend.space.n_local))
     engine.destroy()
     return found

@@ -78,7 +78,10 @@ def test_what_does_not_fit_ends_with_1_and_names_what_would() -> None:
         ([*JOB, "-s", "num_matvecs=0"], "num_matvecs: must be an integer, at least 1"),
         ([*JOB, "--tokens", "4096"], "--tokens and --tflops estimate the time together: give both"),
         ([*JOB, "--price", "2"], "a price needs the time"),
-        ([*JOB, "--free", "gpu=3"], "'gpu=3' is not one of accelerator, host, disk and a number"),
+        (
+            [*JOB, "--free", "gpu=3"],
+            "'gpu=3' is not one of accelerator, host, disk, resume and a number",
+        ),
         ([*JOB, "--config", "none.json"], "no such file"),
         (
             [*JOB, "--analysis", "block_coupling", "--seconds-per-micro-batch", "1"],

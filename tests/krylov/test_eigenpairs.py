@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_hessian.errors import NumericsError
-from ds_hessian.krylov import Eigenpairs, Storage, basis, eigenpairs
+from ds_hessian.krylov import Eigenpairs, Storage, eigenpairs
 from tests.krylov.matrices import SPECTRA, Matrix
 from tests.ranks import RankPool
 
@@ -68,22 +68,6 @@ def test_restarts_bound_the_basis_and_find_what_a_large_basis_finds() -> None:
     assert small.restarts > 2 and large.restarts == 0
     assert small.converged.all() and large.converged.all()
     assert np.allclose(small.values, large.values, rtol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("place", ["accelerator", "disk"])
-def test_a_restart_in_small_blocks_is_the_same(
-    monkeypatch: pytest.MonkeyPatch, place: Any, dtype: torch.dtype
-) -> None:
-    options = {"basis_size": 12, "tolerance": 1e-4, "storage": Storage(dtype, place)}
-    whole, _ = find("marchenko-pastur", 4, "LA", **options)
-    monkeypatch.setattr(basis, "BLOCK_BYTES", 1000)  # some 20 of the 300 coordinates
-    blocks, _ = find("marchenko-pastur", 4, "LA", **options)
-    assert blocks.restarts == whole.restarts > 2
-    if dtype == torch.float32:
-        assert np.array_equal(blocks.values, whole.values)
-    # The length of a rounded row is a sum in another order.
-    assert np.allclose(blocks.values, whole.values, rtol=1e-6)
 
 
 def test_a_good_start_needs_few_products() -> None:

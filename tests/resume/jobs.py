@@ -295,7 +295,7 @@ def vectors_without_files(folder: str) -> list[bool]:
         path.unlink(missing_ok=True)
     near = 64 * 2.0**-24
     return [
-        bool((store.vector(name) - v).abs().max() < near) for name, v in state.vectors().items()
+        bool((store.vector(name) - v()).abs().max() < near) for name, v in state.vectors().items()
     ]
 
 

@@ -60,9 +60,9 @@ def test_what_a_killed_job_was_writing_is_removed(ranks: Ranks, tmp_path: Path) 
         LanczosOptions("window", 4, Storage(torch.float32, "disk")),
         LanczosOptions("none"),
         LanczosOptions("selective", 3),
-        LanczosOptions("selective", 3, Storage(torch.bfloat16)),
+        LanczosOptions("selective", 3, Storage(torch.bfloat16, "disk")),
     ],
-    ids=["bf16 on the host", "window on disk", "none", "selective", "selective, bf16"],
+    ids=["bf16 on the host", "window on disk", "none", "selective", "selective, bf16 on disk"],
 )
 def test_every_basis_is_taken_up_to_the_same_bits(
     ranks: Ranks, tmp_path: Path, options: LanczosOptions

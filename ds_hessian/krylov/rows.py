@@ -1,0 +1,274 @@
+"""Where the rows of a basis are: near, where vectors are, or far, from where they travel.
+
+Whatever the place, rows are used in blocks of columns, all rows of a block together, which are the
+same in every place: so are the bits of what is made of them. Far rows travel in these blocks, in
+which they are also stored, each in one piece, and the next block is on its way while one is used:
+
+    (blocks, capacity, width)       pinned host memory; or a file, through two buffers of a block
+                                    and one of a row, which is written while the run goes on
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ds_hessian.ops.transfers import BackgroundFile
+
+logger = logging.getLogger(__name__)
+
+BLOCK_BYTES = 256 << 20
+"""Of one block of all rows; two are there at a time, where they travel."""
+
+COLUMNS = 4096
+"""Widths of blocks are multiples: of what kernels take at a time (csrc/cpu/parallel.h), and of what
+direct IO asks for, 512 bytes."""
+
+STAMPS = 32749
+"""A prime, so that rows which are written in turn come to the same one rarely."""
+
+
+def division(n_local: int, capacity: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Number of blocks of the columns, and their width; the last one may have less in use."""
+    whole = max(1, math.ceil(n_local / COLUMNS))
+    most = max(1, BLOCK_BYTES // (max(capacity, 1) * dtype.itemsize * COLUMNS))
+    number = math.ceil(whole / most)
+    return number, math.ceil(whole / number) * COLUMNS
+
+
+def block_bytes(n_local: int, capacity: int, dtype: torch.dtype) -> int:
+    """Of a block of all rows, as it travels."""
+    return capacity * division(n_local, capacity, dtype)[1] * dtype.itemsize
+
+
+class Rows(Protocol):
+    """`capacity` rows of `n_local` elements of one dtype.
+
+    Attributes:
+        capacity: Number of rows.
+    """
+
+    capacity: int
+
+    def view(self, row: int) -> Tensor | None:
+        """The row itself, `(n_local,)`, where it is near."""
+        ...
+
+    def read(self, row: int) -> Tensor:
+        """A row, `(n_local,)`, with the vectors; the row itself where it is near."""
+        ...
+
+    def write(self, row: int, values: Tensor) -> None:
+        """`values` `(n_local,)`, of the dtype of the rows, become a row."""
+        ...
+
+    def blocks(self, count: int) -> Iterator[tuple[slice, Tensor]]:
+        """Columns, and the first `count` rows of them, with the vectors; for as long as the next
+        block is not asked for.
+        """
+        ...
+
+    def replace(self, columns: slice, values: Tensor) -> None:
+        """`values` `(k, columns)` become the first rows of the block that `blocks` gave last."""
+        ...
+
+
+class NearRows:
+    """Rows where vectors are.
+
+    Args:
+        n_local: Elements of a row.
+        capacity: Rows.
+        dtype: Of the rows.
+        device: Of the rows.
+    """
+
+    def __init__(
+        self, n_local: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.capacity, self._n_local = capacity, n_local
+        self._width = division(n_local, capacity, dtype)[1]
+        # Rows that begin at multiples of 16 bytes, as those of blocks do, take the same kernels.
+        pitch = math.ceil(n_local * dtype.itemsize / 16) * 16 // dtype.itemsize
+        self._rows = torch.zeros(capacity, pitch, dtype=dtype, device=device)[:, :n_local]
+
+    def view(self, row: int) -> Tensor | None:
+        """See `Rows`."""
+        return self._rows[row]
+
+    def read(self, row: int) -> Tensor:
+        """See `Rows`."""
+        return self._rows[row]
+
+    def write(self, row: int, values: Tensor) -> None:
+        """See `Rows`."""
+        self._rows[row] = values
+
+    def blocks(self, count: int) -> Iterator[tuple[slice, Tensor]]:
+        """See `Rows`."""
+        for columns in _columns(self._n_local, self._width):
+            yield columns, self._rows[:count, columns]
+
+    def replace(self, columns: slice, values: Tensor) -> None:
+        """See `Rows`."""
+        self._rows[: len(values), columns] = values
+
+
+class HostRows:
+    """Rows of an accelerator's vectors in pinned host memory.
+
+    Args:
+        n_local: Elements of a row.
+        capacity: Rows.
+        dtype: Of the rows.
+        device: Of the vectors.
+    """
+
+    def __init__(
+        self, n_local: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.capacity, self._n_local, self._device = capacity, n_local, device
+        number, self._width = division(n_local, capacity, dtype)
+        self._rows = torch.zeros(number, capacity, self._width, dtype=dtype, pin_memory=True)
+
+    def view(self, row: int) -> Tensor | None:
+        """See `Rows`."""
+        return None
+
+    def read(self, row: int) -> Tensor:
+        """See `Rows`."""
+        out = torch.empty(self._n_local, dtype=self._rows.dtype, device=self._device)
+        for i, columns in enumerate(_columns(self._n_local, self._width)):
+            out[columns].copy_(self._rows[i, row, : columns.stop - columns.start])
+        return out
+
+    def write(self, row: int, values: Tensor) -> None:
+        """See `Rows`."""
+        for i, columns in enumerate(_columns(self._n_local, self._width)):
+            self._rows[i, row, : columns.stop - columns.start].copy_(values[columns])
+
+    def blocks(self, count: int) -> Iterator[tuple[slice, Tensor]]:
+        """See `Rows`."""
+        parts = _columns(self._n_local, self._width)
+        ahead = self._rows[0, :count].to(self._device, non_blocking=True)
+        for i, columns in enumerate(parts):
+            block = ahead
+            if i + 1 < len(parts):
+                ahead = self._rows[i + 1, :count].to(self._device, non_blocking=True)
+            yield columns, block[:, : columns.stop - columns.start]
+
+    def replace(self, columns: slice, values: Tensor) -> None:
+        """See `Rows`."""
+        part = self._rows[columns.start // self._width]
+        part[: len(values), : columns.stop - columns.start].copy_(values)
+
+
+class DiskRows:
+    """Rows in a file.
+
+    Args:
+        n_local: Elements of a row.
+        capacity: Rows.
+        dtype: Of the rows.
+        device: Of the vectors.
+        folder: Of the file; None for the system's temporary folder.
+
+    Raises:
+        OSError: there is no room for the file; or, of the methods, it could not be read or written.
+    """
+
+    def __init__(
+        self,
+        n_local: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        folder: str | None,
+    ) -> None:
+        self.capacity, self._n_local, self._device, self._dtype = capacity, n_local, device, dtype
+        number, self._width = division(n_local, capacity, dtype)
+        segment = self._segment = self._width * dtype.itemsize
+        sizes = [*[capacity * segment] * min(number, 2), number * segment]
+        unit, pinned = COLUMNS * dtype.itemsize, device.type != "cpu"
+        self._file = BackgroundFile(folder, number * capacity * segment, unit, sizes, pinned)
+        *self._blocks, self._row = (
+            buffer.view(dtype).view(-1, self._width) for buffer in self._file.buffers
+        )
+        self.way = self._file.way
+        self._held = -1  # the row that the row's buffer has
+        self._writes = 0
+
+    def view(self, row: int) -> Tensor | None:
+        """See `Rows`."""
+        return None
+
+    def read(self, row: int) -> Tensor:
+        """See `Rows`; a copy."""
+        if row != self._held:
+            self._file.finish(reading=False)
+            self._held = -1
+            for i in range(len(self._row)):
+                self._file.start(True, _bytes(self._row[i]), self._offset(i, row))
+            self._file.finish(reading=True)
+            self._held = row
+        return self._row.view(-1)[: self._n_local].to(self._device, copy=True)
+
+    def write(self, row: int, values: Tensor) -> None:
+        """See `Rows`; it is on the disk later."""
+        self._file.finish(reading=False)
+        self._held = row
+        self._row.view(-1)[: self._n_local].copy_(values)
+        self._stamp(self._row.view(1, -1)[:, self._n_local :])
+        for i in range(len(self._row)):
+            self._file.start(False, _bytes(self._row[i]), self._offset(i, row))
+
+    def blocks(self, count: int) -> Iterator[tuple[slice, Tensor]]:
+        """See `Rows`."""
+        self._file.finish(reading=False)
+        parts = _columns(self._n_local, self._width)
+        self._read_ahead(0, count)
+        try:
+            for i, columns in enumerate(parts):
+                self._file.finish(reading=True)
+                if i + 1 < len(parts):
+                    self._read_ahead(i + 1, count)
+                block = self._blocks[i % 2][:count, : columns.stop - columns.start]
+                yield columns, block.to(self._device)
+        finally:  # nothing is under way into a buffer that somebody else fills
+            self._file.finish(reading=True)
+
+    def _read_ahead(self, i: int, count: int) -> None:
+        # Only now: what `replace` wrote from this buffer is on its way while the other one is used.
+        self._file.finish(reading=False)
+        if count:
+            self._file.start(True, _bytes(self._blocks[i % 2][:count]), self._offset(i, 0))
+
+    def replace(self, columns: slice, values: Tensor) -> None:
+        """See `Rows`."""
+        i = columns.start // self._width
+        part = self._blocks[i % 2][: len(values)]
+        part[:, : columns.stop - columns.start].copy_(values)
+        self._stamp(part[:, columns.stop - columns.start :])
+        self._file.start(False, _bytes(part), self._offset(i, 0))
+        self._held = -1
+
+    def _stamp(self, unused: Tensor) -> None:
+        """Make the end of the last block another one with each write, so that a lost one shows."""
+        self._writes += 1
+        unused.view(torch.int16).fill_(self._writes % STAMPS)
+
+    def _offset(self, i: int, row: int) -> int:
+        return (i * self.capacity + row) * self._segment
+
+
+def _bytes(part: Tensor) -> Tensor:
+    return part.reshape(-1).view(torch.uint8)
+
+
+def _columns(n_local: int, width: int) -> list[slice]:
+    return [slice(a, min(a + width, n_local)) for a in range(0, max(n_local, 1), width)]
