@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_hessian.backends.megatron import ForwardStep
+from ds_hessian.backends.zero import of_first_tensor_rank
 from ds_hessian.config import HessianConfig, leaves
+from ds_hessian.engine import HessianEngine
 from ds_hessian.errors import UnsupportedError
 from ds_hessian.megatron.hessian import MegatronHessian
 from ds_hessian.results import (
@@ -83,7 +85,7 @@ class PretrainHook(Measurements):
     def __init__(self) -> None:
         super().__init__()
         self._config: HessianConfig | None = None
-        self._hessian: MegatronHessian | None = None
+        self._hessian: HessianEngine | None = None
         self._recorded: dict[int, list[Any]] = {}
 
     @property
@@ -124,22 +126,27 @@ class PretrainHook(Measurements):
         """Measure now, save the record, and tell Megatron's writers. Collective."""
         self.take(kind, iteration, functools.partial(self._ready, model, iteration), _write)
 
-    def _ready(self, model: Any, iteration: int) -> MegatronHessian:
+    def _ready(self, model: Any, iteration: int) -> HessianEngine:
         if self._hessian is None:
-            from megatron.training import get_args
-
-            args = get_args()
-            hessian = MegatronHessian(model, self.config)
-            # A rank's chunks read the same data where more than one reads any.
-            batches = next((kept for kept in self._recorded.values() if kept), [])
-            self._hessian = hessian.use(
-                batches,
-                self._forward_step,
-                seq_length=args.seq_length,
-                micro_batch_size=args.micro_batch_size,
-            )
-        self._hessian.step = iteration
+            self._hessian = self._first(model)
+        if isinstance(self._hessian, MegatronHessian):
+            self._hessian.step = iteration
         return self._hessian
+
+    def _batches(self) -> list[Any]:
+        # A rank's chunks read the same data where more than one reads any.
+        return next((kept for kept in self._recorded.values() if kept), [])
+
+    def _first(self, model: Any) -> HessianEngine:
+        from megatron.training import get_args
+
+        args = get_args()
+        return MegatronHessian(model, self.config).use(
+            self._batches(),
+            self._forward_step,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+        )
 
     @contextlib.contextmanager
     def installed(self, training: Any) -> Iterator[None]:
@@ -172,8 +179,59 @@ class PretrainHook(Measurements):
             setattr(training, name, inner)
 
 
+class EnginePretrainHook(PretrainHook):
+    """The same in Megatron-DeepSpeed, whose model is a DeepSpeed engine with an mpu.
+
+    It measures where that calls back after a step (`megatron.profiler.on_step_end`).
+    """
+
+    _engine: Any = None
+
+    def record(self, forward_step: ForwardStep) -> ForwardStep:
+        """See `PretrainHook.record`."""
+        recording = super().record(forward_step)
+
+        @functools.wraps(forward_step)
+        def remembering(data_iterator: Any, model: Any, *rest: Any) -> Any:
+            self._engine = model
+            return recording(data_iterator, model, *rest)
+
+        return remembering
+
+    def _first(self, model: Any) -> HessianEngine:
+        if not hasattr(model, "zero_optimization_stage"):
+            raise UnsupportedError(
+                "ds_hessian needs a DeepSpeed engine in Megatron-DeepSpeed, by --deepspeed and "
+                "--no-pipeline-parallel"
+            )
+        # Only the first tensor-parallel rank reads data.
+        batches = of_first_tensor_rank(model, self._batches())
+        return HessianEngine(model, self.config).use(batches, self._loss)
+
+    def _loss(self, model: Any, batch: Any) -> Any:
+        output, loss_func = self._forward_step(iter([batch]), model)
+        return loss_func(output)[0]
+
+    @contextlib.contextmanager
+    def installed(self, training: Any) -> Iterator[None]:
+        """Measure on the interval, after the steps of `training`, the module of `pretrain`."""
+
+        def after_step() -> None:
+            iteration = int(training.get_args().iteration)
+            for kind in due(self.config, iteration):
+                with _interval_timer_stopped():
+                    self.measure(self._engine, iteration, kind)
+
+        training.on_step_end.append(after_step)
+        try:
+            yield
+        finally:
+            training.on_step_end.remove(after_step)
+
+
 def with_hessian(pretrain: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron-LM's `pretrain` with spectra every `--hessian-interval` iterations.
+    """Megatron-LM's `pretrain` with spectra every `--hessian-interval` iterations, and that of
+    Megatron-DeepSpeed.
 
     Takes and returns what `pretrain` does, in every version since 0.12: the arguments that matter
     are found by name.
@@ -182,13 +240,14 @@ def with_hessian(pretrain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(pretrain)
     def measured(*args: Any, **kwargs: Any) -> Any:
-        hook = PretrainHook()
+        training = sys.modules[pretrain.__module__]
+        hook = EnginePretrainHook() if hasattr(training, "on_step_end") else PretrainHook()
         bound = signature.bind(*args, **kwargs)
         given = bound.arguments
         given["forward_step_func"] = hook.record(given["forward_step_func"])
         if "extra_args_provider" in signature.parameters:
             given["extra_args_provider"] = _both(given.get("extra_args_provider"))
-        with hook.installed(sys.modules[pretrain.__module__]):
+        with hook.installed(training):
             return pretrain(*bound.args, **bound.kwargs)
 
     return measured

@@ -143,7 +143,7 @@ def test_ranks_that_leave_at_different_places_raise_together_and_meet_again(
 def test_ranks_of_a_mesh_are_followed_in_ones_own_groups(
     ranks: Ranks, places: list[int | None], first: int
 ) -> None:
-    results = ranks(4).run(leave_at, places, meshed=True, timeout=120)
+    results = ranks(4).run(leave_at, places, meshed=True)
     errors, _, totals = zip(*results, strict=True)
     assert totals == (4, 4, 4, 4)
     assert set(errors) == {f"while trying, rank {first}: ValueError: left at {places[first]}"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from ds_hessian.backends.state import Attributes
 from ds_hessian.errors import UnsupportedError
 
 OLDEST = (0, 16, 7)
+T = TypeVar("T")
 
 # State that forward and backward without step() may change, by owner.
 _ENGINE_STATE = (
@@ -176,6 +177,17 @@ def tensor_parallel(engine: Any) -> tuple[int, int]:
     mpu = getattr(engine, "mpu", None)
     rank = bwc.bwc_tensor_model_parallel_rank(mpu)
     return int(rank), int(bwc.bwc_tensor_model_parallel_world_size(mpu))
+
+
+def of_first_tensor_rank(engine: Any, value: T) -> T:
+    """What the first of the ranks that share a copy of the model has. Collective."""
+    from deepspeed.utils import bwc
+
+    if tensor_parallel(engine)[1] == 1:
+        return value
+    group, box = bwc.bwc_tensor_model_parallel_group(engine.mpu), [value]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    return box[0]
 
 
 def other_parallel_size(engine: Any) -> int:
