@@ -382,7 +382,7 @@ def refused(feature: str) -> str:
     if feature == "the engine class PipelineEngine":
         layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
         module = PipelineModule(layers=layers, num_stages=2, loss_fn=nn.MSELoss())
-    if feature == "tensor or pipeline parallelism":
+    if feature == "an mpu with tensor-parallel ranks":
         arguments["mpu"] = OneTensorGroup()
     if feature == "sequence parallelism":
         config |= {"sequence_parallel_size": 2, "data_parallel_size": 1, "train_batch_size": 2}
