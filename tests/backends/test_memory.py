@@ -52,10 +52,10 @@ ANALYSES: list[tuple[str, dict[str, Any]]] = [
     ("displacement_sweep", {"displacements": [1e-3, 1e-2], "directions": ("gradient",)}),
 ]
 
+# Not mode `selective`: how many of its Ritz vectors converge, at most as planned, is the model's.
 KEPT: list[tuple[str, dict[str, Any]]] = [
     ("spectrum", {"num_matvecs": 12, "num_probes": 2}),
     ("spectrum", {"num_matvecs": 12, "mode": "window", "window": 6}),
-    ("spectrum", {"num_matvecs": 12, "mode": "selective", "window": 3, "dtype": "bf16"}),
     ("eigenpairs", {"which": "SA", "max_matvecs": 11, "basis_size": 8, "tolerance": 1e-9}),
     ("trace", {"method": "xtrace", "num_matvecs": 10}),
     ("solve", {**HARD, "num_matvecs": 10, "dampings": [1e-9]}),
