@@ -37,6 +37,8 @@ SIZE, WINDOW, STEPS = 4, 8, 80
 MEASURED = 32
 """Micro-batches that spectra are taken of, over all ranks; tables of cost use a window."""
 SCALED = {"num_matvecs": 10}
+SCALING = "Strong scaling"
+PROBED = {"num_matvecs": 25, "num_probes": 2}
 
 
 def trained() -> tuple[Any, list[Any]]:
@@ -155,7 +157,7 @@ def table_of_spectra(engine: Any, cases: dict[str, tuple[list[Any], dict[str, An
     ]
     first = None
     for name, (batches, settings) in cases.items():
-        found = engine.hessian_spectrum(batches, num_matvecs=25, num_probes=2, **settings)
+        found = engine.hessian_spectrum(batches, **{**PROBED, **settings})
         first = first or found
         lines.append(
             f"| {name} | {found.eigenvalue_max} | {found.eigenvalue_min} | {found.trace} | "
@@ -164,14 +166,16 @@ def table_of_spectra(engine: Any, cases: dict[str, tuple[list[Any], dict[str, An
     return "\n".join(lines)
 
 
-def work(folder: Path) -> None:
-    """Measure in this job; the last one prints."""
+def work(folder: Path, only: str) -> None:
+    """Measure in this job; the last one prints the tables whose title contains `only`."""
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.init_distributed("gloo", verbose=False)
     first, ranks = dist.get_rank() == 0, dist.get_world_size()
     engine, batches = trained()
     window, kept = batches[: WINDOW // ranks], folder / "scaling.json"
-    rows = [*(json.loads(kept.read_text()) if kept.exists() else []), scaling(engine, window)]
+    rows = json.loads(kept.read_text()) if kept.exists() else []
+    if only in SCALING:
+        rows.append(scaling(engine, window))
     dist.barrier()
     if first:
         kept.write_text(json.dumps(rows))
@@ -185,19 +189,19 @@ def work(folder: Path) -> None:
         "fp32, other probes": {"seed": 1},
     }
     spectra = {name: (part, settings) for name, settings in stored.items()}
-    parts = {f"{ranks * k} micro-batches": (batches[:k], {}) for k in (16, 8, 4, 2)}
-    parts["8 others"] = (others, {})
+    parts = {f"{ranks * k} micro-batches": (batches[:k], {"num_probes": 1}) for k in (8, 4, 2, 1)}
+    parts["8 others"] = (others, {"num_probes": 1})
     if first:
         print(f"GPT of {engine.hessian.backend.space.n:,} parameters, ZeRO-3, fp32")
     for title, make in {
-        "Strong scaling": lambda: table_of_scaling(rows),
+        SCALING: lambda: table_of_scaling(rows),
         "Overhead of Lanczos": lambda: table_of_overhead(engine, window),
         "Block coupling": lambda: table_of_blocks(engine, batches),
         "The stored basis": lambda: table_of_spectra(engine, spectra),
         "Parts of the data": lambda: table_of_spectra(engine, parts),
     }.items():
-        table = make()
-        if first:
+        table = make() if only in title else None
+        if first and table is not None:
             print(f"\n### {title}\n\n{table}", flush=True)
 
 
@@ -206,16 +210,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--only", default="", help="tables whose title contains this")
     args = parser.parse_args()
     if args.folder is not None:
-        work(args.folder)
+        work(args.folder, args.only)
         dist.barrier()
         dist.destroy_process_group()
         return
     with tempfile.TemporaryDirectory() as folder:
-        for ranks in (1, 2):
-            command = ["deepspeed", "--num_accelerators", str(ranks), __file__, "--folder", folder]
-            subprocess.run(command, check=True)
+        for ranks in (1, 2) if args.only in SCALING else (2,):
+            command = ["deepspeed", "--num_accelerators", str(ranks), __file__]
+            subprocess.run([*command, "--folder", folder, "--only", args.only], check=True)
 
 
 if __name__ == "__main__":
