@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ds_hessian.cli.page.run import Chart, Figure, Run, Section, State, step_of
-from ds_hessian.cli.page.style import GREEN, Series, figure, log_axis, over_steps, titled
+from ds_hessian.cli.page.style import GREEN, Series, figure, log_axis, over_steps, positive, titled
 from ds_hessian.results.advice import relative_errors
 from ds_hessian.results.density import Array
 from ds_hessian.results.plot import BLUE, GREY, VERMILLION
@@ -112,7 +112,7 @@ def _products(name: str, values: Array) -> Chart | None:
             "type": "scatter",
             "name": f"probe {number}",
             "x": list(range(1, len(row) + 1)),
-            "y": np.where(row > 0, row, np.nan),
+            "y": positive(row),
             "mode": "lines+markers",
             "marker": {"size": 4},
             "line": {"color": COLORS[number % len(COLORS)], "width": 1.2},

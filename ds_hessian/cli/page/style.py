@@ -89,6 +89,11 @@ def name_axis(names: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def positive(values: Array) -> Array:
+    """What a logarithmic axis can show of the values; NaN for the rest."""
+    return np.where(np.isfinite(values) & (values > 0), values, np.nan)
+
+
 def rows_height(count: int) -> int:
     """Pixels of a figure with a row for each of so many names."""
     return 110 + max(22 * count, 60)

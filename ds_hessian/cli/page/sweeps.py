@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ds_hessian.cli.page.run import Chart, Run, Section, State
-from ds_hessian.cli.page.style import Series, over
+from ds_hessian.cli.page.style import Series, over, positive
 from ds_hessian.results.plot_sweep import COLORS
 from ds_hessian.results.sweep import DisplacementSweep
 
@@ -35,7 +35,7 @@ def _state(label: str, sweep: DisplacementSweep) -> State:
         curvatures = sweep.curvatures[number] / (plateau.value or 1.0)
         highest = max(highest, float(curvatures[best:].max()))
         relative.append(Series(name, color, h, curvatures))
-        changes.append(Series(name, color, h, _positive(sweep.relative_changes[number])))
+        changes.append(Series(name, color, h, positive(sweep.relative_changes[number])))
     drawn = over(LENGTH, "curvature", "v'Hv / its plateau", relative, log=False)
     top = min(1.15 * highest, HIGHEST)
     drawn["layout"]["yaxis"]["range"] = [min(-0.6, -0.25 * top), max(top, 2.2)]
@@ -44,8 +44,3 @@ def _state(label: str, sweep: DisplacementSweep) -> State:
         below = over(LENGTH, "change of Hv", "relative to the next smaller h", changes, log=True)
         charts.append(Chart(below, 360))
     return State(label, tuple(rows), tuple(charts))
-
-
-def _positive(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[float]:
-    """What a logarithmic axis can show."""
-    return [float(v) if v > 0 else np.nan for v in values]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ds_hessian.cli.page.run import Chart, Figure, Run, Section, State
-from ds_hessian.cli.page.style import Series, figure, name_axis, over, rows_height, titled
+from ds_hessian.cli.page.style import Series, figure, name_axis, over, positive, rows_height, titled
 from ds_hessian.krylov import DampedSystems
 from ds_hessian.results.analyses import HessianInfluence, HessianSolution
 from ds_hessian.results.estimate import Estimate
@@ -69,7 +69,7 @@ def _residuals(solution: HessianSolution) -> tuple[Chart, ...]:
     return tuple(
         Chart(over("damping", title, unit, [Series(title, color, at, known)], log=True))
         for title, unit, color, values in pairs
-        for known in [np.where(np.isfinite(values) & (values > 0), values, np.nan)]
+        for known in [positive(values)]
         if np.isfinite(known).any()
     )
 
