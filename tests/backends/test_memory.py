@@ -142,7 +142,8 @@ def within_a_tenth(cases: Sequence[Any], found: Sequence[Any]) -> None:
         shown = [[round(size / vector, 2) for size in sizes] for sizes in (measured, planned)]
         print(f"{case}: measured {shown[0]}, planned {shown[1]} vectors")
         for there, expected in zip(measured, planned, strict=False):
-            assert abs(there - expected) <= 0.1 * expected, (case, shown)
+            # a hundredth of a vector: a small file may be replaced while it is read
+            assert abs(there - expected) <= 0.1 * expected + 0.01 * vector, (case, shown)
 
 
 def test_a_basis_in_bf16_elsewhere_gives_the_spectrum_within_its_bar(
