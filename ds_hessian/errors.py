@@ -2,7 +2,7 @@
 
 A `HessianError` is raised on every rank of the job or on none: whoever raises one has agreed on it
 with the other ranks first (`ds_hessian.vectors.agreement`). What is not one, `LockstepError` of
-`ds_hessian.backends.zero.lockstep`, says that a rank cannot reach the others, and the job must end.
+`ds_hessian.backends.lockstep`, says that a rank cannot reach the others, and the job must end.
 """
 
 

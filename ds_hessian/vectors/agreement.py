@@ -3,7 +3,7 @@
 A rank that raised alone would leave the others waiting in a collective. Code between collectives
 that can fail on one rank only (the user's batches and files) therefore runs inside `together`,
 which asks all ranks how it went before anyone goes on. Code that itself contains collectives needs
-more: see `ds_hessian.backends.zero.lockstep`.
+more: see `ds_hessian.backends.lockstep`.
 
 Cost: one all-reduce of an integer, and a gather of the messages where a rank has failed.
 """
@@ -21,15 +21,13 @@ from ds_hessian.errors import HessianError, MeasurementError
 
 T = TypeVar("T")
 
-_FINE = 2**31 - 1
-
 
 def agree(
     error: Exception | None,
     doing: str,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
-    when: int = 0,
+    when: tuple[int, ...] = (),
 ) -> None:
     """Return if no rank has an error; otherwise raise on all of them.
 
@@ -41,7 +39,7 @@ def agree(
         doing: What was tried, for the message: "while <doing>, rank 1: ...".
         group: The ranks that tried; None for the default group.
         device: Where the group's collectives take their tensors.
-        when: A number that orders this rank's error among those of the others.
+        when: Orders this rank's error among those of the others.
 
     Raises:
         MeasurementError: some rank has an error; where it does, that is the cause.
@@ -51,18 +49,13 @@ def agree(
     message = None if error is None else f"{type(error).__name__}: {error}"
     first = when
     if dist.is_available() and dist.is_initialized():
-        flag = torch.tensor([_FINE if error is None else when], dtype=torch.int32, device=device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
-        first = int(flag.item())
-        if first == _FINE:
+        flag = torch.tensor([int(error is not None)], dtype=torch.int32, device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        if not flag.item():
             return
-        found: list[tuple[int, str | None]] = [(0, None)] * dist.get_world_size(group)
-        dist.all_gather_object(found, (when, message), group=group)
-        rank, message = next(
-            (rank, text)
-            for rank, (moment, text) in enumerate(found)
-            if text is not None and moment == first
-        )
+        found = gather_objects((when, message), group)
+        failed = [(*each, rank) for rank, each in enumerate(found) if each[1] is not None]
+        first, message, rank = min(failed, key=lambda each: (each[0], each[2]))
         message = f"rank {rank}: {message}"
     if message is None:
         return

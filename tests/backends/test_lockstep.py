@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import all_reduce as taken_by_name
 
-from ds_hessian.backends.zero.lockstep import Lockstep, LockstepError
+from ds_hessian.backends.lockstep import Lockstep, LockstepError
+from ds_hessian.backends.zero.host import communication
 from ds_hessian.errors import HessianError
 from ds_hessian.vectors import agree
 from tests.ranks import RankPool
@@ -18,10 +20,12 @@ Ranks = Callable[[int], RankPool]
 
 
 def operations() -> list[Callable[[], Any]]:
-    """One collective of each kind that ZeRO makes, blocking and not."""
+    """One collective of each kind that ZeRO makes, blocking and not, and an uneven exchange."""
     from deepspeed import comm
 
-    world = dist.get_world_size()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sent = [rank + 2 * other for other in range(world)]
+    received = [other + 2 * rank for other in range(world)]
 
     def x(n: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.ones(3 * n, dtype=dtype)
@@ -36,6 +40,10 @@ def operations() -> list[Callable[[], Any]]:
         lambda: comm.reduce_scatter_fn(x(), x(world)),
         lambda: comm.reduce(x(), 0),
         lambda: comm.barrier(),
+        lambda: taken_by_name(x()),
+        lambda: dist.all_to_all_single(
+            torch.ones(sum(received), 2), torch.ones(sum(sent), 2), received, sent
+        ),
     ]
 
 
@@ -79,7 +87,7 @@ def leave_at(
     dist.barrier()
     keys = store.num_keys()
     dist.barrier()
-    with Lockstep(torch.device("cpu")) as lockstep:
+    with Lockstep(torch.device("cpu"), communication()) as lockstep:
         for _ in range(2):  # the pass after a failed one works as well
             try:
                 with lockstep.together("trying"):
@@ -163,7 +171,10 @@ def left_inside() -> str:
 
     backend.all_reduce = all_reduce
     try:
-        with Lockstep(torch.device("cpu")) as lockstep, lockstep.together("trying"):
+        with (
+            Lockstep(torch.device("cpu"), communication()) as lockstep,
+            lockstep.together("trying"),
+        ):
             for n in (3, 2, 1):
                 comm.all_reduce(torch.ones(n))
     except HessianError as caught:
@@ -192,7 +203,10 @@ def unfollowed(subgroup: bool) -> str:
             comm.all_gather_object([None] * 3, "x")
 
     try:
-        with Lockstep(torch.device("cpu")) as lockstep, lockstep.together("trying"):
+        with (
+            Lockstep(torch.device("cpu"), communication()) as lockstep,
+            lockstep.together("trying"),
+        ):
             if dist.get_rank() == 0:
                 raise ValueError("first")
             impossible()
@@ -211,7 +225,7 @@ def unfollowed(subgroup: bool) -> str:
 @pytest.mark.parametrize(
     ("subgroup", "reason"),
     [
-        (False, "all_gather_object, number 0 of the pass"),
+        (False, "all_gather_object, number 0 of the step"),
         (True, "a group of 2 ranks, and the job's groups"),
     ],
 )

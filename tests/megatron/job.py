@@ -18,6 +18,7 @@ from tests.megatron import shim
 
 VOCABULARY, SEQUENCE, SIZE, TOTAL = 40, 8, 2, 4  # TOTAL micro-batches, split over DP
 QUIET = {"progress": False, "plot": False}
+MOE: dict[str, Any] = {"experts": 4, "bias": False}
 
 
 @dataclass(frozen=True)
@@ -537,8 +538,9 @@ def train(job: Job, measure: str = "", steps: int = 3, config: dict[str, Any] | 
     Args:
         job: The layout.
         measure: "" for none, "spectrum" after every step, or where a measurement after step 1
-            fails on the last rank alone: "batch" (before the model is called), "forward" (after
-            it), "loss", "backward".
+            fails on one rank alone: "batch" (before the model is called), "forward" (after it),
+            "loss", "backward", "layer" and "experts" (inside of the model), "layer backward",
+            "experts backward"; on the last rank, or with " on 0" after it on rank 0.
         steps: Optimizer steps.
         config: Of the measurements.
 
@@ -608,20 +610,38 @@ class FailingBackward(torch.autograd.Function):
 
 
 def failing_spectrum(chunks: list[Any], job: Job, stage: str) -> str:
-    """A spectrum whose second micro-batch fails on the last rank, as text."""
+    """A spectrum whose second step forward, or its backward, fails on one rank, as text."""
     import torch.distributed as dist
 
     import ds_hessian
+    from ds_hessian.backends.megatron.host import unwrap
 
-    inner, active = make_forward_step(job), dist.get_rank() == dist.get_world_size() - 1
+    stage, _, rank = stage.partition(" on ")
+    inner, active = (
+        make_forward_step(job),
+        dist.get_rank() == int(rank or dist.get_world_size() - 1),
+    )
     calls = [0]
+
+    def inside(_: Any, __: Any, output: Any) -> Any:
+        if not stage.endswith("backward"):
+            raise Broken("on purpose")
+        return (FailingBackward.apply(output[0]), *output[1:])
 
     def forward_step(iterator: Any, model: Any) -> Any:
         calls[0] += 1
         broken = active and calls[0] == 2
         if broken and stage == "batch":
             raise Broken("on purpose")
-        output, loss_func = inner(iterator, model)
+        layer = unwrap(model).decoder.layers[0]
+        places = {"layer": layer.self_attention, "experts": getattr(layer.mlp, "experts", None)}
+        place = places.get(stage.split()[0]) if broken else None
+        handle = place.register_forward_hook(inside) if place else None
+        try:
+            output, loss_func = inner(iterator, model)
+        finally:
+            if handle:
+                handle.remove()
         if broken and stage == "forward":
             raise Broken("on purpose")
         if broken and stage == "backward":

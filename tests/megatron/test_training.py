@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.megatron import job
-from tests.megatron.job import Job
+from tests.megatron.job import MOE, Job
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -55,20 +55,41 @@ def test_gradients_right_after_a_step_are_the_same_with_and_without_sharded_opti
     assert gradient_norms["DP distributed optimizer overlap"] == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "layout, stages",
-    [
-        (SHARDED, ["batch", "forward", "loss", "backward"]),
-        ({"pp": 2}, ["forward", "loss"]),
-        ({"tp": 2}, ["batch", "forward", "loss"]),
-    ],
-    ids=["DP", "PP", "TP"],
-)
+INSIDE = ["layer", "layer backward"]
+FAILURES: dict[str, tuple[int, dict[str, Any], list[str]]] = {
+    "DP": (2, SHARDED, ["batch", "forward", "loss", "backward", *INSIDE]),
+    "TP": (2, {"tp": 2}, ["batch on 0", "batch", "forward", "loss", "backward", *INSIDE]),
+    "TP sequence parallel": (
+        2,
+        {"tp": 2, "sequence_parallel": True, "recompute": True},
+        ["layer on 0", *INSIDE],
+    ),
+    "PP": (
+        2,
+        {"pp": 2},
+        ["batch", "batch on 0", "forward", "loss", "backward", *INSIDE, "layer backward on 0"],
+    ),
+    "PP interleaved": (2, {"pp": 2, "vpp": 2}, ["layer on 0", *INSIDE]),
+    "TP x PP": (4, {"tp": 2, "pp": 2}, ["batch on 0", "layer on 2", *INSIDE]),
+    "TP x DP": (4, {"tp": 2, "distributed": True}, ["layer on 0", *INSIDE]),
+    "EP": (2, {"ep": 2, **MOE}, ["layer on 0", "experts", "experts backward"]),
+    "TP x EP": (
+        4,
+        {"tp": 2, "ep": 2, "sequence_parallel": True, **MOE},
+        ["experts on 1", "experts backward"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
 def test_a_failure_on_one_rank_ends_on_all_and_leaves_training_alone(
-    megatron_ranks: Ranks, layout: dict[str, Any], stages: list[str]
+    megatron_ranks: Ranks, name: str
 ) -> None:
-    runs = megatron_ranks(2).run(job.compare_training, Job(**layout, dropout=0.1), stages, {})
+    """Wherever it is, also between collectives that others wait in."""
+    size, layout, stages = FAILURES[name]
+    runs = megatron_ranks(size).run(job.compare_training, Job(**layout, dropout=0.1), stages, {})
     for run in runs:
         for stage, (differing, _, errors) in zip(stages, run, strict=True):
             assert differing == [], stage
-            assert "rank 1: Broken: on purpose" in errors[0], (stage, errors)
+            rank = stage.partition(" on ")[2] or size - 1
+            assert f"rank {rank}: Broken: on purpose" in errors[0], (stage, errors)

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from tests.megatron import job
-from tests.megatron.job import Job
+from tests.megatron.job import MOE, Job
 from tests.megatron.test_layouts import assert_replicas_agree, error, whole
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
-MOE: dict[str, Any] = {"experts": 4, "bias": False}
 
 EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "EP": (2, {"ep": 2}),

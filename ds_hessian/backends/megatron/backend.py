@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hessian import ops
+from ds_hessian.backends.lockstep import Lockstep
 from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.forward import FixedForward
 from ds_hessian.backends.megatron.objective import PipelineObjective
@@ -134,14 +135,7 @@ class MegatronBackend:
         self._finalize = host.model_config(self.chunks[0]).finalize_model_grads_func
         random = RandomState(self.device, tracker_states())
         buffers = [Buffers(chunk) for chunk in self.chunks]
-        self._forward = FixedForward(
-            self._objective.forward_step,
-            self.chunks,
-            random,
-            buffers,
-            alone=host.mesh().get("PP", 1) == 1,
-            device=self.device,
-        )
+        self._forward = FixedForward(self._objective.forward_step, self.chunks, random, buffers)
         self._evaluated: set[int] = set()
         self.gradient_scale = None
         with ExitStack() as stack:
@@ -159,6 +153,8 @@ class MegatronBackend:
             if self._full_fp32:
                 stack.enter_context(full_fp32())
             stack.callback(self._restore_weights, self._keep_weights())
+            lockstep = Lockstep(self.device, stage=host.pipeline_rank())
+            self._lockstep = stack.enter_context(lockstep)
             yield
 
     def _take_gradients(self) -> list[tuple[Any, Tensor | None]]:
@@ -224,16 +220,16 @@ class MegatronBackend:
             chunk.zero_grad_buffer()
         forward.start(first)
         last = first + count - 1
-        with together(f"evaluating micro-batches {first} to {last}", device=self.device):
+        with self._lockstep.run(f"evaluating micro-batches {first} to {last}"):
             host.run_schedule(
                 self.chunks,
                 forward,
                 lambda: objective.iterator(first, count),
+                self._lockstep,
                 num_microbatches=count,
                 seq_length=objective.seq_length,
                 micro_batch_size=objective.micro_batch_size,
             )
-            forward.check()
 
     def _note(self, micro_batches: range) -> None:
         """Once all micro-batches have been evaluated: the scale of the gradient, and the loss."""

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hessian.backends.lockstep import Lockstep
+from ds_hessian.backends.megatron.steps import Steps
 from ds_hessian.backends.state import Attributes
 
 OLDEST = (0, 14)
@@ -50,6 +52,13 @@ def mesh() -> dict[str, int]:
     }
     sizes = {axis: size for axis, size in sizes.items() if size > 1}
     return {**sizes, "DP": parallel_state.get_data_parallel_world_size()}
+
+
+def pipeline_rank() -> int:
+    """The stage of this rank."""
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
 def expert_tensor_parallel_size() -> int:
@@ -169,19 +178,41 @@ def without_gather_hooks(chunks: Sequence[Any]) -> Callable[[], None]:
 
 
 def run_schedule(
-    chunks: Sequence[Any], forward_step: Callable[..., Any], data: Any, **sizes: int
+    chunks: Sequence[Any],
+    forward_step: Callable[..., Any],
+    data: Any,
+    lockstep: Lockstep,
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
 ) -> None:
-    """Forward and backward of `num_microbatches` micro-batches. Collective."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+    """Forward and backward of `num_microbatches` micro-batches, in a pass of the lockstep.
 
-    interleaved = len(chunks) > 1
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[data() for _ in chunks] if interleaved else data(),
-        model=list(chunks) if interleaved else chunks[0],
-        forward_only=False,
-        **sizes,
+    Collective.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+
+    config = model_config(chunks[0])
+    length = seq_length // (mesh().get("TP", 1) if config.sequence_parallel else 1)
+    steps = Steps(
+        schedules,
+        lockstep,
+        stage=pipeline_rank(),
+        shape=(length, micro_batch_size, config.hidden_size),
+        dtype=config.pipeline_dtype or config.params_dtype,
+        device=next(chunks[0].parameters()).device,
     )
+    interleaved = len(chunks) > 1
+    with steps.taken():
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[data() for _ in chunks] if interleaved else data(),
+            model=list(chunks) if interleaved else chunks[0],
+            num_microbatches=num_microbatches,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            forward_only=False,
+        )
 
 
 def reduce_gradients(chunks: Sequence[Any], finalize: Callable[..., Any] | None) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_hessian import ops
+from ds_hessian.backends.lockstep import Lockstep
 from ds_hessian.backends.megatron.tracker import tracker_states
 from ds_hessian.backends.objective import Objective, Totals
 from ds_hessian.backends.state import (
@@ -28,7 +29,6 @@ from ds_hessian.backends.state import (
 )
 from ds_hessian.backends.zero import host
 from ds_hessian.backends.zero.flat import BF16Shards, FlatShards
-from ds_hessian.backends.zero.lockstep import Lockstep
 from ds_hessian.backends.zero.memory import ZeroFigures, memory_of_zero
 from ds_hessian.backends.zero.replicated import ReplicatedShards
 from ds_hessian.backends.zero.shards import Piece, Shards
@@ -169,7 +169,7 @@ class ZeroBackend:
                 if host.compute_dtype(engine) != torch.float32:
                     stack.enter_context(self.shards.in_fp32())
             stack.callback(self._restore_weights, self._keep_weights())
-            self._lockstep = stack.enter_context(Lockstep(self.device))
+            self._lockstep = stack.enter_context(Lockstep(self.device, host.communication()))
             yield
 
     def _keep_weights(self) -> list[Tensor]:

@@ -44,6 +44,13 @@ _OPTIMIZER_STATE = (
 )
 
 
+def communication() -> tuple[Any, str]:
+    """`(owner, name)` of DeepSpeed's communication object."""
+    from deepspeed.comm import comm
+
+    return comm, "cdb"
+
+
 def check_version(version: str) -> None:
     """Refuse a DeepSpeed that is older than what this module was written against.
 

@@ -1,17 +1,19 @@
 """Collectives as one rank describes them to another, which takes part in its own groups.
 
 A group of a part of the ranks can be followed where the job's groups are a mesh: the same on all
-ranks but for who is in them, as those of data-parallel and tensor-parallel ranks. The k-th group
-that a rank is in, in the order of their making, is then the k-th of all its ranks, and does there
-what the k-th group of another rank does.
+ranks of a pipeline's stage but for who is in them, as those of data-parallel and tensor-parallel
+ranks. The k-th group that a rank is in, in the order of their making, is then the k-th of all its
+ranks, and does there what the k-th group of another rank does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +21,11 @@ from torch.distributed import distributed_c10d
 
 from ds_hessian.vectors import gather_objects
 
+EXCHANGE = "all_to_all_single"
+"""The collective in which every rank says how much it sends to each of the others."""
+
 COLLECTIVES = (
+    EXCHANGE,
     "_all_gather_base",
     "_reduce_scatter_base",
     "all_gather",
@@ -39,7 +45,6 @@ COLLECTIVES = (
 OTHERS = (
     "all_gather_object",
     "all_to_all",
-    "all_to_all_single",
     "batch_isend_irecv",
     "broadcast_object_list",
     "gather",
@@ -105,11 +110,7 @@ class Collective(NamedTuple):
         Raises:
             LockstepError: they cannot be made up.
         """
-        for part in (*self.args, *self.kwargs.values()):
-            if isinstance(part, _Group) and part.size != dist.get_world_size() and not meshed:
-                raise LockstepError(
-                    f"it is of a group of {part.size} ranks, and the job's groups are no mesh"
-                )
+        self._require_mesh(meshed)
         args = [_make_up(a, device) for a in self.args]
         kwargs = {k: _make_up(v, device) for k, v in self.kwargs.items()}
         if "async_op" in kwargs:
@@ -120,6 +121,56 @@ class Collective(NamedTuple):
             if isinstance(value, _Root):
                 kwargs[key] = dist.get_global_rank(group, value.number)
         return args, kwargs
+
+    def _require_mesh(self, meshed: bool) -> None:
+        for part in (*self.args, *self.kwargs.values()):
+            if isinstance(part, _Group) and part.size != dist.get_world_size() and not meshed:
+                raise LockstepError(
+                    f"it is of a group of {part.size} ranks, and the job's groups are no mesh"
+                )
+
+    def ranks(self, meshed: bool) -> list[int]:
+        """Of this rank's group that corresponds to the collective's.
+
+        Raises:
+            LockstepError: there is none.
+        """
+        self._require_mesh(meshed)
+        every = [_make_up(p, torch.device("meta")) for p in (*self.args, *self.kwargs.values())]
+        return dist.get_process_group_ranks(_group_of(every, {}))
+
+
+def exchanged(each: Sequence[Collective | None], number: int) -> Collective:
+    """This rank's part in an exchange that the other ranks of the group have written down.
+
+    Args:
+        each: Of the ranks of the group; None for this one, and for those that take no part of
+            their own either: they and this one exchange nothing.
+        number: Of this rank in the group.
+    """
+    given = {
+        j: _EXCHANGE.bind(*line.args, **line.kwargs).arguments
+        for j, line in enumerate(each)
+        if line is not None
+    }
+    received, sent = (
+        [_rows(given[j], of, len(each))[number] if j in given else 0 for j in range(len(each))]
+        for of in ("input", "output")
+    )
+    written, leader = next((line, given[j]) for j, line in enumerate(each) if line is not None)
+    blank, group = leader["input"], leader.get("group")
+    tensors = [blank._replace(shape=(sum(n), *blank.shape[1:])) for n in (received, sent)]
+    sizes = {"output_split_sizes": received, "input_split_sizes": sent}
+    return written._replace(args=tensors, kwargs={**sizes, "group": group})
+
+
+_EXCHANGE = inspect.signature(dist.all_to_all_single)
+
+
+def _rows(given: dict[str, Any], of: str, ranks: int) -> list[int]:
+    """What one rank exchanges with each."""
+    rows = given.get(f"{of}_split_sizes")
+    return rows if rows else [given[of].shape[0] // ranks] * ranks
 
 
 _ROOTS = {"broadcast": "src", "reduce": "dst"}
@@ -133,6 +184,8 @@ def _describe(value: Any) -> Any:
         return _Blank(value.shape, value.dtype, value.is_cpu)
     if isinstance(value, dist.ProcessGroup):
         return _Group(value.group_name, _groups().index(value), value.size())
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
     if isinstance(value, (list, tuple)):
         return [_describe(item) for item in value]
     return _Opaque(type(value).__name__)
@@ -162,19 +215,23 @@ def written_down(
     return Collective(name, listed, named, by_torch)
 
 
-def is_mesh() -> bool:
-    """Whether the k-th group of this rank is the k-th of all ranks in it, and every rank is in a
-    k-th group of the same size.
+def is_mesh(stage: int) -> tuple[list[int], bool]:
+    """The ranks of the same stage, and whether their groups are a mesh: the k-th group of this rank
+    is the k-th of all of them that are in it, and each of them is in a k-th group of the same size.
 
     Collective.
     """
     mine = [tuple(dist.get_process_group_ranks(group)) for group in _groups()]
-    every = gather_objects([(len(ranks), hash(ranks)) for ranks in mine])
-    sizes = {tuple(size for size, _ in each) for each in every}
-    good = len(sizes) == 1 and all(
-        every[rank][k] == every[ranks[0]][k] for k, ranks in enumerate(mine) for rank in ranks
+    every = gather_objects((stage, [(len(ranks), hash(ranks)) for ranks in mine]))
+    peers = [rank for rank, (other, _) in enumerate(every) if other == stage]
+    groups = {rank: every[rank][1] for rank in peers}
+    good = len({tuple(size for size, _ in each) for each in groups.values()}) == 1 and all(
+        groups[rank][k] == (len(ranks), hash(ranks))
+        for k, ranks in enumerate(mine)
+        for rank in ranks
+        if rank in groups
     )
-    return all(gather_objects(good))
+    return peers, all(gather_objects(good))
 
 
 def _make_up(value: Any, device: torch.device) -> Any:

@@ -1,0 +1,93 @@
+"""The steps of Megatron's schedules, of which a rank may fail alone.
+
+A schedule makes forward and backward steps of micro-batches, and sends their results between the
+stages of a pipeline. A step that fails on some rank is a segment of the lockstep: the rank takes
+part in what the others of its stage communicate in it, and then gives its schedule zeros of the
+right shape to send on. All later steps of the rank are such, until all ranks meet at the end.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hessian.backends.lockstep import Lockstep
+from ds_hessian.backends.state import swap
+
+FORWARD, BACKWARD = 0, 1
+
+
+class Steps:
+    """Forward and backward step of one run of a schedule.
+
+    Failures are ordered by what may follow from what: a forward of a later stage from that of an
+    earlier one, a backward of an earlier stage from that of a later one.
+
+    Args:
+        schedules: Megatron's module of that name.
+        lockstep: Of the measurement, in a pass.
+        stage: Of this rank in the pipeline.
+        shape: Of what a stage sends on.
+        dtype: Of that.
+        device: Of that.
+    """
+
+    def __init__(
+        self,
+        schedules: Any,
+        lockstep: Lockstep,
+        stage: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.lockstep, self.stage = lockstep, stage
+        self._schedules, self._counts = schedules, [0, 0]
+        self._forward, self._backward = schedules.forward_step, schedules.backward_step
+        self._output = (shape, dtype, device)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Let the schedules take these."""
+        with ExitStack() as stack:
+            swap(stack, self._schedules, "forward_step", self.forward)
+            swap(stack, self._schedules, "backward_step", self.backward)
+            yield
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
+        """`forward_step` of Megatron's schedules: `(output or outputs, number of tokens)`."""
+        with self.lockstep.segment(*self._where(FORWARD)):
+            self.lockstep.go_on()
+            result: tuple[Any, Tensor] = self._forward(*args, **kwargs)
+            return result
+        shape, dtype, device = self._output
+        output = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+        listed = isinstance(_argument(self._forward, "input_tensor", args, kwargs), list)
+        return [output] if listed else output, torch.zeros((), dtype=torch.int)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """`backward_step` of Megatron's schedules: the gradient of the input or inputs."""
+        with self.lockstep.segment(*self._where(BACKWARD)):
+            self.lockstep.go_on()
+            return self._backward(*args, **kwargs)
+        return _zeros(_argument(self._backward, "input_tensor", args, kwargs))
+
+    def _where(self, direction: int) -> tuple[int, ...]:
+        self._counts[direction] += 1
+        later = self.stage if direction == FORWARD else -self.stage
+        return direction, self._counts[direction], later
+
+
+def _argument(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return inspect.signature(function).bind(*args, **kwargs).arguments[name]
+
+
+def _zeros(like: Any) -> Any:
+    if isinstance(like, list):
+        return [_zeros(item) for item in like]
+    return None if like is None else torch.zeros_like(like)
