@@ -28,8 +28,12 @@ class TinyGPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight  # tied
-        self.drop = nn.Dropout(dropout)
+        self.dropout = dropout  # no module: ZeRO-3 hooks each of them
         self.register_buffer("calls", torch.zeros(()))
+
+    def drop(self, x: Tensor) -> Tensor:
+        """Dropout, in train mode."""
+        return functional.dropout(x, self.dropout, self.training)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """`(batch, time, vocabulary)`."""

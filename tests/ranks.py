@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import inspect
 import multiprocessing
 import os
 import signal
@@ -41,7 +42,12 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: str)
 
     import deepspeed
     import torch
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
+    name = "_PartitionedParameterCoordinator__params_to_release"
+    traced = getattr(PartitionedParameterCoordinator, name)
+    released = inspect.getclosurevars(traced).nonlocals["func"]  # an unlimited cache
     # DeepSpeed refuses fp16 on processors without fast fp16 matrix products; torch has slow ones.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.utils.logger.setLevel(logging.ERROR)
@@ -57,9 +63,12 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: str)
             pipe.send((True, function(*args, **kwargs)))
         except BaseException:  # the test process shows it
             pipe.send((False, traceback.format_exc()))
-        # Cycles keep gloo's process groups, whose threads poll all the time. What was imported
-        # is not looked at again.
+        # Engines that are alive keep gloo's process groups, whose threads poll all the time; they
+        # are by cycles, and because DeepSpeed keeps all that it has made under ZeRO-3.
+        FWD_MODULE_STACK.clear()
+        released.cache_clear()
         gc.collect()
+        # What was imported is not looked at again.
         if len(sys.modules) > modules + 50:
             modules = len(sys.modules)
             gc.freeze()

@@ -133,9 +133,9 @@ def measured_and_planned(
     """
     engine = make_engine(stage, dtype)
     data = batches(dtype_of(engine))
-    hessian = engine.hessian.use(data)
-    hessian.spectrum(num_matvecs=3, mode="selective")  # modules are imported, kernels loaded
-    hessian.trace("hutchinson", 2)
+    hessian = engine.hessian.use(data[:1])
+    hessian.spectrum(num_matvecs=2, mode="selective")  # modules are imported, kernels loaded
+    hessian.trace("hutchinson", 1)
     hessian.eigenpairs(1, max_matvecs=2)
     with peak_resident() as training:
         engine.backward(engine(data[0]))
@@ -147,6 +147,7 @@ def measured_and_planned(
         given: dict[str, Any] = dict(settings)
         os.environ[async_io.SETTING] = given.pop("way", "auto")
         folder = Path(given["resume"]) if "resume" in given else None
+        hessian.use(data if "sampling" in given else data[:1])
         plan = MemoryPlan.of(hessian.memory_plan(analysis, **given).items, [passes])
         if analysis == "solve":
             given["b"] = b

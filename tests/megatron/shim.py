@@ -16,8 +16,13 @@ CPU = torch.device("cpu")
 _installed = False
 
 
+_WATCHED = {torch.Tensor.cuda, torch.Tensor.type, torch.softmax}
+
+
 class _OnCpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and func not in _WATCHED:  # nearly all
+            return func(*args)
         kwargs = dict(kwargs or {})
         # Schedules count tokens and p2p receives activations on device="cuda"
         # (pipeline_parallel/schedules.py, p2p_communication.py).
