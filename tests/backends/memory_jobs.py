@@ -135,7 +135,7 @@ def measured_and_planned(
     data = batches(dtype_of(engine))
     hessian = engine.hessian.use(data[:1])
     hessian.spectrum(num_matvecs=2, mode="selective")  # modules are imported, kernels loaded
-    hessian.trace("hutchinson", 1)
+    hessian.trace("hutchinson", 2)
     hessian.eigenpairs(1, max_matvecs=2)
     with peak_resident() as training:
         engine.backward(engine(data[0]))
