@@ -105,7 +105,7 @@ class Collective(NamedTuple):
 
         Args:
             device: Of the tensors that are not on the CPU.
-            meshed: See `is_mesh`.
+            meshed: See `peers_of`.
 
         Raises:
             LockstepError: they cannot be made up.
@@ -215,7 +215,7 @@ def written_down(
     return Collective(name, listed, named, by_torch)
 
 
-def is_mesh(stage: int) -> tuple[list[int], bool]:
+def peers_of(stage: int) -> tuple[list[int], bool]:
     """The ranks of the same stage, and whether their groups are a mesh: the k-th group of this rank
     is the k-th of all of them that are in it, and each of them is in a k-th group of the same size.
 

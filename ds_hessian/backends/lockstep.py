@@ -42,7 +42,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
@@ -58,7 +58,7 @@ from ds_hessian.backends.collectives import (
     Collective,
     LockstepError,
     exchanged,
-    is_mesh,
+    peers_of,
     written_down,
 )
 from ds_hessian.backends.state import swap
@@ -119,16 +119,18 @@ class _Recorder:
     writes down each collective of a segment before it is made.
 
     Args:
-        hosts: `(owner, name)` of attributes that hold such objects.
-        write: Called with a collective that begins; returns what to call when it has been made.
+        host: See `Lockstep`.
+        segment: The one that the rank is in, or None.
+        begun: Called when a collective begins in it.
     """
 
     def __init__(
         self,
-        hosts: Sequence[tuple[Any, str]],
-        write: Callable[[Collective], Callable[[], None]],
+        host: tuple[Any, str] | None,
+        segment: Callable[[], _Segment | None],
+        begun: Callable[[], None],
     ) -> None:
-        self._write, self._inside = write, threading.local()
+        self._segment, self._begun, self._inside = segment, begun, threading.local()
         originals = {n: getattr(dist, n) for n in (*COLLECTIVES, *OTHERS) if hasattr(dist, n)}
         for name in ("new_group", "isend", "irecv"):  # torch asks whether an operation is these two
             originals.pop(name)
@@ -141,8 +143,8 @@ class _Recorder:
             for name, value in list(getattr(module, "__dict__", {}).items())
             if id(value) in ways
         ]
-        for owner, name in hosts:
-            self._places.append((owner, name, _Stand(getattr(owner, name), self._recorded)))
+        if host is not None:
+            self._places.append((*host, _Stand(getattr(*host), self._recorded)))
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -159,15 +161,17 @@ class _Recorder:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if getattr(inside, "one", False):  # that is made of others
+            segment = None if getattr(inside, "one", False) else self._segment()
+            if segment is None:  # one that another is made of, or a pipeline's own
                 return function(*args, **kwargs)
-            made = self._write(written_down(name, args, kwargs, by_torch))
+            segment.log.append(written_down(name, args, kwargs, by_torch))
+            self._begun()
             inside.one = True
             try:
                 result = function(*args, **kwargs)
             finally:
                 inside.one = False
-            made()
+            segment.made += 1
             return result
 
         return call
@@ -215,8 +219,8 @@ class Lockstep:
             return
         self.rank = dist.get_rank()
         self._host = host
-        self._peers, self._meshed = is_mesh(stage)
-        self._recorder = _Recorder([host] if host else [], self._write)
+        self._peers, self._meshed = peers_of(stage)
+        self._recorder = _Recorder(host, self._open_segment, self._progress)
         # A client of its own for each thread: a request waits while another is under way.
         store = distributed_c10d._get_default_store()
         number = store.add(f"ds_hessian/measurements of rank {self.rank}", 1)
@@ -327,20 +331,16 @@ class Lockstep:
         if self._pass is not None and self._pass.error is not None:
             raise self._pass.error[0]
 
-    def _write(self, collective: Collective) -> Callable[[], None]:
+    def _open_segment(self) -> _Segment | None:
+        segments = self._pass.segments if self._pass is not None else []
+        return segments[-1] if segments and not segments[-1].ended else None
+
+    def _progress(self) -> None:
         current = self._pass
-        segment = current.segments[-1] if current is not None and current.segments else None
-        if current is None or segment is None or segment.ended:  # of a pipeline
-            return lambda: None
-        segment.log.append(collective)
-        current.progress += 1
-        if current.wanted:
-            self._wake.set()
-
-        def made() -> None:
-            segment.made += 1
-
-        return made
+        if current is not None:
+            current.progress += 1
+            if current.wanted:
+                self._wake.set()
 
     # ---- a rank that failed
 
