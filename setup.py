@@ -15,7 +15,7 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["ds_hessian", "ds_hessian.*"]),
-    package_data={"ds_hessian": ["py.typed", "cli/page/page.html"]},
+    package_data={"ds_hessian": ["py.typed", "show/page/page.html"]},
     install_requires=[
         "torch>=2.4",
         "deepspeed>=0.16.7",

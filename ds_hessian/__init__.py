@@ -22,15 +22,15 @@ from ds_hessian.errors import (
 if TYPE_CHECKING:
     from ds_hessian.config import HessianConfig
     from ds_hessian.engine import HessianEngine, attach, initialize
-    from ds_hessian.results import DisplacementSweep, HessianSpectrum
+    from ds_hessian.records import DisplacementSweep, HessianSpectrum
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "DisplacementSweep": "ds_hessian.results",
+    "DisplacementSweep": "ds_hessian.records",
     "HessianConfig": "ds_hessian.config",
     "HessianEngine": "ds_hessian.engine",
-    "HessianSpectrum": "ds_hessian.results",
+    "HessianSpectrum": "ds_hessian.records",
     "attach": "ds_hessian.engine",
     "initialize": "ds_hessian.engine",
 }

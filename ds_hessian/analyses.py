@@ -22,8 +22,8 @@ from ds_hessian.measurement import Measurement, plan_or_refuse
 from ds_hessian.operators import Congruent, LinearOperator
 from ds_hessian.operators.sampling import micro_batch_curvatures, standard_error
 from ds_hessian.plan import storage_of
-from ds_hessian.records import R, Records
-from ds_hessian.results import (
+from ds_hessian.ranks import together
+from ds_hessian.records import (
     Estimate,
     HessianBlockCoupling,
     HessianEigenpairs,
@@ -34,7 +34,8 @@ from ds_hessian.results import (
     HessianTrace,
 )
 from ds_hessian.resume import Journal
-from ds_hessian.vectors import Partition, by_layer, by_pattern, random_vector, together
+from ds_hessian.vector_files import R, Records
+from ds_hessian.vectors import Partition, by_layer, by_pattern, random_vector
 
 Draw = Callable[[int], Tensor]
 Blocks = Literal["layers", "parameters"] | Mapping[str, str]

@@ -45,18 +45,19 @@ from ds_hessian.plan import (
     plan_analysis,
 )
 from ds_hessian.provenance import describe_run
-from ds_hessian.results import (
+from ds_hessian.ranks import together
+from ds_hessian.records import (
     DisplacementSweep,
     HessianSpectrum,
     Provenance,
     SamplingErrors,
     SelfTest,
-    SpectrumProgress,
 )
 from ds_hessian.resume import SavedSpectrum, identity_of
 from ds_hessian.schedule import Schedule
 from ds_hessian.self_test import self_test
-from ds_hessian.vectors import ProbeKind, random_vector, together
+from ds_hessian.show.progress import SpectrumProgress
+from ds_hessian.vectors import ProbeKind, random_vector
 
 logger = logging.getLogger(__name__)
 

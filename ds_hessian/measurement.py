@@ -26,10 +26,10 @@ from ds_hessian.plan import (
     plan_analysis,
     refuse_too_large,
 )
-from ds_hessian.results import Cost, Provenance
-from ds_hessian.results.store import kind_of
+from ds_hessian.ranks import gather_objects, together
+from ds_hessian.records import Cost, Provenance
+from ds_hessian.records.store import kind_of
 from ds_hessian.resume import SavedRun
-from ds_hessian.vectors import gather_objects, together
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import ds_hessian
 from ds_hessian.backends.objective import Objective
 from ds_hessian.backends.zero import ZeroBackend
 from ds_hessian.config import HessianConfig
-from ds_hessian.results import Provenance
+from ds_hessian.records import Provenance
 
 
 def describe_run(

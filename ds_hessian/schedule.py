@@ -23,14 +23,8 @@ from torch import Tensor
 from ds_hessian.backends.objective import Call
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import HessianError
-from ds_hessian.results import (
-    PICTURE,
-    HessianSharpness,
-    HessianSpectrum,
-    monitor_events,
-    write_tensorboard,
-    write_wandb,
-)
+from ds_hessian.records import PICTURE, HessianSharpness, HessianSpectrum
+from ds_hessian.show.monitor import monitor_events, write_tensorboard, write_wandb
 
 if TYPE_CHECKING:
     from ds_hessian.engine import HessianEngine

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_hessian.results.verdict import Check, SelfTest
+from ds_hessian.records.verdict import Check, SelfTest
 
 if TYPE_CHECKING:
     from ds_hessian.engine import HessianEngine

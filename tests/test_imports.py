@@ -16,16 +16,17 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {"errors"},
     "memory": set(),
     "vectors": {"ops", "errors"},
-    "backends": {"vectors", "ops", "memory", "config", "errors"},
-    "operators": {"backends", "vectors", "ops", "memory", "errors"},
-    "krylov": {"operators", "vectors", "ops", "memory", "errors"},
-    "results": {"krylov", "errors"},
+    "ranks": {"vectors", "backends", "errors"},
+    "backends": {"ranks", "vectors", "ops", "memory", "config", "errors"},
+    "operators": {"backends", "ranks", "vectors", "ops", "memory", "errors"},
+    "krylov": {"operators", "ranks", "vectors", "ops", "memory", "errors"},
+    "records": {"krylov", "show", "errors"},
+    "show": {"records", "krylov", "errors"},
 }
 JOINING = {
     "analyses",
     "engine",
     "measurement",
-    "records",
     "schedule",
     "plan",
     "products",
@@ -37,6 +38,7 @@ JOINING = {
     "cli",
     "integrations",
     "launch",
+    "vector_files",
 }  # may import everything
 HOSTS = {
     "deepspeed": ("backends/zero/", "engine.py", "provenance.py", "launch.py", "ops/", "cli/"),

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from ds_hessian.cli.page import Run
-from ds_hessian.cli.page.run import SHOWN, step_of
 from ds_hessian.errors import ResultError
-from ds_hessian.results import HessianSpectrum
-from ds_hessian.results.store import kind_of, load
+from ds_hessian.records import HessianSpectrum
+from ds_hessian.records.store import kind_of, load
+from ds_hessian.show.page import Run
+from ds_hessian.show.page.run import SHOWN, step_of
 
 R = TypeVar("R")
 

@@ -88,8 +88,8 @@ def plot(folder: Path, kind: str) -> None:
 def compare(folders: tuple[Path, ...], output: Path) -> None:
     """Put the spectra of FOLDERS side by side: runs, or training steps of one run."""
     from ds_hessian.cli.folders import named_spectra
-    from ds_hessian.results import Comparison
-    from ds_hessian.results.plot_comparison import plot_comparison
+    from ds_hessian.records import Comparison
+    from ds_hessian.show.comparison_picture import plot_comparison
 
     if output.suffix not in (".png", ".svg", ".pdf"):
         raise click.UsageError(f"--output must end in .png, .svg or .pdf, got {output}")
@@ -109,7 +109,7 @@ def compare(folders: tuple[Path, ...], output: Path) -> None:
 def page(folder: Path, output: Path | None) -> None:
     """Make one HTML file of everything in FOLDER, to open in a browser, with or without network."""
     from ds_hessian.cli.folders import run_in
-    from ds_hessian.cli.page import write_page
+    from ds_hessian.show.page import write_page
 
     run = run_in(folder)
     try:

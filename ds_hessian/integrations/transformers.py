@@ -23,8 +23,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from ds_hessian.config import HessianConfig
 from ds_hessian.engine import HessianEngine, attach
 from ds_hessian.errors import ConfigError, UnsupportedError
-from ds_hessian.results import HessianSharpness, HessianSpectrum, figures_of
+from ds_hessian.records import HessianSharpness, HessianSpectrum
 from ds_hessian.schedule import Measurements, copied, due, write_monitor
+from ds_hessian.show.monitor import figures_of
 
 
 class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]

@@ -24,7 +24,8 @@ from torch import Tensor
 from ds_hessian import ops
 from ds_hessian.krylov.rows import DiskRows, HostRows, NearRows, Rows
 from ds_hessian.memory import shown
-from ds_hessian.vectors import VectorSpace, agree, together
+from ds_hessian.ranks import agree, together
+from ds_hessian.vectors import VectorSpace
 
 Array = NDArray[np.float64]
 

@@ -5,8 +5,8 @@ from ds_hessian.megatron import hessian_spectrum
 spectrum = hessian_spectrum(model, forward_step, batches, seq_length=..., micro_batch_size=...)
 """
 
+from ds_hessian.integrations.megatron_pretrain import PretrainHook, hessian_arguments, with_hessian
 from ds_hessian.megatron.hessian import MegatronHessian, hessian_spectrum
-from ds_hessian.megatron.pretrain import PretrainHook, hessian_arguments, with_hessian
 
 __all__ = [
     "MegatronHessian",

@@ -19,8 +19,8 @@ from ds_hessian.config import HessianConfig
 from ds_hessian.engine import HessianEngine
 from ds_hessian.errors import ConfigError
 from ds_hessian.provenance import settings
-from ds_hessian.results import HessianSpectrum, Provenance
-from ds_hessian.vectors import together
+from ds_hessian.ranks import together
+from ds_hessian.records import HessianSpectrum, Provenance
 
 
 class MegatronHessian(HessianEngine):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from ds_hessian.operators.displacement.control import ALWAYS, SELDOM
+from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
 from ds_hessian.operators.finite_difference import PILOT
-from ds_hessian.operators.schemes import SCHEMES, SchemeName
-from ds_hessian.operators.step_control import ALWAYS, SELDOM
 
 FIRST = {"auto": 4.0, "fixed": 2.5}
 """Trials of the first vector that are thrown away, on average; of a fixed displacement they only

@@ -12,8 +12,8 @@ a trial, two for those at w (of all micro-batches and of the pilot) and two for 
 trials: forward and central 6, fourth_order 8, which has one more for a moment in each trial. A
 finished product takes the place of its first gradient.
 
-Source: the paper's equation (1); `ds_hessian.operators.schemes`; the step is that of
-`ds_hessian.operators.step_control`.
+Source: the paper's equation (1); `ds_hessian.operators.displacement.schemes`; the step is that of
+`ds_hessian.operators.displacement.control`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from torch import Tensor
 from ds_hessian import ops
 from ds_hessian.backends.protocol import ShardBackend
 from ds_hessian.errors import NumericsError
-from ds_hessian.operators.belief import Trial
+from ds_hessian.operators.displacement.belief import Trial
+from ds_hessian.operators.displacement.control import StepController
+from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
 from ds_hessian.operators.protocol import Product
-from ds_hessian.operators.schemes import SCHEMES, SchemeName
-from ds_hessian.operators.step_control import StepController
 
 PILOT = 8
 """One of so many micro-batches, rounded up, is in the pilot."""
@@ -64,7 +64,7 @@ class FiniteDifferenceHessian:
     Args:
         backend: The shards.
         displacement: `"auto"`, or h itself: the length of the step in parameter space.
-        scheme: The difference formula; see `ds_hessian.operators.schemes`.
+        scheme: The difference formula; see `ds_hessian.operators.displacement.schemes`.
 
     Raises:
         NumericsError: the gradient at the weights is not finite.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_hessian.memory import FP32, Item, Place
-from ds_hessian.operators.schemes import SCHEMES, SchemeName
+from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
 
 
 def memory_of_operator(n_local: int, place: Place, scheme: SchemeName = "central") -> list[Item]:

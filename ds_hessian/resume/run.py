@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ds_hessian.backends import ShardBackend
-from ds_hessian.backends.state import RandomState
+from ds_hessian.backends.guard import RandomState
 from ds_hessian.operators import FiniteDifferenceHessian
 from ds_hessian.resume.identity import refuse_foreign
 from ds_hessian.resume.store import Given, StateStore

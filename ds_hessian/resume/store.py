@@ -38,9 +38,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hessian.errors import ConfigError, ResultError
-from ds_hessian.results.safetensors import Reader, Writer
-from ds_hessian.results.store import write_flushed
-from ds_hessian.vectors import Box, Fragment, Layout, VectorSpace, checkpoint, together
+from ds_hessian.ranks import checkpoint, together
+from ds_hessian.records.safetensors import Reader, Writer
+from ds_hessian.records.store import write_flushed
+from ds_hessian.vectors import Box, Fragment, Layout, VectorSpace
 
 FORMAT = 1
 """Of the files; raised with every change that an older reader would misread."""

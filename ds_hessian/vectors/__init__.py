@@ -1,6 +1,5 @@
-"""Sharded vectors: their layout, inner products, probes, and agreement between ranks."""
+"""Sharded vectors: their layout, inner products and probes."""
 
-from ds_hessian.vectors.agreement import agree, checkpoint, gather_objects, together
 from ds_hessian.vectors.layout import Box, Fragment, Layout
 from ds_hessian.vectors.partition import Partition, by_layer, by_pattern
 from ds_hessian.vectors.probes import ProbeKind, random_vector
@@ -13,11 +12,7 @@ __all__ = [
     "Partition",
     "ProbeKind",
     "VectorSpace",
-    "agree",
     "by_layer",
     "by_pattern",
-    "checkpoint",
-    "gather_objects",
     "random_vector",
-    "together",
 ]

@@ -21,7 +21,7 @@ from torch.nn import functional
 import ds_hessian
 from ds_hessian.backends.zero import ZeroBackend
 from ds_hessian.errors import HessianError
-from ds_hessian.results import HessianEigenpairs, HessianSolution
+from ds_hessian.records import HessianEigenpairs, HessianSolution
 from tests.nets import TinyGPT, batch
 
 TOTAL = 6  # micro-batches over all ranks: divides by 1, 2 and 3

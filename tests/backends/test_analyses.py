@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_hessian.errors import ResultError
-from ds_hessian.results.safetensors import Reader, Writer
+from ds_hessian.records.safetensors import Reader, Writer
 from tests.backends import jobs
 from tests.nets import DenseHessian, TinyGPT, batch
 from tests.ranks import RankPool

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import all_reduce as taken_by_name
 
-from ds_hessian.backends.lockstep import Lockstep, LockstepError
 from ds_hessian.backends.zero.host import communication
 from ds_hessian.errors import HessianError
-from ds_hessian.vectors import agree
+from ds_hessian.ranks import agree
+from ds_hessian.ranks.lockstep import Lockstep, LockstepError
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]

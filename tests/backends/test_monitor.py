@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from ds_hessian.results import HessianSpectrum, figures_of
+from ds_hessian.records import HessianSpectrum
+from ds_hessian.show.monitor import figures_of
 from tests.backends import jobs
 from tests.ranks import RankPool
 

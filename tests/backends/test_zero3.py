@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_hessian.results import HessianSharpness
+from ds_hessian.records import HessianSharpness
 from tests.backends import jobs
 from tests.nets import DenseHessian, TinyGPT, batch
 from tests.ranks import RankPool

@@ -18,7 +18,7 @@ import pytest
 from ds_hessian import __version__
 from ds_hessian.cli import main
 from ds_hessian.config import HessianConfig
-from ds_hessian.results import HessianSpectrum
+from ds_hessian.records import HessianSpectrum
 from tests.results.makers import language_model_like, semicircle, spectrum_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,12 +15,9 @@ import pytest
 import torch
 
 from ds_hessian.cli.folders import run_in
-from ds_hessian.cli.page import write_page
-from ds_hessian.cli.page.density import _thinned
-from ds_hessian.cli.page.write import sections_of
 from ds_hessian.errors import ResultError
 from ds_hessian.krylov import DampedSystems, Solution, solve
-from ds_hessian.results import (
+from ds_hessian.records import (
     Cost,
     DisplacementSweep,
     Estimate,
@@ -34,6 +31,9 @@ from ds_hessian.results import (
     HessianTrace,
     Provenance,
 )
+from ds_hessian.show.page import write_page
+from ds_hessian.show.page.density import _thinned
+from ds_hessian.show.page.write import sections_of
 from tests.browser import ask, needs_browser
 from tests.krylov.matrices import SPECTRA, Matrix
 from tests.results.makers import COST, PROVENANCE, language_model_like, semicircle, spectrum_of
@@ -435,7 +435,7 @@ def test_every_property_of_the_figures_is_one_of_plotlys(
     """Its Python classes refuse others, which its script passes over in silence."""
     import plotly.graph_objects as go
 
-    from ds_hessian.cli.page.style import TEMPLATE
+    from ds_hessian.show.page.style import TEMPLATE
 
     for section in sections_of(run_in(request.getfixturevalue(fixture))):
         for chart in section.states[-1].charts:

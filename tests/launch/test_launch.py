@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ds_hessian.errors import ConfigError
 from ds_hessian.launch import attach_scheduled
-from ds_hessian.results import HessianSharpness, HessianSpectrum
+from ds_hessian.records import HessianSharpness, HessianSpectrum
 from ds_hessian.schedule import Capture
 from tests.ranks import free_port
 

@@ -14,9 +14,9 @@ import pytest
 
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
-from ds_hessian.results import HessianSharpness, HessianSpectrum
-from ds_hessian.results.monitor import figures_of
-from ds_hessian.results.store import load
+from ds_hessian.records import HessianSharpness, HessianSpectrum
+from ds_hessian.records.store import load
+from ds_hessian.show.monitor import figures_of
 from tests.backends.test_monitor import wandb_rows
 from tests.ranks import free_port
 
@@ -140,8 +140,8 @@ def test_the_example_leaves_records_and_pictures(tmp_path: Path) -> None:
 
 
 def test_every_setting_is_an_argument() -> None:
+    from ds_hessian.integrations.megatron_pretrain import config_from
     from ds_hessian.megatron import hessian_arguments
-    from ds_hessian.megatron.pretrain import config_from
 
     parser = hessian_arguments(ArgumentParser())
     assert config_from(parser.parse_args([])) == HessianConfig()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_hessian.results import HessianSpectrum
-from ds_hessian.results.monitor import figures_of
+from ds_hessian.records import HessianSpectrum
+from ds_hessian.show.monitor import figures_of
 from tests.megatron.test_pretrain import HESSIAN_ARGUMENTS, ROOT, torchrun
 
 # A micro-batch of one sequence: without flash attention its attention views queries of several as

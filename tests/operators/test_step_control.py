@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ds_hessian.operators import SCHEMES, FiniteDifferenceHessian
-from ds_hessian.operators.belief import Estimate, Trial
-from ds_hessian.operators.step_control import MAX_TRIALS, StepController
+from ds_hessian.operators.displacement.belief import Estimate, Trial
+from ds_hessian.operators.displacement.control import MAX_TRIALS, StepController
 from tests.operators.nets import Exact, backend_of, batches, loss_of, mlp, relative, train
 
 GRID = {False: [10 ** (k / 3) for k in range(-13, 0)], True: [10 ** (k / 3) for k in range(-8, 3)]}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ds_hessian.backends.module import ModuleBackend
 from ds_hessian.operators import FiniteDifferenceHessian, default_range, sweep
-from ds_hessian.results import DisplacementSweep
+from ds_hessian.records import DisplacementSweep
 from tests.operators.nets import backend_of, batches, mlp, train
 from tests.results.makers import COST, PROVENANCE
 

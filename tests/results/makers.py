@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_hessian.krylov import LanczosRun, slq
 from ds_hessian.operators import Product
-from ds_hessian.results import Cost, HessianSpectrum, Provenance
+from ds_hessian.records import Cost, HessianSpectrum, Provenance
 from ds_hessian.vectors import Fragment, Layout, VectorSpace
 
 COST = Cost(

@@ -14,7 +14,7 @@ import torch
 
 from ds_hessian.errors import ResultError
 from ds_hessian.krylov import block_coupling, eigenpairs, hutchinson, off_block_share, solve
-from ds_hessian.results import (
+from ds_hessian.records import (
     Estimate,
     HessianBlockCoupling,
     HessianEigenpairs,
@@ -23,8 +23,8 @@ from ds_hessian.results import (
     HessianSharpness,
     HessianSolution,
     HessianTrace,
-    monitor_events,
 )
+from ds_hessian.show.monitor import monitor_events
 from ds_hessian.vectors import Partition
 from tests.krylov.matrices import SPECTRA, Matrix
 from tests.results.makers import COST, PROVENANCE

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from ds_hessian.results.density import automatic_widths, bulk_interval, reduced_weights, smooth
+from ds_hessian.records.density import automatic_widths, bulk_interval, reduced_weights, smooth
 from tests.krylov.matrices import SPECTRA
 from tests.results.makers import language_model_like, semicircle, spectrum_of
 

@@ -11,7 +11,7 @@ import torch
 
 from ds_hessian.errors import ResultError
 from ds_hessian.krylov import slq
-from ds_hessian.results import HessianSpectrum, density_of_parts
+from ds_hessian.records import HessianSpectrum, density_of_parts
 from tests.krylov.matrices import Matrix
 from tests.results.makers import COST, PROVENANCE, semicircle, spectrum_of
 

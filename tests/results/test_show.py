@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ds_hessian.krylov import slq
-from ds_hessian.results import SpectrumProgress
+from ds_hessian.show.progress import SpectrumProgress
 from tests.results.makers import DenseOperator, language_model_like, semicircle, spectrum_of
 
 
@@ -58,7 +58,7 @@ def test_outliers_are_marked_with_their_values(tmp_path: Path):
 
 def test_plotting_needs_no_display_and_leaves_pyplot_alone(tmp_path: Path):
     code = (
-        "import sys; import ds_hessian.results; assert 'matplotlib' not in sys.modules\n"
+        "import sys; import ds_hessian.records; assert 'matplotlib' not in sys.modules\n"
         "from tests.results.makers import *\n"
         f"spectrum_of(semicircle(100), 5).plot({str(tmp_path / 's.png')!r})\n"
         "assert 'matplotlib.pyplot' not in sys.modules"
@@ -88,7 +88,7 @@ def test_a_terminal_gets_a_bar_with_the_extreme_values(monkeypatch: pytest.Monke
 
 
 def test_a_log_file_gets_a_handful_of_lines(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.INFO, logger="ds_hessian.results.progress"):
+    with caplog.at_level(logging.INFO, logger="ds_hessian.show.progress"):
         _measure(True)
     assert 1 <= len(caplog.records) <= 5
     assert "40 of 40 products, 0 s left, eigenvalues -4 .. 5" in caplog.messages[-1]
@@ -103,7 +103,7 @@ def test_other_ranks_are_quiet(caplog: pytest.LogCaptureFixture, capsys):
 def test_fewer_products_than_announced_still_report_sensibly(caplog: pytest.LogCaptureFixture):
     operator = DenseOperator(np.arange(1.0, 4.0))
     with (
-        caplog.at_level(logging.INFO, logger="ds_hessian.results.progress"),
+        caplog.at_level(logging.INFO, logger="ds_hessian.show.progress"),
         SpectrumProgress(30) as progress,
     ):
         slq(operator, operator.layout, 30, 1, 0, progress=progress.update)

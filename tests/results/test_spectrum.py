@@ -9,7 +9,8 @@ import pytest
 
 from ds_hessian.errors import NumericsError, ResultError
 from ds_hessian.krylov import ritz
-from ds_hessian.results import Estimate, HessianSpectrum, monitor_events
+from ds_hessian.records import Estimate, HessianSpectrum
+from ds_hessian.show.monitor import monitor_events
 from tests.results.makers import (
     COST,
     PROVENANCE,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hessian.errors import HessianError, ResultError
-from ds_hessian.results import HessianSpectrum, SamplingErrors
+from ds_hessian.records import HessianSpectrum, SamplingErrors
 from tests.results.makers import COST, language_model_like, semicircle, spectrum_of
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ds_hessian.errors import HessianError
-from ds_hessian.results import HessianEigenpairs, HessianSpectrum
+from ds_hessian.records import HessianEigenpairs, HessianSpectrum
 from tests.backends.jobs import QUIET, make_engine, my_batches
 from tests.resume.jobs import newest
 

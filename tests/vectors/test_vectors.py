@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ds_hessian.errors import ConfigError, HessianError, MeasurementError
-from ds_hessian.vectors import Fragment, Layout, VectorSpace, random_vector, together
+from ds_hessian.ranks import together
+from ds_hessian.vectors import Fragment, Layout, VectorSpace, random_vector
 from tests.ranks import RankPool
 
 

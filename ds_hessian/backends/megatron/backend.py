@@ -19,16 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hessian import ops
-from ds_hessian.backends.lockstep import Lockstep
+from ds_hessian.backends.guard import Attributes, Buffers, RandomState, full_fp32, training_flags
 from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.forward import FixedForward
 from ds_hessian.backends.megatron.objective import PipelineObjective
 from ds_hessian.backends.megatron.pieces import pieces_of
 from ds_hessian.backends.megatron.tracker import tracker_states
-from ds_hessian.backends.state import Attributes, Buffers, RandomState, full_fp32, training_flags
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import Item, place_of
-from ds_hessian.vectors import Layout, VectorSpace, together
+from ds_hessian.ranks import together
+from ds_hessian.ranks.lockstep import Lockstep
+from ds_hessian.vectors import Layout, VectorSpace
 
 
 class MegatronBackend:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hessian.backends.guard import Buffers, RandomState
 from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.objective import ForwardStep
-from ds_hessian.backends.state import Buffers, RandomState
 from ds_hessian.errors import ConfigError, NumericsError
 
 

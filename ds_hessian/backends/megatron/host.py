@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.lockstep import Lockstep
+from ds_hessian.backends.guard import Attributes
 from ds_hessian.backends.megatron.steps import Steps
-from ds_hessian.backends.state import Attributes
+from ds_hessian.ranks.lockstep import Lockstep
 
 OLDEST = (0, 14)
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.lockstep import Lockstep
-from ds_hessian.backends.state import swap
+from ds_hessian.backends.guard import swap
+from ds_hessian.ranks.lockstep import Lockstep
 
 FORWARD, BACKWARD = 0, 1
 

@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 
 from ds_hessian import ops
-from ds_hessian.backends.lockstep import Lockstep
-from ds_hessian.backends.megatron.tracker import tracker_states
-from ds_hessian.backends.objective import Objective, Totals
-from ds_hessian.backends.state import (
+from ds_hessian.backends.guard import (
     Attributes,
     Buffers,
     RandomState,
     full_fp32,
     training_flags,
 )
+from ds_hessian.backends.megatron.tracker import tracker_states
+from ds_hessian.backends.objective import Objective, Totals
 from ds_hessian.backends.zero import host
 from ds_hessian.backends.zero.flat import BF16Shards, FlatShards
 from ds_hessian.backends.zero.memory import ZeroFigures, memory_of_zero
@@ -36,7 +35,9 @@ from ds_hessian.backends.zero.stage3 import Stage3Shards
 from ds_hessian.backends.zero.tensor_parallel import Placement, Replicas, place
 from ds_hessian.errors import ConfigError, HessianError
 from ds_hessian.memory import Item, place_of
-from ds_hessian.vectors import Fragment, Layout, VectorSpace, gather_objects
+from ds_hessian.ranks import gather_objects
+from ds_hessian.ranks.lockstep import Lockstep
+from ds_hessian.vectors import Fragment, Layout, VectorSpace
 
 Precision = Literal["model", "fp32"]
 

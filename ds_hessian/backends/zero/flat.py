@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hessian.backends.state import swap
+from ds_hessian.backends.guard import swap
 from ds_hessian.backends.zero.host import accelerator_synchronize
 from ds_hessian.backends.zero.shards import Piece, Shards
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hessian.backends.state import Attributes
+from ds_hessian.backends.guard import Attributes
 from ds_hessian.errors import UnsupportedError
 
 OLDEST = (0, 16, 7)

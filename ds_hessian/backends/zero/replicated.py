@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.state import swap
+from ds_hessian.backends.guard import swap
 from ds_hessian.backends.zero.host import data_parallel
 from ds_hessian.backends.zero.shards import Piece, Shards
 from ds_hessian.errors import UnsupportedError

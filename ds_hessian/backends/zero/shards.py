@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.state import swap
+from ds_hessian.backends.guard import swap
 from ds_hessian.errors import UnsupportedError
 
 

@@ -1,6 +1,0 @@
-"""A run's results as one HTML file, which needs no network: see `write_page`."""
-
-from ds_hessian.cli.page.run import Run
-from ds_hessian.cli.page.write import write_page
-
-__all__ = ["Run", "write_page"]

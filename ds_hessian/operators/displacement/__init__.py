@@ -1,0 +1,1 @@
+"""The displacement of a difference: formulas, belief about its errors, control of its length."""

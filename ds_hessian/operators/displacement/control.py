@@ -1,0 +1,245 @@
+"""Choosing the displacement h of each product by measurement.
+
+A *trial* is the product at one displacement on the pilot, a few of the micro-batches; it is part
+of the product over all of them if its displacement is accepted. Trials and finished products tell
+noise and bend (`ds_hessian.operators.displacement.belief`), hence the error at every h:
+
+* The first vector's trials go where most is to be learnt, until the best h is known well enough.
+* Every other vector's first trial is at the h that is best by what the vectors before have taught;
+  it is accepted unless it shows that another h is expected to be much better.
+* With many micro-batches (ALWAYS) a trial above h comes first: there the truncation error shows in
+  the change to the next trial, and with it kappa, its size in units of (b h)^p.
+* A finished product that turns out to be far from its best h is made once more.
+
+Everything here is arithmetic on numbers that all ranks share; the displacements used are rank 0's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ds_hessian.operators.displacement.belief import (
+    STEP,
+    UNLIKE,
+    Array,
+    Belief,
+    Estimate,
+    Outlook,
+    Surroundings,
+    Trial,
+)
+from ds_hessian.operators.displacement.schemes import Scheme
+
+NOISE = Estimate(1.5, 2.0)
+"""Of N in units of u |w| |Hv|, where v is random: rounding moves each weight by u of itself."""
+
+BEND = Estimate(0.7, 2.0)
+"""Of b |w| for a random vector."""
+
+AFTER_PROBE = Estimate(2.0, 1.3)
+"""From b of a random vector to that of the next Krylov vector, rich in outliers."""
+
+FIRST_STEP = 6.0
+"""From the best h of a random vector down to the first trial of the next."""
+
+NOISE_DRIFT, BEND_DRIFT = 0.15, 0.5
+"""Standard deviations from vector to vector, of logarithms."""
+
+NOISE_SPREAD = 0.5
+"""Most that is left unknown of ln N after the first vector."""
+
+SHARED = 0.9
+"""The noise of k pilots falls as k^(-SHARED / 2): micro-batches share the rounding of weights."""
+
+SMALLER = -0.5
+"""ln of the slice's |Hv| in units of the pilot's, at first."""
+
+MEMORY = 0.3
+"""Weight of the last vector in what is carried over of pilot and slice."""
+
+KNOWN = 0.08
+"""The first vector's trials go on until no more than this is lost for not knowing better."""
+
+ACCEPT, REPEAT = 0.2, 0.6
+"""Losses in ln(error) for which a trial is accepted, and a product made once more."""
+
+APART = 0.4
+"""Trials of a vector are at least so far from each other, in ln h."""
+
+ALWAYS, SELDOM = 16, 16
+"""From ALWAYS micro-batches on, each vector but the first has a trial above h; with fewer, where a
+trial weighs more, one vector in SELDOM."""
+
+AMPLIFY = 8.0
+"""The trial above h has this many times the truncation error."""
+
+KAPPA_SPREAD = 0.6
+"""Of ln kappa, from vector to vector."""
+
+MAX_TRIALS = 7
+
+LEARNT = ("h", "largest", "products", "size", "bend_unlike", "size_unlike")
+ESTIMATES = ("noise", "bend", "kappa")
+"""Attributes of a `StepController` that change from product to product."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do after a trial: use its displacement, or try `h`."""
+
+    h: float
+    accept: bool
+
+
+class StepController:
+    """Carries what is known of noise and bend from product to product.
+
+    Args:
+        scheme: Gives the order.
+        unit_roundoff: Of the dtype in which the passes compute.
+        weight_norm: |w|.
+        pilot: Number of micro-batches in a trial.
+        num_micro_batches: All of them.
+        fixed: A displacement that is used whatever the trials say; they estimate its error.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        unit_roundoff: float,
+        weight_norm: float,
+        pilot: int,
+        num_micro_batches: int,
+        fixed: float | None = None,
+    ) -> None:
+        scale = weight_norm if weight_norm > 0 else 1.0
+        self.order, self.fixed, self.rounding = scheme.order, fixed, unit_roundoff * scale
+        self.h = fixed or unit_roundoff ** (1 / (scheme.order + 1)) * scale
+        self.smallest, self.largest = self.rounding / 16, scale
+        self.whole = pilot == num_micro_batches
+        self.quiet = (pilot / num_micro_batches) ** (SHARED / 2)
+        self.interval = 1 if num_micro_batches >= ALWAYS else SELDOM
+        self.noise: Estimate | None = None
+        self.bend = Estimate(BEND.mean - math.log(scale), BEND.spread)
+        self.kappa = Estimate(math.log(scheme.truncation), scheme.truncation_spread)
+        self.bend_unlike, self.size_unlike = 0.0, 0.0 if self.whole else SMALLER
+        self.size = 0.0  # |Hv| of the pilot's last trial
+        self.products = 0
+        self.belief: Belief | None = None
+        self.outlook: Outlook | None = None  # of the last product
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the products so far have taught, as JSON values."""
+        figures = {name: getattr(self, name) for name in LEARNT}
+        for name in ESTIMATES:
+            estimate = getattr(self, name)
+            figures[name] = estimate and asdict(estimate)
+        return figures
+
+    def load_state_dict(self, figures: Mapping[str, Any]) -> None:
+        """Go on from another controller's `state_dict`."""
+        for name in LEARNT:
+            setattr(self, name, figures[name])
+        for name in ESTIMATES:
+            setattr(self, name, figures[name] and Estimate(**figures[name]))
+
+    # ---- trials of a vector
+
+    def first_h(self) -> float:
+        """The displacement of the next vector's first trial."""
+        self.belief = self.outlook = None
+        return self._clamp(self.h * AMPLIFY ** (1 / self.order)) if self._is_due else self.h
+
+    @property
+    def _is_due(self) -> bool:
+        return self.fixed is None and self.products > 0 and (self.products - 1) % self.interval == 0
+
+    def advise(self, trials: list[Trial]) -> Advice:
+        """Judge the trials made for the current vector so far."""
+        last, final = trials[-1], len(trials) >= MAX_TRIALS
+        if last.size == 0:
+            return self._advice(last.h, last.h, final)
+        if not last.finite:
+            self.largest = last.h / AMPLIFY
+            return self._advice(self.largest, last.h, final)
+        self.size = last.size
+        belief = self._hear(last)
+        if len(trials) > 1 and trials[-2].finite and self.products:
+            belief.hear_change(trials[-2], last)
+        outlook = belief.outlook(last, self._displacements(), of_pilot=True)
+        if self.products == 0 and not final:
+            regret, telling = belief.search(last, self._displacements())
+            if regret > KNOWN and min(abs(math.log(telling / t.h)) for t in trials) > APART:
+                return Advice(telling, False)
+        if self._is_due and len(trials) == 1:
+            apart = abs(math.log(outlook.h / last.h))
+            below = last.h / AMPLIFY ** (1 / self.order)
+            return Advice(outlook.h if apart > APART else below, False)
+        best = last.h if outlook.excess < ACCEPT or len(trials) > MAX_TRIALS else outlook.h
+        return self._advice(best, last.h, len(trials) > MAX_TRIALS)
+
+    def _advice(self, h: float, here: float, final: bool) -> Advice:
+        h = self.fixed or h
+        return Advice(h, h == here or (final and self.fixed is None))
+
+    def _hear(self, trial: Trial) -> Belief:
+        if self.noise is None:
+            expected = math.log(self.rounding * trial.size)
+            self.noise = Estimate(NOISE.mean + expected, NOISE.spread)
+        if self.belief is None:
+            spread = 0.0 if self.whole else UNLIKE
+            unlike = self.bend_unlike, self.size_unlike
+            around = Surroundings(self.order, self.quiet, *unlike, spread)
+            self.belief = Belief(self.noise, self.bend, self.kappa.widened(KAPPA_SPREAD), around)
+        self.belief.hear_trial(trial)
+        return self.belief
+
+    def _displacements(self) -> Array:
+        low, high = math.log(self.smallest), math.log(self.largest)
+        return np.exp(np.linspace(low, high, max(2, math.ceil((high - low) / STEP))))
+
+    def _clamp(self, h: float) -> float:
+        return min(max(h, self.smallest), self.largest)
+
+    # ---- after a product
+
+    def judge(self, product: Trial) -> float:
+        """The h at which to make a product of all micro-batches again; its own if it can stay."""
+        if self.belief is None or product.size == 0:
+            return product.h
+        self.belief.hear_product(product)
+        self.outlook = self.belief.outlook(product, self._displacements(), of_pilot=False)
+        if self.outlook.excess > REPEAT and self.fixed is None:
+            return self.outlook.h
+        return product.h
+
+    def conclude(self, product: Trial) -> tuple[float | None, float | None]:
+        """Relative noise and error of the product that stays, the last that `judge` was given; what
+        it taught is carried over.
+        """
+        belief, outlook = self.belief, self.outlook
+        self.belief = self.outlook = None
+        if belief is None or outlook is None or product.size == 0:
+            return None, None
+        noise, bend = belief.estimates()
+        if belief.truncation_seen:
+            self.kappa = self.kappa.corrected(belief.kappa.mean, KAPPA_SPREAD)
+        memory = MEMORY if self.products else 1.0
+        unlike = min(max(bend.mean - belief.of_pilot()[1], -1.0), 1.0)
+        self.bend_unlike += MEMORY * (unlike - self.bend_unlike)
+        self.size_unlike += memory * (math.log(product.size / self.size) - self.size_unlike)
+        self.noise = Estimate(noise.mean, min(math.hypot(noise.spread, NOISE_DRIFT), NOISE_SPREAD))
+        self.bend = bend.widened(BEND_DRIFT)
+        if self.fixed is None:
+            self.h = outlook.h
+        if self.products == 0:
+            jump = Estimate(bend.mean + AFTER_PROBE.mean, bend.spread)
+            self.bend = jump.widened(AFTER_PROBE.spread)
+            self.h = self.fixed or self._clamp(outlook.h / FIRST_STEP)
+        self.products += 1
+        return outlook.noise, outlook.error

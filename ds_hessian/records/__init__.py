@@ -1,0 +1,42 @@
+"""Results: records with error bars and provenance, and their files."""
+
+from ds_hessian.records.analyses import (
+    HessianBlockCoupling,
+    HessianEigenpairs,
+    HessianInfluence,
+    HessianOffBlockShare,
+    HessianSharpness,
+    HessianSolution,
+    HessianTrace,
+)
+from ds_hessian.records.comparison import Comparison
+from ds_hessian.records.density import Density
+from ds_hessian.records.estimate import Estimate, SamplingErrors
+from ds_hessian.records.parts import density_of_parts
+from ds_hessian.records.provenance import SCHEMA_VERSION, Cost, Provenance
+from ds_hessian.records.spectrum import PICTURE, HessianSpectrum
+from ds_hessian.records.sweep import DisplacementSweep
+from ds_hessian.records.verdict import Check, SelfTest
+
+__all__ = [
+    "PICTURE",
+    "SCHEMA_VERSION",
+    "Check",
+    "Comparison",
+    "Cost",
+    "Density",
+    "DisplacementSweep",
+    "Estimate",
+    "HessianBlockCoupling",
+    "HessianEigenpairs",
+    "HessianInfluence",
+    "HessianOffBlockShare",
+    "HessianSharpness",
+    "HessianSolution",
+    "HessianSpectrum",
+    "HessianTrace",
+    "Provenance",
+    "SamplingErrors",
+    "SelfTest",
+    "density_of_parts",
+]

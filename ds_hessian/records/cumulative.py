@@ -1,0 +1,81 @@
+"""Bounds on the cumulative distribution of eigenvalues, from what Lanczos knows of it.
+
+Two things stand between a probe's Ritz values and the share of eigenvalues at or below x:
+
+* quadrature: m steps know 2 m + 1 moments of the probe's own measure, which bound it left of x
+  (`ds_hessian.krylov.measure_bounds`). Errors of the products move eigenvalues, so the bounds are
+  taken at x less, and x plus, twice the largest of them;
+* chance: of a share p of n eigenvalues, a random unit vector's measure has p in the mean and the
+  variance `2 p (1 - p) / (n + 2)` (Beta; with Rademacher entries at most `2 p (1 - p) / n`). Over P
+  probes that is the variance of a frequency in `P (n + 2) / 2` trials, and Wilson's score interval
+  turns the bounds of the measure into bounds of p, also where p n is only a few.
+
+An outlier that counts as one eigenvalue (`reduced_weights`) is counted, not estimated: it is taken
+out of the measure, and both apply to the rest.
+
+Sources: Chen, Trogdon, Ubaru, ICML 2021, section 3; Wilson, J. Am. Stat. Assoc. 22 (1927).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_hessian.krylov import measure_bounds
+from ds_hessian.krylov.records import COVERAGE
+from ds_hessian.records.density import single_outliers
+
+if TYPE_CHECKING:
+    from ds_hessian.records.spectrum import HessianSpectrum
+
+Array = NDArray[np.float64]
+
+ROUNDING = 32 * 2.0**-24
+"""Of eigenvalues, relative to the largest: that of fp32 vectors."""
+
+
+def cumulative_bounds(
+    spectrum: HessianSpectrum, x: Array, confidence: float
+) -> tuple[Array, Array]:
+    """See `HessianSpectrum.cumulative_bounds`."""
+    from scipy.special import ndtri  # type: ignore[import-untyped]
+
+    if not 0 < confidence < 1:
+        raise ValueError(f"the confidence must be between 0 and 1, got {confidence}")
+    single = single_outliers(spectrum.weights, spectrum.outliers(), spectrum.n)
+    probes = [_probe(spectrum, row, single[row], x.ravel()) for row in range(len(single))]
+    low, high, fewest, most = np.mean(probes, axis=0)
+    counted = float(single.sum(1).mean())
+    rest = spectrum.n - counted
+    trials = len(probes) * (rest + 2) / 2
+    z = float(ndtri((1 + confidence) / 2))
+    lower = (fewest + rest * _wilson(low, trials, -z)) / spectrum.n
+    upper = (most + rest * _wilson(high, trials, z)) / spectrum.n
+    return lower.reshape(x.shape), np.minimum(upper, 1.0).reshape(x.shape)
+
+
+def _probe(
+    spectrum: HessianSpectrum, row: int, single: NDArray[np.bool_], x: Array
+) -> tuple[Array, Array, Array, Array]:
+    """Bounds on a probe's measure without the counted outliers, and on their number, up to x."""
+    s = spectrum
+    scale = max(float(abs(s.ritz_values[row]).max()), float(s.betas[row].max()))
+    moved = max(COVERAGE * float(s.product_errors[row].max()), ROUNDING * scale)
+    low, _ = measure_bounds(s.alphas[row], s.betas[row], x - moved)
+    _, high = measure_bounds(s.alphas[row], s.betas[row], x + moved)
+    values, weights = s.ritz_values[row][single], s.weights[row][single]
+    errors = np.maximum(s.ritz_errors[row][single], moved)
+    surely, perhaps = (values + errors) <= x[:, None], (values - errors) <= x[:, None]
+    rest = max(1 - float(weights.sum()), np.finfo(np.float64).tiny)
+    low = np.clip((low - perhaps @ weights) / rest, 0.0, 1.0)
+    high = np.clip((high - surely @ weights) / rest, 0.0, 1.0)
+    return low, high, surely.sum(1).astype(np.float64), perhaps.sum(1).astype(np.float64)
+
+
+def _wilson(share: Array, trials: float, z: float) -> Array:
+    """The end of Wilson's interval on the side of z, which is signed."""
+    spread = np.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
+    ends = (share + z**2 / (2 * trials) + z * spread) / (1 + z**2 / trials)
+    return np.asarray(np.clip(ends, 0.0, 1.0))

@@ -1,0 +1,1 @@
+"""What people look at: tables, pictures, the page, monitor events, progress."""

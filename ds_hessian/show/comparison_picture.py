@@ -1,0 +1,117 @@
+"""A picture of several spectra: densities over one another, extremes and trace beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ds_hessian.records.comparison import Comparison
+from ds_hessian.records.density import bulk_interval
+from ds_hessian.records.estimate import Estimate
+from ds_hessian.records.spectrum import HessianSpectrum
+from ds_hessian.show.spectrum_picture import BLUE, INK, VERMILLION, ZOOM_FROM, tidy
+
+DECADES = 6
+"""Of density that are shown below the highest peak."""
+MOST_NAMED = 8
+"""Spectra that get a legend entry each; more get a colour scale."""
+
+
+def plot_comparison(comparison: Comparison, path: Path) -> Path:
+    """Draw them; the format follows from the name.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    spectra = comparison.spectra
+    colors = colormaps["viridis"](np.linspace(0.0, 0.9, len(spectra)))
+    figure = Figure(figsize=(11.5, 6.0), facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(2, 2, width_ratios=[1.5, 1.0])
+    _draw_densities(figure.add_subplot(grid[:, 0]), comparison, colors)
+    extremes, trace = figure.add_subplot(grid[0, 1]), figure.add_subplot(grid[1, 1])
+    values = spectra.values()
+    _draw_series(extremes, comparison, [s.eigenvalue_max for s in values], BLUE, "largest")
+    _draw_series(extremes, comparison, [s.eigenvalue_min for s in values], VERMILLION, "smallest")
+    extremes.set_ylabel("extreme eigenvalues")
+    extremes.legend(fontsize=8.5, frameon=False)
+    _draw_series(trace, comparison, [s.trace for s in values], INK, "trace")
+    trace.set_ylabel("trace")
+    figure.suptitle(f"{len(spectra)} Hessian spectra", x=0.01, ha="left", weight="bold", color=INK)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def _draw_densities(axes: Any, comparison: Comparison, colors: Any) -> None:
+    densities = [s.density() for s in comparison.spectra.values()]
+    top = max(float(d.values.max()) for d in densities)
+    floor = top * 10.0**-DECADES
+    named = len(densities) <= MOST_NAMED
+    for name, density, color in zip(comparison.spectra, densities, colors, strict=True):
+        values = np.maximum(density.values, floor * 1e-3)
+        axes.plot(
+            density.grid, values, color=color, linewidth=1.2, label=name if named else "_hidden"
+        )
+    low, high = (f(f(d.grid) for d in densities) for f in (min, max))
+    bulk = max(_bulk_size(s) for s in comparison.spectra.values())
+    axes.set_xlabel("eigenvalue (loss per squared parameter)")
+    if bulk > 0 and high - low > ZOOM_FROM * bulk:
+        axes.set_xscale("symlog", linthresh=10.0 ** np.round(np.log10(bulk)))  # clear of ticks
+        axes.set_xlabel("eigenvalue (loss per squared parameter), logarithmic beyond the bulk")
+    axes.set_yscale("log")
+    axes.set_ylim(floor, 2 * top)
+    axes.set_ylabel("spectral density")
+    if named:
+        axes.legend(fontsize=8.5, frameon=False)
+    else:
+        _draw_scale(axes, comparison)
+    tidy(axes)
+
+
+def _bulk_size(spectrum: HessianSpectrum) -> float:
+    rows = zip(spectrum.ritz_values, spectrum.weights, strict=True)
+    return float(np.abs([bulk_interval(*row) for row in rows]).max())
+
+
+def _draw_scale(axes: Any, comparison: Comparison) -> None:
+    """Which colour is which, where there are too many for a legend."""
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LinearSegmentedColormap
+
+    shown = LinearSegmentedColormap.from_list("", colormaps["viridis"](np.linspace(0.0, 0.9, 64)))
+    bar = axes.figure.colorbar(ScalarMappable(cmap=shown), ax=axes, location="top", aspect=60)
+    places = np.linspace(0, len(comparison.spectra) - 1, 5).round().astype(int)
+    names = list(comparison.spectra)
+    if comparison.by_step:
+        names = [f"step {s.provenance.step:,}" for s in comparison.spectra.values()]
+    bar.set_ticks(places / (len(names) - 1), labels=[names[place] for place in places])
+    bar.ax.tick_params(labelsize=8)
+    bar.outline.set_visible(False)
+
+
+def _draw_series(
+    axes: Any, comparison: Comparison, estimates: list[Estimate], color: str, label: str
+) -> None:
+    """Values with error bars over the training step, or over the names."""
+    spectra = comparison.spectra
+    x: list[int] = list(range(len(spectra)))
+    if comparison.by_step:
+        x = [s.provenance.step for s in spectra.values()]
+        axes.set_xlabel("training step")
+    elif len(spectra) <= MOST_NAMED:
+        axes.set_xticks(x, labels=spectra, rotation=20, ha="right")
+    else:
+        axes.set_xlabel("spectrum, in the order given")
+    values, errors = [e.value for e in estimates], [e.error for e in estimates]
+    style = {"color": color, "markersize": 4, "linewidth": 1.2, "capsize": 3, "elinewidth": 1.2}
+    line = "o-" if comparison.by_step else "o"
+    axes.errorbar(x, values, yerr=errors, fmt=line, label=label, **style)
+    tidy(axes)

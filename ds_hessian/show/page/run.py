@@ -1,0 +1,115 @@
+"""What a page is made of: the records of a run, and what it shows of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ds_hessian.errors import ResultError
+from ds_hessian.records.analyses import (
+    HessianBlockCoupling,
+    HessianEigenpairs,
+    HessianInfluence,
+    HessianOffBlockShare,
+    HessianSharpness,
+    HessianSolution,
+    HessianTrace,
+)
+from ds_hessian.records.spectrum import HessianSpectrum
+from ds_hessian.records.sweep import DisplacementSweep
+
+R = TypeVar("R")
+Figure = dict[str, Any]
+"""`{"data": traces, "layout": axes and titles}`, as plotly.js documents them."""
+
+SHOWN: tuple[type[Any], ...] = (
+    HessianSpectrum,
+    HessianSharpness,
+    HessianEigenpairs,
+    HessianTrace,
+    HessianBlockCoupling,
+    HessianOffBlockShare,
+    HessianSolution,
+    HessianInfluence,
+    DisplacementSweep,
+)
+"""Kinds of records that have a place on the page."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Records with the name of their folder each, in the order of training steps.
+
+    Attributes:
+        name: Of the run.
+        records: `(folder, record)`; kinds other than `SHOWN` are left out.
+
+    Raises:
+        ResultError: there are none.
+    """
+
+    name: str
+    records: tuple[tuple[str, Any], ...]
+
+    def __post_init__(self) -> None:
+        if not any(isinstance(record, SHOWN) for _, record in self.records):
+            kinds = ", ".join(kind.__name__ for kind in SHOWN)
+            raise ResultError(f"nothing to show of {self.name}: it has no record of {kinds}")
+
+    def of(self, kind: type[R]) -> list[R]:
+        """Records of a kind."""
+        return [record for _, record in self.records if isinstance(record, kind)]
+
+    def labelled(self, kind: type[R]) -> list[tuple[str, R]]:
+        """Records of a kind with their steps, and their folders where steps repeat."""
+        found = [(name, record) for name, record in self.records if isinstance(record, kind)]
+        steps = [step_of(record) for _, record in found]
+        return [
+            (label if steps.count(step) == 1 else f"{label} ({name})", record)
+            for (name, record), step in zip(found, steps, strict=True)
+            for label in [f"step {step:,}"]
+        ]
+
+
+def step_of(record: Any) -> int:
+    """Training step that a record was measured at."""
+    return int(record.provenance.step)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure on the page.
+
+    Attributes:
+        figure: What is drawn.
+        height: In pixels.
+        wide: Whether it takes the whole width of a large screen, or half of it.
+    """
+
+    figure: Figure
+    height: int = 320
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class State:
+    """What a section shows for one choice of its slider.
+
+    Attributes:
+        label: Of the choice.
+        rows: Name and text of figures; the name `warning` makes them stand out.
+        charts: In order.
+    """
+
+    label: str
+    rows: tuple[tuple[str, str], ...]
+    charts: tuple[Chart, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, what there is to know of it, and its states; a slider chooses one of several."""
+
+    title: str
+    text: str
+    states: tuple[State, ...]

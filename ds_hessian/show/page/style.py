@@ -1,0 +1,160 @@
+"""What all figures of the page have in common: colours of the pictures, axes, series over steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ds_hessian.records.density import Array
+from ds_hessian.records.estimate import Estimate
+from ds_hessian.show.page.run import Figure
+from ds_hessian.show.spectrum_picture import BLUE, GREY, INK
+from ds_hessian.show.sweep_picture import COLORS
+
+GREEN, PURPLE = COLORS[2:4]
+EIGENVALUE = "eigenvalue (loss per squared parameter)"
+SHARES = [[0.0, "#FFFFFF"], [1.0, BLUE]]
+"""Colour scale of shares."""
+AXIS = {
+    "showgrid": True,
+    "gridcolor": "#E6E6E6",
+    "zeroline": False,
+    "showline": True,
+    "linecolor": GREY,
+    "ticks": "outside",
+    "ticklen": 4,
+    "tickcolor": GREY,
+    "automargin": True,
+    "exponentformat": "power",
+    "title": {"font": {"size": 12}, "standoff": 8},
+}
+LOG = {"type": "log", "nticks": 6, "tickfont": {"size": 10}}
+TEMPLATE = {
+    "layout": {
+        "font": {"family": "system-ui, sans-serif", "size": 12, "color": INK},
+        "title": {
+            "font": {"size": 14},
+            **{"x": 0.0, "xanchor": "left", "xref": "container"},
+            **{"y": 1.0, "yanchor": "top", "yref": "container", "pad": {"t": 10}},
+        },
+        "margin": {"l": 56, "r": 14, "t": 40, "b": 44},
+        "colorway": list(COLORS),
+        "xaxis": AXIS,
+        "yaxis": AXIS,
+        "hovermode": "closest",
+        "dragmode": "zoom",
+        "legend": {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "font": {"size": 11}},
+    }
+}
+"""What every figure starts from; the page holds it once."""
+
+
+def clear(color: str, alpha: float) -> str:
+    """`#RRGGBB`, seen through."""
+    return "rgba({}, {}, {}, {})".format(*bytes.fromhex(color[1:]), alpha)
+
+
+def titled(text: str) -> dict[str, Any]:
+    """The title of a figure or an axis."""
+    return {"title": {"text": text}}
+
+
+def figure(
+    title: str, data: list[Any], x: dict[str, Any], y: dict[str, Any], legend: bool = False
+) -> Figure:
+    """Traces in one pair of axes."""
+    room = {"margin": {"t": 64 if legend else 40}, "showlegend": legend}
+    return {"data": data, "layout": titled(title) | {"xaxis": x, "yaxis": y} | room}
+
+
+def log_axis(name: str, values: Array) -> dict[str, Any]:
+    """A logarithmic axis for what is above 0 in the values: at least a decade."""
+    known = np.log10(values[values > 0])
+    middle, half = (known.min() + known.max()) / 2, 0.55 * max(float(np.ptp(known)), 0.9)
+    return titled(name) | LOG | {"range": [float(middle - half), float(middle + half)]}
+
+
+def name_axis(names: Sequence[str]) -> dict[str, Any]:
+    """An axis with a row for each name, the first on top; every one is written."""
+    return {
+        "type": "category",
+        "range": [len(names) - 0.5, -0.5],
+        "tickmode": "array",
+        "tickvals": list(names),
+        "ticklabelstandoff": 2,
+    }
+
+
+def positive(values: Array) -> Array:
+    """What a logarithmic axis can show of the values; NaN for the rest."""
+    return np.where(np.isfinite(values) & (values > 0), values, np.nan)
+
+
+def rows_height(count: int) -> int:
+    """Pixels of a figure with a row for each of so many names."""
+    return 110 + max(22 * count, 60)
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values over training steps, or over another quantity."""
+
+    name: str
+    color: str
+    at: Sequence[float]
+    values: ArrayLike
+    errors: ArrayLike | None = None
+    dashed: bool = False
+    lines: bool = True
+
+    @classmethod
+    def of(
+        cls, name: str, color: str, at: Sequence[float], estimates: Sequence[Estimate], **kw: Any
+    ) -> Series:
+        """With error bars."""
+        values, errors = [e.value for e in estimates], [e.error for e in estimates]
+        return cls(name, color, at, values, errors, **kw)
+
+
+def over_steps(title: str, unit: str, series: Sequence[Series], log: bool = False) -> Figure:
+    """Series over the training step, markers joined by lines."""
+    x = titled("training step") | {"tickformat": ",d"}
+    return _lines(title, x, unit, series, log, "step %{x:,}: %{y:.5g}")
+
+
+def over(quantity: str, title: str, unit: str, series: Sequence[Series], log: bool) -> Figure:
+    """Series over a positive quantity, on a logarithmic axis."""
+    values = np.concatenate([np.asarray(s.at, dtype=float) for s in series])
+    x = log_axis(quantity, values)
+    return _lines(title, x, unit, series, log, quantity.split(" (")[0] + " %{x:.3g}: %{y:.5g}")
+
+
+def _lines(
+    title: str, x: dict[str, Any], unit: str, series: Sequence[Series], log: bool, hover: str
+) -> Figure:
+    data = [_trace(s) | {"hovertemplate": hover} for s in series]
+    values = np.concatenate([trace["y"] for trace in data])
+    y = log_axis(unit, values) if log else titled(unit)
+    return figure(title, data, x, y, legend=len(series) > 1)
+
+
+def _trace(series: Series) -> dict[str, Any]:
+    s = series
+    bars = {}
+    if s.errors is not None:
+        errors = np.asarray(s.errors, dtype=float)
+        bars = {"error_y": {"array": errors, "thickness": 1.2, "width": 3}}
+    return bars | {
+        "type": "scatter",
+        "name": s.name,
+        "x": list(s.at),
+        "y": np.asarray(s.values, dtype=float),
+        "mode": "lines+markers" if s.lines else "markers",
+        "line": {"color": s.color, "width": 1.4, "dash": "dash" if s.dashed else "solid"},
+        "marker": {"size": 5, "color": s.color},
+        "opacity": 1.0 if s.lines else 0.6,
+    }

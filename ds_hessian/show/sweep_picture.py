@@ -1,0 +1,93 @@
+"""A picture of a displacement sweep: curvature against h above, what it is worth below.
+
+Matplotlib is imported on use and through its objects only, as in
+`ds_hessian.show.spectrum_picture`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ds_hessian.show.spectrum_picture import GREY, INK, tidy
+
+if TYPE_CHECKING:
+    from ds_hessian.records.sweep import DisplacementSweep
+
+# Okabe and Ito's palette, which the common colour-blindnesses keep apart.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+
+
+def plot_sweep(sweep: DisplacementSweep, path: Path) -> Path:
+    """See `DisplacementSweep.plot`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 6.4), facecolor="white")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(
+        2, 1, height_ratios=[1.5, 1.0], left=0.1, right=0.97, top=0.85, bottom=0.1, hspace=0.1
+    )
+    upper = figure.add_subplot(grid[0])
+    lower = figure.add_subplot(grid[1], sharex=upper)
+    _draw_curvatures(upper, sweep)
+    _draw_changes(lower, sweep)
+    source = sweep.provenance
+    loss = "" if sweep.loss is None else f", loss {sweep.loss:.4g}"
+    figure.text(0.02, 0.945, "Curvature against scale", fontsize=15, weight="bold", color=INK)
+    figure.text(
+        0.02,
+        0.9,
+        f"{sweep.n:,} parameters, step {source.step:,}{loss}   |   {source.layout}, "
+        f"{source.model_dtype}, {source.num_micro_batches} micro-batches, {source.scheme}",
+        fontsize=10,
+        color=INK,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def _draw_curvatures(axes: Any, sweep: DisplacementSweep) -> None:
+    """Each direction in units of its plateau, whose value the legend gives."""
+    h, highest = sweep.displacements, 1.0
+    for row, name in enumerate(sweep.directions):
+        best, plateau = sweep.best(name), sweep.plateau(name)
+        relative = sweep.curvatures[row] / (plateau.value or 1.0)
+        highest = max(highest, float(relative[best:].max()))
+        style = {"color": COLORS[row % 6], "marker": MARKERS[row % 6], "markersize": 4}
+        axes.plot(h, relative, linewidth=1.4, label=f"{name}: v'Hv = {plateau}", **style)
+        axes.plot(h[best], relative[best], "o", markersize=11, mfc="none", mec=COLORS[row % 6])
+    axes.axhline(1.0, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+    axes.set_xscale("log")
+    top = min(1.15 * highest, 4.0)
+    axes.set_ylim(min(-0.6, -0.25 * top), max(top, 2.2))
+    axes.set_ylabel("v'Hv, averaged over ±h\n(in units of the plateau)")
+    axes.legend(loc="upper left", frameon=True, framealpha=0.92, edgecolor="none", fontsize=9)
+    axes.tick_params(labelbottom=False)
+    tidy(axes)
+
+
+def _draw_changes(axes: Any, sweep: DisplacementSweep) -> None:
+    """Change of the whole product from one h to the next: falling noise, rising averaging."""
+    h, changes = sweep.displacements, sweep.relative_changes
+    for row in range(len(sweep.directions)):
+        style = {"color": COLORS[row % 6], "marker": MARKERS[row % 6], "markersize": 4}
+        axes.plot(h, np.where(changes[row] > 0, changes[row], np.nan), linewidth=1.4, **style)
+    axes.set_yscale("log")
+    known = changes[np.isfinite(changes) & (changes > 0)]
+    low = float(known.min(initial=1.0))
+    axes.set_ylim(low / 6, 6.0)
+    best = h[[sweep.best(name) for name in sweep.directions]]
+    for x, text, align in (
+        (h[0], "noise: change ~ 1/h", "left"),
+        (float(np.exp(np.log(best).mean())), "plateau", "center"),
+        (h[-1], "averaging", "right"),
+    ):
+        axes.text(x, low / 4, text, ha=align, va="bottom", fontsize=9, color=GREY)
+    axes.set_xlabel("displacement h (length in parameter space)")
+    axes.set_ylabel("relative change of Hv\nto the next smaller h")
+    tidy(axes)

@@ -1,0 +1,95 @@
+"""A spectrum in a dozen lines of text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from ds_hessian.records.spectrum import HessianSpectrum
+
+Array = NDArray[np.float64]
+
+
+def table(spectrum: HessianSpectrum) -> str:
+    """See `HessianSpectrum.table`."""
+    rows = table_rows(spectrum)
+    return "\n".join([headline(spectrum), *(f"  {name:<20}{text}" for name, text in rows)])
+
+
+def table_rows(spectrum: HessianSpectrum) -> list[tuple[str, str]]:
+    """Name and text of each figure, warnings at the end."""
+    return _rows(spectrum) + [("warning", text) for text in spectrum.warnings]
+
+
+def headline(spectrum: HessianSpectrum) -> str:
+    """Step, size and loss in one line."""
+    parts = [f"{spectrum.n:,} parameters"]
+    if spectrum.loss is not None:
+        parts.append(f"loss {spectrum.loss:.4g}")
+    if spectrum.gradient_norm is not None:
+        parts.append(f"|gradient| {spectrum.gradient_norm:.3g}")
+    return f"Hessian spectrum at step {spectrum.provenance.step}: " + ", ".join(parts)
+
+
+def products_line(spectrum: HessianSpectrum) -> str:
+    """Number of products and their price."""
+    s, cost = spectrum, spectrum.cost
+    text = f"{cost.products} ({s.num_probes} x {s.num_matvecs}), {cost.seconds_per_product:.3g} s"
+    if cost.product_time_in_gradients is not None:
+        text += f" = {cost.product_time_in_gradients:.2f} gradients"
+    return text + " each"
+
+
+def _rows(spectrum: HessianSpectrum) -> list[tuple[str, str]]:
+    s, cost, source = spectrum, spectrum.cost, spectrum.provenance
+    outliers = s.outlier_eigenvalues()
+    listed = ", ".join(f"{float(outlier):.4g}" for outlier in outliers[:6])
+    more = ", ..." if len(outliers) > 6 else ""
+    total = f"{cost.seconds_total:.3g} s in all"
+    if cost.lanczos_overhead is not None:
+        total += f"; outside of products {100 * cost.lanczos_overhead:.1f} % of theirs"
+    return [
+        ("largest eigenvalue", str(s.eigenvalue_max)),
+        ("smallest eigenvalue", str(s.eigenvalue_min)),
+        ("trace", str(s.trace)),
+        ("mean eigenvalue", str(s.mean_eigenvalue)),
+        *_sampling(s),
+        ("outliers", f"{len(outliers)}: {listed}{more}" if outliers else "none converged"),
+        ("products", products_line(s)),
+        ("time", total),
+        ("product error", _error_text(s)),
+        ("displacement", _range(s.displacements)),
+        ("nonlinearity", _range(s.nonlinearities)),
+        ("fidelity", f"at least {s.fidelities.min():.4f}"),
+        (
+            "measured on",
+            f"{source.layout}, {source.model_dtype}, {source.num_micro_batches} micro-batches, "
+            f"{source.probe} probes, seed {source.seed}",
+        ),
+    ]
+
+
+def _sampling(spectrum: HessianSpectrum) -> list[tuple[str, str]]:
+    s = spectrum.sampling
+    if s is None:
+        return []
+    figures = f"{s.eigenvalue_max:.2g}, {s.eigenvalue_min:.2g}, {s.trace:.2g}"
+    return [("sampling errors", f"{figures} of these, from {s.micro_batches} micro-batches")]
+
+
+def _error_text(spectrum: HessianSpectrum) -> str:
+    errors = spectrum.product_errors
+    if not errors.any():
+        return "unknown"
+    return f"{np.median(errors):.1e} (median), {errors.max():.1e} (worst), absolute"
+
+
+def _range(array: Array) -> str:
+    known = array[~np.isnan(array)]
+    if not len(known):
+        return "not measured"
+    low, high = known.min(), known.max()
+    return f"{low:.2g}" if low == high else f"{low:.2g} .. {high:.2g}"
