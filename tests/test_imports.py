@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "operators": {"backends", "ranks", "vectors", "ops", "memory", "errors"},
     "krylov": {"operators", "ranks", "vectors", "ops", "memory", "errors"},
     "records": {"krylov", "show", "errors"},
-    "show": {"records", "krylov", "errors"},
+    "show": {"records", "krylov", "vectors", "errors"},
 }
 JOINING = {
     "analyses",
@@ -42,7 +42,7 @@ JOINING = {
 }  # may import everything
 HOSTS = {
     "deepspeed": ("backends/zero/", "engine.py", "provenance.py", "launch.py", "ops/", "cli/"),
-    "megatron": ("backends/megatron/", "megatron/"),
+    "megatron": ("backends/megatron/", "megatron/", "integrations/"),
     "transformers": ("integrations/",),
 }
 
