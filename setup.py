@@ -38,7 +38,7 @@ setup(
         "peers": ["curvlinops-for-pytorch>=3", "hessian-eigenthings>=1.0.0a5"],
         "docs": [*DOCS, "transformers>=5", "accelerate>=1"],
         "dev": [
-            "plotly>=6",
+            *["plotly>=6", "pytest-xdist"],
             *["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "clang-format"],
             *["transformers>=5", "accelerate>=1", "tensorboard", *DOCS],
         ],
