@@ -167,6 +167,7 @@ def test_a_build_works_with_and_without_ninja(tmp_path, monkeypatch, ninja) -> N
     assert built.read_text() == "object\n"
 
 
+@pytest.mark.full
 def test_cuda_sources_compile_for_sm_80_and_sm_90(tmp_path) -> None:
     try:
         toolchain.find_nvcc()
