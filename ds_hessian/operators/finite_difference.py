@@ -146,7 +146,7 @@ class FiniteDifferenceHessian:
         started, length = time.perf_counter(), self._length(v)
         h, trials = self._search(v, length)
         self._evaluate(v, h / length, self._rest, self._points)
-        raw = self._assemble(v, length, h)
+        raw = self._assemble(length, h)
         self.cost.products += 1
         (better,) = self.space.of_rank_0(self._controller.judge(_outcome(raw)))
         if better != h:
@@ -172,7 +172,7 @@ class FiniteDifferenceHessian:
     def _difference(self, v: Tensor, length: float, h: float) -> Product:
         self._restart()
         self._evaluate(v, h / length, self._all, self._points)
-        return self._assemble(v, length, h)
+        return self._assemble(length, h)
 
     def _length(self, v: Tensor) -> float:
         length = self.space.norm(v)
@@ -253,7 +253,7 @@ class FiniteDifferenceHessian:
 
     # ---- products
 
-    def _assemble(self, v: Tensor, length: float, h: float) -> Product:
+    def _assemble(self, length: float, h: float) -> Product:
         """The product from the gradients, without figures on its error."""
         partials = []
         for a, b, weight in self.scheme.differences:
@@ -261,7 +261,7 @@ class FiniteDifferenceHessian:
             # The gradients are sums; this gives the weighted part of H v at v's own length.
             half = (a - b) * h / (2 * weight * self.scale * length)
             owned = self.space.n_owned
-            partials.append(ops.difference(self._gradients[a], base, half, v, None, middle, owned))
+            partials.append(ops.difference(self._gradients[a], base, half, middle, owned))
         (inner, _, weight), *outer = self.scheme.differences
         vector = self._gradients[inner]
         self._gradients[inner] = torch.empty_like(vector)
@@ -272,8 +272,8 @@ class FiniteDifferenceHessian:
         if outer:
             local.append(ops.dots([(vector, vector)], self.space.n_owned))
         sums = self.space.reduce(torch.cat(local)).tolist()
-        inner2, second2, along, moved2 = sums[2], sums[3], sums[5], sums[6]
-        square = sums[7] if outer else inner2
+        inner2, second2, along, moved2 = sums[:4]
+        square = sums[4] if outer else inner2
         if not (math.isfinite(square) and math.isfinite(second2)):
             raise NumericsError(
                 f"the product at displacement {h:.3e} is not finite: the loss is not finite there; "
