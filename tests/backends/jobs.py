@@ -732,7 +732,7 @@ def influences(damping: float) -> Any:
     query = [batch(700 + dist.get_rank(), 0)]
     examples = [batch(500 + i, 0) for i in range(3)]
     found = hessian.influence(query, examples, [damping, 4 * damping], num_matvecs=40)
-    kept = hessian.backend.num_micro_batches == len(my_batches())
+    kept = hessian._objective.num_micro_batches == len(my_batches())
     kept &= same(before, full_weights(engine))
     refusals = []
     for wrong in (([], examples), (query, examples[: 1 + dist.get_rank()])):
