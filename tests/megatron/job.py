@@ -250,7 +250,7 @@ def weight(name: str, shape: Any) -> Tensor:
 @torch.no_grad()
 def fill(chunks: list[Any]) -> None:
     """Set every parameter of these layers from `weight`."""
-    from ds_hessian.backends.megatron.pieces import fragment_of
+    from ds_hessian.backends.megatron.runs import fragment_of
 
     from ds_hessian.backends.megatron import host
 
@@ -465,7 +465,7 @@ def reference(job: Job, v: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
     Avoids Megatron's parallel cross entropy and recomputation, which have no second derivative.
     """
     with running(job) as chunks:
-        from ds_hessian.backends.megatron.pieces import fragment_of
+        from ds_hessian.backends.megatron.runs import fragment_of
 
         from ds_hessian.backends.megatron import host
 
