@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "vectors": {"ops", "errors"},
     "ranks": {"vectors", "backends", "errors"},
     "backends": {"ranks", "vectors", "ops", "memory", "config", "errors"},
-    "operators": {"backends", "ranks", "vectors", "ops", "memory", "errors"},
+    "operators": {"backends", "ranks", "vectors", "ops", "memory", "config", "errors"},
     "krylov": {"operators", "ranks", "vectors", "ops", "memory", "errors"},
     "records": {"krylov", "show", "errors"},
     "show": {"records", "krylov", "vectors", "errors"},
