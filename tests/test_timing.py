@@ -13,7 +13,7 @@ from ds_hessian.operators import FiniteDifferenceHessian, expected_evaluations
 from ds_hessian.planning import Job
 from ds_hessian.planning import times as timing
 from ds_hessian.vectors import random_vector
-from tests.operators.nets import backend_of, batches, mlp, train
+from tests.operators.nets import backend_of, batches, measuring, mlp, train
 
 FREE = timing.Machine({"accelerator": 1e30, "host": 1e30, "disk": 1e30}, latency=0.0)
 
@@ -33,12 +33,12 @@ def test_the_gradients_of_a_product_are_those_that_operators_evaluate(
     count: int, scheme: str, displacement: float | str
 ) -> None:
     data, products = batches(count), 12
-    backend = backend_of(train(mlp(), data, 20), data)
+    backend = backend_of(train(mlp(), data, 20))
 
     def draw(number: int) -> Tensor:
         return random_vector(backend.layout, backend.space, number)
 
-    with backend.measuring(backend.objective_of()) as session:
+    with measuring(backend, data) as session:
         hessian = FiniteDifferenceHessian(session, displacement, scheme)  # type: ignore[arg-type]
         lanczos(hessian, draw(0), products, draw)
     found = hessian.cost.gradient_evaluations / products
