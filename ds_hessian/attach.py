@@ -23,51 +23,66 @@ from ds_hessian.schedule import Schedule
 Settings = HessianConfig | Mapping[str, Any] | str | Path | None
 
 
-def attach(engine: Any, config: Settings = None) -> Hessian:
-    """Give an existing DeepSpeed engine its Hessian.
+def attach(job: Any, config: Settings = None) -> Hessian:
+    """Give a running job its Hessian.
 
-    Sets `engine.hessian` (also returned) and `engine.hessian_spectrum`. With an `interval` in the
-    config, measurements are then taken by themselves; see `ds_hessian.schedule`.
+    On a DeepSpeed engine it is also `engine.hessian`, with `engine.hessian_spectrum`; with an
+    `interval` in the config, measurements are then taken by themselves (`ds_hessian.schedule`).
 
     Args:
-        engine: From `deepspeed.initialize`.
+        job: An engine from `deepspeed.initialize`, or model chunks on megatron-core: one, or the
+            list that its schedules take.
         config: The settings: a `HessianConfig`, or a whole DeepSpeed config (dict or path) with a
             `"hessian"` section. None for the section of the engine's own config, or defaults.
 
     Raises:
         ConfigError: the section has an unknown key or an impossible value.
-        UnsupportedError: the engine uses a feature on which products would be wrong.
+        UnsupportedError: the job uses a feature on which products would be wrong.
+
+    Collective.
     """
-    if getattr(engine, "hessian", None) is not None:
+    if getattr(job, "hessian", None) is not None:
         raise ConfigError("this engine has its Hessian already: use engine.hessian")
-    hessian = hessian_of(engine, config)
-    engine.hessian = hessian
-    engine.hessian_spectrum = hessian.spectrum
-    if hessian.config.scheduled:
-        Schedule(engine, hessian).install()
+    hessian = hessian_of(job, config)
+    if not _is_megatron(job):
+        job.hessian = hessian
+        job.hessian_spectrum = hessian.spectrum
+        if hessian.config.scheduled:
+            Schedule(job, hessian).install()
     return hessian
 
 
-def hessian_of(engine: Any, config: Settings = None) -> Hessian:
-    """The Hessian of a DeepSpeed engine, which is left as it is.
-
-    Args:
-        engine: As for `attach`.
-        config: As for `attach`.
+def hessian_of(job: Any, config: Settings = None) -> Hessian:
+    """The Hessian of a job, which is left as it is; the arguments are those of `attach`.
 
     Raises:
         ConfigError: the section has an unknown key or an impossible value.
-        UnsupportedError: the engine uses a feature on which products would be wrong.
+        UnsupportedError: the job uses a feature on which products would be wrong.
+
+    Collective.
     """
-    zero.refuse_unsupported(engine)
-    if not isinstance(config, HessianConfig):
-        source = zero.settings_of(engine) if config is None else config
-        config = HessianConfig.from_deepspeed(source) or HessianConfig()
-    return Hessian(zero.ZeroBackend(engine), config)
+    if _is_megatron(job):
+        return megatron_hessian(job, _section(config))
+    zero.refuse_unsupported(job)
+    settings = _section(zero.settings_of(job) if config is None else config)
+    return Hessian(zero.ZeroBackend(job), settings)
 
 
-def megatron_hessian(model: Any, config: HessianConfig | Mapping[str, Any] | None) -> Hessian:
-    """The Hessian of model chunks on megatron-core; see `ds_hessian.megatron.MegatronHessian`."""
+def megatron_hessian(
+    model: Any, config: HessianConfig | Mapping[str, Any] | None = None
+) -> Hessian:
+    """The Hessian of model chunks on megatron-core.
+
+    Args:
+        model: The chunks: one, or the list that the schedules take.
+        config: The settings, or a dictionary of them; None for the defaults.
+
+    Raises:
+        ConfigError: a setting is unknown or impossible, or there are other chunks than the job's.
+        UnsupportedError: the job uses a feature on which products would be wrong.
+
+    Collective.
+    """
     from ds_hessian.backends import megatron
 
     if not isinstance(config, HessianConfig):
@@ -75,6 +90,17 @@ def megatron_hessian(model: Any, config: HessianConfig | Mapping[str, Any] | Non
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     megatron.refuse_unsupported(chunks)
     return Hessian(megatron.MegatronBackend(chunks), config)
+
+
+def _is_megatron(job: Any) -> bool:
+    chunks = job if isinstance(job, (list, tuple)) else [job]
+    return any(type(chunk).__module__.startswith("megatron.") for chunk in chunks)
+
+
+def _section(config: Settings) -> HessianConfig:
+    if isinstance(config, HessianConfig):
+        return config
+    return HessianConfig.from_deepspeed(config) or HessianConfig()
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
