@@ -65,7 +65,9 @@ KEPT: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], RankPool]]:
+def fresh(
+    built: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[int], RankPool]]:
     """Ranks of their own, which count what they allocate."""
     pools: dict[int, RankPool] = {}
 
