@@ -130,7 +130,7 @@ class RankPool:
         return Path(self._stack_file(rank)).read_text()
 
     def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any
+        self, function: Callable[..., Any], *args: Any, timeout: float = 600.0, **kwargs: Any
     ) -> list[Any]:
         """Call `function` on every rank; returns the results by rank.
 

@@ -78,5 +78,8 @@ def _unnamed() -> int:
 def _kept(folder: Path | None) -> int:
     if folder is None:
         return 0
-    mine = folder.rglob(f"*.rank{dist.get_rank()}.safetensors")
-    return sum(path.stat().st_size for path in mine)
+    kept = 0
+    for path in folder.rglob(f"*.rank{dist.get_rank()}.safetensors"):
+        with suppress(FileNotFoundError):  # of a run that rank 0 is removing
+            kept += path.stat().st_size
+    return kept

@@ -178,7 +178,7 @@ def test_a_failing_spectrum_raises_everywhere_and_leaves_training_bitwise_alone(
     common = {"zero": zero, "steps": 8 + len(failures)}
     failing = {"mode": "failing", "failures": [f for f, _ in failures], **common}
     modes = [{"mode": "bare", **common}, failing]
-    for differing, errors in ranks(world_size).run(jobs.compare_training, modes, timeout=400):
+    for differing, errors in ranks(world_size).run(jobs.compare_training, modes):
         assert differing == [[]]
         for (failure, rank), message in zip(failures, errors[0], strict=True):
             assert f"rank {rank}: Broken: on purpose" in message, (failure, message)
