@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ds_hessian.display import Display, provide
 from ds_hessian.errors import (
     ConfigError,
     HessianError,
@@ -58,3 +59,13 @@ def __getattr__(name: str) -> Any:
 
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _display() -> Display:
+    """Import what shows records, which imports torch, when the first one is shown."""
+    from ds_hessian import show
+
+    return show
+
+
+provide(_display)

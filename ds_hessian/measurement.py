@@ -28,7 +28,6 @@ from ds_hessian.plan import (
 )
 from ds_hessian.ranks import gather_objects, together
 from ds_hessian.records import Cost, Provenance
-from ds_hessian.records.store import kind_of
 from ds_hessian.resume import SavedRun
 
 logger = logging.getLogger(__name__)
@@ -132,7 +131,7 @@ class Measurement(Generic[S]):
         host, resume = self._host, self.config.resume
         with ExitStack() as stack:
             if kind is not None and resume is not None:
-                self.saved = saved = kind(Path(resume) / kind_of(record), host.backend)
+                self.saved = saved = kind(Path(resume) / record.kind, host.backend)
                 stack.enter_context(saved.random_states())
                 self._began -= saved.seconds
                 self._reduced -= saved.all_reduces

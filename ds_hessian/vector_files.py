@@ -18,7 +18,6 @@ from ds_hessian.ranks import together
 from ds_hessian.records import PICTURE, DisplacementSweep, HessianSpectrum
 from ds_hessian.records.analyses import Measured
 from ds_hessian.records.safetensors import Reader, Writer
-from ds_hessian.records.store import kind_of, load, save, sharded
 
 R = TypeVar("R", bound=Measured)
 
@@ -48,10 +47,10 @@ class Records(Host):
         folder = Path(folder)
         with together(f"writing results to {folder}", device=self.backend.device):
             if self.backend.space.rank == 0:
-                save(record, folder)
+                record.save(folder)
                 if self.config.plot and isinstance(record, HessianSpectrum):
                     record.plot(folder / PICTURE)
-        for name in sharded(record):
+        for name in record.sharded:
             path = _vector_file(type(record), folder)
             self.save_vectors(getattr(record, name), path, _origin(record))
         return folder
@@ -65,12 +64,12 @@ class Records(Host):
         """
         folder, path = Path(folder), _vector_file(record, Path(folder))
         with together(f"reading results from {folder}", device=self.backend.device):
-            found = load(record, folder)
-            if sharded(found) and self.backend.space.rank == 0:
+            found = record.load(folder)
+            if found.sharded and self.backend.space.rank == 0:
                 origin = {key: json.dumps(value) for key, value in _origin(found).items()}
                 if Reader(path).metadata != origin:
-                    raise ResultError(f"{path} belongs to another {kind_of(record)}")
-        vectors: dict[str, Any] = {name: self.load_vectors(path) for name in sharded(found)}
+                    raise ResultError(f"{path} belongs to another {record.kind}")
+        vectors: dict[str, Any] = {name: self.load_vectors(path) for name in found.sharded}
         return replace(found, **vectors)
 
     def save_vectors(
@@ -139,7 +138,7 @@ def _origin(record: Any) -> dict[str, Any]:
 
 
 def _vector_file(record: type[Any], folder: Path) -> Path:
-    return folder / f"{kind_of(record)}.safetensors"
+    return folder / f"{record.kind}.safetensors"
 
 
 def _expect_shapes(reader: Reader, shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -20,8 +20,9 @@ ALLOWED: dict[str, set[str]] = {
     "backends": {"ranks", "vectors", "ops", "memory", "config", "errors"},
     "operators": {"backends", "ranks", "vectors", "ops", "memory", "errors"},
     "krylov": {"operators", "ranks", "vectors", "ops", "memory", "errors"},
-    "records": {"krylov", "show", "errors"},
-    "show": {"records", "krylov", "errors"},
+    "display": set(),
+    "records": {"krylov", "display", "errors"},
+    "show": {"records", "krylov", "vectors", "errors"},
 }
 JOINING = {
     "analyses",
