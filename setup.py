@@ -22,6 +22,7 @@ setup(
         "numpy",
         "scipy",
         "pydantic>=2",
+        "safetensors>=0.4",
         "hjson",
         "psutil",
         "tqdm",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ds_hessian.display import Display, provide
 from ds_hessian.errors import (
     ConfigError,
     HessianError,
@@ -64,3 +65,13 @@ def __getattr__(name: str) -> Any:
         module, original = _LAZY[name]
         return getattr(importlib.import_module(module), original)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _display() -> Display:
+    """Import what shows records, which imports torch, when the first one is shown."""
+    from ds_hessian import show
+
+    return show
+
+
+provide(_display)

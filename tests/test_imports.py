@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "ds_hessian"
 # From the ground up. A file imports files of its own room and of the rooms below, wherever in the
 # file the import stands. torch, numpy and the standard library are free for all.
 ROOMS = (
-    ("errors", "version"),
+    ("errors", "version", "display"),
     ("config",),
     ("memory",),
     ("ops",),
@@ -24,8 +24,8 @@ ROOMS = (
     ("records",),
     ("resume",),
     ("planning",),
-    ("analyses",),
     ("vector_files",),
+    ("analyses",),
     ("show",),
     ("hessian",),
     ("schedule",),
