@@ -1,7 +1,7 @@
 """The Hessian of a job: what it is taken of, its products, its vectors, its analyses, its records.
 
 The class is the same on every host. What a host is stands in `ds_hessian.backends`, what an
-analysis is in `ds_hessian.analyses`; `ds_hessian.attach` puts the two together.
+analysis is in `ds_hessian.analyses`; `ds_hessian.hosts` puts the two together.
 """
 
 from __future__ import annotations
