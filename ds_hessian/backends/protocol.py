@@ -13,7 +13,7 @@ A measurement goes like this, on every rank:
         session.add_gradient(out, range(session.num_micro_batches))
 
 A host author writes a folder of `ds_hessian.backends` with these two classes and adds one line to
-`ds_hessian.attach`. `ds_hessian.backends.sharded` displaces and restores weights, whatever holds
+`ds_hessian.hosts`. `ds_hessian.backends.sharded` displaces and restores weights, whatever holds
 them; `ds_hessian.backends.guard` keeps what every host has to keep; `ds_hessian.ranks.lockstep`
 lets a failure on one rank end on all of them. docs/extending.md walks through a whole host.
 
