@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hessian.backends import Session
-from ds_hessian.backends.module import ModuleBackend
+from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import HessianError
 from ds_hessian.krylov import (
