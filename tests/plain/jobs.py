@@ -23,11 +23,12 @@ STEPS = 4
 
 
 class Mixed(nn.Module):
-    """Dropout, BatchNorm, a frozen parameter, and a layer that only odd steps of training use."""
+    """Dropout, BatchNorm, a frozen parameter, and maybe a layer that not every step uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, odd: bool = False) -> None:
         super().__init__()
-        self.up, self.down, self.odd = nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(7, 7)
+        self.up, self.down = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.odd = nn.Linear(7, 7) if odd else nn.Identity()
         self.norm, self.drop = nn.BatchNorm1d(7), nn.Dropout(0.2)
         self.scale = nn.Parameter(torch.full((7,), 1.5), requires_grad=False)
         self.forwards, self.last = 0, torch.zeros(1)
@@ -49,10 +50,10 @@ def data(number: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(3, (8,), generator=generator)
 
 
-def mixed(ddp: dict[str, Any] | None) -> nn.Module:
+def mixed(ddp: dict[str, Any] | None, odd: bool = False) -> nn.Module:
     """`Mixed`, the same in every call; in DDP unless that is None."""
     torch.manual_seed(0)
-    module = Mixed()
+    module = Mixed(odd)
     return module if ddp is None else DistributedDataParallel(module, **ddp)
 
 
@@ -89,7 +90,7 @@ def trained(
     ddp: dict[str, Any] | None, measure: bool, accumulate: bool = False, odd: bool = False
 ) -> tuple[list[Any], list[float]]:
     """What training with or without measurements in between leaves behind, and its losses."""
-    module = mixed(ddp)
+    module = mixed(ddp, odd)
     torch.manual_seed(77 + (dist.get_rank() if dist.is_initialized() else 0))
     rank = dist.get_rank() if dist.is_initialized() else 0
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)

@@ -1,7 +1,6 @@
 """A plain `torch.nn.Module`, in one process or replicated over the ranks of a job.
 
-Every rank stores everything; sums are divided over the ranks, each of which owns an equal part of
-the coordinates. Passes run on stand-ins of the parameters (`stand_ins`), past the buckets of
+Every rank stores everything; rank 0 owns it. Passes run on stand-ins of the parameters (`stand_ins`), past the buckets of
 `DistributedDataParallel`; the gradient of all micro-batches asked for is averaged over the ranks,
 each of which has its own, by one all-reduce of a vector.
 """
@@ -79,13 +78,8 @@ class ModuleBackend:
         self.modules: Sequence[nn.Module] = [self.model]
         named = self._named()
         self.parameters: Sequence[tuple[str, torch.Size]] = [(n, p.shape) for n, p in named]
-        self._cuts = _cuts([p.numel() for _, p in named])
-        fragments = [
-            Fragment(named[i][0], start, numel, named[i][1].shape, owned)
-            for i, start, numel, owned in self._cuts
-        ]
-        self.layout = Layout(fragments)
-        self._cuts = [self._cuts[i] for i in self.layout.order]
+        owned = not dist.is_initialized() or dist.get_rank() == 0
+        self.layout = Layout([Fragment(n, 0, p.numel(), p.shape, owned) for n, p in named])
         self.space = VectorSpace(self.layout.n_local, self.layout.n_owned, named[0][1].device)
         self.step = 0
 
@@ -132,11 +126,8 @@ class ModuleBackend:
             made = guard.enter_context(stand_ins(self.model, sources, widen))
             trained = [made[id(p)] for _, p in named]
             shards = [
-                Shard(
-                    trained[i].data.view(-1).narrow(0, start, numel),
-                    given[i].detach().reshape(-1).narrow(0, start, numel),
-                )
-                for i, start, numel, _ in self._cuts
+                Shard(p.data.view(-1), source.detach().reshape(-1))
+                for p, source in zip(trained, given, strict=True)
             ]
             weights = ShardedWeights(shards, self.layout, self.space, lambda: None)
             lockstep = None
@@ -181,11 +172,10 @@ class ModuleBackend:
                 "ds_hessian.attach(module, optimizer)"
             )
         settings = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
-        named, state, found = self._named(), self.optimizer.state, []
-        for i, start, numel, _ in self._cuts:
-            p = named[i][1]
+        state, found = self.optimizer.state, []
+        for _, p in self._named():
             known = p in state and id(p) in settings
-            found.append(moments(state[p], settings[id(p)], start, numel) if known else None)
+            found.append(moments(state[p], settings[id(p)], 0, p.numel()) if known else None)
         return collect(found, self.layout, self.space, self.optimizer)
 
     def memory(self, precision: Precision = "model") -> list[Item]:
@@ -199,22 +189,6 @@ class ModuleBackend:
         if self.space.distributed:
             items.append(Item("gradients before their reduction", place, FP32 * n, ("passes",)))
         return items
-
-
-def _cuts(sizes: Sequence[int]) -> list[tuple[int, int, int, bool]]:
-    """`(parameter, start, numel, owned)`: all coordinates, cut where this rank's part begins and
-    ends.
-    """
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    total, begin, cuts = sum(sizes), 0, []
-    low, high = total * rank // ranks, total * (rank + 1) // ranks
-    for i, size in enumerate(sizes):
-        inside = {c - begin for c in (low, high) if 0 < c - begin < size}
-        points = sorted({0, size, *inside})
-        for start, stop in zip(points, points[1:], strict=False):
-            cuts.append((i, start, stop - start, low <= begin + start < high))
-        begin += size
-    return cuts
 
 
 class ModuleSession:
@@ -311,13 +285,13 @@ class ModuleSession:
         return together(doing) if self._lockstep is None else self._lockstep.together(doing)
 
     def _evaluate(self, out: Tensor, index: int) -> None:
-        backend = self._backend
         for p in self._trained:
             p.grad = None
-        loss, count = self._objective.loss(backend.module, index, self.space.device, self._widen)
+        loss, count = self._objective.loss(
+            self._backend.module, index, self.space.device, self._widen
+        )
         loss.backward()
         self._totals.add(index, float(loss.detach()), count)
-        for (i, start, numel, _), (_, part) in zip(backend._cuts, self.layout, strict=True):
-            gradient = self._trained[i].grad
-            if gradient is not None:
-                out[part].add_(gradient.reshape(-1).narrow(0, start, numel))
+        for p, (_, part) in zip(self._trained, self.layout, strict=True):
+            if p.grad is not None:
+                out[part].add_(p.grad.reshape(-1))
