@@ -27,11 +27,10 @@ import torch
 from torch import Tensor
 
 from ds_hessian import ops
-from ds_hessian.backends import Backend
 from ds_hessian.errors import ConfigError
 from ds_hessian.operators import Product
 from ds_hessian.resume.run import SavedRun
-from ds_hessian.vectors import random_vector
+from ds_hessian.vectors import Layout, VectorSpace, random_vector
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +57,8 @@ class Journal(SavedRun):
     Collective: also `matvec`.
     """
 
-    def __init__(self, folder: Path, backend: Backend) -> None:
-        super().__init__(folder, backend)
-        self.space = backend.space
+    def __init__(self, folder: Path, layout: Layout, space: VectorSpace) -> None:
+        super().__init__(folder, layout, space)
         self._entries: list[dict[str, Any]] = list((self._found or {"entries": []})["entries"])
         self._waiting = len(self._entries)  # entries to be replayed, from `replayed` on
         self.replayed = 0
@@ -92,7 +90,7 @@ class Journal(SavedRun):
         owned = self.space.n_owned
         partials = [ops.dots([(v, v)], owned)]
         for i in range(SKETCHES):
-            r = random_vector(self.backend.layout, self.space, SEED, i)
+            r = random_vector(self.layout, self.space, SEED, i)
             partials.append(ops.dots([(r, v)], owned))
         square, *dots = self.space.reduce(torch.cat(partials)).tolist()
         return [*dots, math.sqrt(square)]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import ds_hessian
 from ds_hessian.memory import Item, MemoryPlan
 from ds_hessian.ops import async_io
-from ds_hessian.plan import free_memory
+from ds_hessian.planning import free_memory
 
 WIDTH, DEPTH = 512, 4
 

@@ -1,8 +1,8 @@
 """A plain `torch.nn.Module`, in one process or replicated over the ranks of a job.
 
-Every rank stores everything; rank 0 owns it. Passes run on stand-ins of the parameters (`stand_ins`), past the buckets of
-`DistributedDataParallel`; the gradient of all micro-batches asked for is averaged over the ranks,
-each of which has its own, by one all-reduce of a vector.
+Every rank stores everything; rank 0 owns it. Passes run on stand-ins of the parameters
+(`stand_ins`), past the buckets of `DistributedDataParallel`; the gradient of all micro-batches
+asked for is averaged over the ranks, each of which has its own, by one all-reduce of a vector.
 """
 
 from __future__ import annotations
