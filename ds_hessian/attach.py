@@ -14,30 +14,64 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_hessian.backends import zero
+from torch import nn
+
+from ds_hessian.backends import plain, zero
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.hessian import Hessian
-from ds_hessian.schedule import Schedule
+from ds_hessian.schedule import ModuleSchedule, Schedule
 
 Settings = HessianConfig | Mapping[str, Any] | str | Path | None
 
 
-def attach(engine: Any, config: Settings = None) -> Hessian:
-    """Give an existing DeepSpeed engine its Hessian.
+def attach(job: Any, optimizer: Any = None, config: Settings = None) -> Hessian:
+    """Give a job its Hessian: a DeepSpeed engine, or a plain module in a training loop of its own.
 
     Sets `engine.hessian` (also returned) and `engine.hessian_spectrum`. With an `interval` in the
-    config, measurements are then taken by themselves; see `ds_hessian.schedule`.
+    config, measurements are then taken by themselves (see `ds_hessian.schedule`): after an engine's
+    steps, or for a module when `hessian.step()` is called after the optimizer's.
 
     Args:
-        engine: From `deepspeed.initialize`.
+        job: From `deepspeed.initialize`; or an `nn.Module`, maybe in `DistributedDataParallel`.
+        optimizer: The training's, for a module; an engine has its own, and its second positional
+            argument is the config.
         config: The settings: a `HessianConfig`, or a whole DeepSpeed config (dict or path) with a
-            `"hessian"` section. None for the section of the engine's own config, or defaults.
+            `"hessian"` section. None for the section of the engine's own config, or defaults. For
+            a module also the settings themselves, as a dict.
 
     Raises:
         ConfigError: the section has an unknown key or an impossible value.
-        UnsupportedError: the engine uses a feature on which products would be wrong.
+        UnsupportedError: the job uses a feature on which products would be wrong.
     """
+    if not _is_engine(job):
+        return _attach_module(job, optimizer, config)
+    return _attach_engine(job, config if optimizer is None else optimizer)
+
+
+def _is_engine(job: Any) -> bool:
+    return any(kind.__name__ == "DeepSpeedEngine" for kind in type(job).__mro__)
+
+
+def _attach_module(module: Any, optimizer: Any, config: Settings) -> Hessian:
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            "attach() takes a DeepSpeed engine or an nn.Module, got "
+            f"{type(module).__name__}; for Megatron's model chunks use ds_hessian.megatron"
+        )
+    if not isinstance(config, HessianConfig):
+        if isinstance(config, Mapping) and "hessian" not in config:
+            config = HessianConfig.parse(config)
+        else:
+            config = HessianConfig.from_deepspeed(config) or HessianConfig()
+    backend = plain.ModuleBackend(module, optimizer)
+    hessian = Hessian(backend, config)
+    if config.scheduled:
+        backend.after_step = ModuleSchedule(module, hessian).after_step
+    return hessian
+
+
+def _attach_engine(engine: Any, config: Settings) -> Hessian:
     if getattr(engine, "hessian", None) is not None:
         raise ConfigError("this engine has its Hessian already: use engine.hessian")
     hessian = hessian_of(engine, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+import ds_hessian
 from ds_hessian.backends import Passes
 from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.errors import HessianError
@@ -195,3 +197,44 @@ def sharded_refusal(kind: str) -> str:
     except HessianError as error:
         return str(error)
     return ""
+
+
+def whole_run(folder: str) -> dict[str, Any]:
+    """A training with a schedule; then Adam's sharpness, the self-test, a resumed spectrum."""
+    module = DistributedDataParallel(_gpt())
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    quiet = {"progress": False, "plot": False, "num_matvecs": 4, "output_path": folder}
+    hessian: Any = ds_hessian.attach(module, optimizer, {**quiet, "interval": 2})
+    for i in range(3):
+        optimizer.zero_grad()
+        module(*batch(i, dist.get_rank())).backward()
+        optimizer.step()
+        hessian.step()
+    hessian.use([batch(i, dist.get_rank()) for i in range(2)])
+    resume, calls = f"{folder}/state", 0
+    whole = hessian.spectrum(num_matvecs=6)
+
+    def preempted(model: nn.Module, given: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 20 and dist.get_rank() == 1:
+            raise OSError("preempted")
+        found = model(*given)
+        assert isinstance(found, Tensor)
+        return found
+
+    batches = [batch(i, dist.get_rank()) for i in range(2)]
+    with contextlib.suppress(HessianError):
+        hessian.spectrum(batches, preempted, num_matvecs=6, resume=resume)
+    resumed = hessian.use(batches, lambda model, given: model(*given)).spectrum(
+        num_matvecs=6, resume=resume
+    )
+    v = hessian.random_vector(seed=2)
+    return {
+        "steps": sorted(int(p.name[-6:]) for p in Path(folder).glob("step_*")),
+        "layout": whole.provenance.layout,
+        "resumed": bool((resumed.alphas == whole.alphas).all()) and calls >= 20,
+        "sharpness": hessian.sharpness().preconditioned.value,
+        "passed": hessian.self_test().passed,
+        "gathered": torch.equal(hessian.scatter(hessian.gather(v)), v),
+    }

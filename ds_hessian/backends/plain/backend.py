@@ -8,7 +8,7 @@ asked for is averaged over the ranks, each of which has its own, by one all-redu
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -28,6 +28,7 @@ from ds_hessian.backends.objective import (
     require_equal_numbers,
 )
 from ds_hessian.backends.plain.stand_ins import kept_attributes, stand_ins, transparent
+from ds_hessian.backends.plain.steps import StepCount
 from ds_hessian.backends.plain.support import refuse_unsupported, unwrapped, wrappers
 from ds_hessian.backends.protocol import (
     DEFAULT_PASSES,
@@ -56,7 +57,7 @@ class ModuleBackend:
             training with fp32 masters of its own has them; None for the weights themselves.
 
     Attributes:
-        step: Optimizer steps made so far, for the record; set it before measuring.
+        after_step: Called after each optimizer step that `step()` has counted.
 
     Raises:
         UnsupportedError: the module is one on which products would be wrong.
@@ -81,7 +82,21 @@ class ModuleBackend:
         owned = not dist.is_initialized() or dist.get_rank() == 0
         self.layout = Layout([Fragment(n, 0, p.numel(), p.shape, owned) for n, p in named])
         self.space = VectorSpace(self.layout.n_local, self.layout.n_owned, named[0][1].device)
-        self.step = 0
+        self.after_step: Callable[[], None] = lambda: None
+        self._steps = 0
+
+    @property
+    def step(self) -> StepCount:
+        """Optimizer steps made so far; `step()` counts one more. To be set after a resume."""
+        return StepCount.of(self._steps, self._advance)
+
+    @step.setter
+    def step(self, count: int) -> None:
+        self._steps = int(count)
+
+    def _advance(self) -> None:
+        self._steps += 1
+        self.after_step()
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         """Checkpoint names and parameters, as of now; without what `torch.compile` adds."""
