@@ -21,9 +21,9 @@ from ds_hessian.errors import (
 from ds_hessian.version import __version__
 
 if TYPE_CHECKING:
-    from ds_hessian.attach import attach, initialize
     from ds_hessian.config import HessianConfig
     from ds_hessian.hessian import Hessian
+    from ds_hessian.hosts import attach, initialize
     from ds_hessian.records import DisplacementSweep, HessianSpectrum
 
     HessianEngine = Hessian
@@ -34,8 +34,8 @@ _LAZY = {
     "HessianConfig": ("ds_hessian.config", "HessianConfig"),
     "HessianEngine": ("ds_hessian.hessian", "Hessian"),
     "HessianSpectrum": ("ds_hessian.records", "HessianSpectrum"),
-    "attach": ("ds_hessian.attach", "attach"),
-    "initialize": ("ds_hessian.attach", "initialize"),
+    "attach": ("ds_hessian.hosts", "attach"),
+    "initialize": ("ds_hessian.hosts", "initialize"),
 }
 
 __all__ = [

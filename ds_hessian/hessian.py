@@ -91,6 +91,7 @@ class Hessian:
 
     def __init__(self, backend: Backend, config: HessianConfig | None = None) -> None:
         self.backend, self.config = backend, config or HessianConfig()
+        self._retires = False
         self._objective: Objective | None = None
         self._open: Curvature | None = None
         self._followed = Followed()
@@ -175,7 +176,20 @@ class Hessian:
         if self._open is not None:
             raise ConfigError("a measurement is open already: leave `measuring()` first")
         config = self.config.with_overrides(**overrides)
-        return Subject(self.backend, self._objective, config)
+        return Subject(self.backend, self._objective, config, self._retires)
+
+    @contextmanager
+    def retiring(self) -> Iterator[None]:
+        """Measurements in the body remove a state of `resume` that another optimizer step has left.
+
+        Only one of the same measurement, with a line in the log; a state of other settings is
+        refused as ever. For schedules: one kill would else end all later measurements of its kind.
+        """
+        self._retires = True
+        try:
+            yield
+        finally:
+            self._retires = False
 
     def matvec(self, v: Tensor) -> Product:
         """`H v` and its diagnostics.

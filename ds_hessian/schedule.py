@@ -118,10 +118,11 @@ class Measurements:
         record: HessianSpectrum | HessianSharpness
         try:
             hessian = ready()
-            if kind == "spectrum":
-                record = hessian.spectrum()
-            else:
-                record = hessian.sharpness(preconditioned=None)
+            with hessian.retiring():  # a state that a kill left must not end later measurements
+                if kind == "spectrum":
+                    record = hessian.spectrum()
+                else:
+                    record = hessian.sharpness(preconditioned=None)
             folder = hessian.save(record)
         except HessianError as error:  # every rank has it: training must not end by a measurement
             self.failures[step] = error

@@ -29,7 +29,7 @@ ROOMS = (
     ("show",),
     ("hessian",),
     ("schedule",),
-    ("attach",),
+    ("hosts",),
     ("integrations",),
     ("launch",),
     ("self_test",),
@@ -39,7 +39,7 @@ ROOMS = (
 )
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 HOSTS = {
-    "deepspeed": ("backends/zero/", "attach.py", "launch.py", "ops/", "cli/"),
+    "deepspeed": ("backends/zero/", "hosts.py", "launch.py", "ops/", "cli/"),
     "megatron": ("backends/megatron/", "integrations/megatron_pretrain.py"),
     "transformers": ("integrations/transformers.py",),
 }

@@ -168,7 +168,7 @@ def test_plans_of_analyses_count_vectors(
         ("trace", {"method": "xtrace", "num_matvecs": 20}, {}, 20),
         ("solve", {"dampings": [1.0, 2.0]}, {}, 30 + 2),
         ("influence", {"dampings": [1.0], "num_matvecs": 7}, {}, 7 + 1),
-        ("sharpness", {"warm": True}, {}, 5),
+        ("sharpness", {"warm": True}, {}, 5 + 2),
         ("block_coupling", {"num_blocks": 6}, {}, 7),
         ("off_block_share", {"num_probes": 3}, {}, 6),
         ("displacement_sweep", {}, {}, 0),

@@ -22,7 +22,7 @@ from ds_hessian.config import HessianConfig
 from ds_hessian.operators import Curvature, curvature
 from ds_hessian.operators.sampling import require_several
 from ds_hessian.records import Cost, Provenance
-from ds_hessian.resume import SavedRun, identity_of
+from ds_hessian.resume import SavedRun, identity_of, retire, settings_of
 from ds_hessian.vectors import random_vector
 from ds_hessian.version import __version__
 
@@ -37,11 +37,14 @@ class Subject:
         backend: The job.
         objective: This rank's micro-batches and their loss, whose Hessian is taken.
         config: The settings.
+        retires: Whether a state on disk of the same measurement at another optimizer step is
+            removed, with a line in the log; else it is refused.
     """
 
     backend: Backend
     objective: Objective
     config: HessianConfig
+    retires: bool = False
 
     @property
     def passes(self) -> Passes:
@@ -81,7 +84,11 @@ class Subject:
         saved: S | None = None
         with ExitStack() as stack:
             if kind is not None and resume is not None:
-                saved = kind(Path(resume) / folder, backend.layout, backend.space)
+                place = Path(resume) / folder
+                if self.retires:
+                    same = {"settings": settings_of(self.config), **(identity or {})}
+                    retire(place, backend.space, same, backend.step)
+                saved = kind(place, backend.layout, backend.space)
                 stack.enter_context(saved.random_states())
                 began, reduced = began - saved.seconds, reduced - saved.all_reduces
             session = stack.enter_context(backend.measuring(self.objective, self.passes))

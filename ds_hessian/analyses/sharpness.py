@@ -20,6 +20,7 @@ from ds_hessian.operators import Congruent, LinearOperator
 from ds_hessian.planning import ELSEWHERE, Settings, Share, storage_of
 from ds_hessian.planning.basis import GRAM_SCHMIDT, PRODUCT, RESIDUALS, SPACE
 from ds_hessian.records import Estimate, HessianSharpness
+from ds_hessian.resume import Journal
 
 
 class Followed:
@@ -69,9 +70,8 @@ class Sharpness(Journaled[HessianSharpness]):
         return self.max_matvecs
 
     def vectors_kept(self, config: HessianConfig) -> int:
-        """All products, also those of the search for a first start."""
-        search = replace(_SEARCH, tolerance=self.tolerance).products(config)
-        return self.max_matvecs + (0 if self.warm else self.problems * search)
+        """All products, with the starts or those of the search for them."""
+        return self.max_matvecs + self.problems * (1 if self.warm else _SEARCH.products(config))
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
         """The subspace and its refinement; unless warm, also the starts and their search."""
@@ -129,7 +129,12 @@ class Sharpness(Journaled[HessianSharpness]):
                 "instead"
             )
         metrics = [None] if adam is None else [None, adam[0]]
-        starts = self._starts(run, operator, metrics)
+        starts = self._known(operator)
+        warm = bool(starts)
+        if not warm:
+            search = replace(_SEARCH, tolerance=self.tolerance)
+            config, draw = run.subject.config, run.subject.draw
+            starts = [_top(operator, draw, metric, search, config) for metric in metrics]
         subspace = krylov.Subspace(operator)
         along = subspace.add(hessian.gradient)
         step = None if adam is None else subspace.add(adam[1])
@@ -148,17 +153,14 @@ class Sharpness(Journaled[HessianSharpness]):
             "update_norm": None if adam is None else space.norm(adam[1]),
             "gradient_norm": hessian.gradient_norm,
             "loss": run.session.loss,
-            "warm": self.warm,
+            "warm": warm,
             "num_matvecs": hessian.cost.products,
         }
 
-    def _starts(
-        self, run: Measurement, operator: LinearOperator, metrics: Sequence[Tensor | None]
-    ) -> Sequence[Tensor]:
-        if self.warm and self.followed is not None:
-            return self.followed.vectors
-        search = replace(_SEARCH, tolerance=self.tolerance)
-        return [_top(operator, run.subject.draw, d, search, run.subject.config) for d in metrics]
+    def _known(self, operator: LinearOperator) -> Sequence[Tensor]:
+        """Starts from an earlier measurement: this process's, or an interrupted one's."""
+        known = self.followed.vectors if self.warm and self.followed is not None else ()
+        return operator.starts(known) if isinstance(operator, Journal) else known
 
 
 _SEARCH = Eigenpairs(k=1, which="LA")

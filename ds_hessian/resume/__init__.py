@@ -4,7 +4,7 @@ from ds_hessian.resume.identity import identity_of, refuse_foreign, settings_of
 from ds_hessian.resume.journal import Journal
 from ds_hessian.resume.run import SavedRun
 from ds_hessian.resume.spectrum import SavedSpectrum
-from ds_hessian.resume.store import StateStore
+from ds_hessian.resume.store import StateStore, retire
 
 __all__ = [
     "Journal",
@@ -13,5 +13,6 @@ __all__ = [
     "StateStore",
     "identity_of",
     "refuse_foreign",
+    "retire",
     "settings_of",
 ]

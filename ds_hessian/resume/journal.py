@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,25 @@ class Journal(SavedRun):
         super().__init__(folder, layout, space)
         self._entries: list[dict[str, Any]] = list((self._found or {"entries": []})["entries"])
         self._waiting = len(self._entries)  # entries to be replayed, from `replayed` on
+        self._starts: dict[str, Tensor] = {}
         self.replayed = 0
+
+    def starts(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """The vectors that the measurement began with: of the state, where there is one.
+
+        What an analysis makes of vectors that only its process has could not be made again without
+        them. They are kept with the products; to be called before the first `matvec`.
+
+        Args:
+            vectors: Those that it would begin with now, `(n_local,)` each.
+        """
+        if self._found is None:
+            kept = list(vectors)
+        else:
+            count = int(self._found.get("starts", 0))
+            kept = [self._store.vector(f"start{i}").to(self.space.device) for i in range(count)]
+        self._starts = {f"start{i}": v for i, v in enumerate(kept)}
+        return kept
 
     def matvec(self, v: Tensor) -> Product:
         """See `LinearOperator`.
@@ -82,7 +101,8 @@ class Journal(SavedRun):
         name = f"product{self.operator.cost.products}"
         vectors: dict[str, Tensor | None] = {entry["vector"]: None for entry in self._entries}
         self._entries.append({**entry, "vector": name, "sketch": sketch})
-        self._keep({"entries": self._entries}, {**vectors, name: product.vector})
+        figures = {"entries": self._entries, "starts": len(self._starts)}
+        self._keep(figures, {**self._starts, **vectors, name: product.vector})
         return product
 
     def _sketch(self, v: Tensor) -> list[float]:

@@ -1,0 +1,152 @@
+"""`initialize` and `attach`: the only place that looks at what it was given and picks a host.
+
+    engine, optimizer, _, scheduler = ds_hessian.initialize(model=model, config=config, ...)
+    spectrum = engine.hessian_spectrum(batches)
+
+`initialize` is `deepspeed.initialize`: same arguments, same return value. If the config has no
+`"hessian"` section (or one with `"enabled": false`), nothing else happens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_hessian.backends import plain, zero
+from ds_hessian.config import HessianConfig
+from ds_hessian.errors import ConfigError
+from ds_hessian.hessian import Hessian
+from ds_hessian.schedule import ModuleSchedule, Schedule
+
+Settings = HessianConfig | Mapping[str, Any] | str | Path | None
+
+
+def attach(job: Any, optimizer: Any = None, config: Settings = None) -> Hessian:
+    """Give a running job its Hessian.
+
+    On a DeepSpeed engine it is also `engine.hessian`, with `engine.hessian_spectrum`. With an
+    `interval` in the config, measurements are then taken by themselves (`ds_hessian.schedule`):
+    after an engine's steps, or, for a plain module, when `hessian.step()` says that the optimizer
+    has made one.
+
+    Args:
+        job: An engine from `deepspeed.initialize`; model chunks on megatron-core, one or the list
+            that its schedules take; or a plain `nn.Module`, maybe in `DistributedDataParallel`.
+        optimizer: That of a plain module, whose Adam preconditions. Other jobs take the config in
+            its place.
+        config: The settings: a `HessianConfig`, or a whole DeepSpeed config (dict or path) with a
+            `"hessian"` section; for a plain module also a dict of the settings themselves. None for
+            the section of the engine's own config, or defaults.
+
+    Raises:
+        ConfigError: the section has an unknown key or an impossible value.
+        UnsupportedError: the job uses a feature on which products would be wrong.
+
+    Collective.
+    """
+    if config is None and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer, config = None, optimizer
+    if getattr(job, "hessian", None) is not None:
+        raise ConfigError("this engine has its Hessian already: use engine.hessian")
+    hessian = hessian_of(job, config, optimizer)
+    if _is_engine(job):
+        job.hessian = hessian
+        job.hessian_spectrum = hessian.spectrum
+        if hessian.config.scheduled:
+            Schedule(job, hessian).install()
+    elif isinstance(hessian.backend, plain.ModuleBackend) and hessian.config.scheduled:
+        hessian.backend.after_step = ModuleSchedule(job, hessian).after_step
+    return hessian
+
+
+def hessian_of(job: Any, config: Settings = None, optimizer: Any = None) -> Hessian:
+    """The Hessian of a job, which is left as it is; the arguments are those of `attach`.
+
+    Raises:
+        ConfigError: the section has an unknown key or an impossible value.
+        UnsupportedError: the job uses a feature on which products would be wrong.
+
+    Collective.
+    """
+    if _is_megatron(job):
+        return megatron_hessian(job, _section(config))
+    if _is_engine(job):
+        zero.refuse_unsupported(job)
+        settings = _section(zero.settings_of(job) if config is None else config)
+        return Hessian(zero.ZeroBackend(job), settings)
+    if isinstance(job, nn.Module):
+        if isinstance(config, Mapping) and "hessian" not in config:
+            config = HessianConfig.parse(config)
+        return Hessian(plain.ModuleBackend(job, optimizer), _section(config))
+    raise ConfigError(
+        "attach() takes a DeepSpeed engine, model chunks of Megatron or an nn.Module, got "
+        f"{type(job).__name__}"
+    )
+
+
+def megatron_hessian(
+    model: Any, config: HessianConfig | Mapping[str, Any] | None = None
+) -> Hessian:
+    """The Hessian of model chunks on megatron-core.
+
+    Args:
+        model: The chunks: one, or the list that the schedules take.
+        config: The settings, or a dictionary of them; None for the defaults.
+
+    Raises:
+        ConfigError: a setting is unknown or impossible, or there are other chunks than the job's.
+        UnsupportedError: the job uses a feature on which products would be wrong.
+
+    Collective.
+    """
+    from ds_hessian.backends import megatron
+
+    if not isinstance(config, HessianConfig):
+        config = HessianConfig.parse({} if config is None else config)
+    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    megatron.refuse_unsupported(chunks)
+    return Hessian(megatron.MegatronBackend(chunks), config)
+
+
+def _is_engine(job: Any) -> bool:
+    return any(kind.__name__ == "DeepSpeedEngine" for kind in type(job).__mro__)
+
+
+def _is_megatron(job: Any) -> bool:
+    chunks = job if isinstance(job, (list, tuple)) else [job]
+    return any(type(chunk).__module__.startswith("megatron.") for chunk in chunks)
+
+
+def _section(config: Settings) -> HessianConfig:
+    if isinstance(config, HessianConfig):
+        return config
+    return HessianConfig.from_deepspeed(config) or HessianConfig()
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """`deepspeed.initialize` with the same arguments and return value.
+
+    If the config has an enabled `"hessian"` section, the engine comes with its Hessian attached.
+    The section is checked before DeepSpeed builds anything.
+
+    Raises:
+        ConfigError: the section has an unknown key or an impossible value.
+        UnsupportedError: the engine uses a feature on which products would be wrong.
+    """
+    import deepspeed
+
+    bound = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
+    config = bound.get("config") or bound.get("config_params")
+    if config is None:
+        config = getattr(bound.get("args"), "deepspeed_config", None)
+    section = HessianConfig.from_deepspeed(config)
+    result: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
+    launched = hasattr(result[0], "hessian")  # by ds_hessian.launch, which runs any script
+    if section is not None and section.enabled and not launched:
+        attach(result[0], section)
+    return result
