@@ -8,6 +8,7 @@ import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 
@@ -68,6 +69,8 @@ def run(function: Callable[[], Any], world_size: int) -> Any:
         for _, process in started:
             process.kill()
             process.join()
+        for left in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):  # of its shared-memory op
+            left.unlink()
     for good, value in results:
         if not good:
             raise RuntimeError(value)
