@@ -12,6 +12,7 @@ import argparse
 import importlib
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -70,7 +71,7 @@ def copy_with(defect: Defect, place: Path) -> Iterator[Path]:
 
 
 def verdict(defect: Defect, place: Path) -> tuple[str, str]:
-    """What its tests say, and the selection that said it; in a process of its own."""
+    """What its tests say, and the selection that says it; in a process of its own."""
     with copy_with(defect, place) as copy:
         os.chdir(copy)
         os.environ["PYTHONPATH"] = str(copy)
@@ -138,11 +139,12 @@ def _report(pipe: Connection, defect: Defect, place: Path) -> None:
         sys.stdout.flush()
         output.seek(0)
         text = output.read().decode(errors="replace")
+    failed = re.search(r"^FAILED tests/(.*?)( - |$)", text, re.MULTILINE)
     spent = 0.0
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)
         spent += usage.ru_utime + usage.ru_stime
-    pipe.send((result, by, spent, text))
+    pipe.send((result, failed[1] if failed else by, spent, text))
 
 
 def run(defects: Sequence[tuple[str, Defect, Path]], jobs: int, limit: float) -> list[str]:

@@ -535,11 +535,7 @@ OPERATORS = (
         "if self.outlook.excess > REPEAT and self.fixed is None:",
         "if self.outlook.excess > REPEAT:",
         "a product at a given displacement is made again at another one",
-        (
-            "operators/test_finite_difference.py",
-            "operators/test_schemes.py",
-            "operators/test_step_control.py",
-        ),
+        ("operators/test_finite_difference.py::test_a_given_displacement_is_the_one_that_is_used",),
     ),
     Defect(
         "self.noise = Estimate(noise.mean, min(",
@@ -677,7 +673,10 @@ RECORDS = (
         "if near and all(probe != other for _, _, other in last):",
         "if near:",
         "two outliers of one probe become one eigenvalue",
-        ("results/test_density.py", "results/test_spectrum.py"),
+        (
+            "results/test_density.py::"
+            "test_outliers_of_one_probe_stay_apart_and_those_of_several_become_one",
+        ),
     ),
     Defect(
         "lower = (fewest + rest * _wilson(low, trials, -z)) / spectrum.n",

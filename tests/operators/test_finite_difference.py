@@ -64,6 +64,19 @@ def test_scaling_the_argument_scales_the_product() -> None:
     assert relative(1e6 * small, large) < 1e-5
 
 
+@pytest.mark.parametrize("displacement", [1e-6, 2.0])
+def test_a_given_displacement_is_the_one_that_is_used(displacement: float) -> None:
+    """Also where rounding or truncation makes another one far better, of ten micro-batches."""
+    w = torch.linspace(0.5, 2.0, 20)
+    backend = backend_of(w, lambda w: (w**4).sum() + w.cos().sum(), terms=10)
+    with backend.measuring():
+        operator = FiniteDifferenceHessian(backend, displacement)
+        for _ in range(3):
+            product, bare = operator.matvec(w), operator.product_at(w, displacement)
+            assert product.displacement == displacement
+            assert torch.equal(product.vector, bare.vector)
+
+
 def test_the_weights_are_bitwise_restored_also_after_an_error() -> None:
     w = torch.randn(100, generator=torch.Generator().manual_seed(2))
     backend = backend_of(w, lambda w: (w**4).sum())
