@@ -15,14 +15,14 @@ import numpy as np
 from torch import Tensor
 
 from ds_hessian import krylov
-from ds_hessian.backends.objective import LossFn, Objective
+from ds_hessian.backends import Objective, Passes, Session
+from ds_hessian.backends.objective import LossFn
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError, NumericsError, UnsupportedError
 from ds_hessian.measurement import Measurement, plan_or_refuse
 from ds_hessian.operators import Congruent, LinearOperator
 from ds_hessian.operators.sampling import micro_batch_curvatures, standard_error
 from ds_hessian.plan import storage_of
-from ds_hessian.ranks import together
 from ds_hessian.records import (
     Estimate,
     HessianBlockCoupling,
@@ -97,8 +97,10 @@ class Analyses(Records):
             names = self._partition("parameters")
             shares = names.dots([(v, v) for v in found.vectors])
             by_name = dict(zip(names.names, shares, strict=True))
+            hessian = self._operator
+            assert hessian is not None
             errors = [
-                standard_error(micro_batch_curvatures(self.backend, y, float(h)))
+                standard_error(micro_batch_curvatures(hessian.session, y, float(h)))
                 for y, h in zip(found.vectors, found.displacements, strict=True)
                 if config.sampling
             ]
@@ -237,33 +239,36 @@ class Analyses(Records):
 
         Raises:
             ConfigError: no batches, or different numbers of them on different ranks.
-            UnsupportedError: not an engine of DeepSpeed.
             NumericsError: the query's gradient is zero, no dampings, or something is not finite.
             MeasurementError: batches, model or loss raised on some rank.
         """
-        if type(self._objective) is not Objective:
-            raise UnsupportedError("influence needs a DeepSpeed engine, and use(batches) before it")
+        if self._objective is None:
+            raise ConfigError("no micro-batches yet: call hessian.use(batches) first")
         config, space = self.config.with_overrides(**overrides), self.backend.space
-        own = self._objective.loss_fn if loss_fn is None else loss_fn
         limits = {"dampings": list(map(float, dampings)), "num_matvecs": num_matvecs}
         plan_or_refuse(self, config, "influence", limits)
-        with together("reading query and examples", device=self.backend.device):
-            asked, given = Objective(query, own), Objective(examples, own)
+        asked, given = (
+            self.backend.objective(batches, loss_fn, like=self._objective)
+            for batches in (query, examples)
+        )
         gradient = space.zeros()
-        with self._on(asked, config):
-            self.backend.add_gradient(gradient, range(len(asked)))
-            gradient *= self.backend.gradient_scale
-            loss = self.backend.loss
+        with self._on(asked, config) as session:
+            session.add_gradient(gradient, range(session.num_micro_batches))
+            assert session.gradient_scale is not None
+            gradient *= session.gradient_scale
+            loss = session.loss
         options = method, tolerance, num_matvecs, None
         found = self._solve(None, gradient, dampings, *options, overrides)
         dots = []
-        with self._on(given, config):
-            for i in range(len(given)):
+        with self._on(given, config) as session:
+            count = session.num_micro_batches
+            for i in range(count):
                 gradient.zero_()
-                self.backend.add_gradient(gradient, range(i, i + 1))
+                session.add_gradient(gradient, range(i, i + 1))
                 pairs = [(x, gradient) for x in found.x]
                 dots.append(space.dots([*pairs, (gradient, gradient)]).numpy())
-            scale = self.backend.gradient_scale * len(given)
+            assert session.gradient_scale is not None
+            scale = session.gradient_scale * count
         *scores, squares = np.array(dots).T
         systems = {f.name: getattr(found, f.name) for f in fields(krylov.DampedSystems)}
         return HessianInfluence(
@@ -276,15 +281,12 @@ class Analyses(Records):
         )
 
     @contextmanager
-    def _on(self, objective: Objective, config: HessianConfig) -> Iterator[None]:
+    def _on(self, objective: Objective, config: HessianConfig) -> Iterator[Session]:
         """Guard evaluations of another loss, at the weights."""
-        self.backend.use(objective, config.dropout, config.finite_difference.precision)
-        try:
-            with self.backend.measuring():
-                self.backend.displace(None, 0.0)
-                yield
-        finally:
-            self.backend.use(self._objective)
+        passes = Passes(config.dropout, config.finite_difference.precision)
+        with self.backend.measuring(objective, passes) as session:
+            session.displace(None, 0.0)
+            yield session
 
     def sharpness(
         self,
@@ -350,7 +352,7 @@ class Analyses(Records):
                 "update_curvature": step,
                 "update_norm": None if adam is None else space.norm(adam[1]),
                 "gradient_norm": hessian.gradient_norm,
-                "loss": self.backend.loss,
+                "loss": hessian.session.loss,
                 "warm": warm,
                 "num_matvecs": hessian.cost.products,
             }
@@ -403,13 +405,7 @@ class Analyses(Records):
 
     def _adam(self) -> tuple[Tensor, Tensor]:
         """What Adam divides by, and its last step."""
-        if not hasattr(self.backend, "adam"):
-            raise UnsupportedError(
-                "Adam's moments are read from DeepSpeed's optimizers only: give solve a "
-                "preconditioner of your own, and sharpness preconditioned=False"
-            )
-        found: tuple[Tensor, Tensor] = self.backend.adam()
-        return found
+        return self.backend.adam()
 
     def _has_adam(self) -> bool:
         """Whether the optimizer is an Adam that has made a step."""

@@ -23,14 +23,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_hessian.analyses import Analyses
-from ds_hessian.backends.objective import LossFn, Objective
-from ds_hessian.backends.zero import ZeroBackend, refuse_unsupported
+from ds_hessian.backends import Backend, Objective, Passes
+from ds_hessian.backends.objective import LossFn
+from ds_hessian.backends.zero import ZeroBackend, refuse_unsupported, settings_of
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.krylov import LanczosRun, LanczosState, ritz_vectors, slq
 from ds_hessian.measurement import Measurement
 from ds_hessian.memory import MemoryPlan, place_of
-from ds_hessian.operators import FiniteDifferenceHessian, Product, default_range, sweep
+from ds_hessian.operators import Curvature, Product, curvature, default_range, sweep
 from ds_hessian.operators.sampling import (
     micro_batch_curvatures,
     require_several,
@@ -76,15 +77,12 @@ class HessianEngine(Analyses):
         UnsupportedError: the engine uses a feature on which products would be wrong.
     """
 
-    has_fp32_passes = True
-    """Whether models in 16 bits have passes in fp32, by the setting of `precision`."""
-
     def __init__(self, engine: Any, config: HessianConfig | None = None) -> None:
         refuse_unsupported(engine)
         self.engine = engine
         self.config = config or HessianConfig()
-        self.backend = ZeroBackend(engine)
-        self._operator: FiniteDifferenceHessian | None = None
+        self.backend: Backend = ZeroBackend(engine)
+        self._operator: Curvature | None = None
         self._objective: Objective | None = None
 
     # ---- what H is
@@ -102,10 +100,7 @@ class HessianEngine(Analyses):
             ConfigError: no batches, or different numbers of them on different ranks.
             MeasurementError: the iterable raised on some rank.
         """
-        with together("reading the batches", device=self.backend.device):
-            objective = Objective(batches, loss_fn)
-        self.backend.use(objective)
-        self._objective = objective
+        self._objective = self.backend.objective(batches, loss_fn)
         return self
 
     @property
@@ -116,7 +111,7 @@ class HessianEngine(Analyses):
     @property
     def modules(self) -> Sequence[Any]:
         """What holds this rank's parameters."""
-        return [self.engine.module]
+        return self.backend.modules
 
     @property
     def ready(self) -> bool:
@@ -124,7 +119,7 @@ class HessianEngine(Analyses):
         return self._objective is not None
 
     @contextmanager
-    def measuring(self, **overrides: Any) -> Iterator[FiniteDifferenceHessian]:
+    def measuring(self, **overrides: Any) -> Iterator[Curvature]:
         """Guard several products at once: the gradient at the weights is evaluated only once.
 
         Inside, training must not go on; `matvec` uses the open operator, which is also yielded.
@@ -141,14 +136,11 @@ class HessianEngine(Analyses):
         if self._operator is not None:
             raise ConfigError("a measurement is open already: leave `measuring()` first")
         config = self.config.with_overrides(**overrides)
-        self.backend.use(self._objective, config.dropout, config.finite_difference.precision)
-        if config.sampling:
-            require_several(self.backend)
-        with self.backend.measuring():
-            settings = config.finite_difference
-            self._operator = FiniteDifferenceHessian(
-                self.backend, settings.displacement, settings.scheme
-            )
+        passes = Passes(config.dropout, config.finite_difference.precision)
+        with self.backend.measuring(self._objective, passes) as session:
+            if config.sampling:
+                require_several(session)
+            self._operator = curvature(session, config.finite_difference)
             try:
                 yield self._operator
             finally:
@@ -174,7 +166,7 @@ class HessianEngine(Analyses):
 
     def _whole(self, v: Tensor, name: str, whole: torch.Size) -> Tensor:
         """A parameter's coordinates of v in its unsharded shape, on rank 0."""
-        tensor = torch.zeros(whole.numel(), dtype=torch.float32, device=self.backend.device)
+        tensor = torch.zeros(whole.numel(), dtype=torch.float32, device=self.backend.space.device)
         for fragment, part in self.backend.layout:
             if fragment.name == name and fragment.owned:
                 tensor[fragment.index(device=tensor.device)] = v[part]
@@ -189,8 +181,8 @@ class HessianEngine(Analyses):
         """
         v = self.backend.space.zeros()
         for name, whole in self._parameters():
-            tensor = torch.zeros(whole.numel(), dtype=torch.float32, device=self.backend.device)
-            with together(f"scattering parameter {name!r}", device=self.backend.device):
+            tensor = torch.zeros(whole.numel(), dtype=torch.float32, device=v.device)
+            with together(f"scattering parameter {name!r}", device=self.backend.space.device):
                 if self.rank == 0:
                     tensor.copy_(_expect(full, name, whole).reshape(-1))
             self._deal(v, name, tensor)
@@ -206,7 +198,7 @@ class HessianEngine(Analyses):
 
     def _parameters(self) -> list[tuple[str, torch.Size]]:
         """Names and unsharded shapes, the same list on every rank."""
-        return self.backend.parameters
+        return list(self.backend.parameters)
 
     # ---- measurements
 
@@ -305,13 +297,13 @@ class HessianEngine(Analyses):
             gradient_norm = run.operator.gradient_norm
             sampling = None
             if config.sampling:
-                sampling = self._sampling_errors(complete.pop(), runs, config)
+                sampling = self._sampling_errors(run.operator, complete.pop(), runs, config)
         spectrum = HessianSpectrum.from_runs(
             runs,
             n=self.backend.space.n,
             cost=run.cost(),
             provenance=self._describe(config),
-            loss=self.backend.loss,
+            loss=run.operator.session.loss,
             gradient_norm=gradient_norm,
             sampling=sampling,
         )
@@ -322,18 +314,22 @@ class HessianEngine(Analyses):
         return spectrum
 
     def _sampling_errors(
-        self, last: LanczosState, runs: Sequence[LanczosRun], config: HessianConfig
+        self,
+        operator: Curvature,
+        last: LanczosState,
+        runs: Sequence[LanczosRun],
+        config: HessianConfig,
     ) -> SamplingErrors:
         """From the last probe's extreme Ritz vectors, and all probes."""
         displacement = float(np.median(runs[-1].displacements))
         extremes = [
-            standard_error(micro_batch_curvatures(self.backend, y, displacement))
+            standard_error(micro_batch_curvatures(operator.session, y, displacement))
             for y in ritz_vectors(last, [-1, 0])
         ]
         forms = []
         for p, run in enumerate(runs):
             v = self.random_vector(config.seed, config.probe, p)
-            forms.append(micro_batch_curvatures(self.backend, v, float(run.displacements[0])))
+            forms.append(micro_batch_curvatures(operator.session, v, float(run.displacements[0])))
         trace = self.backend.space.n * np.mean(forms, axis=0)
         largest, smallest = extremes
         return SamplingErrors(largest, smallest, standard_error(trace), len(trace))
@@ -384,7 +380,7 @@ class HessianEngine(Analyses):
         run = Measurement[Any](self, overrides, "displacement_sweep", {"directions": names})
         with run.open(DisplacementSweep):
             vectors = self._directions(run.operator, directions, run.config.seed)
-            h = displacements or default_range(self.backend)
+            h = displacements or default_range(run.operator.session)
             points = [sweep(run.operator, v, h) for v in vectors.values()]
             gradient_norm = run.operator.gradient_norm
 
@@ -400,7 +396,7 @@ class HessianEngine(Analyses):
             changes=stack("change"),
             nonlinearities=stack("nonlinearity"),
             fidelities=stack("fidelity"),
-            loss=self.backend.loss,
+            loss=run.operator.session.loss,
             gradient_norm=gradient_norm,
             cost=run.cost(),
             provenance=self._describe(run.config),
@@ -408,7 +404,7 @@ class HessianEngine(Analyses):
 
     def _directions(
         self,
-        operator: FiniteDifferenceHessian,
+        operator: Curvature,
         directions: Sequence[str] | Mapping[str, Tensor],
         seed: int,
     ) -> dict[str, Tensor]:
@@ -428,7 +424,7 @@ class HessianEngine(Analyses):
                 )
         return vectors
 
-    def _top_direction(self, operator: FiniteDifferenceHessian, seed: int) -> Tensor:
+    def _top_direction(self, operator: Curvature, seed: int) -> Tensor:
         state = LanczosState(
             operator, self.random_vector(seed), TOP_STEPS, lambda k: self.random_vector(k)
         )
@@ -437,7 +433,7 @@ class HessianEngine(Analyses):
         top: Tensor = ritz_vectors(state, [-1])[0]
         return top
 
-    def _identity(self, operator: FiniteDifferenceHessian, config: HessianConfig) -> dict[str, Any]:
+    def _identity(self, operator: Curvature, config: HessianConfig) -> dict[str, Any]:
         """What a measurement made now is of, whatever the layout."""
         assert self._objective is not None
         step = self._describe(config).step
@@ -446,7 +442,7 @@ class HessianEngine(Analyses):
     def _describe(self, config: HessianConfig) -> Provenance:
         """What a measurement made now is made on."""
         assert self._objective is not None
-        return describe_run(self.engine, self.backend, self._objective, config)
+        return describe_run(self.backend, self._objective, config)
 
 
 def attach(
@@ -469,7 +465,7 @@ def attach(
     if getattr(engine, "hessian", None) is not None:
         raise ConfigError("this engine has its Hessian already: use engine.hessian")
     if not isinstance(config, HessianConfig):
-        source = engine._config._param_dict if config is None else config
+        source = settings_of(engine) if config is None else config
         config = HessianConfig.from_deepspeed(source) or HessianConfig()
     hessian = HessianEngine(engine, config)
     engine.hessian = hessian

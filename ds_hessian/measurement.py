@@ -15,9 +15,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.objective import Objective
+from ds_hessian.backends import Objective
 from ds_hessian.config import HessianConfig
-from ds_hessian.operators import FiniteDifferenceHessian
+from ds_hessian.operators import Curvature
 from ds_hessian.plan import (
     Share,
     arguments_of,
@@ -43,9 +43,9 @@ class Host(Protocol):
     backend: Any
     config: HessianConfig
     _objective: Objective | None
-    _operator: FiniteDifferenceHessian | None  # while it is open
+    _operator: Curvature | None  # while it is open
 
-    def measuring(self, **overrides: Any) -> AbstractContextManager[FiniteDifferenceHessian]:
+    def measuring(self, **overrides: Any) -> AbstractContextManager[Curvature]:
         """Guard several products at once."""
         ...
 
@@ -61,7 +61,7 @@ class Host(Protocol):
         """What a measurement made now is made on."""
         ...
 
-    def _identity(self, operator: FiniteDifferenceHessian, config: HessianConfig) -> dict[str, Any]:
+    def _identity(self, operator: Curvature, config: HessianConfig) -> dict[str, Any]:
         """What a measurement made now is of, whatever the layout."""
         ...
 
@@ -95,7 +95,7 @@ class Measurement(Generic[S]):
     Collective: the constructor, `open` and `finished`.
     """
 
-    operator: FiniteDifferenceHessian
+    operator: Curvature
 
     def __init__(
         self,
@@ -177,7 +177,8 @@ def plan_or_refuse(
 
     Collective.
     """
-    device, share, arguments = host.backend.device, host._share(), arguments_of(analysis, given)[0]
+    device, share = host.backend.space.device, host._share()
+    arguments = arguments_of(analysis, given)[0]
     with together("planning the memory", device=device):
         free = free_memory(config.basis.folder, device, config.resume)
         needs = needs_of(config, share, free, analysis, arguments)

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import platform
 from typing import Any
 
-import torch
-
 import ds_hessian
-from ds_hessian.backends.objective import Objective
-from ds_hessian.backends.zero import ZeroBackend
+from ds_hessian.backends import Backend, Objective
 from ds_hessian.config import HessianConfig
 from ds_hessian.records import Provenance
 
 
-def describe_run(
-    engine: Any, backend: ZeroBackend, objective: Objective, config: HessianConfig
-) -> Provenance:
-    """Provenance of a spectrum of `engine`, as of now."""
-    import deepspeed
-
-    ranks = backend.space.world_size
-    mesh = f", TP {backend.tensor_ranks}" * (backend.tensor_ranks > 1)
+def describe_run(backend: Backend, objective: Objective, config: HessianConfig) -> Provenance:
+    """Provenance of a measurement, as of now."""
+    job = backend.describe()
     return Provenance(
-        step=int(engine.global_steps),
-        num_micro_batches=len(objective),
-        layout=f"ZeRO-{engine.zero_optimization_stage()}, {ranks} rank{'s' * (ranks > 1)}{mesh}",
-        world_size=ranks,
-        model_dtype=str(next(engine.module.parameters()).dtype).removeprefix("torch."),
+        step=backend.step,
+        num_micro_batches=objective.num_micro_batches,
+        layout=job.layout,
+        world_size=backend.space.world_size,
+        model_dtype=job.model_dtype,
         data_fingerprint=objective.fingerprint(),
-        versions={
-            "deepspeed": deepspeed.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-        },
+        versions=job.versions,
         **settings(config),
     )
 

@@ -51,8 +51,8 @@ def self_test(hessian: HessianEngine, **overrides: Any) -> SelfTest:
     with hessian.measuring(**overrides) as operator:
         u, v = (hessian.random_vector(seed=0, probe=probe) for probe in (0, 1))
         again = hessian.backend.space.zeros()
-        hessian.backend.displace(None, 0.0)
-        hessian.backend.add_gradient(again, range(hessian.backend.num_micro_batches))
+        operator.session.displace(None, 0.0)
+        operator.session.add_gradient(again, range(operator.session.num_micro_batches))
         hu, hv, hw = (operator.matvec(vector) for vector in (u, v, u + v))
         space = hessian.backend.space
         repeated = again - operator.gradient
@@ -69,7 +69,7 @@ def self_test(hessian: HessianEngine, **overrides: Any) -> SelfTest:
         Check(
             "determinism",
             squares[0] ** 0.5 / gradient if gradient > 0 else 0.0,
-            min(ROUNDING * hessian.backend.unit_roundoff, 1e-2),
+            min(ROUNDING * operator.session.unit_roundoff, 1e-2),
             "the same weights give different gradients: use deterministic kernels, and no data "
             "or randomness from outside torch, numpy and python's random",
         ),
@@ -114,8 +114,8 @@ def self_test(hessian: HessianEngine, **overrides: Any) -> SelfTest:
     )
     error = float("nan") if hv.error is None else hv.error
     config = hessian.config.with_overrides(**overrides).finite_difference
-    narrow = hessian.backend.unit_roundoff > 2.0**-24  # passes in 16 bits
-    widen = narrow and hessian.has_fp32_passes
+    narrow = operator.session.unit_roundoff > 2.0**-24  # passes in 16 bits
+    widen = narrow and "fp32" in hessian.backend.precisions
     return SelfTest(checks, error, hv.displacement, _suggestions(checks, config, widen, error))
 
 
@@ -165,11 +165,12 @@ def main(arguments: Sequence[str]) -> None:
 
 def _test_at_a_step(engine: Any) -> None:
     """Have an engine tested at its first step with enough micro-batches, which ends the job."""
+    from ds_hessian.backends.zero import settings_of
     from ds_hessian.config import HessianConfig
     from ds_hessian.engine import HessianEngine
     from ds_hessian.schedule import Capture
 
-    section = HessianConfig.from_deepspeed(engine._config._param_dict) or HessianConfig()
+    section = HessianConfig.from_deepspeed(settings_of(engine)) or HessianConfig()
     captured = Capture(engine, section.num_micro_batches)
     step = engine.step
 

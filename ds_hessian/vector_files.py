@@ -46,7 +46,7 @@ class Records(Host):
         if folder is None:
             folder = Path(self.config.output_path) / f"step_{record.provenance.step:06d}"
         folder = Path(folder)
-        with together(f"writing results to {folder}", device=self.backend.device):
+        with together(f"writing results to {folder}", device=self.backend.space.device):
             if self.backend.space.rank == 0:
                 save(record, folder)
                 if self.config.plot and isinstance(record, HessianSpectrum):
@@ -64,7 +64,7 @@ class Records(Host):
                 different records; on ranks that do not read them, MeasurementError.
         """
         folder, path = Path(folder), _vector_file(record, Path(folder))
-        with together(f"reading results from {folder}", device=self.backend.device):
+        with together(f"reading results from {folder}", device=self.backend.space.device):
             found = load(record, folder)
             if sharded(found) and self.backend.space.rank == 0:
                 origin = {key: json.dumps(value) for key, value in _origin(found).items()}
@@ -89,7 +89,7 @@ class Records(Host):
             MeasurementError: rank 0 could not write.
         """
         path, first = Path(path), self.backend.space.rank == 0
-        doing, device = f"writing vectors to {path}", self.backend.device
+        doing, device = f"writing vectors to {path}", self.backend.space.device
         named = self._parameters()
         shapes = {name: (len(vectors), *whole) for name, whole in named}
         kept = {key: json.dumps(value) for key, value in (metadata or {}).items()}
@@ -115,7 +115,7 @@ class Records(Host):
             ResultError: on rank 0 the file is missing, damaged, or of another model; the other
                 ranks raise MeasurementError.
         """
-        doing, device = f"reading vectors from {path}", self.backend.device
+        doing, device = f"reading vectors from {path}", self.backend.space.device
         space, named, reader, count = self.backend.space, self._parameters(), None, 0
         with together(doing, device=device):
             if space.rank == 0:

@@ -18,10 +18,10 @@ ALLOWED: dict[str, set[str]] = {
     "vectors": {"ops", "errors"},
     "ranks": {"vectors", "backends", "errors"},
     "backends": {"ranks", "vectors", "ops", "memory", "config", "errors"},
-    "operators": {"backends", "ranks", "vectors", "ops", "memory", "errors"},
+    "operators": {"backends", "ranks", "vectors", "ops", "memory", "config", "errors"},
     "krylov": {"operators", "ranks", "vectors", "ops", "memory", "errors"},
     "records": {"krylov", "show", "errors"},
-    "show": {"records", "krylov", "errors"},
+    "show": {"records", "krylov", "vectors", "errors"},
 }
 JOINING = {
     "analyses",
@@ -42,7 +42,7 @@ JOINING = {
 }  # may import everything
 HOSTS = {
     "deepspeed": ("backends/zero/", "engine.py", "provenance.py", "launch.py", "ops/", "cli/"),
-    "megatron": ("backends/megatron/", "megatron/"),
+    "megatron": ("backends/megatron/", "megatron/", "integrations/"),
     "transformers": ("integrations/",),
 }
 

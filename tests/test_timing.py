@@ -13,7 +13,8 @@ from ds_hessian.operators import FiniteDifferenceHessian, expected_evaluations
 from ds_hessian.plan import Job
 from ds_hessian.products import products_of
 from ds_hessian.vectors import random_vector
-from tests.operators.nets import backend_of, batches, mlp, train
+from tests.operators.nets import backend_of, batches, measuring, mlp, train
+from tests.tiers import cells
 
 FREE = timing.Machine({"accelerator": 1e30, "host": 1e30, "disk": 1e30}, latency=0.0)
 
@@ -29,13 +30,13 @@ def test_the_gradients_of_a_product_are_those_that_operators_evaluate(
     count: int, scheme: str, displacement: float | str
 ) -> None:
     data, products = batches(count), 12
-    backend = backend_of(train(mlp(), data, 20), data)
+    backend = backend_of(train(mlp(), data, 20))
 
     def draw(number: int) -> Tensor:
         return random_vector(backend.layout, backend.space, number)
 
-    with backend.measuring():
-        hessian = FiniteDifferenceHessian(backend, displacement, scheme)  # type: ignore[arg-type]
+    with measuring(backend, data) as session:
+        hessian = FiniteDifferenceHessian(session, displacement, scheme)  # type: ignore[arg-type]
         lanczos(hessian, draw(0), products, draw)
     found = hessian.cost.gradient_evaluations / products
     expected = expected_evaluations(products, count, scheme, displacement)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ds_hessian.backends.zero import settings_of
 from ds_hessian.config import HessianConfig
 from ds_hessian.engine import HessianEngine, attach
 from ds_hessian.errors import ConfigError, UnsupportedError
@@ -65,7 +66,7 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
                 "deepspeed configuration"
             )
         engine: Any = self.trainer.model_wrapped
-        source = engine._config._param_dict
+        source = settings_of(engine)
         config = self._given or HessianConfig.from_deepspeed(source) or HessianConfig()
         if not config.scheduled:
             raise ConfigError(

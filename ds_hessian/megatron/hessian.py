@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-
-from ds_hessian.backends.megatron import (
-    ForwardStep,
-    MegatronBackend,
-    PipelineObjective,
-    host,
-    refuse_unsupported,
-)
+from ds_hessian.backends.megatron import ForwardStep, MegatronBackend, host, refuse_unsupported
 from ds_hessian.config import HessianConfig
 from ds_hessian.engine import HessianEngine
 from ds_hessian.errors import ConfigError
-from ds_hessian.provenance import settings
-from ds_hessian.ranks import together
-from ds_hessian.records import HessianSpectrum, Provenance
+from ds_hessian.records import HessianSpectrum
 
 
 class MegatronHessian(HessianEngine):
@@ -46,9 +35,6 @@ class MegatronHessian(HessianEngine):
         UnsupportedError: the job uses a feature on which products would be wrong.
     """
 
-    backend: MegatronBackend  # type: ignore[assignment]
-    has_fp32_passes = False
-
     def __init__(self, model: Any, config: HessianConfig | Mapping[str, Any] | None = None) -> None:
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         self.config = (
@@ -63,10 +49,18 @@ class MegatronHessian(HessianEngine):
                 f"this job has {expected} model chunk{'s' * (expected > 1)} on a rank, got "
                 f"{len(chunks)}; pass what get_forward_backward_func() takes as model"
             )
-        self.backend = MegatronBackend(chunks)
-        self.step = 0
+        self.backend = self._job = MegatronBackend(chunks)
         self._operator = None
-        self._objective: PipelineObjective | None = None
+        self._objective = None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made so far, for the record."""
+        return self._job.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._job.step = value
 
     def use(  # type: ignore[override]
         self,
@@ -93,47 +87,11 @@ class MegatronHessian(HessianEngine):
                 argument that cannot be.
             MeasurementError: the iterable raised on some rank.
         """
-        given: dict[str, Any] = {"forward_step": forward_step, "seq_length": seq_length}
-        given["micro_batch_size"] = micro_batch_size
-        chosen: dict[str, Any] = {
-            k: getattr(self._objective, k, None) if v is None else v for k, v in given.items()
-        }
-        with together("reading the batches", device=self.backend.device):
-            missing = [name for name, value in chosen.items() if value is None]
-            if missing:
-                raise ConfigError(
-                    f"no {', '.join(missing)} yet: call hessian.use(batches, forward_step, "
-                    "seq_length=..., micro_batch_size=...) first"
-                )
-            objective = PipelineObjective(batches, **chosen)
-        self.backend.use(objective)
-        self._objective = objective
-        return self
-
-    @property
-    def modules(self) -> Sequence[Any]:
-        """The model chunks."""
-        return self.backend.chunks
-
-    def _describe(self, config: HessianConfig) -> Provenance:
-        assert self._objective is not None
-        backend = self.backend
-        sizes = ", ".join(f"{axis} {size}" for axis, size in host.mesh().items())
-        kind = "distributed optimizer" if backend.is_sharded else "DDP"
-        return Provenance(
-            step=self.step,
-            num_micro_batches=backend.num_micro_batches * backend.group,
-            layout=f"Megatron {sizes}, {kind}",
-            world_size=backend.space.world_size,
-            model_dtype=str(backend.dtype).removeprefix("torch."),
-            data_fingerprint=self._objective.fingerprint(),
-            versions={
-                "megatron-core": host.version(),
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-            },
-            **settings(config),
+        sizes = {"seq_length": seq_length, "micro_batch_size": micro_batch_size}
+        self._objective = self.backend.objective(
+            batches, forward_step, like=self._objective, **sizes
         )
+        return self
 
 
 def hessian_spectrum(

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_hessian.backends import ShardBackend
-from ds_hessian.backends.objective import Objective
+from ds_hessian.backends import Objective, Session
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
-from ds_hessian.operators import FiniteDifferenceHessian
+from ds_hessian.operators import Curvature
 
 SETTINGS = (
     "num_matvecs",
@@ -36,7 +35,7 @@ SUMMED = 1e-12
 
 
 def identity_of(
-    operator: FiniteDifferenceHessian,
+    operator: Curvature,
     objective: Objective,
     config: HessianConfig,
     step: int,
@@ -53,15 +52,15 @@ def identity_of(
 
     Collective.
     """
-    backend, settings = operator.backend, config.model_dump()
+    session, settings = operator.session, config.model_dump()
     return {
         "settings": {key: settings[key] for key in SETTINGS}
         | {"basis": settings["basis"]["dtype"]},
         "optimizer steps": step,
         "parameters": {name: list(shape) for name, shape in parameters},
-        "micro-batches": _micro_batches(backend, objective),
-        "norm of the weights": backend.weight_norm(),
-        "loss": backend.loss,
+        "micro-batches": _micro_batches(session, objective),
+        "norm of the weights": session.weight_norm(),
+        "loss": session.loss,
         "norm of the gradient": operator.gradient_norm,
     }
 
@@ -103,11 +102,11 @@ def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield prefix + name, entry
 
 
-def _micro_batches(backend: ShardBackend, objective: Objective) -> str:
+def _micro_batches(session: Session, objective: Objective) -> str:
     """A hash of all ranks' micro-batches, whichever rank has them."""
-    mine = sorted(Objective([batch]).fingerprint() for batch in objective.batches)
-    found: list[list[str]] = [mine] * backend.space.world_size
-    if backend.space.distributed:
+    mine = sorted(objective.digests())
+    found: list[list[str]] = [mine] * session.space.world_size
+    if session.space.distributed:
         dist.all_gather_object(found, mine)
     # Ranks that share a micro-batch (tensor parallelism) count once.
     digests = sorted({digest for each in found for digest in each})

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ds_hessian import ops
-from ds_hessian.backends import ShardBackend
+from ds_hessian.backends import Backend
 from ds_hessian.errors import ConfigError
 from ds_hessian.operators import Product
 from ds_hessian.resume.run import SavedRun
@@ -58,7 +58,7 @@ class Journal(SavedRun):
     Collective: also `matvec`.
     """
 
-    def __init__(self, folder: Path, backend: ShardBackend) -> None:
+    def __init__(self, folder: Path, backend: Backend) -> None:
         super().__init__(folder, backend)
         self.space = backend.space
         self._entries: list[dict[str, Any]] = list((self._found or {"entries": []})["entries"])

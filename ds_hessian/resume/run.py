@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_hessian.backends import ShardBackend
+from ds_hessian.backends import Backend
 from ds_hessian.backends.guard import RandomState
-from ds_hessian.operators import FiniteDifferenceHessian
+from ds_hessian.operators import Curvature
 from ds_hessian.resume.identity import refuse_foreign
 from ds_hessian.resume.store import Given, StateStore
 
@@ -41,9 +41,9 @@ class SavedRun:
     Collective: the constructor, `take_up` and `clear`.
     """
 
-    operator: FiniteDifferenceHessian
+    operator: Curvature
 
-    def __init__(self, folder: Path, backend: ShardBackend) -> None:
+    def __init__(self, folder: Path, backend: Backend) -> None:
         self.backend, self._random = backend, RandomState(backend.space.device)
         self._store = StateStore(
             folder, backend.layout, backend.space, {"random": _plain(self._random.get())}
@@ -74,7 +74,7 @@ class SavedRun:
         finally:
             self._random.set(here)
 
-    def take_up(self, operator: FiniteDifferenceHessian, identity: dict[str, Any]) -> None:
+    def take_up(self, operator: Curvature, identity: dict[str, Any]) -> None:
         """Bring the operator to where it was.
 
         Raises:
@@ -82,7 +82,7 @@ class SavedRun:
         """
         self.operator, self._identity = operator, identity
         if self._found is not None:
-            refuse_foreign(self._found["identity"], identity, self.backend.unit_roundoff)
+            refuse_foreign(self._found["identity"], identity, operator.session.unit_roundoff)
             operator.load_state_dict(self._found["operator"])
 
     def clear(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_hessian.backends import ShardBackend
+from ds_hessian.backends import Backend
 from ds_hessian.krylov import LanczosRun, LanczosState
 from ds_hessian.resume.run import SavedRun
 
@@ -28,7 +28,7 @@ class SavedSpectrum(SavedRun):
     Collective: also `restore` and `save`.
     """
 
-    def __init__(self, folder: Path, backend: ShardBackend) -> None:
+    def __init__(self, folder: Path, backend: Backend) -> None:
         super().__init__(folder, backend)
         self.runs = [_run(entry) for entry in (self._found or {"runs": []})["runs"]]
 

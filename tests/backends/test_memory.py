@@ -15,6 +15,7 @@ import pytest
 
 from tests.backends import memory_jobs as jobs
 from tests.ranks import RankPool
+from tests.tiers import cells
 
 PLACES = ("accelerator", "host", "disk")
 
@@ -85,9 +86,9 @@ def fresh() -> Iterator[Callable[[int], RankPool]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "dtype"), [(3, "fp32"), (3, "bf16"), (2, "bf16"), (1, "fp32"), (0, "fp32")]
+    ("stage", "dtype"),
+    cells([(3, "fp32"), (3, "bf16"), (2, "bf16"), (1, "fp32"), (0, "fp32")], [(2, "bf16")]),
 )
 def test_the_measured_peak_is_within_a_tenth_of_the_plan(
     fresh: Callable[[int], RankPool], stage: int, dtype: str
@@ -96,8 +97,8 @@ def test_the_measured_peak_is_within_a_tenth_of_the_plan(
     compare(fresh(2), stage, dtype, cases)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_measured_peak_of_every_analysis_is_within_a_tenth_of_its_plan(
     fresh: Callable[[int], RankPool],
@@ -106,7 +107,6 @@ def test_the_measured_peak_of_every_analysis_is_within_a_tenth_of_its_plan(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.slow
 def test_what_resume_keeps_is_within_a_tenth_of_the_plan(
     fresh: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
@@ -114,8 +114,8 @@ def test_what_resume_keeps_is_within_a_tenth_of_the_plan(
     compare(fresh(2), 3, "fp32", cases)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.slow
 def test_what_resume_keeps_in_mode_selective_is_at_most_the_plan(
     fresh: Callable[[int], RankPool], tmp_path: Path
 ) -> None:

@@ -46,7 +46,7 @@ def test_the_verdict_names_what_is_wrong(ranks: Ranks, name: str) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_tests_an_unmodified_script(tmp_path: Path) -> None:
     command = [
         str(Path(sys.executable).with_name("ds-hessian")),  # it runs deepspeed --module

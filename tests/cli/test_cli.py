@@ -130,6 +130,21 @@ def test_the_doctor_fails_where_kernels_are_demanded_and_cannot_be_had(tmp_path:
     assert done.stdout.splitlines()[-1] == "verdict: in the way: cpu"
 
 
+def test_the_doctor_names_a_lock_that_a_killed_build_has_left(tmp_path: Path) -> None:
+    """On which every start of DeepSpeed hangs; not the lock of a build that is running."""
+    folders = [tmp_path / "py311_cpu" / name for name in ("deepspeed_shm_comm", "async_io")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "lock").touch()
+    left, building = (folder / "lock" for folder in folders)
+    with building.open():
+        done = call("doctor", TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert done.returncode == 1, done.stdout
+    assert "deepspeed_shm_comm        WILL NOT WORK: DeepSpeed hangs here" in done.stdout
+    assert f"rm {left}" in done.stdout and str(building) not in done.stdout
+    assert done.stdout.splitlines()[-1] == "verdict: in the way: deepspeed_shm_comm"
+
+
 # ---- broken input
 
 

@@ -16,10 +16,13 @@ __all__ = ["fresh"]  # a fixture
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
-    [Job(), Job(distributed=True), Job(distributed=True, dtype="bfloat16")],
+    [
+        pytest.param(Job(), marks=pytest.mark.full),
+        pytest.param(Job(distributed=True), marks=pytest.mark.full),
+        Job(distributed=True, dtype="bfloat16"),
+    ],
     ids=["DDP", "distributed optimizer", "distributed optimizer bf16"],
 )
 def test_the_measured_peak_is_within_a_tenth_of_the_plan(

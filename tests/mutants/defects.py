@@ -275,8 +275,9 @@ ZERO = (
         (STAGE.format("0"),),
     ),
     Defect(
-        "self._random.set(self._states[index])",
-        "pass",
+        "self._guard.random.set(self._states[index])\n            for buffers in "
+        "self._guard.buffers:\n                buffers.restore()\n            last =",
+        "for buffers in self._guard.buffers:\n                buffers.restore()\n            last =",
         "a micro-batch has other dropout masks in each evaluation",
         (
             ZERO3.format("training_with_spectra_in_between_is_bitwise_the_same[default]"),
@@ -285,8 +286,8 @@ ZERO = (
         ),
     ),
     Defect(
-        "kept = [] if same else [weight.clone() for weight in self._weights]",
-        "kept = []",
+        "if master is None or not torch.equal(weight, master.to(weight.device, weight.dtype)):",
+        "if master is None:",
         "weights that differ from their masters are rounded masters after a measurement",
         (SAME.format("0 bf16"), "backends/test_stages.py"),
     ),
@@ -339,7 +340,7 @@ MEGATRON = (
         (FP64.format("DP"), FP32.format("DP")),
     ),
     Defect(
-        "factor = 1.0 if self._per_token else float(len(micro_batches))",
+        "factor = 1.0 if self._forward.per_token else float(len(micro_batches))",
         "factor = 1.0",
         "a run of several micro-batches counts as one",
         (FP64.format("DP"),),
@@ -490,13 +491,13 @@ OPERATORS = (
         ("operators/test_finite_difference.py", "operators/test_step_control.py"),
     ),
     Defect(
-        "half = (a - b) * h / (2 * weight * self.scale * length)",
-        "half = (a - b) * h / (2 * weight * self.scale)",
+        "half = (a - b) * h / (2 * part * self.scale * length)",
+        "half = (a - b) * h / (2 * part * self.scale)",
         "a product ignores the length of its vector",
         ("operators/test_finite_difference.py",),
     ),
     Defect(
-        "math.copysign(1.0, to - start)",
+        "math.copysign(1.0, position - start)",
         "1.0",
         "the fidelity has the wrong sign where the step runs backwards",
         ("operators/test_schemes.py",),
@@ -508,8 +509,8 @@ OPERATORS = (
         ("operators/test_schemes.py",),
     ),
     Defect(
-        "scale = count * backend.gradient_scale / (2 * displacement * length)",
-        "scale = count * backend.gradient_scale / (2 * displacement)",
+        "scale = count * session.gradient_scale / (2 * displacement * length)",
+        "scale = count * session.gradient_scale / (2 * displacement)",
         "curvatures of micro-batches ignore the length of the vector",
         ("operators/test_sampling.py",),
     ),
@@ -758,7 +759,7 @@ RESUME = (
         ),
     ),
     Defect(
-        '"norm of the weights": backend.weight_norm(),',
+        '"norm of the weights": session.weight_norm(),',
         '"norm of the weights": 0.0,',
         "the state of other weights is taken up",
         (

@@ -6,8 +6,8 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hessian import ops
+from ds_hessian.backends import Session
 from ds_hessian.backends.module import ModuleBackend
-from ds_hessian.backends.objective import Objective
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import HessianError
 from ds_hessian.krylov import (
@@ -42,12 +41,14 @@ PROBES, STEPS = 3, 12
 LONG = 24  # steps of the run that is killed 20 times
 
 
-class Sharded(ModuleBackend):
+class Sharded:
     """A module whose vectors are split over the ranks; the weights are whole on each."""
 
     def __init__(self, module: Any, micro_batches: Any) -> None:
-        super().__init__(module, micro_batches, lambda m, b: m(*b))
-        self.whole, sizes = self.layout, {name: p.numel() for name, p in self.named}
+        self.backend = ModuleBackend(module)
+        self.objective = self.backend.objective(micro_batches)
+        self.parameters = self.backend.parameters
+        sizes = {name: shape.numel() for name, shape in self.parameters}
         self.layout = layout_of(sizes)
         self.space = VectorSpace(self.layout.n_local, self.layout.n_owned)
         starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
@@ -58,7 +59,7 @@ class Sharded(ModuleBackend):
 
     def full(self, v: Tensor | None) -> Tensor:
         """The whole vector, on every rank; 0 for None."""
-        full = torch.zeros(self.whole.n_local)
+        full = torch.zeros(self.backend.layout.n_local)
         for place, part, owned in self.places:
             if v is not None and owned:
                 full[place] = v[part]
@@ -66,29 +67,45 @@ class Sharded(ModuleBackend):
             dist.all_reduce(full)
         return full
 
+    @contextmanager
+    def measuring(self) -> Iterator[Session]:
+        """A session on the micro-batches."""
+        with self.backend.measuring(self.objective) as session:
+            yield ShardedSession(self, session)
+
+
+class ShardedSession:
+    """A session whose vectors are split over the ranks."""
+
+    def __init__(self, job: Sharded, session: Session) -> None:
+        self.layout, self.space = job.layout, job.space
+        self.num_micro_batches, self.unit_roundoff = session.num_micro_batches, 2.0**-24
+        self._job, self._session = job, session
+
+    @property
+    def gradient_scale(self) -> float | None:
+        """See `Session`."""
+        return self._session.gradient_scale
+
+    @property
+    def loss(self) -> float:
+        """See `Session`."""
+        return self._session.loss
+
     def displace(self, v: Tensor | None, h: float) -> Tensor:
-        """See `ShardBackend.displace`."""
-        full = self.full(v)
-        weights = [p.data.view(-1) for _, p in self.named]
-        return ops.displace(
-            weights, self._masters, full, h, len(full) if self.space.rank == 0 else 0
-        )
+        """See `Session.displace`."""
+        return self._session.displace(self._job.full(v), h)
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
-        """See `ShardBackend.add_gradient`."""
-        full, mine = torch.zeros(self.whole.n_local), self.layout
-        self.layout = self.whole
-        super().add_gradient(full, micro_batches)
-        self.layout = mine
-        for place, part, _ in self.places:
+        """See `Session.add_gradient`."""
+        full = torch.zeros(self._job.backend.layout.n_local)
+        self._session.add_gradient(full, micro_batches)
+        for place, part, _ in self._job.places:
             out[part] += full[place]
 
     def weight_norm(self) -> float:
-        """See `ShardBackend.weight_norm`."""
-        w, v = torch.cat([m.float() for m in self._masters]), self.space.zeros()
-        for place, part, _ in self.places:
-            v[part] = w[place]
-        return self.space.norm(v)
+        """See `Session.weight_norm`."""
+        return self._session.weight_norm()
 
 
 class Stopped(Exception):
@@ -128,11 +145,11 @@ def spectrum(
             if folder is not None:
                 saved = SavedSpectrum(Path(folder), backend)
                 stack.enter_context(saved.random_states())
-            stack.enter_context(backend.measuring())
-            operator = FiniteDifferenceHessian(backend)
+            session = stack.enter_context(backend.measuring())
+            operator = FiniteDifferenceHessian(session)
             if saved is not None:
-                named = [(name, p.shape) for name, p in backend.named]
-                identity = identity_of(operator, Objective(batches), config, step, named)
+                named = list(backend.parameters)
+                identity = identity_of(operator, backend.objective, config, step, named)
                 saved.take_up(operator, identity)
             runs = slq(
                 operator,
@@ -212,12 +229,12 @@ def analysis(
     try:
         with ExitStack() as stack:
             journal = None if folder is None else Journal(Path(folder), backend)
-            stack.enter_context(backend.measuring())
-            operator = FiniteDifferenceHessian(backend)
+            session = stack.enter_context(backend.measuring())
+            operator = FiniteDifferenceHessian(session)
             if journal is not None:
-                named = [(name, p.shape) for name, p in backend.named]
+                named = list(backend.parameters)
                 config = HessianConfig()
-                identity = identity_of(operator, Objective(batches), config, 0, named)
+                identity = identity_of(operator, backend.objective, config, 0, named)
                 journal.take_up(operator, {**identity, "call": call})
             interrupted = Interrupted(journal or operator, lambda: operator.cost, stop)
             found = {

@@ -12,6 +12,7 @@ import torch
 
 from tests.ranks import RankPool
 from tests.resume import jobs, kills
+from tests.tiers import cells
 
 Ranks = Callable[[int], RankPool]
 
@@ -48,8 +49,7 @@ def test_on_the_same_layout_it_ends_with_the_same_bits(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eigenpairs", "XTrace", "MINRES"])
+@pytest.mark.parametrize("kind", cells(["eigenpairs", "XTrace", "MINRES"], ["eigenpairs"]))
 def test_a_killed_job_ends_with_the_same_bits(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     whole = ranks(2).run(jobs.analysis, kind, None)[0]
     reached, found = kills.until_the_end(tmp_path, kind, 4)
@@ -61,7 +61,9 @@ def test_a_killed_job_ends_with_the_same_bits(ranks: Ranks, tmp_path: Path, kind
 LAYOUTS = [(kind, 2, 3) for kind in jobs.ANALYSES] + [("eigenpairs", 3, 1), ("XTrace", 1, 2)]
 
 
-@pytest.mark.parametrize(("kind", "first", "then"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("kind", "first", "then"), cells(LAYOUTS, [("MINRES", 2, 3), ("eigenpairs", 3, 1)])
+)
 def test_on_another_number_of_ranks_it_ends_the_same_to_rounding(
     ranks: Ranks, tmp_path: Path, kind: str, first: int, then: int
 ) -> None:

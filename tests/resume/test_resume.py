@@ -20,6 +20,7 @@ from tests.resume import jobs, kills
 
 Ranks = Callable[[int], RankPool]
 ROUNDOFF = 2.0**-24
+FULL = pytest.mark.full
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -32,7 +33,7 @@ def equal(a: Any, b: Any) -> bool:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_job_killed_20_times_ends_with_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
     whole = ranks(2).run(jobs.spectrum, None, num_matvecs=jobs.LONG)[0]
     reached, found = kills.until_the_end(tmp_path, "spectrum", 20)
@@ -56,10 +57,10 @@ def test_what_a_killed_job_was_writing_is_removed(ranks: Ranks, tmp_path: Path) 
 @pytest.mark.parametrize(
     "options",
     [
-        LanczosOptions(storage=Storage(torch.bfloat16, "host")),
+        pytest.param(LanczosOptions(storage=Storage(torch.bfloat16, "host")), marks=FULL),
         LanczosOptions("window", 4, Storage(torch.float32, "disk")),
         LanczosOptions("none"),
-        LanczosOptions("selective", 3),
+        pytest.param(LanczosOptions("selective", 3), marks=FULL),
         LanczosOptions("selective", 3, Storage(torch.bfloat16, "disk")),
     ],
     ids=["bf16 on the host", "window on disk", "none", "selective", "selective, bf16 on disk"],

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ds_hessian.backends.guard import has_plain_random_states
 from ds_hessian.backends.megatron import host
-from ds_hessian.backends.megatron.tracker import has_plain_random_states
 from ds_hessian.errors import UnsupportedError
 
 
