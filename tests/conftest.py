@@ -46,9 +46,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(group or str(item.path)))
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def built() -> None:
-    """The kernels, and what DeepSpeed builds when it starts, are in the cache before any test."""
+    """The kernels, and what DeepSpeed builds when it starts, are in the cache: for all that starts
+    processes, which a timeout may kill.
+    """
     CACHE.mkdir(parents=True, exist_ok=True)
     with open(CACHE / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # workers start at once
@@ -56,7 +58,7 @@ def built() -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], RankPool]]:
+def ranks(built: None) -> Iterator[Callable[[int], RankPool]]:
     """`ranks(n)`: a pool of n ranks."""
     yield from pools_of_ranks()
 

@@ -45,6 +45,8 @@ def _serve(
     stacks: str,
     environment: dict[str, str],
 ) -> None:
+    import tests.imported  # noqa: F401  # where the rank is not forked
+
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"))  # noqa: SIM115  # until the end
     os.environ.update(
         environment,  # of the test process now: it is forked from an older one
@@ -97,11 +99,11 @@ class RankPool:
     """`world_size` processes of one job, kept for many calls.
 
     A call that raises leaves the pool usable only if it raised on every rank; a call that hangs
-    kills it.
+    kills it. `starter`: the context of multiprocessing; forked from `context()` unless given.
     """
 
-    def __init__(self, world_size: int) -> None:
-        starter, port = context(), free_port()
+    def __init__(self, world_size: int, starter: Any = None) -> None:
+        starter, port = starter or context(), free_port()
         self.pipes: list[Connection] = []
         self.processes = []
         self.stacks = tempfile.TemporaryDirectory(prefix="ds_hessian_ranks")
@@ -128,7 +130,7 @@ class RankPool:
         return Path(self._stack_file(rank)).read_text()
 
     def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any
+        self, function: Callable[..., Any], *args: Any, timeout: float = 600.0, **kwargs: Any
     ) -> list[Any]:
         """Call `function` on every rank; returns the results by rank.
 

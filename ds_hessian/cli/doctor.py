@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ds_hessian import __version__
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.ops import extension_locks
+from ds_hessian.version import __version__
 
 PACKAGES = ("torch", "deepspeed", "numpy", "scipy", "pydantic", "matplotlib")
 OPTIONAL = ("megatron-core", "transformers", "accelerate", "tensorboard", "wandb", "plotly")

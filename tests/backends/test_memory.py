@@ -4,7 +4,7 @@ in bf16 on the host and on disk beside the one in fp32.
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.backends import memory_jobs as jobs
+from tests.backends.peaks import counting
 from tests.ranks import RankPool
 from tests.tiers import cells
 
@@ -64,20 +65,16 @@ KEPT: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module")
-def fresh() -> Iterator[Callable[[int], RankPool]]:
-    """Ranks in which freed memory is given back at once, so that what is resident is in use.
-
-    glibc otherwise keeps freed blocks of up to 32 MiB: a peak then depends on what came before.
-    """
+def fresh(
+    built: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[int], RankPool]]:
+    """Ranks of their own, which count what they allocate."""
     pools: dict[int, RankPool] = {}
 
     def get(world_size: int) -> RankPool:
         if world_size not in pools:
-            os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 18)
-            try:
-                pools[world_size] = RankPool(world_size)
-            finally:
-                del os.environ["MALLOC_MMAP_THRESHOLD_"]
+            with counting(tmp_path_factory.mktemp("counting")):
+                pools[world_size] = RankPool(world_size, multiprocessing.get_context("spawn"))
         return pools[world_size]
 
     yield get

@@ -226,7 +226,7 @@ def test_a_failure_on_one_rank_raises_on_both_and_leaves_training_alone(
     common = {"steps": 8, **FAILING_ENGINES[name]}
     failing = {"mode": "failing", "failures": [[failure] for failure in ON_ONE_RANK], **common}
     modes: list[dict[str, Any]] = [{"mode": "bare", **common}, failing]
-    for differing, errors in ranks(2).run(jobs.compare_training, modes, timeout=400):
+    for differing, errors in ranks(2).run(jobs.compare_training, modes):
         assert differing == [[]]
         for (_, _, (rank,)), message in zip(ON_ONE_RANK, errors[0], strict=True):
             assert f"rank {rank}: Broken: on purpose" in message

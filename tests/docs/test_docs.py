@@ -144,7 +144,7 @@ QUICK = [ROOT / "README.md", ROOT / "docs" / "quickstart.md", ROOT / "docs" / "u
 
 
 @pytest.mark.parametrize("page", cells(with_blocks("python"), QUICK), ids=lambda page: page.name)
-def test_examples_run(page: Path, tmp_path: Path) -> None:
+def test_examples_run(page: Path, tmp_path: Path, built: None) -> None:
     """All python blocks of a page, in order, in one process that is a job of one rank.
 
     Line numbers in a traceback are those of the page. `ds_config.json` is the page's first JSON

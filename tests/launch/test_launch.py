@@ -20,6 +20,8 @@ from ds_hessian.records import HessianSharpness, HessianSpectrum
 from ds_hessian.schedule import Capture
 from tests.ranks import free_port
 
+pytestmark = pytest.mark.usefixtures("built")
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CONFIG = {

@@ -173,9 +173,8 @@ def places_by_checkpoint() -> tuple[int, list[str]]:
     """How many parameters' places by the attributes of Megatron's layers were compared with their
     places by the sharded state dict, and which differ.
     """
-    from ds_hessian.backends.megatron.runs import fragment_of
-
     from ds_hessian.backends.megatron import host
+    from ds_hessian.backends.megatron.runs import fragment_of
     from ds_hessian.backends.zero.tensor_parallel import place
 
     job, differing = Job(tp=2), []

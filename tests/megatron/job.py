@@ -250,9 +250,8 @@ def weight(name: str, shape: Any) -> Tensor:
 @torch.no_grad()
 def fill(chunks: list[Any]) -> None:
     """Set every parameter of these layers from `weight`."""
-    from ds_hessian.backends.megatron.runs import fragment_of
-
     from ds_hessian.backends.megatron import host
+    from ds_hessian.backends.megatron.runs import fragment_of
 
     for chunk in chunks:
         for parameter, offset, tensor in host.sharded_tensors(chunk):
@@ -465,9 +464,8 @@ def reference(job: Job, v: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
     Avoids Megatron's parallel cross entropy and recomputation, which have no second derivative.
     """
     with running(job) as chunks:
-        from ds_hessian.backends.megatron.runs import fragment_of
-
         from ds_hessian.backends.megatron import host
+        from ds_hessian.backends.megatron.runs import fragment_of
 
         model = host.unwrap(chunks[0]).eval()
         total = count = torch.zeros((), dtype=torch.float64)

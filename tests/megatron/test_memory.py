@@ -29,5 +29,5 @@ def test_the_measured_peak_is_within_a_tenth_of_the_plan(
     fresh: Callable[[int], RankPool], job: Job
 ) -> None:
     cases = SPECTRA[::5]
-    for found in fresh(2).run(memory_jobs.measured_and_planned, job, cases, timeout=600):
+    for found in fresh(2).run(memory_jobs.measured_and_planned, job, cases):
         within_a_tenth(cases, found)

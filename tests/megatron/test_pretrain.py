@@ -129,7 +129,7 @@ def test_spectra_and_sharpness_go_to_megatrons_own_writers(tmp_path: Path, mode:
 
 
 @pytest.mark.full
-def test_the_example_leaves_records_and_pictures(tmp_path: Path) -> None:
+def test_the_example_leaves_records_and_pictures(tmp_path: Path, built: None) -> None:
     small = "--steps 2 --interval 1 --num-matvecs 3 --layers 1 --width 16 --context 16".split()
     torchrun(ROOT / "examples" / "megatron_gpt.py", *small, "--output", str(tmp_path))
     for step in ("step_000001", "step_000002"):
