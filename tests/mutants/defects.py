@@ -313,13 +313,14 @@ ZERO = (
         (ZERO3.format("counts_weight_micro_batches_by_their_tokens"),),
     ),
     Defect(
-        '("ZeRO++ qgZ", bool(zero.zero_quantized_gradients), "switch it off"),',
-        "",
-        "quantised gradients are measured instead of refused",
+        'getattr(module, "sparse", False) is True for',
+        'getattr(module, "sparse", False) is None for',
+        "sparse gradients are measured instead of refused",
         (
             "backends/test_stages.py::"
-            "test_what_is_not_supported_is_refused_by_name_on_all_ranks[ZeRO++ qgZ]",
+            "test_what_is_not_supported_is_refused_by_name_on_all_ranks[sparse gradients]",
         ),
+    ),
     ),
     Defect(
         "return optimizer.fp32_groups_flat[group], before + piece.start, group",
@@ -781,8 +782,8 @@ RESUME = (
         ("resume/test_journal.py",),
     ),
     Defect(
-        "self.all_reduces + space.all_reduces - self._reduced,",
-        "space.all_reduces - self._reduced,",
+        "self.all_reduces + self.space.all_reduces - self._reduced,",
+        "self.space.all_reduces - self._reduced,",
         "the cost of the interrupted part is forgotten",
         ("resume",),
     ),
