@@ -188,7 +188,7 @@ VECTORS = (
         (
             "resume/test_resume.py::test_fragments_of_boxes_and_of_whole_parameters_find_each_other",
             "vectors",
-            FP64.format("TP"),
+            FP64.format("TP sequence parallel"),
         ),
     ),
     Defect(
@@ -198,7 +198,7 @@ VECTORS = (
         (
             "resume/test_resume.py::test_fragments_of_boxes_and_of_whole_parameters_find_each_other",
             "vectors",
-            FP64.format("TP"),
+            FP64.format("TP sequence parallel"),
         ),
     ),
     Defect(
@@ -321,7 +321,6 @@ ZERO = (
             "test_what_is_not_supported_is_refused_by_name_on_all_ranks[sparse gradients]",
         ),
     ),
-    ),
     Defect(
         "return optimizer.fp32_groups_flat[group], before + piece.start, group",
         "return optimizer.fp32_groups_flat[group], piece.start, group",
@@ -350,13 +349,13 @@ MEGATRON = (
         "first = buffer.data_parallel_group.rank() * size",
         "first = 0",
         "every rank has the first shard of the distributed optimizer",
-        (FP64.format("DP distributed optimizer"),),
+        (FP64.format("DP distributed optimizer overlap"),),
     ),
     Defect(
         "chunk.start_param_sync(force_sync=True)",
         "pass",
         "displaced shards are not gathered",
-        (FP64.format("DP distributed optimizer"),),
+        (FP64.format("DP distributed optimizer overlap"),),
     ),
     Defect(
         "if host.first_tensor_rank():",
