@@ -277,7 +277,8 @@ ZERO = (
     Defect(
         "self._guard.random.set(self._states[index])\n            for buffers in "
         "self._guard.buffers:\n                buffers.restore()\n            last =",
-        "for buffers in self._guard.buffers:\n                buffers.restore()\n            last =",
+        "for buffers in self._guard.buffers:\n                buffers.restore()\n"
+        "            last =",
         "a micro-batch has other dropout masks in each evaluation",
         (
             ZERO3.format("training_with_spectra_in_between_is_bitwise_the_same[default]"),
