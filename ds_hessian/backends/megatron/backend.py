@@ -139,24 +139,27 @@ class MegatronBackend:
         self._forward = FixedForward(self._objective.forward_step, self.chunks, random, buffers)
         self._evaluated: set[int] = set()
         self.gradient_scale = None
-        with ExitStack() as stack:
-            stack.callback(random.set, random.get())
-            for saved in buffers:
-                stack.callback(saved.restore)
-            stack.callback(host.keep_logs(self.chunks))
+        self._lockstep = Lockstep(self.device, stage=host.pipeline_rank())
+        with self._lockstep, ExitStack() as stack:
+            with self._lockstep.together("putting the training state aside"):
+                stack.callback(random.set, random.get())
+                for saved in buffers:
+                    stack.callback(saved.restore)
+                stack.callback(host.keep_logs(self.chunks))
             stack.callback(host.without_gather_hooks(self.chunks))
-            stack.callback(attributes.restore)
-            host.quiet(self.chunks, attributes)
-            stack.callback(self._put_back_gradients, self._take_gradients())
-            for chunk in self.chunks:
-                stack.enter_context(training_flags(chunk, self.train_mode))
-            stack.enter_context(torch.enable_grad())
-            if self._full_fp32:
-                stack.enter_context(full_fp32())
-            stack.callback(self._restore_weights, self._keep_weights())
-            lockstep = Lockstep(self.device, stage=host.pipeline_rank())
-            self._lockstep = stack.enter_context(lockstep)
-            yield
+            stack.callback(host.gather_parameters, self.chunks)  # on all ranks, wherever one fails
+            with self._lockstep.together("keeping weights and gradients"):
+                stack.callback(attributes.restore)
+                host.quiet(self.chunks, attributes)
+                stack.callback(self._put_back_gradients, self._take_gradients())
+                for chunk in self.chunks:
+                    stack.enter_context(training_flags(chunk, self.train_mode))
+                stack.enter_context(torch.enable_grad())
+                if self._full_fp32:
+                    stack.enter_context(full_fp32())
+                stack.callback(self._restore_weights, self._keep_weights())
+            with self._lockstep.guarded():
+                yield
 
     def _take_gradients(self) -> list[tuple[Any, Tensor | None]]:
         # After a step of Megatron's fp32 optimizers, `grad` *is* the gradient buffer: a backward
@@ -185,7 +188,6 @@ class MegatronBackend:
     def _restore_weights(self, kept: list[Tensor]) -> None:
         for weight, value in zip(self._weights, kept, strict=True):
             weight.copy_(value)
-        host.gather_parameters(self.chunks)
         self._weights, self._masters = [], []
 
     # ---- evaluations

@@ -156,22 +156,26 @@ class ZeroBackend:
         self._buffers = Buffers(self.module)
         self._totals, self.gradient_scale = Totals(), None
         self._replicas_checked = self.tensor_ranks == 1
-        with ExitStack() as stack:
-            stack.callback(self._random.set, self._states[0])
-            stack.callback(self._buffers.restore)
-            stack.callback(attributes.restore)
-            host.quiet(engine, attributes)
-            stack.enter_context(host.forward_stack())
-            stack.enter_context(training_flags(self.module, self.train_mode))
-            stack.callback(self.shards.stash())
-            self.shards.publish()
-            if self.precision == "fp32":
-                stack.enter_context(full_fp32())
-                if host.compute_dtype(engine) != torch.float32:
-                    stack.enter_context(self.shards.in_fp32())
-            stack.callback(self._restore_weights, self._keep_weights())
-            self._lockstep = stack.enter_context(Lockstep(self.device, host.communication()))
-            yield
+        self._lockstep = Lockstep(self.device, host.communication())
+        with self._lockstep, ExitStack() as stack:
+            with self._lockstep.together("putting the training state aside"):
+                stack.callback(self._random.set, self._states[0])
+                stack.callback(self._buffers.restore)
+                stack.callback(attributes.restore)
+                host.quiet(engine, attributes)
+                stack.enter_context(host.forward_stack())
+                stack.enter_context(training_flags(self.module, self.train_mode))
+                stack.callback(self.shards.stash())
+            stack.callback(self.shards.publish)  # on all ranks, wherever one fails
+            with self._lockstep.together("keeping the weights"):
+                self.shards.publish()
+                if self.precision == "fp32":
+                    stack.enter_context(full_fp32())
+                    if host.compute_dtype(engine) != torch.float32:
+                        stack.enter_context(self.shards.in_fp32())
+                stack.callback(self._restore_weights, self._keep_weights())
+            with self._lockstep.guarded():
+                yield
 
     def _keep_weights(self) -> list[Tensor]:
         self._weights = [self.shards.weight(piece) for piece in self.pieces]
@@ -193,7 +197,6 @@ class ZeroBackend:
         for weight, value in zip(self._weights, kept or self._masters, strict=True):
             weight.copy_(value)
         self.shards.clear_gradients()
-        self.shards.publish()
         self._weights, self._masters = [], []
 
     # ---- the optimizer
