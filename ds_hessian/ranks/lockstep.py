@@ -144,6 +144,9 @@ class Lockstep:
             where there is none.
         stage: Ranks of the same number are peers: those of a pipeline's stage.
 
+    Attributes:
+        restoring: Whether what was measured has ended, and the training state is being put back.
+
     Collective: the constructor.
     """
 
@@ -153,6 +156,7 @@ class Lockstep:
         self.device = device
         distributed = dist.is_available() and dist.is_initialized()
         self.world_size = dist.get_world_size() if distributed else 1
+        self.restoring = False
         self._interrupts = Interrupts()
         self._pass = _Pass(0)
         self._raised: BaseException | None = None  # to all ranks, by the latest meeting
@@ -252,6 +256,7 @@ class Lockstep:
             raise
         except BaseException as error:  # raised to all ranks
             failure = error
+        self.restoring = True
         self._interrupts.hold()
         self._stack.callback(self._interrupts.release)
         self._meet(failure, "measuring", as_it_is=True)
