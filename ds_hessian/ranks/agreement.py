@@ -18,8 +18,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple, NoReturn, Protocol, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,42 +31,86 @@ T = TypeVar("T")
 When = tuple[int, ...]
 
 
-class Follower(Protocol):
-    """What brings a rank that has failed to the next meeting of the others."""
+class LockstepError(RuntimeError):
+    """The job cannot go on: a failed rank could not follow the others, which wait for it, or the
+    training state could not be restored. Not a `HessianError`, after which training goes on.
+    """
+
+
+class Follower:
+    """Where a thread of this rank is between meetings; `Lockstep` also follows other ranks there.
+
+    Attributes:
+        depth: Bodies of `together` that the thread is in.
+        follows: Whether a rank that fails comes to the meetings of the others.
+        over: `(depth, error)` once a rank has left the body of that depth by an error that all
+            ranks know: until this one has left it too, it meets nobody, and raises the error.
+    """
+
+    follows = False
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.over: tuple[int, BaseException] | None = None
 
     def arrive(
         self, error: BaseException | None, figures: int = 0
     ) -> tuple[BaseException | None, When]:
         """Before a meeting: `agree` (0 figures), or `reduce` of so many.
 
-        A rank with an error follows the others to their next `agree`. Returns the rank's first
-        error since the last meeting, and where it was, to be compared with other ranks' errors.
+        A rank with an error comes to the next `agree` of the others. Returns the rank's first error
+        since the last meeting, and where it was, to be compared with other ranks' errors.
         """
+        return error, ()
 
     def depart(self) -> None:
         """After a meeting."""
 
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """A context for a meeting."""
+        return nullcontext()
+
+    def require_open(self, error: BaseException | None = None) -> None:
+        """Raise `error`, or what all ranks know, where a body is over."""
+        if self.over is not None:
+            depth, known = self.over
+            if self.depth < depth:
+                self.over = None
+            raise known if error is None else error
+
 
 class _Active(threading.local):
-    follower: Follower | None = None
+    def __init__(self) -> None:
+        self.follower = Follower()
+        self.apart = Follower()
 
 
 active = _Active()
-"""The follower of this thread, while a measurement runs."""
+"""Of this thread: among all ranks, and among those of a group."""
 
 
-def _follower(group: dist.ProcessGroup | None) -> Follower | None:
-    return active.follower if group is None else None
+def _follower(group: dist.ProcessGroup | None) -> Follower:
+    return active.follower if group is None else active.apart
 
 
 class _Failure(NamedTuple):
-    """What all ranks hear of a rank's error; ordered as the errors happened."""
+    """What all ranks hear of a rank's error; ordered as the errors happened.
+
+    Attributes:
+        depth: Of the body that it leaves by the error.
+    """
 
     when: When
     rank: int
+    depth: int
     doing: str
     message: str
     interrupt: bool
+
+
+def _failure(error: BaseException, when: When, rank: int, depth: int, doing: str) -> _Failure:
+    message = f"{type(error).__name__}: {error}"
+    return _Failure(when, rank, depth, doing, message, _interrupts(error))
 
 
 def agree(
@@ -95,37 +139,42 @@ def agree(
 
     Collective: every rank of the group.
     """
+    follower = _follower(group)
+    follower.require_open(error)
     if not (dist.is_available() and dist.is_initialized()):
-        if error is None:
-            return
-        if _interrupts(error) or as_it_is or isinstance(error, HessianError):
-            raise error
-        raise MeasurementError(f"while {doing}, {_said(error)}") from error
-    follower, when = _follower(group), tuple[int, ...]()
-    if follower is not None:
+        if error is not None:
+            _raise_first([_failure(error, (), 0, 1, doing)], error, (), as_it_is)
+        return
+    failed: list[_Failure] = []
+    with follower.undisturbed():
         error, when = follower.arrive(error)
-    flag = torch.tensor([int(error is not None)], dtype=torch.int32, device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-    found: list[_Failure | None] = []
-    if flag.item():
-        rank, interrupt = dist.get_rank(group), _interrupts(error)
-        mine = None if error is None else _Failure(when, rank, doing, _said(error), interrupt)
-        found = gather_objects(mine, group)
-    if follower is not None:
+        flag = torch.tensor([int(error is not None)], dtype=torch.int32, device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        if flag.item():
+            mine = None
+            if error is not None:
+                mine = _failure(error, when, dist.get_rank(group), follower.depth + 1, doing)
+            found = gather_objects(mine, group)
+            failed = [failure for failure in found if failure is not None]
         follower.depart()
-    if found:
-        _raise_first(found, error, when, as_it_is)
+    if failed:
+        alike = len(failed) == len(found) and len({failure.message for failure in failed}) == 1
+        try:
+            _raise_first(failed, error, when, alike and as_it_is)
+        except BaseException as known:
+            depth = min(failure.depth for failure in failed)
+            if follower.depth >= depth:
+                follower.over = depth, known
+            raise
 
 
 def _raise_first(
-    found: Sequence[_Failure | None], error: BaseException | None, when: When, as_it_is: bool
+    failed: Sequence[_Failure], error: BaseException | None, when: When, as_it_is: bool
 ) -> NoReturn:
-    failed = [failure for failure in found if failure is not None]
     first = min(failed)
     if error is not None:
-        alike = len(failed) == len(found) and len({failure.message for failure in failed}) == 1
         first_too = isinstance(error, HessianError) and when == first.when
-        if _interrupts(error) or first_too or (alike and as_it_is):
+        if _interrupts(error) or first_too or as_it_is:
             raise error
     text = f"while {first.doing}, rank {first.rank}: {first.message}"
     if any(failure.interrupt for failure in failed):
@@ -133,13 +182,9 @@ def _raise_first(
     raise MeasurementError(text) from error
 
 
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _interrupts(error: BaseException | None) -> bool:
+def _interrupts(error: BaseException) -> bool:
     """Whether it is to end more than the measurement."""
-    return error is not None and not isinstance(error, Exception)
+    return not isinstance(error, Exception)
 
 
 def reduce(figures: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -154,17 +199,17 @@ def reduce(figures: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
     Collective: every rank of the group.
     """
-    follower, error = _follower(group), None
-    if follower is not None:
+    follower = _follower(group)
+    follower.require_open()
+    with follower.undisturbed():
         error, _ = follower.arrive(None, figures.numel())
         if error is not None:
             figures.fill_(math.nan)
-    dist.all_reduce(figures, group=group)
-    if follower is not None:
+        dist.all_reduce(figures, group=group)
         follower.depart()
     total = figures.cpu()
-    if follower is not None and bool(total.isnan().any()):
-        agree(error, "reducing figures", device=figures.device)
+    if follower.follows and bool(total.isnan().any()):
+        agree(error, "reducing figures", group, figures.device)
     return total
 
 
@@ -180,10 +225,6 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return found
 
 
-class _Agreed(MeasurementError):
-    """A failure of another rank that all ranks know of already."""
-
-
 def checkpoint(
     doing: str, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
 ) -> None:
@@ -196,15 +237,15 @@ def checkpoint(
 
     Collective: matches the end of `together` on the ranks that failed.
     """
-    try:
-        agree(None, doing, group, device)
-    except MeasurementError as failure:
-        raise _Agreed(str(failure)) from None
+    agree(None, doing, group, device)
 
 
 @contextmanager
 def together(
-    doing: str, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+    doing: str,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    as_it_is: bool = False,
 ) -> Iterator[None]:
     """Run the body; if it raised on any rank, raise on all of them, as `agree` does.
 
@@ -212,6 +253,7 @@ def together(
         doing: What the body does, for the message.
         group: The ranks that run the body; None for the default group.
         device: Where the group's collectives take their tensors.
+        as_it_is: Whether an error that all ranks have alike is raised as it is.
 
     Raises:
         MeasurementError: the body raised on some rank; there, the original is the cause.
@@ -221,11 +263,15 @@ def together(
     not fail between them, unless a measurement is under way, and calls `checkpoint` before the
     first.
     """
+    follower = _follower(group)
+    follower.depth += 1
     error: BaseException | None = None
     try:
         yield
-    except _Agreed:
+    except LockstepError:
         raise
     except BaseException as caught:  # raised by agree, after the other ranks have been told
         error = caught
-    agree(error, doing, group, device)
+    finally:
+        follower.depth -= 1
+    agree(error, doing, group, device, as_it_is)

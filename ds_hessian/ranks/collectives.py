@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ds_hessian.ranks.agreement import gather_objects
+from ds_hessian.ranks.agreement import LockstepError, gather_objects
 
 EXCHANGES = ("all_to_all_single", "alltoall_base")
 """Methods of `ProcessGroup` in which every rank says how much it sends to each of the others."""
@@ -48,12 +48,6 @@ OTHERS = ("alltoall", "gather", "monitored_barrier", "recv", "recv_anysource", "
 
 SHARED_MEMORY = "inference_all_reduce"
 """The collective of DeepSpeed's communication object that may go past the process groups."""
-
-
-class LockstepError(RuntimeError):
-    """The job cannot go on: a failed rank could not follow the others, which wait for it, or the
-    training state could not be restored. Not a `HessianError`, after which training goes on.
-    """
 
 
 class _Blank(NamedTuple):

@@ -46,21 +46,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_hessian.ranks.agreement import active, agree
+from ds_hessian.ranks.agreement import Follower, LockstepError, active, agree, together
 from ds_hessian.ranks.collectives import (
     COLLECTIVES,
     EXCHANGES,
     OTHERS,
     SHARED_MEMORY,
     Collective,
-    LockstepError,
     exchanged,
     peers_of,
     written_down,
@@ -135,7 +134,7 @@ class _Pass:
         return "/".join(map(str, (self.number, rank, *names)))
 
 
-class Lockstep:
+class Lockstep(Follower):
     """A measurement in which ranks may fail alone: a context manager around it.
 
     Args:
@@ -153,6 +152,7 @@ class Lockstep:
     def __init__(
         self, device: torch.device, host: tuple[Any, str] | None = None, stage: int = 0
     ) -> None:
+        super().__init__()
         self.device = device
         distributed = dist.is_available() and dist.is_initialized()
         self.world_size = dist.get_world_size() if distributed else 1
@@ -223,14 +223,8 @@ class Lockstep:
 
         Collective: every rank must enter and leave; one small all-reduce.
         """
-        failure: BaseException | None = None
-        try:
+        with self._noting(), together(doing, device=self.device):
             yield
-        except LockstepError:
-            raise
-        except BaseException as error:  # raised to all ranks
-            failure = error
-        self._meet(failure, doing)
 
     def run(self, doing: str) -> Any:
         """The same as `together`."""
@@ -249,35 +243,32 @@ class Lockstep:
 
         Collective: every rank must enter and leave; one small all-reduce.
         """
-        failure: BaseException | None = None
-        try:
-            yield
-        except LockstepError:
-            raise
-        except BaseException as error:  # raised to all ranks
-            failure = error
-        self.restoring = True
-        self._interrupts.hold()
-        self._stack.callback(self._interrupts.release)
-        self._meet(failure, "measuring", as_it_is=True)
+        with self._noting():
+            try:
+                with together("measuring", device=self.device, as_it_is=True):
+                    try:
+                        yield
+                    finally:
+                        self._interrupts.hold()
+                        self._stack.callback(self._interrupts.release)
+            finally:
+                self.restoring = True
 
     def _require_restored(self, error: BaseException | None) -> None:
         """Agree that nothing was raised but what all ranks have raised in the bodies."""
         lost = None if error is self._raised else error
         try:
-            self._meet(lost, "putting back the training state")
-        except Exception as failure:
+            agree(lost, "putting back the training state", device=self.device)
+        except BaseException as failure:
             raise LockstepError(f"{failure}; the training state is lost, end the job") from error
 
-    def _meet(self, error: BaseException | None, doing: str, as_it_is: bool = False) -> None:
-        """Agree on how all ranks have come here."""
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Remember what all ranks raise."""
         try:
-            with self._interrupts.held():
-                agree(error, doing, device=self.device, as_it_is=as_it_is)
-        except LockstepError:
-            raise
-        except BaseException as raised:
-            self._raised = raised
+            yield
+        except BaseException as error:
+            self._raised = error
             raise
 
     @contextmanager
@@ -318,6 +309,12 @@ class Lockstep:
             raise self._pass.error[0]
 
     # ---- meetings: a `Follower`
+
+    follows = True
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Interrupts wait until the meeting is over."""
+        return self._interrupts.held()
 
     def arrive(
         self, error: BaseException | None, figures: int = 0
@@ -510,6 +507,7 @@ class Lockstep:
     def _made(self, line: Collective, make: Callable[[], Any]) -> Any:
         current = self._pass
         segment = current.segment
+        self.require_open()
         with self._interrupts.held():
             segment.log.append(line)
             self._progress(current)

@@ -12,7 +12,7 @@ from torch.distributed import all_reduce as taken_by_name
 
 from ds_hessian.backends.zero.host import communication
 from ds_hessian.errors import HessianError
-from ds_hessian.ranks import agree
+from ds_hessian.ranks import agree, reduce
 from ds_hessian.ranks.lockstep import Lockstep, LockstepError
 from tests.ranks import RankPool
 
@@ -238,3 +238,34 @@ def test_what_cannot_be_followed_is_refused_with_a_reason(
     assert others == ["", ""]
     assert message.startswith("rank 0 failed (ValueError: first) and cannot take part")
     assert reason in message and message.endswith("end the job")
+
+
+def reduced(place: int | None, own_group: bool = False) -> tuple[list[str], int]:
+    """Sums with a collective of the model between, of which rank 1 leaves before one or amid them.
+
+    Returns the errors of three measurements, the second of which fails, and a later sum.
+    """
+    errors, numbers = [], torch.arange(3, dtype=torch.float64)
+    for measurement in range(3):
+        error = "no error"
+        try:
+            with Lockstep(torch.device("cpu"), communication()) as lockstep, lockstep.guarded():
+                for number in range(4):
+                    if (measurement, number, dist.get_rank()) == (1, place, 1):
+                        raise MemoryError("full")
+                    dist.all_reduce(torch.ones(5 + number))
+                    total = reduce(numbers[: 1 + number % 3].clone())
+                    assert total.tolist() == (2 * numbers[: 1 + number % 3]).tolist()
+        except HessianError as caught:
+            error = str(caught)
+        errors.append(error)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return errors, int(total)
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_rank_that_fails_before_a_reduction_raises_on_all_in_it(ranks: Ranks, place: int) -> None:
+    message = "while measuring, rank 1: MemoryError: full"
+    for errors, total in ranks(2).run(reduced, place, timeout=60):
+        assert errors == ["no error", message, "no error"] and total == 2
