@@ -12,6 +12,7 @@ import torch
 
 import ds_hessian
 from ds_hessian.ranks.agreement import active
+from ds_hessian.ranks.lockstep import Lockstep
 
 HOME = str(Path(ds_hessian.__file__).parent)
 MACHINERY = tuple(f"{HOME}/ranks/{name}.py" for name in ("lockstep", "collectives", "interrupts"))
@@ -111,6 +112,6 @@ def _does_something(function: Any) -> bool:
 
 def _phase() -> str:
     follower = active.follower
-    if follower is None:
+    if not isinstance(follower, Lockstep):
         return "outside"
     return "restoring" if follower.restoring else "inside"
