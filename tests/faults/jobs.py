@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hessian.ranks import gather_objects
 from tests.backends.jobs import QUIET, make_engine, my_batches, same
 from tests.faults.tracer import Site, Tracer
 from tests.nets import batch
@@ -66,7 +67,7 @@ def fail(site: Site, number: int, kind: str, rank: int) -> tuple[str, bool, bool
     """A spectrum in which a call fails on one rank.
 
     Returns the error ("" for none), whether it was raised at all on this rank, whether training's
-    state is as before, and whether the next spectrum is the right one.
+    state is as before on all, and whether the next spectrum, if it is, is the right one.
     """
     before, error = state(), ""
     with Tracer((site, number, kind) if dist.get_rank() == rank else None) as tracer:
@@ -74,5 +75,5 @@ def fail(site: Site, number: int, kind: str, rank: int) -> tuple[str, bool, bool
             spectrum()
         except BaseException as caught:
             error = f"{type(caught).__name__}: {caught}"
-    kept = same(before, state())
+    kept = all(gather_objects(same(before, state())))
     return error, tracer.raised, kept, not kept or spectrum() == _expected
