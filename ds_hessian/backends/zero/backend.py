@@ -174,8 +174,12 @@ class ZeroBackend:
                     if host.compute_dtype(engine) != torch.float32:
                         stack.enter_context(self.shards.in_fp32())
                 stack.callback(self._restore_weights, self._keep_weights())
-            with self._lockstep.guarded():
-                yield
+            try:
+                with self._lockstep.guarded():
+                    yield
+            except BaseException:
+                self.shards.abandon()  # ranks may have failed in and outside of a pass
+                raise
 
     def _keep_weights(self) -> list[Tensor]:
         self._weights = [self.shards.weight(piece) for piece in self.pieces]
