@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hessian.errors import HessianError
 from ds_hessian.ranks import gather_objects
 from tests.backends.jobs import QUIET, make_engine, my_batches, same
 from tests.faults.tracer import Site, Tracer
@@ -61,6 +62,23 @@ def state() -> Any:
         [m.training for m in _engine.module.modules()],
         [p.grad is None for p in _engine.module.parameters()],
     ]
+
+
+def train_inside(method: str) -> tuple[str, bool, str]:
+    """Call a method of the engine in a measurement on rank 1, as a handler of preemption would.
+
+    Returns the error, whether training's state is as before, and what the method is afterwards.
+    """
+    before, error, hessian = state(), "", _engine.hessian.use(my_batches()[:1], loss)
+    try:
+        with hessian.measuring():
+            hessian.matvec(hessian.random_vector(seed=0))
+            if dist.get_rank() == 1:
+                getattr(_engine, method)("nowhere")
+            hessian.matvec(hessian.random_vector(seed=1))
+    except HessianError as caught:
+        error = str(caught)
+    return error, same(before, state()), type(getattr(_engine, method)).__name__
 
 
 def fail(site: Site, number: int, kind: str, rank: int) -> tuple[str, bool, bool, bool]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ds_hessian.backends.zero.refusal import REFUSED
 from tests.faults import jobs
 from tests.faults.tracer import KINDS, Site
 from tests.ranks import RankPool
@@ -71,6 +72,14 @@ def judged(site: Site, kind: str, rank: int, results: list[Any]) -> tuple[str, s
     good = all(named in error or (own and r == rank) for r, error in enumerate(errors))
     alike = len({error.partition(":")[0] for error in errors}) == 1
     return "raised", "" if good and alike and all(errors) else str(errors)
+
+
+def test_training_and_checkpoints_are_refused_where_weights_are_displaced(ranks: Ranks) -> None:
+    ranks(2).run(jobs.begin, STAGES["3"], {})
+    for method in REFUSED:
+        for error, kept, kind in ranks(2).run(jobs.train_inside, method):
+            assert f"engine.{method}() was called inside of measuring()" in error
+            assert kept and kind in ("method", "function")
 
 
 @pytest.mark.parametrize("stage", ["0", "3"])

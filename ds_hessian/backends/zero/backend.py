@@ -29,6 +29,7 @@ from ds_hessian.backends.objective import Objective, Totals
 from ds_hessian.backends.zero import host
 from ds_hessian.backends.zero.flat import BF16Shards, FlatShards
 from ds_hessian.backends.zero.memory import ZeroFigures, memory_of_zero
+from ds_hessian.backends.zero.refusal import refuse_training
 from ds_hessian.backends.zero.replicated import ReplicatedShards
 from ds_hessian.backends.zero.shards import Piece, Shards
 from ds_hessian.backends.zero.stage3 import Stage3Shards
@@ -163,6 +164,7 @@ class ZeroBackend:
                 stack.callback(self._buffers.restore)
                 stack.callback(attributes.restore)
                 host.quiet(engine, attributes)
+                refuse_training(engine, attributes)
                 stack.enter_context(host.forward_stack())
                 stack.enter_context(training_flags(self.module, self.train_mode))
                 stack.callback(self.shards.stash())
