@@ -29,10 +29,10 @@ import torch.distributed as dist
 from measuring import peak_bytes, plain_gradient
 
 import ds_hessian
-from ds_hessian import timing
+from ds_hessian import planning
+from ds_hessian.analyses import Spectrum
 from ds_hessian.memory import Item, MemoryPlan
-from ds_hessian.plan import Job, plan_analysis
-from ds_hessian.products import products_of
+from ds_hessian.planning import Job, times
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from train_gpt import GPT, sample, standard_library  # noqa: E402
@@ -121,9 +121,9 @@ def measure(case: Case) -> str:
     config = engine.hessian.config.with_overrides(
         num_micro_batches=case.micro_batches, **case.settings
     )
-    plan = MemoryPlan.of(plan_analysis("spectrum", share, config).items, [passes])
-    seconds = timing.plan_time(
-        sum(gradients) / 2, share, timing.CPU, config, products_of("spectrum", config)
+    plan = MemoryPlan.of(planning.plan(Spectrum(), share, config).items, [passes])
+    seconds = times.plan_time(
+        sum(gradients) / 2, share, times.CPU, config, Spectrum().products(config)
     ).product
     engine.destroy()
     cost = spectrum.cost

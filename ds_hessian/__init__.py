@@ -19,26 +19,31 @@ from ds_hessian.errors import (
     NumericsError,
     UnsupportedError,
 )
+from ds_hessian.version import __version__
 
 if TYPE_CHECKING:
+    from ds_hessian.attach import attach, initialize
     from ds_hessian.config import HessianConfig
-    from ds_hessian.engine import HessianEngine, attach, initialize
+    from ds_hessian.hessian import Hessian
     from ds_hessian.records import DisplacementSweep, HessianSpectrum
 
-__version__ = "0.1.0"
+    HessianEngine = Hessian
 
 _LAZY = {
-    "DisplacementSweep": "ds_hessian.records",
-    "HessianConfig": "ds_hessian.config",
-    "HessianEngine": "ds_hessian.engine",
-    "HessianSpectrum": "ds_hessian.records",
-    "attach": "ds_hessian.engine",
-    "initialize": "ds_hessian.engine",
+    "DisplacementSweep": ("ds_hessian.records", "DisplacementSweep"),
+    "Hessian": ("ds_hessian.hessian", "Hessian"),
+    "HessianConfig": ("ds_hessian.config", "HessianConfig"),
+    "HessianEngine": ("ds_hessian.hessian", "Hessian"),
+    "HessianSpectrum": ("ds_hessian.records", "HessianSpectrum"),
+    "attach": ("ds_hessian.attach", "attach"),
+    "initialize": ("ds_hessian.attach", "initialize"),
 }
 
 __all__ = [
+    "__version__",
     "ConfigError",
     "DisplacementSweep",
+    "Hessian",
     "HessianConfig",
     "HessianEngine",
     "HessianError",
@@ -57,7 +62,8 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         import importlib
 
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        module, original = _LAZY[name]
+        return getattr(importlib.import_module(module), original)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -43,11 +43,12 @@ def attach_scheduled(engine: Any) -> None:
     Raises:
         ConfigError: the section is wrong, or both of its intervals are 0.
     """
+    from ds_hessian.attach import attach
+    from ds_hessian.backends.zero import settings_of
     from ds_hessian.config import HessianConfig
-    from ds_hessian.engine import attach
     from ds_hessian.errors import ConfigError
 
-    section = HessianConfig.from_deepspeed(engine._config._param_dict)
+    section = HessianConfig.from_deepspeed(settings_of(engine))
     if section is None or not section.enabled:
         logger.warning('no "hessian" section that is enabled: the script runs as without it')
         return

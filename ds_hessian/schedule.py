@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,11 +23,9 @@ from torch import Tensor
 from ds_hessian.backends.objective import Call
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import HessianError
+from ds_hessian.hessian import Hessian
 from ds_hessian.records import PICTURE, HessianSharpness, HessianSpectrum
 from ds_hessian.show.monitor import monitor_events, write_tensorboard, write_wandb
-
-if TYPE_CHECKING:
-    from ds_hessian.engine import HessianEngine
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +102,7 @@ class Measurements:
         self,
         kind: Kind,
         step: int,
-        ready: Callable[[], HessianEngine],
+        ready: Callable[[], Hessian],
         write: Callable[[HessianSpectrum | HessianSharpness, Path | None], None],
     ) -> None:
         """Measure now, save the record, and tell the host's monitor. Collective.
@@ -119,10 +117,11 @@ class Measurements:
         record: HessianSpectrum | HessianSharpness
         try:
             hessian = ready()
-            if kind == "spectrum":
-                record = hessian.spectrum()
-            else:
-                record = hessian.sharpness(preconditioned=None)
+            with hessian.retiring():  # a state that a kill left must not end later measurements
+                if kind == "spectrum":
+                    record = hessian.spectrum()
+                else:
+                    record = hessian.sharpness(preconditioned=None)
             folder = hessian.save(record)
         except HessianError as error:  # every rank has it: training must not end by a measurement
             self.failures[step] = error
@@ -142,14 +141,14 @@ class Measurements:
 class Schedule(Measurements):
     """Captures micro-batches from training and measures on the intervals."""
 
-    def __init__(self, hessian: HessianEngine) -> None:
+    def __init__(self, engine: Any, hessian: Hessian) -> None:
         super().__init__()
-        self.hessian, self.config = hessian, hessian.config
+        self.engine, self.hessian, self.config = engine, hessian, hessian.config
         self.captured: Capture | None = None
 
     def install(self) -> None:
         """Hook the engine's forward (until enough is captured) and its step."""
-        engine = self.hessian.engine
+        engine = self.engine
         engine.hessian_schedule = self
         self.captured = Capture(engine, self.config.num_micro_batches)
         inner = engine.step
@@ -170,9 +169,9 @@ class Schedule(Measurements):
 
     def measure(self, kind: Kind = "spectrum") -> None:
         """Measure now, save the record, and tell the monitor."""
-        self.take(kind, self.hessian.engine.global_steps, self._ready, self._write)
+        self.take(kind, self.engine.global_steps, self._ready, self._write)
 
-    def _ready(self) -> HessianEngine:
+    def _ready(self) -> Hessian:
         if self.captured is not None:
             self.captured.stop()
             if not self.hessian.ready:
@@ -181,7 +180,7 @@ class Schedule(Measurements):
         return self.hessian
 
     def _write(self, record: HessianSpectrum | HessianSharpness, picture: Path | None) -> None:
-        write_monitor(self.hessian.engine.monitor, record, picture)
+        write_monitor(self.engine.monitor, record, picture)
 
 
 def write_monitor(

@@ -1,4 +1,7 @@
-"""Records and vectors on disk: what a `HessianEngine` saves, and loads on any layout."""
+"""Sharded vectors and records: gathered, scattered, on disk, and loaded on any layout.
+
+All functions are collective. Parameters travel between the shards and rank 0 one by one.
+"""
 
 from __future__ import annotations
 
@@ -12,128 +15,149 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ds_hessian.errors import ResultError
-from ds_hessian.measurement import Host
+from ds_hessian.backends.protocol import Backend
+from ds_hessian.errors import ConfigError, ResultError
 from ds_hessian.ranks import together
-from ds_hessian.records import PICTURE, DisplacementSweep, HessianSpectrum
+from ds_hessian.records import DisplacementSweep, HessianSpectrum
 from ds_hessian.records.analyses import Measured
 from ds_hessian.records.safetensors import Reader, Writer
+from ds_hessian.vectors import collected, distribute
 
+Record = HessianSpectrum | DisplacementSweep | Measured
 R = TypeVar("R", bound=Measured)
 
 
-class Records(Host):
-    """The part of a `HessianEngine` that is here; every method is collective."""
+def gather(backend: Backend, v: Tensor) -> dict[str, Tensor] | None:
+    """`{parameter name: tensor in its unsharded shape}` on rank 0, None elsewhere."""
+    layout, space = backend.layout, backend.space
+    full = {name: collected(layout, space, v, name, shape) for name, shape in backend.parameters}
+    return full if space.rank == 0 else None
 
-    def save(
-        self,
-        record: HessianSpectrum | DisplacementSweep | Measured,
-        folder: str | Path | None = None,
-    ) -> Path:
-        """Write a record: `<kind>.json` and `<kind>.npz` on rank 0, its vectors, a picture.
 
-        Eigenvectors and solutions go to `<kind>.safetensors`, as `save_vectors` writes them; the
-        picture is of a spectrum, unless `plot` is off.
+def scatter(backend: Backend, full: Mapping[str, Tensor] | None) -> Tensor:
+    """The vector `(n_local,)` of rank 0's tensors; the reverse of `gather`.
 
-        Args:
-            record: What to write.
-            folder: Where to; None for `<output_path>/step_<global step>`.
+    Raises:
+        ConfigError: on rank 0 a parameter is missing, or has another shape; the other ranks raise
+            MeasurementError.
+    """
+    layout, space = backend.layout, backend.space
+    v = space.zeros()
+    for name, shape in backend.parameters:
+        whole = torch.zeros(shape.numel(), dtype=torch.float32, device=space.device)
+        with together(f"scattering parameter {name!r}", device=space.device):
+            if space.rank == 0:
+                whole.copy_(_expect(full, name, shape).reshape(-1))
+        distribute(layout, space, v, name, whole)
+    return v
 
-        Raises:
-            MeasurementError: rank 0 could not write.
-        """
-        if folder is None:
-            folder = Path(self.config.output_path) / f"step_{record.provenance.step:06d}"
-        folder = Path(folder)
-        with together(f"writing results to {folder}", device=self.backend.device):
-            if self.backend.space.rank == 0:
-                record.save(folder)
-                if self.config.plot and isinstance(record, HessianSpectrum):
-                    record.plot(folder / PICTURE)
-        for name in record.sharded:
-            path = _vector_file(type(record), folder)
-            self.save_vectors(getattr(record, name), path, _origin(record))
-        return folder
 
-    def load(self, record: type[R], folder: str | Path) -> R:
-        """The record of a kind that `save` wrote, its vectors in this job's layout.
+def _expect(full: Mapping[str, Tensor] | None, name: str, shape: torch.Size) -> Tensor:
+    if full is None or name not in full:
+        raise ConfigError(f"rank 0 must pass a tensor for parameter {name!r}; it is missing")
+    if tuple(full[name].shape) != tuple(shape):
+        raise ConfigError(
+            f"parameter {name!r} has shape {tuple(shape)}, got a tensor of shape "
+            f"{tuple(full[name].shape)}"
+        )
+    return full[name]
 
-        Raises:
-            ResultError: files are missing, damaged, of another schema, another model, or of
-                different records; on ranks that do not read them, MeasurementError.
-        """
-        folder, path = Path(folder), _vector_file(record, Path(folder))
-        with together(f"reading results from {folder}", device=self.backend.device):
-            found = record.load(folder)
-            if found.sharded and self.backend.space.rank == 0:
-                origin = {key: json.dumps(value) for key, value in _origin(found).items()}
-                if Reader(path).metadata != origin:
-                    raise ResultError(f"{path} belongs to another {record.kind}")
-        vectors: dict[str, Any] = {name: self.load_vectors(path) for name in found.sharded}
-        return replace(found, **vectors)
 
-    def save_vectors(
-        self, vectors: Tensor, path: str | Path, metadata: Mapping[str, Any] | None = None
-    ) -> Path:
-        """Write vectors `(k, n_local)` as `{parameter name: (k, *unsharded shape)}`, safetensors.
+def save_record(backend: Backend, record: Record, folder: Path) -> Path:
+    """Write `<kind>.json` and `<kind>.npz` on rank 0, and `<kind>.safetensors` of its vectors.
 
-        Parameters travel to rank 0 one by one; any layout can load the file.
+    Raises:
+        MeasurementError: rank 0 could not write.
+    """
+    with together(f"writing results to {folder}", device=backend.space.device):
+        if backend.space.rank == 0:
+            record.save(folder)
+    for name in record.sharded:
+        path = _vector_file(type(record), folder)
+        save_vectors(backend, getattr(record, name), path, _origin(record))
+    return folder
 
-        Args:
-            vectors: Such as the eigenvectors of `eigenpairs`.
-            path: Of the file.
-            metadata: To keep beside them, as JSON.
 
-        Raises:
-            MeasurementError: rank 0 could not write.
-        """
-        path, first = Path(path), self.backend.space.rank == 0
-        doing, device = f"writing vectors to {path}", self.backend.device
-        named = self._parameters()
-        shapes = {name: (len(vectors), *whole) for name, whole in named}
-        kept = {key: json.dumps(value) for key, value in (metadata or {}).items()}
-        with ExitStack() as stack:
-            writer = None
-            with together(doing, device=device):
-                if first:
-                    writer = stack.enter_context(Writer(path, shapes, kept))
-            for name, whole in named:
-                parts = [self._whole(v, name, whole) for v in vectors]
-                with together(doing, device=device):
-                    if writer is not None:
-                        for part in parts:
-                            writer.append(part)
-            with together(doing, device=device):
-                stack.close()
-        return path
+def load_record(backend: Backend, record: type[R], folder: Path) -> R:
+    """The record of a kind that `save_record` wrote, its vectors in this job's layout.
 
-    def load_vectors(self, path: str | Path) -> Tensor:
-        """The vectors that `save_vectors` wrote, `(k, n_local)`, in this job's layout.
+    Raises:
+        ResultError: files are missing, damaged, of another schema, another model, or of different
+            records; on ranks that do not read them, MeasurementError.
+    """
+    path = _vector_file(record, folder)
+    with together(f"reading results from {folder}", device=backend.space.device):
+        found = record.load(folder)
+        if found.sharded and backend.space.rank == 0:
+            origin = {key: json.dumps(value) for key, value in _origin(found).items()}
+            if Reader(path).metadata != origin:
+                raise ResultError(f"{path} belongs to another {record.kind}")
+    vectors: dict[str, Any] = {name: load_vectors(backend, path) for name in found.sharded}
+    return replace(found, **vectors)
 
-        Raises:
-            ResultError: on rank 0 the file is missing, damaged, or of another model; the other
-                ranks raise MeasurementError.
-        """
-        doing, device = f"reading vectors from {path}", self.backend.device
-        space, named, reader, count = self.backend.space, self._parameters(), None, 0
+
+def save_vectors(
+    backend: Backend, vectors: Tensor, path: Path, metadata: Mapping[str, Any] | None = None
+) -> Path:
+    """Write vectors `(k, n_local)` as `{parameter name: (k, *unsharded shape)}`, safetensors.
+
+    Args:
+        backend: The job.
+        vectors: Such as the eigenvectors of `eigenpairs`.
+        path: Path of the file.
+        metadata: Kept beside them, as JSON.
+
+    Raises:
+        MeasurementError: rank 0 could not write.
+    """
+    layout, space = backend.layout, backend.space
+    doing, device = f"writing vectors to {path}", space.device
+    shapes = {name: (len(vectors), *shape) for name, shape in backend.parameters}
+    kept = {key: json.dumps(value) for key, value in (metadata or {}).items()}
+    with ExitStack() as stack:
+        writer = None
         with together(doing, device=device):
             if space.rank == 0:
-                reader = Reader(Path(path))
-                count = _expect_shapes(reader, {name: tuple(whole) for name, whole in named})
-        count = int(space.reduce(torch.tensor([float(count)], dtype=torch.float64))[0])
-        vectors = torch.zeros(count, space.n_local, device=space.device)
-        for name, whole in named:
-            parts = torch.zeros((count, *whole), device=device)
+                writer = stack.enter_context(Writer(path, shapes, kept))
+        for name, shape in backend.parameters:
+            parts = [collected(layout, space, v, name, shape) for v in vectors]
             with together(doing, device=device):
-                if reader is not None:
-                    parts.copy_(reader.read(name))
-            for v, part in zip(vectors, parts, strict=True):
-                self._deal(v, name, part)
-        return vectors
+                if writer is not None:
+                    for part in parts:
+                        writer.append(part)
+        with together(doing, device=device):
+            stack.close()
+    return path
 
 
-def _origin(record: Any) -> dict[str, Any]:
-    """What a file of vectors says of the record that they are of."""
+def load_vectors(backend: Backend, path: Path) -> Tensor:
+    """The vectors that `save_vectors` wrote, `(k, n_local)`, in this job's layout.
+
+    Raises:
+        ResultError: on rank 0 the file is missing, damaged, or of another model; the other ranks
+            raise MeasurementError.
+    """
+    layout, space = backend.layout, backend.space
+    doing, device = f"reading vectors from {path}", space.device
+    reader, count = None, 0
+    with together(doing, device=device):
+        if space.rank == 0:
+            reader = Reader(path)
+            count = _expect_shapes(reader, {n: tuple(shape) for n, shape in backend.parameters})
+    count = int(space.reduce(torch.tensor([float(count)], dtype=torch.float64))[0])
+    vectors = torch.zeros(count, space.n_local, device=device)
+    for name, shape in backend.parameters:
+        parts = torch.zeros((count, *shape), device=device)
+        with together(doing, device=device):
+            if reader is not None:
+                parts.copy_(reader.read(name))
+        for v, part in zip(vectors, parts, strict=True):
+            distribute(layout, space, v, name, part)
+    return vectors
+
+
+def _origin(record: Record) -> dict[str, Any]:
+    """What a file of vectors says of the record that they are part of."""
     return {"record": type(record).__name__, "provenance": vars(record.provenance)}
 
 

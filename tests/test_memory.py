@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from ds_hessian.analyses import Analysis, Spectrum, analysis_of, plan_job
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.memory import FP32, PLACES, Item, MemoryPlan, Place, in_stage
-from ds_hessian.plan import Job, Needs, alternatives, needs_of, plan_job, refuse_too_large
+from ds_hessian.planning import Job, Needs, alternatives, needs_of, plan, refuse_too_large
 
 N, RANKS = 7_000_000_000, 64
 VECTOR = 4 * N / RANKS
@@ -17,6 +18,11 @@ VECTOR = 4 * N / RANKS
 
 def config(**settings: object) -> HessianConfig:
     return HessianConfig().with_overrides(**settings)
+
+
+def named(title: str, arguments: dict[str, object]) -> Analysis[object]:
+    """The analysis of this name."""
+    return analysis_of(title, arguments)[0]
 
 
 def test_items_of_different_moments_share_memory() -> None:
@@ -162,7 +168,7 @@ def test_plans_of_analyses_count_vectors(
         ("trace", {"method": "xtrace", "num_matvecs": 20}, {}, 20),
         ("solve", {"dampings": [1.0, 2.0]}, {}, 30 + 2),
         ("influence", {"dampings": [1.0], "num_matvecs": 7}, {}, 7 + 1),
-        ("sharpness", {"warm": True}, {}, 5),
+        ("sharpness", {"warm": True}, {}, 5 + 2),
         ("block_coupling", {"num_blocks": 6}, {}, 7),
         ("off_block_share", {"num_probes": 3}, {}, 6),
         ("displacement_sweep", {}, {}, 0),
@@ -195,14 +201,14 @@ def test_blocks_that_resume_needs_the_number_of_are_asked_for() -> None:
 def test_a_state_that_all_ranks_have_no_room_for_together_is_refused(
     analysis: str, arguments: dict[str, object], vectors: int, way_out: str
 ) -> None:
-    settings = config(resume="state")
+    settings, planned = config(resume="state"), named(analysis, arguments)
     job = Job(num_parameters=N, world_size=2)
     free: dict[Place, int] = dict.fromkeys(PLACES, 2**50)
     free["resume"] = int(2 * vectors * FP32 * job.share.n_local)
-    needs = [needs_of(settings, job.share, free, analysis, arguments) for _ in range(2)]
+    needs = [needs_of(planned, job.share, settings, free) for _ in range(2)]
     ranks = [replace(each, node=f"node{i}") for i, each in enumerate(needs)]
     with pytest.raises(ConfigError, match="in the resume folder of rank 0 for 2 ranks") as raised:
-        refuse_too_large(settings, ranks, analysis, arguments)
+        refuse_too_large(planned, settings, ranks)
     assert way_out in str(raised.value) and str(raised.value).endswith("would fit")
 
 
@@ -228,21 +234,19 @@ def test_a_refusal_of_an_analysis_names_its_own_settings(
     elsewhere: float,
     way_out: str,
 ) -> None:
-    vector = 4 * N / RANKS
-
-    def job(c: HessianConfig, a: dict[str, object]) -> MemoryPlan:
-        return plan_job(c, analysis, a, num_parameters=N, world_size=RANKS)
+    vector, share = 4 * N / RANKS, Job(num_parameters=N, world_size=RANKS).share
+    planned = named(analysis, arguments)
 
     free = {"accelerator": accelerator, "host": elsewhere, "disk": elsewhere}
-    others = alternatives(config(), analysis, arguments)
-    plans = [job(config(), arguments), *(job(o.config, o.arguments) for o in others)]
+    others = alternatives(planned, config())
+    plans = [plan(planned, share, config()), *(plan(o.analysis, share, o.config) for o in others)]
     mine = Needs(
         "a",
         {place: int(vectors * vector) for place, vectors in free.items()},  # type: ignore[misc]
         [{place: p.peak(place) for place in free} for p in plans],  # type: ignore[misc]
     )
     with pytest.raises(ConfigError) as raised:
-        refuse_too_large(config(), [mine], analysis, arguments)
+        refuse_too_large(planned, config(), [mine])
     assert str(raised.value).startswith(f"not enough memory for {analysis}: it needs ")
     assert str(raised.value).endswith(f": {way_out} would fit")
 
@@ -262,9 +266,13 @@ def test_what_has_no_plan_is_said() -> None:
         plan_job(config(), "density", num_parameters=N, world_size=RANKS)
 
 
+SPECTRUM = Spectrum()
+
+
 def needs(free: dict[str, float], node: str = "a", **settings: object) -> Needs:
     """A rank's, of the plans of the 7B job."""
-    configs = [config(**settings), *(other.config for other in alternatives(config(**settings)))]
+    given = config(**settings)
+    configs = [given, *(other.config for other in alternatives(SPECTRUM, given))]
     plans = [plan_job(c, num_parameters=N, world_size=RANKS) for c in configs]
     return Needs(
         node,
@@ -290,7 +298,7 @@ def test_a_refusal_names_the_least_harmful_setting_that_would_fit(
 ) -> None:
     free = {"accelerator": accelerator, "host": host, "disk": disk}
     with pytest.raises(ConfigError) as raised:  # two ranks share host and disk
-        refuse_too_large(config(), [needs(free), needs(free)])
+        refuse_too_large(SPECTRUM, config(), [needs(free), needs(free)])
     assert str(raised.value).endswith(f": {way_out} would fit")
     assert "on the accelerator of rank 0 beyond" in str(raised.value)
 
@@ -298,13 +306,13 @@ def test_a_refusal_names_the_least_harmful_setting_that_would_fit(
 def test_nothing_would_fit() -> None:
     poor = needs({"accelerator": 1, "host": 1, "disk": 1})
     with pytest.raises(ConfigError, match="no setting of the basis would fit; use more ranks"):
-        refuse_too_large(config(), [poor])
+        refuse_too_large(SPECTRUM, config(), [poor])
 
 
 def test_ranks_share_the_host_memory_of_their_node_only() -> None:
     free, settings = {"accelerator": 10, "host": 50, "disk": 50}, {"device": "host"}
     apart = [needs(free, node, **settings) for node in ("a", "b")]
-    refuse_too_large(config(**settings), apart)
+    refuse_too_large(SPECTRUM, config(**settings), apart)
     together = [needs(free, "a", **settings) for _ in range(2)]
     with pytest.raises(ConfigError, match="on the host of rank 0 for 2 ranks"):
-        refuse_too_large(config(**settings), together)
+        refuse_too_large(SPECTRUM, config(**settings), together)

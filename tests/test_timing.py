@@ -5,37 +5,42 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from ds_hessian import timing
+from ds_hessian.analyses import analysis_of
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.krylov import lanczos
 from ds_hessian.operators import FiniteDifferenceHessian, expected_evaluations
-from ds_hessian.plan import Job
-from ds_hessian.products import products_of
+from ds_hessian.planning import Job
+from ds_hessian.planning import times as timing
 from ds_hessian.vectors import random_vector
-from tests.operators.nets import backend_of, batches, mlp, train
+from tests.operators.nets import backend_of, batches, measuring, mlp, train
+from tests.tiers import cells
 
 FREE = timing.Machine({"accelerator": 1e30, "host": 1e30, "disk": 1e30}, latency=0.0)
+
+
+def products_of(title: str, config: HessianConfig, arguments: dict[str, object]) -> int:
+    return analysis_of(title, arguments)[0].products(config)
 
 
 def share(n: int = 1000, accelerator: bool = True):  # type: ignore[no-untyped-def]
     return Job(num_parameters=n, world_size=1, accelerator=accelerator).share
 
 
-@pytest.mark.parametrize("count", [1, 4, 16])
+@pytest.mark.parametrize("count", cells([1, 4, 16], [1, 4]))
 @pytest.mark.parametrize("scheme", ["central", "forward", "fourth_order"])
 @pytest.mark.parametrize("displacement", ["auto", 1e-3])
 def test_the_gradients_of_a_product_are_those_that_operators_evaluate(
     count: int, scheme: str, displacement: float | str
 ) -> None:
     data, products = batches(count), 12
-    backend = backend_of(train(mlp(), data, 20), data)
+    backend = backend_of(train(mlp(), data, 20))
 
     def draw(number: int) -> Tensor:
         return random_vector(backend.layout, backend.space, number)
 
-    with backend.measuring():
-        hessian = FiniteDifferenceHessian(backend, displacement, scheme)  # type: ignore[arg-type]
+    with measuring(backend, data) as session:
+        hessian = FiniteDifferenceHessian(session, displacement, scheme)  # type: ignore[arg-type]
         lanczos(hessian, draw(0), products, draw)
     found = hessian.cost.gradient_evaluations / products
     expected = expected_evaluations(products, count, scheme, displacement)  # type: ignore[arg-type]
@@ -45,7 +50,7 @@ def test_the_gradients_of_a_product_are_those_that_operators_evaluate(
 
 def test_time_without_vectors_and_latency_is_that_of_the_gradients() -> None:
     config = HessianConfig(num_matvecs=20, num_probes=3)
-    plan = timing.plan_time(2.0, share(), FREE, config, products_of("spectrum", config))
+    plan = timing.plan_time(2.0, share(), FREE, config, products_of("spectrum", config, {}))
     assert plan.products == 60
     assert plan.product == pytest.approx(2.0 * expected_evaluations(60, 8))
     assert plan.total == pytest.approx(2.0 + 60 * plan.product)
@@ -91,4 +96,4 @@ def test_products_of_analyses(analysis: str, arguments: dict[str, object], produ
 
 def test_a_number_of_products_that_depends_on_the_model_is_asked_for() -> None:
     with pytest.raises(ConfigError, match="block_coupling takes depends on the model"):
-        products_of("block_coupling", HessianConfig())
+        products_of("block_coupling", HessianConfig(), {})

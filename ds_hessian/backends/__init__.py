@@ -1,5 +1,21 @@
-"""Backends: the shards of a training job, host by host."""
+"""Backends: one folder for each host, and what they share. `protocol` is the contract."""
 
-from ds_hessian.backends.protocol import ShardBackend
+from ds_hessian.backends.protocol import (
+    AdamState,
+    Backend,
+    Description,
+    Objective,
+    Passes,
+    Precision,
+    Session,
+)
 
-__all__ = ["ShardBackend"]
+__all__ = [
+    "AdamState",
+    "Backend",
+    "Description",
+    "Objective",
+    "Passes",
+    "Precision",
+    "Session",
+]

@@ -1,9 +1,15 @@
-"""Pieces of the guard that no host owns: random states, buffers, flags, switched attributes."""
+"""The guard: what every host keeps while a measurement runs, and puts back after it.
+
+`guarded` keeps random states, module buffers, train flags, the grad mode and, for passes in fp32,
+the switches of reduced fp32 arithmetic. A host pushes its own entries to the same stack; they are
+undone in reverse order, also when something raises.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,7 +17,46 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ds_hessian.backends.protocol import Passes
+
 _MISSING = object()
+
+TRACKERS = (
+    "deepspeed.runtime.activation_checkpointing.checkpointing",
+    "megatron.core.tensor_parallel",
+)
+"""Modules whose `get_cuda_rng_tracker` has the random states of tensor- and expert-parallel
+regions: whoever runs Megatron's layers, those of megatron-core or of its copy in
+Megatron-DeepSpeed, they draw from these."""
+
+Generator = tuple[Callable[[], Any], Callable[[Any], object]]
+
+
+def trackers() -> tuple[Generator, ...]:
+    """`(get, set)` of the states of each tracker that something has imported.
+
+    `set_states` stores the dict itself and `fork` edits it, so it is given a new one every time. A
+    tracker without states is left alone: setting them would mark it as initialised.
+    """
+    return tuple(_tracked(sys.modules[name]) for name in TRACKERS if name in sys.modules)
+
+
+def _tracked(module: Any) -> Generator:
+    def get() -> dict[str, Any]:
+        return dict(module.get_cuda_rng_tracker().get_states())
+
+    def put(states: dict[str, Any]) -> None:
+        tracker = module.get_cuda_rng_tracker()
+        if states or tracker.get_states():
+            tracker.set_states(dict(states))
+
+    return get, put
+
+
+def has_plain_random_states() -> bool:
+    """False with the generators of CUDA graphs, which are objects and not states."""
+    states = [get() for get, _ in trackers()]
+    return all(isinstance(state, Tensor) for each in states for state in each.values())
 
 
 class RandomState:
@@ -26,7 +71,7 @@ class RandomState:
     def __init__(
         self,
         device: torch.device,
-        extra: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (),
+        extra: tuple[Generator, ...] = (),
     ) -> None:
         self.device = device
         self.extra = extra
@@ -54,6 +99,23 @@ class RandomState:
             torch.get_device_module(self.device).set_rng_state(accelerator, self.device)
         for (_, put), value in zip(self.extra, extra, strict=True):
             put(value)
+
+
+@contextmanager
+def kept_random_states(device: torch.device, *generators: torch.Generator) -> Iterator[None]:
+    """Run the body, and put the generators back to where they were.
+
+    Args:
+        device: See `RandomState`.
+        generators: Further ones that the body may draw from.
+    """
+    own: tuple[Generator, ...] = tuple((g.get_state, g.set_state) for g in generators)
+    random_state = RandomState(device, trackers() + own)
+    before = random_state.get()
+    try:
+        yield
+    finally:
+        random_state.set(before)
 
 
 class Buffers:
@@ -138,3 +200,43 @@ class Attributes:
             else:
                 owner.__dict__[name] = value
         self.undo.clear()
+
+
+class Guard(ExitStack):
+    """The stack of what a measurement puts back.
+
+    Attributes:
+        random: The generators.
+        initial: Their states when the measurement began.
+        buffers: Of each module.
+        attributes: For a host's own switches.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+        super().__init__()
+        self.random = RandomState(device, trackers())
+        self.initial = self.random.get()
+        self.buffers = [Buffers(module) for module in modules]
+        self.attributes = Attributes()
+
+
+@contextmanager
+def guarded(modules: Sequence[nn.Module], device: torch.device, passes: Passes) -> Iterator[Guard]:
+    """Keep what every host keeps; the body may push more to the yielded stack.
+
+    Args:
+        modules: What holds this rank's weights.
+        device: See `RandomState`.
+        passes: How the passes run.
+    """
+    with Guard(modules, device) as guard:
+        guard.callback(guard.random.set, guard.initial)
+        for buffers in guard.buffers:
+            guard.callback(buffers.restore)
+        guard.callback(guard.attributes.restore)
+        for module in modules:
+            guard.enter_context(training_flags(module, passes.dropout))
+        guard.enter_context(torch.enable_grad())
+        if passes.precision == "fp32":
+            guard.enter_context(full_fp32())
+        yield guard

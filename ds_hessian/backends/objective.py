@@ -12,50 +12,72 @@ over all micro-batches and ranks, as token-weighted training averages it.
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_hessian.backends.guard import kept_random_states
 from ds_hessian.errors import ConfigError, NumericsError
+from ds_hessian.ranks import together
 from ds_hessian.vectors import VectorSpace
 
 LossFn = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor | int | float]"]
 """`loss_fn(model, batch)` returns a scalar mean loss, or a pair (summed loss, count)."""
 
 
-class Objective:
-    """Micro-batches and the loss on each.
+class MicroBatches:
+    """This rank's micro-batches.
 
     Args:
-        batches: This rank's micro-batches: a list or any iterable, of which the first `limit` are
-            taken. A batch is a mapping (passed as keywords), a tuple or list (positional) or a
-            tensor; tensors are moved to the model's device when used.
+        batches: Any iterable of them, read here.
+
+    Attributes:
+        batches: A list of them.
+        num_micro_batches: The same on every rank.
+
+    Raises:
+        ConfigError: there is one micro-batch instead of an iterable of them.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        if isinstance(batches, (Tensor, Mapping)) or not isinstance(batches, Iterable):
+            raise ConfigError(
+                f"batches must be a list (or loader) of micro-batches, got one {_kind(batches)}; "
+                "pass [batch]"
+            )
+        self.batches = list(batches)
+        self.num_micro_batches = len(self.batches)
+
+    def fingerprint(self) -> str:
+        """A short hash of this rank's micro-batches, for provenance."""
+        return _digest(self.batches)
+
+    def digests(self) -> list[str]:
+        """One hash for each micro-batch of this rank."""
+        return [_digest([batch]) for batch in self.batches]
+
+
+class ModelObjective(MicroBatches):
+    """Micro-batches and the loss on each, of a model that one call evaluates.
+
+    Args:
+        batches: This rank's micro-batches. A batch is a mapping (passed as keywords), a tuple or
+            list (positional) or a tensor; tensors are moved to the model's device when used.
         loss_fn: See `LossFn`; None where the model returns its loss: a scalar tensor, a tuple that
             begins with one, or an output with a `loss`.
-        limit: At most this many micro-batches; None for all.
 
     Raises:
         ConfigError: there is no micro-batch.
     """
 
-    def __init__(
-        self, batches: Iterable[Any], loss_fn: LossFn | None = None, limit: int | None = None
-    ) -> None:
-        if isinstance(batches, (Tensor, Mapping)):
-            raise ConfigError(
-                f"batches must be a list (or loader) of micro-batches, got one {_kind(batches)}; "
-                "pass [batch]"
-            )
-        self.batches = list(itertools.islice(batches, limit))
+    def __init__(self, batches: Iterable[Any], loss_fn: LossFn | None = None) -> None:
+        super().__init__(batches)
         if not self.batches:
             raise ConfigError("batches is empty: at least one micro-batch is needed on every rank")
         self.loss_fn = loss_fn
-
-    def __len__(self) -> int:
-        return len(self.batches)
 
     def loss(
         self, model: Any, index: int, device: torch.device, widen: bool = False
@@ -86,14 +108,61 @@ class Objective:
             raise NumericsError(f"the loss of micro-batch {index} is {loss.item()}")
         return loss.reshape(()), count
 
-    def fingerprint(self) -> str:
-        """A short hash of this rank's micro-batches, for provenance."""
-        digest = hashlib.blake2b(digest_size=8)
-        for tensor in _tensors(self.batches):
-            digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
-            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(raw.numpy().tobytes())
-        return digest.hexdigest()
+
+@contextmanager
+def reading(batches: Iterable[Any], device: torch.device) -> Iterator[None]:
+    """Read batches in the body: on all ranks or on none, and without moving a generator.
+
+    Iterating a `DataLoader` draws the seed of its shuffle and of its workers from torch's
+    generator, or from one of its own.
+
+    Args:
+        batches: What is read.
+        device: Of the job.
+
+    Raises:
+        MeasurementError: the body raised on some rank.
+
+    Collective.
+    """
+    holders = [batches, getattr(batches, "sampler", None)]
+    holders.append(getattr(getattr(batches, "batch_sampler", None), "sampler", None))
+    own = {id(g): g for g in (getattr(h, "generator", None) for h in holders)}
+    generators = [g for g in own.values() if isinstance(g, torch.Generator)]
+    with together("reading the batches", device=device), kept_random_states(device, *generators):
+        yield
+
+
+def require_equal_numbers(objective: MicroBatches, space: VectorSpace) -> None:
+    """Raise if ranks have different numbers of micro-batches.
+
+    Raises:
+        ConfigError: says how many they have.
+
+    Collective: one all-reduce.
+    """
+    counts = torch.zeros(space.world_size, dtype=torch.float64)
+    counts[space.rank] = objective.num_micro_batches
+    counts = space.reduce(counts)
+    if counts.min() != counts.max():
+        raise ConfigError(
+            "every rank needs the same number of micro-batches, got "
+            f"{[int(c) for c in counts]} on ranks 0, 1, ...; pass lists of equal length"
+        )
+
+
+def refuse_sizes(sizes: Mapping[str, Any]) -> None:
+    """Raise for arguments that only Megatron's schedules take.
+
+    Raises:
+        ConfigError: names the first.
+    """
+    given = [name for name, value in sizes.items() if value is not None]
+    if given:
+        raise ConfigError(
+            f"{given[0]} is not an argument here: only Megatron's schedules need seq_length and "
+            "micro_batch_size; leave it out"
+        )
 
 
 class Totals:
@@ -189,6 +258,15 @@ def _to(value: Any, device: torch.device, widen: bool) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_to(v, device, widen) for v in value)
     return value
+
+
+def _digest(batches: Sequence[Any]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in _tensors(batches):
+        digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(raw.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:

@@ -1,68 +1,248 @@
-"""What the Hessian operator needs of a host: shards to displace, gradients to add up, a guard."""
+"""The whole contract that a host of ds_hessian fulfils.
+
+A host is a way of training: DeepSpeed's engines, megatron-core's chunks, a plain module. For each
+there is one `Backend`, which says what the job's parameters are and guards measurements of it, and
+one kind of `Session`, which lives as long as a measurement. Everything else in the package is
+written against these two.
+
+A measurement goes like this, on every rank:
+
+    objective = backend.objective(batches, loss)           the function whose Hessian is taken
+    with backend.measuring(objective, Passes()) as session:
+        session.displace(v, h)                             the weights are now w + h v
+        session.add_gradient(out, range(session.num_micro_batches))
+
+A host author writes a folder of `ds_hessian.backends` with these two classes and adds one line to
+`ds_hessian.attach`. `ds_hessian.backends.sharded` displaces and restores weights, whatever holds
+them; `ds_hessian.backends.guard` keeps what every host has to keep; `ds_hessian.ranks.lockstep`
+lets a failure on one rank end on all of them. docs/extending.md walks through a whole host.
+
+What a host promises:
+
+* One function. All evaluations in a session are of the same function of the weights: the same
+  micro-batches, random states and buffers, whatever the order of the calls.
+* Nothing is left behind. After a session every bit that training could notice is as it was, also
+  when the body or an evaluation raised.
+* Ranks stay together. An exception on one rank is raised on all of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ds_hessian.memory import Item
 from ds_hessian.vectors import Layout, VectorSpace
 
+Precision = Literal["model", "fp32"]
 
-class ShardBackend(Protocol):
-    """The shards of one training job, seen as a function from weights to gradients.
 
-    The function is fixed by `measuring`: the same micro-batches, random states and module buffers
-    on every evaluation, whatever the order. All methods are collective.
+@dataclass(frozen=True)
+class Passes:
+    """How the forward and backward passes of a measurement run.
 
     Attributes:
-        layout: The fragments this rank stores, in the order of its vectors.
+        dropout: Whether the modules are in train mode, else in eval mode.
+        precision: `"model"`, as training runs, or `"fp32"`, on fp32 copies of the master weights.
+    """
+
+    dropout: bool = False
+    precision: Precision = "model"
+
+
+DEFAULT_PASSES = Passes()
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a record says of the job.
+
+    Attributes:
+        layout: The host and its parallel layout, such as `"ZeRO-3, 8 ranks"`.
+        model_dtype: Of the weights, such as `"bfloat16"`.
+        versions: `{package: version}` of the host, torch and Python.
+    """
+
+    layout: str
+    model_dtype: str
+    versions: dict[str, str]
+
+
+class AdamState(NamedTuple):
+    """State of an Adam optimizer, in the coordinates of the space.
+
+    Attributes:
+        denominator: What Adam divides by, `sqrt(v / (1 - beta2^t)) + eps`, `(n_local,)` fp32.
+        last_step: Its last step without weight decay, `(n_local,)` fp32.
+    """
+
+    denominator: Tensor
+    last_step: Tensor
+
+
+class Objective(Protocol):
+    """The function whose Hessian is taken: this rank's micro-batches and the loss on each.
+
+    Attributes:
+        num_micro_batches: Micro-batches as the user counts them, the same on every rank.
+    """
+
+    num_micro_batches: int
+
+    def fingerprint(self) -> str:
+        """A short hash of this rank's micro-batches, for provenance."""
+        ...
+
+    def digests(self) -> list[str]:
+        """One hash for each micro-batch of this rank, by which a resumed run knows its data."""
+        ...
+
+
+class Session(Protocol):
+    """One measurement: the job as a function from weights to gradients.
+
+    Attributes:
+        layout: The fragments that this rank stores, in the order of its vectors.
         space: Inner products over all ranks.
-        num_micro_batches: Micro-batches per rank that define the loss.
-        gradient_scale: See `add_gradient`; None until every micro-batch has been evaluated once.
-        loss: The mean loss at the weights, from then on.
+        num_micro_batches: Units of the objective that can be evaluated alone, on every rank. Where
+            a schedule runs groups of micro-batches, a unit is a group.
+        unit_roundoff: Half of `torch.finfo(dtype).eps`, with the dtype in which the passes compute.
+        gradient_scale: See `add_gradient`; None until every unit has been evaluated once.
+        loss: The mean loss at the weights, from then on; NaN before.
     """
 
     layout: Layout
     space: VectorSpace
     num_micro_batches: int
+    unit_roundoff: float
     gradient_scale: float | None
     loss: float
-
-    @property
-    def unit_roundoff(self) -> float:
-        """Half of `torch.finfo(dtype).eps`, with the dtype in which the passes compute."""
-        ...
-
-    def measuring(self) -> AbstractContextManager[None]:
-        """Guard of the training state. Evaluations are allowed inside only; leaving it, also by an
-        exception, puts back every bit that they touched.
-        """
-        ...
 
     def displace(self, v: Tensor | None, h: float) -> Tensor:
         """Make the weights of all ranks `w + h v` (`w` with None), rounded once from the masters.
 
-        Returns this rank's partial `<change, v>` and `<change, change>` (see `ops.displace`).
+        Args:
+            v: `(n_local,)` fp32.
+            h: In units of the parameters, for a unit vector.
+
+        Returns:
+            `(2,)` fp64: this rank's partial `<change, v>` and `<change, change>`, where `change` is
+            what the call did to the stored weights; see `ds_hessian.ops.displace`.
+
+        Collective.
         """
         ...
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
-        """Add to `out` `(n_local,)` fp32 the gradient terms of these micro-batches at the current
-        weights. The gradient of the loss is `gradient_scale` times the sum over all micro-batches.
-        """
-        ...
+        """Add the gradient terms of these units at the current weights to `out`.
 
-    def memory(self, precision: Literal["model", "fp32"] = "model") -> list[Item]:
-        """What this rank holds inside `measuring` beyond training's memory; not collective.
+        The gradient of the loss is `gradient_scale` times the sum over all units.
 
         Args:
-            precision: Of the passes.
+            out: `(n_local,)` fp32.
+            micro_batches: The same range on every rank.
+
+        Raises:
+            MeasurementError: the model, the loss or the backward raised on some rank.
+            NumericsError: a loss is not finite.
+            ConfigError: no scalar loss can be read from what the model or the loss returned.
+
+        Collective.
         """
         ...
 
     def weight_norm(self) -> float:
-        """`|w|` over all ranks."""
+        """`|w|` over all ranks. Collective: one all-reduce."""
+        ...
+
+
+class Backend(Protocol):
+    """One training job, on this rank.
+
+    Every method is collective unless it says otherwise.
+
+    Attributes:
+        layout: The fragments that this rank stores, in the order of its vectors.
+        space: Inner products over all ranks; its `device` is where vectors live.
+        parameters: `(checkpoint name, unsharded shape)` of the trainable parameters of the whole
+            model, the same on every rank.
+        modules: What holds this rank's weights.
+        precisions: What `Passes.precision` may be here.
+    """
+
+    layout: Layout
+    space: VectorSpace
+    parameters: Sequence[tuple[str, torch.Size]]
+    modules: Sequence[nn.Module]
+    precisions: tuple[Precision, ...]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made so far. Not collective."""
+        ...
+
+    def objective(
+        self,
+        batches: Iterable[Any],
+        loss: Any = None,
+        *,
+        like: Objective | None = None,
+        **sizes: int | None,
+    ) -> Objective:
+        """Read the micro-batches and check them on all ranks.
+
+        The batches are read with the random states guarded: a loader that shuffles leaves training
+        alone.
+
+        Args:
+            batches: This rank's micro-batches; all of them count.
+            loss: `loss_fn(model, batch)` (DeepSpeed, torch) or `forward_step` (Megatron).
+            like: What is None here is taken from this objective.
+            sizes: `seq_length` and `micro_batch_size` (Megatron); other hosts refuse them by name.
+
+        Raises:
+            ConfigError: no batches, different numbers of them on different ranks, or an argument
+                that cannot be.
+            MeasurementError: the iterable raised on some rank.
+        """
+        ...
+
+    def measuring(
+        self, objective: Objective, passes: Passes = DEFAULT_PASSES
+    ) -> AbstractContextManager[Session]:
+        """Guard the training state while the yielded session is in use.
+
+        Args:
+            objective: From `objective` of the same backend.
+            passes: How the passes run.
+
+        Raises:
+            UnsupportedError: the passes cannot run as asked; nothing was touched.
+        """
+        ...
+
+    def describe(self) -> Description:
+        """What a record says of the job. Not collective."""
+        ...
+
+    def adam(self) -> AdamState:
+        """State of the job's Adam.
+
+        Raises:
+            ConfigError: the optimizer is not Adam, or has not made a step yet.
+            UnsupportedError: the host's optimizer cannot be read.
+        """
+        ...
+
+    def memory(self, precision: Precision = "model") -> list[Item]:
+        """What this rank holds in a session beyond training's memory. Not collective.
+
+        Args:
+            precision: Of the passes.
+        """
         ...

@@ -6,15 +6,17 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from ds_hessian import __version__
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError, UnsupportedError
+from ds_hessian.ops import extension_locks
+from ds_hessian.version import __version__
 
 PACKAGES = ("torch", "deepspeed", "numpy", "scipy", "pydantic", "matplotlib")
 OPTIONAL = ("megatron-core", "transformers", "accelerate", "tensorboard", "wandb", "plotly")
@@ -71,7 +73,10 @@ def examine(config: Path | None = None) -> Diagnosis:
     """
     section = [] if config is None else _section(config)
     return Diagnosis(
-        (*section, *_versions(), *_kernels(), *_dtypes(), *_arithmetic(), *_determinism())
+        (
+            *(*section, *_versions(), *_kernels(), *_builds()),
+            *(*_dtypes(), *_arithmetic(), *_determinism()),
+        )
     )
 
 
@@ -126,6 +131,20 @@ def _kernels() -> list[Finding]:
         )
         for each in found.implementations
     ]
+
+
+def _builds() -> list[Finding]:
+    """Whether a killed build has left a lock, on which every start of DeepSpeed would hang."""
+    found = extension_locks.abandoned()
+    return [
+        Finding(
+            "DeepSpeed's builds",
+            lock.parent.name,
+            f"DeepSpeed hangs here without a word: a build was killed; rm {shlex.quote(str(lock))}",
+            works=False,
+        )
+        for lock in found
+    ] or [Finding("DeepSpeed's builds", "locks", "none is left by a killed build")]
 
 
 def _device() -> str:

@@ -10,9 +10,9 @@ from typing import NoReturn
 
 import click
 
-from ds_hessian import __version__
 from ds_hessian.errors import HessianError
 from ds_hessian.memory import PLACES, Place
+from ds_hessian.version import __version__
 
 BROKEN_INPUT = 2
 
@@ -244,12 +244,11 @@ def plan(
         offload_parameters=offload_parameters,
         accelerator=not cpu,
     )
-    section, arguments = settings_of(config, analysis, settings)
+    section, planned = settings_of(config, analysis, settings)
     found = forecast(
         job,
         section,
-        analysis,
-        arguments,
+        planned,
         Passes(seconds_per_micro_batch, tokens, tflops, network),
         machine_of(job, dict(bandwidth)),
         products=products,

@@ -8,19 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_hessian import timing
+from ds_hessian.analyses import Analysis, analysis_of
 from ds_hessian.config import SECTION, HessianConfig, read_deepspeed
 from ds_hessian.errors import ConfigError
 from ds_hessian.memory import MemoryPlan, Place, shown
-from ds_hessian.plan import (
-    Job,
-    arguments_of,
-    needs_of,
-    plan_analysis,
-    shortage,
-    way_out,
-)
-from ds_hessian.products import products_of
+from ds_hessian.planning import Job, needs_of, plan, shortage, times, way_out
 
 GIB = 2**30
 
@@ -71,8 +63,8 @@ class Passes:
             return None
         if self.tokens is None or self.tflops is None:
             raise ConfigError("--tokens and --tflops estimate the time together: give both")
-        traffic = timing.traffic_of(job.stage, job.num_parameters, job.world_size, job.weight_bytes)
-        return num_micro_batches * timing.gradient_seconds(
+        traffic = times.traffic_of(job.stage, job.num_parameters, job.world_size, job.weight_bytes)
+        return num_micro_batches * times.gradient_seconds(
             job.num_parameters,
             self.tokens,
             1e12 * self.tflops,
@@ -87,7 +79,7 @@ class Forecast:
 
     Attributes:
         job: The job.
-        analysis: Name of the method of `HessianEngine`.
+        analysis: Name of the method of `Hessian`.
         memory: On each rank, beyond training's.
         time: None where nothing is known of the passes.
         price: Of all ranks; None without time or a price of an hour.
@@ -97,7 +89,7 @@ class Forecast:
     job: Job
     analysis: str
     memory: MemoryPlan
-    time: timing.TimePlan | None
+    time: times.TimePlan | None
     price: float | None
     missing: str | None
 
@@ -120,10 +112,9 @@ class Forecast:
 def forecast(
     job: Job,
     config: HessianConfig,
-    analysis: str,
-    arguments: Mapping[str, Any],
+    analysis: Analysis[Any],
     passes: Passes,
-    machine: timing.Machine,
+    machine: times.Machine,
     *,
     products: int | None = None,
     price_per_hour: float | None = None,
@@ -134,8 +125,7 @@ def forecast(
     Args:
         job: The job.
         config: The settings.
-        analysis: Name of the method of `HessianEngine`.
-        arguments: Its own; see `plan_analysis`.
+        analysis: What is measured.
         passes: What is known of forward and backward.
         machine: Of one rank.
         products: Their number; None for that of the analysis.
@@ -143,32 +133,30 @@ def forecast(
         free: GiB that a rank has free beside training, where known.
 
     Raises:
-        ConfigError: see `plan_analysis`, `products_of` and `Passes.gradient`.
+        ConfigError: the number of products depends on the model, or is as in `Passes.gradient`.
     """
-    own, _ = arguments_of(analysis, arguments)
-    memory = plan_analysis(analysis, job.share, config, own)
+    memory = plan(analysis, job.share, config)
     gradient = passes.gradient(job, config.num_micro_batches)
     time = price = None
     if gradient is not None:
-        count = products_of(analysis, config, arguments) if products is None else products
-        time = timing.plan_time(gradient, job.share, machine, config, count)
+        count = analysis.products(config) if products is None else products
+        time = times.plan_time(gradient, job.share, machine, config, count)
         if price_per_hour is not None:
             price = price_per_hour * job.world_size * time.total / 3600
     elif price_per_hour is not None:
         raise ConfigError("a price needs the time: give --seconds-per-micro-batch")
-    missing = _missing(job, config, analysis, own, free or {})
-    return Forecast(job, analysis, memory, time, price, missing)
+    missing = _missing(job, config, analysis, free or {})
+    return Forecast(job, analysis.title, memory, time, price, missing)
 
 
 def _missing(
     job: Job,
     config: HessianConfig,
-    analysis: str,
-    arguments: Mapping[str, Any],
+    analysis: Analysis[Any],
     free: Mapping[Place, float],
 ) -> str | None:
     sizes = {place: int(GIB * size) for place, size in free.items()}
-    ranks = [needs_of(config, job.share, sizes, analysis, arguments)]
+    ranks = [needs_of(analysis, job.share, config, sizes)]
     short = shortage(ranks)
     if short is None:
         return None
@@ -176,7 +164,7 @@ def _missing(
         f"does not fit: {shown(short.needed)} on the {short.place}, "
         f"where {free[short.place]:g} GiB are free"
     )
-    other = way_out(config, ranks, analysis, arguments)
+    other = way_out(analysis, config, ranks)
     if other is not None:
         return f"{text}; {other.words} would"
     return f"{text}, nor does any setting of the basis: use more ranks"
@@ -213,9 +201,9 @@ def _offloads(section: Any) -> bool:
 
 
 def settings_of(
-    config: Path | None, analysis: str, texts: Sequence[str]
-) -> tuple[HessianConfig, dict[str, Any]]:
-    """The settings, and the analysis's own arguments, with some of either as `name=value`.
+    config: Path | None, title: str, texts: Sequence[str]
+) -> tuple[HessianConfig, Analysis[Any]]:
+    """The settings, and the analysis of this name, with arguments of either as `name=value`.
 
     Raises:
         ConfigError: one is not of this form, unknown, or wrong.
@@ -227,9 +215,9 @@ def settings_of(
             raise ConfigError(f"--set takes name=value, got {text!r}")
         given[name] = _value(value)
     base = HessianConfig() if config is None else HessianConfig.from_deepspeed(config)
-    own, overrides = arguments_of(analysis, given)
+    analysis, overrides = analysis_of(title, given)
     try:
-        return (base or HessianConfig()).with_overrides(**overrides), own
+        return (base or HessianConfig()).with_overrides(**overrides), analysis
     except ConfigError as error:
         raise ConfigError(str(error).replace(f"{SECTION}.", "")) from None
 
@@ -241,8 +229,8 @@ def _value(text: str) -> Any:
         return text
 
 
-def machine_of(job: Job, bandwidth: Mapping[Place, float]) -> timing.Machine:
+def machine_of(job: Job, bandwidth: Mapping[Place, float]) -> times.Machine:
     """A rank's, from bandwidths in GB/s of some places; usual ones for the others."""
-    usual = timing.ACCELERATOR if job.accelerator else timing.CPU
+    usual = times.ACCELERATOR if job.accelerator else times.CPU
     given = {place: 1e9 * value for place, value in bandwidth.items()}
     return replace(usual, bandwidth={**usual.bandwidth, **given})

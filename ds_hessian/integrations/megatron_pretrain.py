@@ -26,12 +26,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ds_hessian.backends.megatron import ForwardStep
+from ds_hessian.attach import hessian_of, megatron_hessian
+from ds_hessian.backends.megatron.objective import ForwardStep
 from ds_hessian.backends.zero import of_first_tensor_rank
 from ds_hessian.config import HessianConfig, leaves
-from ds_hessian.engine import HessianEngine
 from ds_hessian.errors import UnsupportedError
-from ds_hessian.megatron.hessian import MegatronHessian
+from ds_hessian.hessian import Hessian
 from ds_hessian.records import HessianSharpness, HessianSpectrum
 from ds_hessian.schedule import Kind, Measurements, due
 from ds_hessian.show.monitor import write_tensorboard, write_wandb
@@ -81,7 +81,7 @@ class PretrainHook(Measurements):
     def __init__(self) -> None:
         super().__init__()
         self._config: HessianConfig | None = None
-        self._hessian: HessianEngine | None = None
+        self._hessian: Hessian | None = None
         self._recorded: dict[int, list[Any]] = {}
 
     @property
@@ -122,22 +122,25 @@ class PretrainHook(Measurements):
         """Measure now, save the record, and tell Megatron's writers. Collective."""
         self.take(kind, iteration, functools.partial(self._ready, model, iteration), _write)
 
-    def _ready(self, model: Any, iteration: int) -> HessianEngine:
+    def _ready(self, model: Any, iteration: int) -> Hessian:
         if self._hessian is None:
             self._hessian = self._first(model)
-        if isinstance(self._hessian, MegatronHessian):
-            self._hessian.step = iteration
+        self._at(self._hessian, iteration)
         return self._hessian
+
+    def _at(self, hessian: Hessian, iteration: int) -> None:
+        """Tell the Hessian the iteration, which nothing in megatron-core counts."""
+        hessian.step = iteration
 
     def _batches(self) -> list[Any]:
         # A rank's chunks read the same data where more than one reads any.
         return next((kept for kept in self._recorded.values() if kept), [])
 
-    def _first(self, model: Any) -> HessianEngine:
+    def _first(self, model: Any) -> Hessian:
         from megatron.training import get_args
 
         args = get_args()
-        return MegatronHessian(model, self.config).use(
+        return megatron_hessian(model, self.config).use(
             self._batches(),
             self._forward_step,
             seq_length=args.seq_length,
@@ -194,7 +197,7 @@ class EnginePretrainHook(PretrainHook):
 
         return remembering
 
-    def _first(self, model: Any) -> HessianEngine:
+    def _first(self, model: Any) -> Hessian:
         if not hasattr(model, "zero_optimization_stage"):
             raise UnsupportedError(
                 "ds_hessian needs a DeepSpeed engine in Megatron-DeepSpeed, by --deepspeed and "
@@ -202,7 +205,10 @@ class EnginePretrainHook(PretrainHook):
             )
         # Only the first tensor-parallel rank reads data.
         batches = of_first_tensor_rank(model, self._batches())
-        return HessianEngine(model, self.config).use(batches, self._loss)
+        return hessian_of(model, self.config).use(batches, self._loss)
+
+    def _at(self, hessian: Hessian, iteration: int) -> None:
+        """Do nothing: the engine counts its steps."""
 
     def _loss(self, model: Any, batch: Any) -> Any:
         output, loss_func = self._forward_step(iter([batch]), model)

@@ -20,9 +20,11 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ds_hessian.attach import attach
+from ds_hessian.backends.zero import settings_of
 from ds_hessian.config import HessianConfig
-from ds_hessian.engine import HessianEngine, attach
 from ds_hessian.errors import ConfigError, UnsupportedError
+from ds_hessian.hessian import Hessian
 from ds_hessian.records import HessianSharpness, HessianSpectrum
 from ds_hessian.schedule import Measurements, copied, due, write_monitor
 from ds_hessian.show.monitor import figures_of
@@ -48,7 +50,8 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         super().__init__()
         self.trainer, self._given = trainer, config
         self.micro_batches: list[dict[str, Any]] = []
-        self._hessian: HessianEngine | None = None
+        self._engine: Any = None
+        self._hessian: Hessian | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -65,15 +68,16 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
                 "deepspeed configuration"
             )
         engine: Any = self.trainer.model_wrapped
-        source = engine._config._param_dict
-        config = self._given or HessianConfig.from_deepspeed(source) or HessianConfig()
+        section = HessianConfig.from_deepspeed(settings_of(engine))
+        config = self._given or section or HessianConfig()
         if not config.scheduled:
             raise ConfigError(
                 "hessian.interval, or hessian.sharpness_interval, must be above 0 for "
                 "HessianCallback: both are 0"
             )
         self.config = config
-        if self._hessian is None or self._hessian.engine is not engine:
+        if self._engine is not engine:
+            self._engine = engine
             # The callback measures at the end of the Trainer's step, not in the middle of it.
             self._hessian = attach(
                 engine, config.with_overrides(interval=0, sharpness_interval=0, start_step=0)
@@ -94,7 +98,7 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Measure what is due. Collective."""
         assert self._hessian is not None
-        step = int(self._hessian.engine.global_steps)
+        step = self._hessian.step
         should_log = control.should_log  # which trainer.log resets, and the Trainer needs
         for kind in due(self.config, step):
             self.take(kind, step, self._ready, self._write)
@@ -136,7 +140,7 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
     def _stop(self) -> None:
         self.trainer.__dict__.pop("compute_loss", None)
 
-    def _ready(self) -> HessianEngine:
+    def _ready(self) -> Hessian:
         assert self._hessian is not None
         if not self._hessian.ready:
             self._stop()
@@ -150,6 +154,5 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         return loss * micro_batch["repeats"]
 
     def _write(self, record: HessianSpectrum | HessianSharpness, picture: Path | None) -> None:
-        assert self._hessian is not None
-        write_monitor(self._hessian.engine.monitor, record, picture)
+        write_monitor(self._engine.monitor, record, picture)
         self.trainer.log({f"hessian/{name}": value for name, value in figures_of(record).items()})

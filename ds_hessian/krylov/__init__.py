@@ -4,14 +4,6 @@ from ds_hessian.krylov.basis import Storage
 from ds_hessian.krylov.blocks import BlockCoupling, OffBlockShare, block_coupling, off_block_share
 from ds_hessian.krylov.eigenpairs import Eigenpairs, Which, eigenpairs
 from ds_hessian.krylov.lanczos import LanczosOptions, LanczosState, lanczos, ritz_vectors
-from ds_hessian.krylov.memory import (
-    memory_of_blocks,
-    memory_of_eigenpairs,
-    memory_of_lanczos,
-    memory_of_sharpness,
-    memory_of_solve,
-    memory_of_trace,
-)
 from ds_hessian.krylov.quadrature import measure_bounds, slq, trace_estimate
 from ds_hessian.krylov.records import LanczosRun, RitzDecomposition, ritz
 from ds_hessian.krylov.sharpness import RitzPair, Subspace, refine
@@ -40,12 +32,6 @@ __all__ = [
     "hutchinson",
     "lanczos",
     "measure_bounds",
-    "memory_of_blocks",
-    "memory_of_eigenpairs",
-    "memory_of_lanczos",
-    "memory_of_sharpness",
-    "memory_of_solve",
-    "memory_of_trace",
     "off_block_share",
     "refine",
     "ritz",

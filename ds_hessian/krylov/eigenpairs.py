@@ -1,7 +1,7 @@
 """Extreme eigenpairs by thick-restart Lanczos, with true residuals.
 
 Cost: products until the residuals are small enough, and one more for each reported pair;
-`basis_size` vectors for the basis, then k for the eigenvectors (`krylov.memory`).
+`basis_size` vectors for the basis, then k for the eigenvectors (`ds_hessian.planning`).
 
 Source: Wu, Simon, SIAM J. Matrix Anal. 22 (2000); error bars: Parlett, The Symmetric Eigenvalue
 Problem, theorem 4.5.1: an eigenvalue lies within |H y - theta y| of theta, for any unit y.

@@ -20,49 +20,72 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ds_hessian import ops
-from ds_hessian.backends.protocol import ShardBackend
+from ds_hessian.backends.protocol import Session
 from ds_hessian.errors import NumericsError
 from ds_hessian.operators.displacement.belief import Trial
 from ds_hessian.operators.displacement.control import StepController
 from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
-from ds_hessian.operators.protocol import Product
+from ds_hessian.operators.protocol import OperatorCost, Product
 
 PILOT = 8
 """One of so many micro-batches, rounded up, is in the pilot."""
 
 
-@dataclass
-class OperatorCost:
-    """What an operator has spent so far. Seconds are wall-clock, on this rank.
+class _Line:
+    """The weights on the line through w along one vector.
+
+    Args:
+        session: The measurement.
+        v: `(n_local,)` fp32, of any length but zero.
 
     Attributes:
-        gradient_seconds: One gradient over all micro-batches (measured at w).
-        product_seconds: All products, trials included.
-        products: Their number.
-        gradient_evaluations: Gradients spent in products, in units of the full slice.
-        trials: Pilot evaluations that were not accepted.
+        v: The vector.
+        length: Its norm.
+        change: `(2,)`, what `displace` returned of the last step between inner nodes.
+        sign: Of that step.
+
+    Raises:
+        NumericsError: v is zero or not finite.
+
+    Collective: every method, and the constructor.
     """
 
-    gradient_seconds: float = 0.0
-    product_seconds: float = 0.0
-    products: int = 0
-    gradient_evaluations: float = 0.0
-    trials: int = 0
+    def __init__(self, session: Session, v: Tensor) -> None:
+        self.session, self.v, self.length = session, v, session.space.norm(v)
+        if not (math.isfinite(self.length) and self.length > 0):
+            raise NumericsError(
+                f"a product needs a finite vector other than zero; |v| = {self.length}"
+            )
+        self.change, self.sign = torch.zeros(2), 1.0
+        self._position: float | None = None  # in units of v; None where it is not known
+
+    def is_at(self, position: float) -> bool:
+        """Whether the weights are `w + position v`."""
+        return self._position == position
+
+    def move(self, position: float, inner: bool) -> None:
+        """Displace the weights to `w + position v`."""
+        if self.is_at(position):
+            return
+        change, start = self.session.displace(self.v, position), self._position
+        self._position = position
+        if start is not None and inner:
+            self.change, self.sign = change, math.copysign(1.0, position - start)
 
 
 class FiniteDifferenceHessian:
-    """H at the backend's weights, over its micro-batches; use inside `backend.measuring()`.
+    """H at the session's weights, over its micro-batches: a `Curvature`.
 
     Args:
-        backend: The shards.
+        session: The measurement.
         displacement: `"auto"`, or h itself: the length of the step in parameter space.
         scheme: The difference formula; see `ds_hessian.operators.displacement.schemes`.
 
@@ -74,14 +97,14 @@ class FiniteDifferenceHessian:
 
     def __init__(
         self,
-        backend: ShardBackend,
+        session: Session,
         displacement: float | Literal["auto"] = "auto",
         scheme: SchemeName = "central",
     ) -> None:
-        self.backend, self.space = backend, backend.space
+        self.session, self.space = session, session.space
         self.displacement, self.scheme = displacement, SCHEMES[scheme]
         self.cost = OperatorCost()
-        count = backend.num_micro_batches
+        count = session.num_micro_batches
         self._all, self._pilot = range(count), range(math.ceil(count / PILOT))
         self._rest = range(len(self._pilot), count)
         self._points = [node for a, b, _ in self.scheme.differences for node in (a, b)]
@@ -90,15 +113,13 @@ class FiniteDifferenceHessian:
         nodes = (*self.scheme.nodes, -1)
         self._gradients = {node: self.space.zeros() for node in nodes}
         self._trial: Tensor | None = None
-        self._where: float | None = None  # displacement in units of the current v
-        self._moved: tuple[Tensor, float] = (torch.zeros(2), 1.0)
         self.gradient, self._pilot_gradient = self._start()
-        assert backend.gradient_scale is not None
-        self.scale = backend.gradient_scale
+        assert session.gradient_scale is not None
+        self.scale = session.gradient_scale
         self._controller = StepController(
             self.scheme,
-            backend.unit_roundoff,
-            backend.weight_norm(),
+            session.unit_roundoff,
+            session.weight_norm(),
             len(self._pilot),
             count,
             None if displacement == "auto" else float(displacement),
@@ -106,12 +127,12 @@ class FiniteDifferenceHessian:
 
     def _start(self) -> tuple[Tensor, Tensor]:
         """The gradients at w of all micro-batches and the pilot; fixes the scale of the loss."""
-        backend, started = self.backend, time.perf_counter()
-        backend.displace(None, 0.0)
+        session, started = self.session, time.perf_counter()
+        session.displace(None, 0.0)
         gradient = self.space.zeros()
-        backend.add_gradient(gradient, self._pilot)
+        session.add_gradient(gradient, self._pilot)
         pilot = gradient.clone()
-        backend.add_gradient(gradient, self._rest)
+        session.add_gradient(gradient, self._rest)
         square = self.space.dot(gradient, gradient)
         self.cost.gradient_seconds = time.perf_counter() - started
         if not math.isfinite(square):
@@ -143,14 +164,14 @@ class FiniteDifferenceHessian:
         Raises:
             NumericsError: v is zero or not finite, or the product is not finite.
         """
-        started, length = time.perf_counter(), self._length(v)
-        h, trials = self._search(v, length)
-        self._evaluate(v, h / length, self._rest, self._points)
-        raw = self._assemble(v, length, h)
+        started, line = time.perf_counter(), _Line(self.session, v)
+        h, trials = self._search(line)
+        self._evaluate(line, h, self._rest, self._points)
+        raw = self._assemble(line, h)
         self.cost.products += 1
         (better,) = self.space.of_rank_0(self._controller.judge(_outcome(raw)))
         if better != h:
-            raw = self._difference(v, length, better)
+            raw = self._difference(line, better)
             self._controller.judge(_outcome(raw))
         noise, error = self._controller.conclude(_outcome(raw))
         self.cost.trials += trials
@@ -163,23 +184,16 @@ class FiniteDifferenceHessian:
         Raises:
             NumericsError: as `matvec`.
         """
-        started, length = time.perf_counter(), self._length(v)
-        product = self._difference(v, length, h)
+        started = time.perf_counter()
+        product = self._difference(_Line(self.session, v), h)
         self.cost.products += 1
         self.cost.product_seconds += time.perf_counter() - started
         return product
 
-    def _difference(self, v: Tensor, length: float, h: float) -> Product:
+    def _difference(self, line: _Line, h: float) -> Product:
         self._restart()
-        self._evaluate(v, h / length, self._all, self._points)
-        return self._assemble(v, length, h)
-
-    def _length(self, v: Tensor) -> float:
-        length = self.space.norm(v)
-        if not (math.isfinite(length) and length > 0):
-            raise NumericsError(f"a product needs a finite vector other than zero; |v| = {length}")
-        self._where = None
-        return length
+        self._evaluate(line, h, self._all, self._points)
+        return self._assemble(line, h)
 
     # ---- gradients
 
@@ -187,31 +201,23 @@ class FiniteDifferenceHessian:
         for gradient in self._gradients.values():
             gradient.zero_()
 
-    def _evaluate(self, v: Tensor, step: float, micro_batches: range, points: list[int]) -> None:
+    def _evaluate(self, line: _Line, h: float, micro_batches: range, points: Sequence[int]) -> None:
         """Add these micro-batches' gradients at all points, beginning where the weights are."""
         if not micro_batches:
             return
-        if self._where == points[-1] * step:
+        step = h / line.length
+        if line.is_at(points[-1] * step):
             points = points[::-1]
         for node in points:
-            self._move(v, node * step, inner=abs(node) <= 1)
+            line.move(node * step, inner=abs(node) <= 1)
             if node:
-                self.backend.add_gradient(self._gradients[node], micro_batches)
+                self.session.add_gradient(self._gradients[node], micro_batches)
         evaluated = sum(node != 0 for node in points)
         self.cost.gradient_evaluations += evaluated * len(micro_batches) / len(self._all)
 
-    def _move(self, v: Tensor, to: float, inner: bool) -> None:
-        """Displace the weights, and see how much of the way across the inner difference is v."""
-        if self._where == to:
-            return
-        change, start = self.backend.displace(v, to), self._where
-        self._where = to
-        if start is not None and inner:
-            self._moved = (change, math.copysign(1.0, to - start))
-
     # ---- trials
 
-    def _search(self, v: Tensor, length: float) -> tuple[float, int]:
+    def _search(self, line: _Line) -> tuple[float, int]:
         """Trials on the pilot until one is accepted, which the product then finishes.
 
         Returns h and the number of trials thrown away.
@@ -220,7 +226,7 @@ class FiniteDifferenceHessian:
         (h,) = self.space.of_rank_0(self._controller.first_h())
         while True:
             self._restart()
-            self._evaluate(v, h / length, self._pilot, self._trial_points)
+            self._evaluate(line, h, self._pilot, self._trial_points)
             trials.append(self._judge(h, trials))
             advice = self._controller.advise(trials)
             better, accept = self.space.of_rank_0(advice.h, advice.accept)
@@ -253,43 +259,47 @@ class FiniteDifferenceHessian:
 
     # ---- products
 
-    def _assemble(self, v: Tensor, length: float, h: float) -> Product:
+    def _assemble(self, line: _Line, h: float) -> Product:
         """The product from the gradients, without figures on its error."""
-        partials = []
-        for a, b, weight in self.scheme.differences:
+        owned, length = self.space.n_owned, line.length
+        sums = {"along": line.change[:1], "moved": line.change[1:]}
+        (inner, _, weight), *outer = self.scheme.differences
+        for a, b, part in self.scheme.differences:
             base, middle = (self._gradients[b], self.gradient) if b else (self.gradient, None)
             # The gradients are sums; this gives the weighted part of H v at v's own length.
-            half = (a - b) * h / (2 * weight * self.scale * length)
-            owned = self.space.n_owned
-            partials.append(ops.difference(self._gradients[a], base, half, v, None, middle, owned))
-        (inner, _, weight), *outer = self.scheme.differences
+            half = (a - b) * h / (2 * part * self.scale * length)
+            partials = ops.difference(self._gradients[a], base, half, middle, owned)
+            if a == inner:
+                sums["inner"], sums["second"] = partials.split(1)
         vector = self._gradients[inner]
         self._gradients[inner] = torch.empty_like(vector)
         for a, _, _ in outer:
             vector.add_(self._gradients[a])
-        change, sign = self._moved
-        local = [partials[0], change]
-        if outer:
-            local.append(ops.dots([(vector, vector)], self.space.n_owned))
-        sums = self.space.reduce(torch.cat(local)).tolist()
-        inner2, second2, along, moved2 = sums[2], sums[3], sums[5], sums[6]
-        square = sums[7] if outer else inner2
-        if not (math.isfinite(square) and math.isfinite(second2)):
+        sums["square"] = ops.dots([(vector, vector)], owned) if outer else sums["inner"]
+        figures = self._reduce(sums)
+        square, second = figures["square"], figures["second"]
+        if not (math.isfinite(square) and math.isfinite(second)):
             raise NumericsError(
                 f"the product at displacement {h:.3e} is not finite: the loss is not finite there; "
                 'use a smaller displacement, or "auto"'
             )
-        first = 2 * h * math.sqrt(inner2) / (weight * self.scale * length)
+        first = 2 * h * math.sqrt(figures["inner"]) / (weight * self.scale * length)
+        moved = math.sqrt(figures["moved"]) * length
         return Product(
             vector=vector,
             norm=math.sqrt(square) / length,
             displacement=h,
-            nonlinearity=_ratio(math.sqrt(second2), first) if not self.scheme.one_sided else None,
+            nonlinearity=_ratio(math.sqrt(second), first) if not self.scheme.one_sided else None,
             noise=None,
-            fidelity=sign * _ratio(along, math.sqrt(moved2) * length, nothing=0.0),
+            fidelity=line.sign * _ratio(figures["along"], moved, nothing=0.0),
             error=None,
             trials=0,
         )
+
+    def _reduce(self, partials: Mapping[str, Tensor]) -> dict[str, float]:
+        """Global sums by name, of this rank's, in one all-reduce."""
+        sums = self.space.reduce(torch.cat([part.reshape(1) for part in partials.values()]))
+        return dict(zip(partials, sums.tolist(), strict=True))
 
 
 def _outcome(product: Product) -> Trial:

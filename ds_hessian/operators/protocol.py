@@ -1,12 +1,14 @@
-"""What Krylov methods know of a Hessian: a symmetric operator on a vector space, with errors."""
+"""Linear operators: what Krylov methods and analyses know of a Hessian."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from ds_hessian.backends.protocol import Session
 from ds_hessian.vectors import VectorSpace
 
 
@@ -36,6 +38,25 @@ class Product:
     trials: int
 
 
+@dataclass
+class OperatorCost:
+    """What an operator has spent so far. Seconds are wall-clock, on this rank.
+
+    Attributes:
+        gradient_seconds: One gradient over all micro-batches (measured at w).
+        product_seconds: All products, trials included.
+        products: Their number.
+        gradient_evaluations: Gradients spent in products, in units of the full slice.
+        trials: Pilot evaluations that were not accepted.
+    """
+
+    gradient_seconds: float = 0.0
+    product_seconds: float = 0.0
+    products: int = 0
+    gradient_evaluations: float = 0.0
+    trials: int = 0
+
+
 class LinearOperator(Protocol):
     """A symmetric linear operator on a sharded vector space."""
 
@@ -46,4 +67,33 @@ class LinearOperator(Protocol):
 
         Collective: every rank calls it with its shard of the same vector.
         """
+        ...
+
+
+class Curvature(LinearOperator, Protocol):
+    """The curvature of a job's loss at its weights, in one session.
+
+    Attributes:
+        session: The measurement that it is part of.
+        gradient: The gradient of the loss at the weights, divided by `scale`, `(n_local,)` fp32.
+        scale: See `Session.gradient_scale`.
+        cost: What it has spent so far.
+    """
+
+    session: Session
+    gradient: Tensor
+    scale: float
+    cost: OperatorCost
+
+    @property
+    def gradient_norm(self) -> float:
+        """Norm of the gradient of the loss. Collective."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next product depends on beside weights and micro-batches; JSON values."""
+        ...
+
+    def load_state_dict(self, figures: Mapping[str, Any]) -> None:
+        """Continue from the `state_dict` of an operator of the same curvature."""
         ...

@@ -20,21 +20,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_hessian import ops
-from ds_hessian.backends.protocol import ShardBackend
+from ds_hessian.backends.protocol import Session
 from ds_hessian.errors import ConfigError, NumericsError
 
 
-def micro_batch_curvatures(
-    backend: ShardBackend, v: Tensor, displacement: float
-) -> NDArray[np.float64]:
+def micro_batch_curvatures(session: Session, v: Tensor, displacement: float) -> NDArray[np.float64]:
     """`v'H_i v / v'v` for micro-batch i of all ranks together, `(G,)`; their mean is `v'Hv / v'v`.
 
-    Central differences of the slope along v. To be called inside `backend.measuring()`, after every
-    micro-batch has been evaluated once. A micro-batch counts as G times its part in the mean loss:
+    Central differences of the slope along v. To be called after every micro-batch
+    has been evaluated once. A micro-batch counts as G times its part in the mean loss:
     with token weighting, different counts are part of the spread.
 
     Args:
-        backend: The shards.
+        session: The measurement.
         v: `(n_local,)`, of any length but zero.
         displacement: h, such as that of a product with v.
 
@@ -47,15 +45,15 @@ def micro_batch_curvatures(
 
     Collective.
     """
-    require_several(backend)
-    count, space = backend.num_micro_batches, backend.space
-    assert backend.gradient_scale is not None
+    require_several(session)
+    count, space = session.num_micro_batches, session.space
+    assert session.gradient_scale is not None
     length, gradient, slopes = space.norm(v), space.zeros(), list[Tensor]()
     for sign in (1.0, -1.0):
-        backend.displace(v, sign * displacement / length)
+        session.displace(v, sign * displacement / length)
         for i in range(count):
             gradient.zero_()
-            backend.add_gradient(gradient, range(i, i + 1))
+            session.add_gradient(gradient, range(i, i + 1))
             slopes.append(sign * ops.dots([(gradient, v)], space.n_owned))
     differences = space.reduce(torch.cat(slopes)).numpy().reshape(2, count).sum(0)
     if not np.isfinite(differences).all():
@@ -63,17 +61,17 @@ def micro_batch_curvatures(
             f"a slope at displacement {displacement:.3e} is not finite: the loss is not finite "
             "there; use a smaller displacement"
         )
-    scale = count * backend.gradient_scale / (2 * displacement * length)
+    scale = count * session.gradient_scale / (2 * displacement * length)
     return np.asarray(scale * differences)
 
 
-def require_several(backend: ShardBackend) -> None:
+def require_several(session: Session) -> None:
     """Raise if there is a single micro-batch.
 
     Raises:
         ConfigError: it has no spread.
     """
-    if backend.num_micro_batches < 2:
+    if session.num_micro_batches < 2:
         raise ConfigError(
             "the error of sampling needs at least 2 micro-batches for each rank, got 1: pass more, "
             "or leave `sampling` off"

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ds_hessian.backends.protocol import ShardBackend
+from ds_hessian.backends.protocol import Session
+from ds_hessian.errors import ConfigError
 from ds_hessian.operators.finite_difference import FiniteDifferenceHessian
+from ds_hessian.operators.protocol import Curvature
 
 
 @dataclass(frozen=True)
@@ -40,27 +42,31 @@ class SweepPoint:
     fidelity: float
 
 
-def default_range(backend: ShardBackend) -> list[float]:
+def default_range(session: Session) -> list[float]:
     """Three displacements in each decade, from rounding noise to |w|. Collective.
 
     u^(1/3) |w| is about the best one (the paper's remark 3.2), u^(2/3) |w| then deep in the noise.
     """
-    lowest = math.log10(backend.unit_roundoff ** (2 / 3) / 10)
+    lowest = math.log10(session.unit_roundoff ** (2 / 3) / 10)
     count = math.ceil(-3 * lowest)
-    norm = backend.weight_norm() or 1.0
+    norm = session.weight_norm() or 1.0
     return [norm * 10 ** (lowest * i / count) for i in range(count, -1, -1)]
 
 
-def sweep(
-    operator: FiniteDifferenceHessian, v: Tensor, displacements: Sequence[float]
-) -> list[SweepPoint]:
+def sweep(operator: Curvature, v: Tensor, displacements: Sequence[float]) -> list[SweepPoint]:
     """Products with `v` `(n_local,)` at ascending displacements.
 
     Raises:
+        ConfigError: the curvature is not by finite differences.
         NumericsError: v is zero or not finite, or a product is not finite.
 
     Collective.
     """
+    if not isinstance(operator, FiniteDifferenceHessian):
+        raise ConfigError(
+            "a sweep over displacements needs a curvature by finite differences, got "
+            f"{type(operator).__name__}"
+        )
     space, length = operator.space, operator.space.norm(v)
     points, last = list[SweepPoint](), None
     for h in displacements:

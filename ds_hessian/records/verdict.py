@@ -40,7 +40,7 @@ class SelfTest(Record):
         error: Estimated relative error of a product of a random vector.
         displacement: Its h.
         suggestions: Settings to change, each in a sentence; empty where all is well.
-        provenance: The model, the data and the settings; None if they were not recorded.
+        provenance: The model, the data and the settings that it was made with.
     """
 
     kind: ClassVar[str] = "self_test"
@@ -49,7 +49,7 @@ class SelfTest(Record):
     error: float
     displacement: float
     suggestions: tuple[str, ...]
-    provenance: Provenance | None = None
+    provenance: Provenance
 
     @property
     def passed(self) -> bool:

@@ -1,9 +1,18 @@
 """Taking up a measurement that was killed: its state on disk, and what must match."""
 
-from ds_hessian.resume.identity import identity_of, refuse_foreign
+from ds_hessian.resume.identity import identity_of, refuse_foreign, settings_of
 from ds_hessian.resume.journal import Journal
 from ds_hessian.resume.run import SavedRun
 from ds_hessian.resume.spectrum import SavedSpectrum
-from ds_hessian.resume.store import StateStore
+from ds_hessian.resume.store import StateStore, retire
 
-__all__ = ["Journal", "SavedRun", "SavedSpectrum", "StateStore", "identity_of", "refuse_foreign"]
+__all__ = [
+    "Journal",
+    "SavedRun",
+    "SavedSpectrum",
+    "StateStore",
+    "identity_of",
+    "refuse_foreign",
+    "retire",
+    "settings_of",
+]

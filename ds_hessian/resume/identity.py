@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
+import torch
 
-from ds_hessian.backends import ShardBackend
-from ds_hessian.backends.objective import Objective
+from ds_hessian.backends.protocol import Objective, Session
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
-from ds_hessian.operators import FiniteDifferenceHessian
+from ds_hessian.operators import Curvature
+from ds_hessian.ranks import gather_objects
 
 SETTINGS = (
     "num_matvecs",
@@ -36,16 +36,18 @@ SUMMED = 1e-12
 
 
 def identity_of(
-    operator: FiniteDifferenceHessian,
+    session: Session,
+    operator: Curvature,
     objective: Objective,
     config: HessianConfig,
     step: int,
-    parameters: list[tuple[str, Any]],
+    parameters: Sequence[tuple[str, torch.Size]],
 ) -> dict[str, Any]:
     """What a measurement is of, as JSON values, the same on every rank.
 
     Args:
-        operator: Open, at the weights.
+        session: The guarded job.
+        operator: The Hessian at the weights.
         objective: This rank's micro-batches.
         config: Of the measurement.
         step: Optimizer steps made.
@@ -53,17 +55,21 @@ def identity_of(
 
     Collective.
     """
-    backend, settings = operator.backend, config.model_dump()
     return {
-        "settings": {key: settings[key] for key in SETTINGS}
-        | {"basis": settings["basis"]["dtype"]},
+        "settings": settings_of(config),
         "optimizer steps": step,
         "parameters": {name: list(shape) for name, shape in parameters},
-        "micro-batches": _micro_batches(backend, objective),
-        "norm of the weights": backend.weight_norm(),
-        "loss": backend.loss,
+        "micro-batches": _micro_batches(objective),
+        "norm of the weights": session.weight_norm(),
+        "loss": session.loss,
         "norm of the gradient": operator.gradient_norm,
     }
+
+
+def settings_of(config: HessianConfig) -> dict[str, Any]:
+    """Those of the settings that the answer depends on, as JSON values."""
+    settings = config.model_dump()
+    return {key: settings[key] for key in SETTINGS} | {"basis": settings["basis"]["dtype"]}
 
 
 def refuse_foreign(found: Mapping[str, Any], here: Mapping[str, Any], roundoff: float) -> None:
@@ -103,12 +109,8 @@ def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield prefix + name, entry
 
 
-def _micro_batches(backend: ShardBackend, objective: Objective) -> str:
+def _micro_batches(objective: Objective) -> str:
     """A hash of all ranks' micro-batches, whichever rank has them."""
-    mine = sorted(Objective([batch]).fingerprint() for batch in objective.batches)
-    found: list[list[str]] = [mine] * backend.space.world_size
-    if backend.space.distributed:
-        dist.all_gather_object(found, mine)
     # Ranks that share a micro-batch (tensor parallelism) count once.
-    digests = sorted({digest for each in found for digest in each})
+    digests = sorted({d for each in gather_objects(sorted(objective.digests())) for d in each})
     return hashlib.blake2b(" ".join(digests).encode(), digest_size=8).hexdigest()

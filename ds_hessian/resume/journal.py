@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,10 @@ import torch
 from torch import Tensor
 
 from ds_hessian import ops
-from ds_hessian.backends import ShardBackend
 from ds_hessian.errors import ConfigError
 from ds_hessian.operators import Product
 from ds_hessian.resume.run import SavedRun
-from ds_hessian.vectors import random_vector
+from ds_hessian.vectors import Layout, VectorSpace, random_vector
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +58,29 @@ class Journal(SavedRun):
     Collective: also `matvec`.
     """
 
-    def __init__(self, folder: Path, backend: ShardBackend) -> None:
-        super().__init__(folder, backend)
-        self.space = backend.space
+    def __init__(self, folder: Path, layout: Layout, space: VectorSpace) -> None:
+        super().__init__(folder, layout, space)
         self._entries: list[dict[str, Any]] = list((self._found or {"entries": []})["entries"])
         self._waiting = len(self._entries)  # entries to be replayed, from `replayed` on
+        self._starts: dict[str, Tensor] = {}
         self.replayed = 0
+
+    def starts(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """The vectors that the measurement began with: of the state, where there is one.
+
+        What an analysis makes of vectors that only its process has could not be made again without
+        them. They are kept with the products; to be called before the first `matvec`.
+
+        Args:
+            vectors: Those that it would begin with now, `(n_local,)` each.
+        """
+        if self._found is None:
+            kept = list(vectors)
+        else:
+            count = int(self._found.get("starts", 0))
+            kept = [self._store.vector(f"start{i}").to(self.space.device) for i in range(count)]
+        self._starts = {f"start{i}": v for i, v in enumerate(kept)}
+        return kept
 
     def matvec(self, v: Tensor) -> Product:
         """See `LinearOperator`.
@@ -84,7 +101,8 @@ class Journal(SavedRun):
         name = f"product{self.operator.cost.products}"
         vectors: dict[str, Tensor | None] = {entry["vector"]: None for entry in self._entries}
         self._entries.append({**entry, "vector": name, "sketch": sketch})
-        self._keep({"entries": self._entries}, {**vectors, name: product.vector})
+        figures = {"entries": self._entries, "starts": len(self._starts)}
+        self._keep(figures, {**self._starts, **vectors, name: product.vector})
         return product
 
     def _sketch(self, v: Tensor) -> list[float]:
@@ -92,7 +110,7 @@ class Journal(SavedRun):
         owned = self.space.n_owned
         partials = [ops.dots([(v, v)], owned)]
         for i in range(SKETCHES):
-            r = random_vector(self.backend.layout, self.space, SEED, i)
+            r = random_vector(self.layout, self.space, SEED, i)
             partials.append(ops.dots([(r, v)], owned))
         square, *dots = self.space.reduce(torch.cat(partials)).tolist()
         return [*dots, math.sqrt(square)]

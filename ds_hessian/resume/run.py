@@ -16,22 +16,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_hessian.backends import ShardBackend
 from ds_hessian.backends.guard import RandomState
-from ds_hessian.operators import FiniteDifferenceHessian
+from ds_hessian.operators import Curvature
 from ds_hessian.resume.identity import refuse_foreign
 from ds_hessian.resume.store import Given, StateStore
+from ds_hessian.vectors import Layout, VectorSpace
 
 
 class SavedRun:
     """The state of one measurement in a folder.
 
     Args:
-        folder: See `StateStore`.
-        backend: Of the measurement.
+        folder: Folder of the state; see `StateStore`.
+        layout: Layout of this rank's vectors.
+        space: Space of the vectors.
 
     Attributes:
-        operator: The Hessian; from `take_up` on.
         seconds: Spent before this process began.
         all_reduces: Made before this process began.
 
@@ -41,14 +41,14 @@ class SavedRun:
     Collective: the constructor, `take_up` and `clear`.
     """
 
-    operator: FiniteDifferenceHessian
+    operator: Curvature
 
-    def __init__(self, folder: Path, backend: ShardBackend) -> None:
-        self.backend, self._random = backend, RandomState(backend.space.device)
-        self._store = StateStore(
-            folder, backend.layout, backend.space, {"random": _plain(self._random.get())}
-        )
-        self._began, self._reduced = time.perf_counter(), backend.space.all_reduces
+    def __init__(self, folder: Path, layout: Layout, space: VectorSpace) -> None:
+        self.layout, self.space = layout, space
+        self._random = RandomState(space.device)
+        notes = {"random": _plain(self._random.get())}
+        self._store = StateStore(folder, layout, space, notes)
+        self._began, self._reduced = time.perf_counter(), space.all_reduces
         self._found = self._store.figures
         found = self._found or {"seconds": 0.0, "all_reduces": 0}
         self.seconds, self.all_reduces = float(found["seconds"]), int(found["all_reduces"])
@@ -74,15 +74,20 @@ class SavedRun:
         finally:
             self._random.set(here)
 
-    def take_up(self, operator: FiniteDifferenceHessian, identity: dict[str, Any]) -> None:
+    def take_up(self, operator: Curvature, identity: dict[str, Any], roundoff: float) -> None:
         """Bring the operator to where it was.
+
+        Args:
+            operator: The Hessian at the weights.
+            identity: What this measurement is of; see `identity_of`.
+            roundoff: Unit roundoff of the passes.
 
         Raises:
             ConfigError: the state is not of this measurement.
         """
         self.operator, self._identity = operator, identity
         if self._found is not None:
-            refuse_foreign(self._found["identity"], identity, self.backend.unit_roundoff)
+            refuse_foreign(self._found["identity"], identity, roundoff)
             operator.load_state_dict(self._found["operator"])
 
     def clear(self) -> None:
@@ -91,12 +96,11 @@ class SavedRun:
 
     def _keep(self, figures: Mapping[str, Any], vectors: Mapping[str, Given]) -> None:
         """Keep these, and what is kept of every measurement; see `StateStore.save`."""
-        space = self.backend.space
         common = {
             "identity": self._identity,
             "operator": self.operator.state_dict(),
             "seconds": self.seconds + time.perf_counter() - self._began,
-            "all_reduces": self.all_reduces + space.all_reduces - self._reduced,
+            "all_reduces": self.all_reduces + self.space.all_reduces - self._reduced,
         }
         self._store.save({**common, **figures}, vectors)
 

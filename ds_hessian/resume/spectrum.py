@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ds_hessian.backends import ShardBackend
 from ds_hessian.krylov import LanczosRun, LanczosState
 from ds_hessian.resume.run import SavedRun
+from ds_hessian.vectors import Layout, VectorSpace
 
 
 class SavedSpectrum(SavedRun):
@@ -28,8 +28,8 @@ class SavedSpectrum(SavedRun):
     Collective: also `restore` and `save`.
     """
 
-    def __init__(self, folder: Path, backend: ShardBackend) -> None:
-        super().__init__(folder, backend)
+    def __init__(self, folder: Path, layout: Layout, space: VectorSpace) -> None:
+        super().__init__(folder, layout, space)
         self.runs = [_run(entry) for entry in (self._found or {"runs": []})["runs"]]
 
     def restore(self, state: LanczosState) -> None:

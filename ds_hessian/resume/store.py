@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import shutil
 import uuid
@@ -30,7 +31,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +43,10 @@ from ds_hessian.ranks import checkpoint, together
 from ds_hessian.records.safetensors import Reader, Writer
 from ds_hessian.records.store import write_flushed
 from ds_hessian.vectors import Box, Fragment, Layout, VectorSpace
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FORMAT = 1
 """Of the files; raised with every change that an older reader would misread."""
@@ -88,7 +93,7 @@ class StateStore:
         self._kept: list[tuple[str, frozenset[str]]] = []  # (run, vectors) of both generations
         self._written: frozenset[str] = frozenset()
         self._generation = 0
-        self._run = str(self._from_rank_0(f"run-{uuid.uuid4().hex[:ID]}"))
+        self._run = _from_rank_0(space, f"run-{uuid.uuid4().hex[:ID]}")
         self._take_up()
         if self.notes is None:
             with together(self._doing, device=space.device):
@@ -147,17 +152,13 @@ class StateStore:
         self._whole.clear()
         with together(self._doing, device=self.space.device):
             if self.space.rank == 0:
-                for slot in range(GENERATIONS):  # first what names the others
-                    for path in (self._state_file(slot), _aside(self._state_file(slot))):
-                        path.unlink(missing_ok=True)
-                for run in self._runs():
-                    shutil.rmtree(run)
+                _remove_all(self.folder)
 
     # ---- reading
 
     def _take_up(self) -> None:
         problems = []
-        for content in self._generations():
+        for content in generations(self.folder, self.space):
             if isinstance(content, str):
                 problems.append(content)
                 continue
@@ -177,20 +178,6 @@ class StateStore:
                 f"the state in {self.folder} cannot be taken up: {'; '.join(problems)}: remove the "
                 "folder, or name another, to begin anew"
             )
-
-    def _generations(self) -> list[dict[str, Any] | str]:
-        """What rank 0 finds, the newest first: contents, or what is wrong with a file."""
-        found: list[dict[str, Any] | str] = []
-        if self.space.rank == 0:
-            for slot in range(GENERATIONS):
-                path = self._state_file(slot)
-                try:
-                    if path.exists():
-                        found.append(_read_json(path))
-                except ResultError as error:
-                    found.append(str(error))
-            found.sort(key=lambda c: -1 if isinstance(c, str) else c["generation"], reverse=True)
-        return list(self._from_rank_0(found))
 
     def _read(self, name: str) -> Tensor:
         assert self._source is not None
@@ -281,7 +268,7 @@ class StateStore:
     # ---- places, and agreement
 
     def _state_file(self, generation: int) -> Path:
-        return self.folder / f"state.{generation % GENERATIONS}.json"
+        return _state_file(self.folder, generation)
 
     def _rank_file(self, run: str, rank: int) -> Path:
         return self.folder / run / f"rank{rank}.json"
@@ -290,14 +277,7 @@ class StateStore:
         return self.folder / run / f"{name}.rank{rank}.safetensors"
 
     def _runs(self) -> list[Path]:
-        return list(self.folder.glob("run-" + "[0-9a-f]" * ID))
-
-    def _from_rank_0(self, value: Any) -> Any:
-        if not self.space.distributed:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0, device=self.space.device)
-        return values[0]
+        return _runs(self.folder)
 
     def _everywhere(self, problem: str | None) -> str | None:
         """The problem of the lowest rank that has one, on every rank."""
@@ -306,6 +286,58 @@ class StateStore:
         found: list[str | None] = [None] * self.space.world_size
         dist.all_gather_object(found, problem)
         return next((f"rank {r}: {text}" for r, text in enumerate(found) if text), None)
+
+
+def generations(folder: Path, space: VectorSpace) -> list[dict[str, Any] | str]:
+    """What rank 0 finds in a folder, the newest first: contents, or what is wrong with a file.
+
+    Collective.
+    """
+    found: list[dict[str, Any] | str] = []
+    if space.rank == 0:
+        for slot in range(GENERATIONS):
+            path = _state_file(folder, slot)
+            try:
+                if path.exists():
+                    found.append(_read_json(path))
+            except ResultError as error:
+                found.append(str(error))
+        found.sort(key=lambda c: -1 if isinstance(c, str) else c["generation"], reverse=True)
+    return _from_rank_0(space, found)
+
+
+def retire(folder: Path, space: VectorSpace, wanted: Mapping[str, Any], step: int) -> None:
+    """Remove the state of the same measurement at another optimizer step.
+
+    Args:
+        folder: Folder of the state.
+        space: Space of the vectors.
+        wanted: Entries of `identity_of` that must be the same; another state is left alone.
+        step: The optimizer step that is measured now.
+
+    Raises:
+        MeasurementError: rank 0 could not remove it.
+
+    Collective.
+    """
+    here = json.loads(json.dumps(dict(wanted)))
+    for content in generations(folder, space):
+        if isinstance(content, str):
+            continue
+        there = content["figures"]["identity"]
+        same = all(there.get(name) == value for name, value in here.items())
+        if same and there["optimizer steps"] != step:
+            with together(f"removing the state in {folder}", device=space.device):
+                if space.rank == 0:
+                    logger.warning(
+                        "the state in %s is of optimizer step %d, which was not finished; it is "
+                        "removed, and step %d is measured",
+                        folder,
+                        there["optimizer steps"],
+                        step,
+                    )
+                    _remove_all(folder)
+        return
 
 
 def overlaps(mine: Layout, theirs: Layout) -> list[tuple[Index, Index]]:
@@ -329,6 +361,30 @@ def overlaps(mine: Layout, theirs: Layout) -> list[tuple[Index, Index]]:
             if len(i):
                 pairs.append((torch.from_numpy(i + part.start), torch.from_numpy(j + offset)))
     return pairs
+
+
+def _from_rank_0(space: VectorSpace, value: T) -> T:
+    if not space.distributed:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0, device=space.device)
+    return values[0]
+
+
+def _state_file(folder: Path, generation: int) -> Path:
+    return folder / f"state.{generation % GENERATIONS}.json"
+
+
+def _runs(folder: Path) -> list[Path]:
+    return list(folder.glob("run-" + "[0-9a-f]" * ID))
+
+
+def _remove_all(folder: Path) -> None:
+    for slot in range(GENERATIONS):  # first what names the others
+        for path in (_state_file(folder, slot), _aside(_state_file(folder, slot))):
+            path.unlink(missing_ok=True)
+    for run in _runs(folder):
+        shutil.rmtree(run)
 
 
 def _plain(fragment: Fragment) -> dict[str, Any]:

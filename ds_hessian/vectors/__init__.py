@@ -4,6 +4,7 @@ from ds_hessian.vectors.layout import Box, Fragment, Layout
 from ds_hessian.vectors.partition import Partition, by_layer, by_pattern
 from ds_hessian.vectors.probes import ProbeKind, random_vector
 from ds_hessian.vectors.space import VectorSpace
+from ds_hessian.vectors.transport import collected, distribute
 
 __all__ = [
     "Box",
@@ -14,5 +15,7 @@ __all__ = [
     "VectorSpace",
     "by_layer",
     "by_pattern",
+    "collected",
+    "distribute",
     "random_vector",
 ]

@@ -732,7 +732,7 @@ def influences(damping: float) -> Any:
     query = [batch(700 + dist.get_rank(), 0)]
     examples = [batch(500 + i, 0) for i in range(3)]
     found = hessian.influence(query, examples, [damping, 4 * damping], num_matvecs=40)
-    kept = hessian.backend.num_micro_batches == len(my_batches())
+    kept = hessian._objective.num_micro_batches == len(my_batches())
     kept &= same(before, full_weights(engine))
     refusals = []
     for wrong in (([], examples), (query, examples[: 1 + dist.get_rank()])):
@@ -763,3 +763,14 @@ def influences_at(weights: Tensor, query: Any, examples: list[Any], damping: flo
     found = hessian.influence([query], examples, [damping], method="cg", num_matvecs=10)
     engine.destroy()
     return found
+
+
+def random_states_after_reading() -> bool:
+    """Whether giving a shuffling loader to an engine's Hessian has moved torch's generator."""
+    engine = make_engine(hessian=QUIET)
+    data = [batch(500 + i, 0) for i in range(4)]
+    before = torch.get_rng_state()
+    engine.hessian.use(torch.utils.data.DataLoader(data, batch_size=None, shuffle=True))
+    moved = not torch.equal(before, torch.get_rng_state())
+    engine.destroy()
+    return moved

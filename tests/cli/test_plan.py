@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ds_hessian import timing
+from ds_hessian.analyses import plan_job
 from ds_hessian.config import HessianConfig
 from ds_hessian.memory import shown
-from ds_hessian.plan import Job, plan_job
+from ds_hessian.planning import Job
+from ds_hessian.planning import times as timing
 from tests.cli.test_cli import call
 
 JOB = ("--parameters", "7B", "--ranks", "64")

@@ -174,7 +174,7 @@ def places_by_checkpoint() -> tuple[int, list[str]]:
     places by the sharded state dict, and which differ.
     """
     from ds_hessian.backends.megatron import host
-    from ds_hessian.backends.megatron.pieces import fragment_of
+    from ds_hessian.backends.megatron.runs import fragment_of
     from ds_hessian.backends.zero.tensor_parallel import place
 
     job, differing = Job(tp=2), []

@@ -251,7 +251,7 @@ def weight(name: str, shape: Any) -> Tensor:
 def fill(chunks: list[Any]) -> None:
     """Set every parameter of these layers from `weight`."""
     from ds_hessian.backends.megatron import host
-    from ds_hessian.backends.megatron.pieces import fragment_of
+    from ds_hessian.backends.megatron.runs import fragment_of
 
     for chunk in chunks:
         for parameter, offset, tensor in host.sharded_tensors(chunk):
@@ -348,17 +348,20 @@ def product_in_fp64(job: Job, h: float = 2e-4) -> tuple[Stored, Stored, Stored, 
         hessian = hessian_of(chunks, job)
         backend, v = hessian.backend, hessian.random_vector(seed=5)
         sums = []
-        with backend.measuring():
+        with backend.measuring(hessian._objective) as session:
             for sign in (0, 1, -1):
                 with torch.no_grad():
                     for w, master, (_, part) in zip(
-                        backend._weights, backend._masters, backend.layout, strict=True
+                        session.weights.weights,
+                        session.weights.masters,
+                        backend.layout,
+                        strict=True,
                     ):
                         w.copy_(master + sign * h * v[part].double())
                 host.gather_parameters(chunks)
                 out = torch.zeros_like(v, dtype=torch.float64)
-                backend.add_gradient(out, range(backend.num_micro_batches))
-                sums.append(out * backend.gradient_scale)
+                session.add_gradient(out, range(session.num_micro_batches))
+                sums.append(out * session.gradient_scale)
         product = (sums[1] - sums[2]) / (2 * h)
         vectors = [stored(backend, x) for x in (v, sums[0], product)]
         return vectors[0], vectors[1], vectors[2], hessian.dot(v, v)
@@ -401,7 +404,7 @@ def chain(job: Job, count: int) -> tuple[list[tuple[Stored, Stored, float]], Any
     with running(job) as chunks:
         make_optimizer(job, chunks)
         hessian = hessian_of(chunks, job)
-        for piece in hessian.backend.pieces:
+        for piece in hessian.backend.runs:
             if piece.master is not None:
                 whole = weight(piece.fragment.name, piece.fragment.shape)
                 piece.master.copy_(whole.reshape(-1)[piece.fragment.index()])
@@ -462,7 +465,7 @@ def reference(job: Job, v: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
     """
     with running(job) as chunks:
         from ds_hessian.backends.megatron import host
-        from ds_hessian.backends.megatron.pieces import fragment_of
+        from ds_hessian.backends.megatron.runs import fragment_of
 
         model = host.unwrap(chunks[0]).eval()
         total = count = torch.zeros((), dtype=torch.float64)
@@ -699,9 +702,9 @@ def gather_in_flight() -> list[tuple[list[Tensor], list[int]]]:
             if dispatch:
                 chunks[0].start_param_sync()
             counts = [len(hooks)]
-            with hessian.backend.measuring():
+            with hessian.backend.measuring(hessian._objective) as session:
                 counts.append(len(hooks))
-                hessian.backend.displace(hessian.random_vector(seed=5), 1.0)
+                session.displace(hessian.random_vector(seed=5), 1.0)
                 displaced = [p.detach().clone() for p in chunks[0].parameters()]
             out.append((displaced, [*counts, len(hooks)]))
     return out

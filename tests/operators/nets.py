@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ds_hessian.backends import Session
 from ds_hessian.backends.module import ModuleBackend
 from ds_hessian.vectors import random_vector
 
@@ -80,12 +83,21 @@ class Exact:
             basis.append((w / w.norm()).float())
 
 
-def backend_of(net: nn.Module, data: list[Batch], bf16: bool = False) -> ModuleBackend:
+def backend_of(net: nn.Module, bf16: bool = False) -> ModuleBackend:
     """fp32, or bf16 weights and passes with fp32 masters."""
     if not bf16:
-        return ModuleBackend(net, data, loss_of)
+        return ModuleBackend(net)
     masters = [p.detach().clone() for p in net.parameters()]
-    return ModuleBackend(copy.deepcopy(net).bfloat16(), data, loss_of, 2.0**-9, masters)
+    return ModuleBackend(copy.deepcopy(net).bfloat16(), masters=masters)
+
+
+@contextmanager
+def measuring(
+    backend: ModuleBackend, data: Sequence[Any], loss: Callable[..., Tensor] | None = loss_of
+) -> Iterator[Session]:
+    """A session on the mean of `loss(module, micro-batch)`."""
+    with backend.measuring(backend.objective(data, loss)) as session:
+        yield session
 
 
 def relative(a: Tensor, b: Tensor) -> float:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from ds_hessian.backends import Session
 from ds_hessian.backends.module import ModuleBackend
 from ds_hessian.errors import NumericsError
 from ds_hessian.operators import FiniteDifferenceHessian
+from tests.operators import nets
 
 
 class Weights(nn.Module):
@@ -21,8 +24,10 @@ class Weights(nn.Module):
         self.w = nn.Parameter(w.clone())
 
 
-def backend_of(w: Tensor, loss: Callable[[Tensor], Tensor], terms: int = 1) -> ModuleBackend:
-    return ModuleBackend(Weights(w), [None] * terms, lambda m, _: loss(m.w))
+@contextmanager
+def measuring(module: nn.Module, loss: Callable[[Tensor], Tensor]) -> Iterator[Session]:
+    with nets.measuring(ModuleBackend(module), [None], lambda m, _: loss(m.w)) as session:
+        yield session
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -33,9 +38,9 @@ def relative(a: Tensor, b: Tensor) -> float:
 def test_the_hessian_is_taken_at_the_weights_not_at_the_vector(displacement: object) -> None:
     w = torch.linspace(0.5, 2.0, 20)
     v = torch.randn(20, generator=torch.Generator().manual_seed(0))
-    backend = backend_of(w, lambda w: (w**4).sum())
-    with backend.measuring():
-        product = FiniteDifferenceHessian(backend, displacement).matvec(v)
+    module = Weights(w)
+    with measuring(module, lambda w: (w**4).sum()) as session:
+        product = FiniteDifferenceHessian(session, displacement).matvec(v)
     # Truncation (h^2 / w^2 with |v| = 1 spread over 20) and rounding of g / h: under 2e-4 for both.
     assert relative(product.vector, 12 * w.double() ** 2 * v) < 2e-4
 
@@ -46,9 +51,9 @@ def test_a_quadratic_gives_its_matrix_at_any_displacement(displacement: object) 
     a = torch.randn(30, 30, generator=generator)
     a = a + a.T
     w, v = torch.randn(30, generator=generator), torch.randn(30, generator=generator)
-    backend = backend_of(w, lambda w: 0.5 * w @ a @ w)
-    with backend.measuring():
-        product = FiniteDifferenceHessian(backend, displacement).matvec(v)
+    module = Weights(w)
+    with measuring(module, lambda w: 0.5 * w @ a @ w) as session:
+        product = FiniteDifferenceHessian(session, displacement).matvec(v)
     # No truncation; rounding is about u (|w| |A| / (h |Av|)): 6e-8 * 5 / h.
     h = product.displacement
     assert relative(product.vector, a.double() @ v.double()) < 1e-6 + 1e-6 / h
@@ -57,30 +62,36 @@ def test_a_quadratic_gives_its_matrix_at_any_displacement(displacement: object) 
 def test_scaling_the_argument_scales_the_product() -> None:
     w = torch.linspace(0.5, 2.0, 20)
     v = torch.ones(20)
-    backend = backend_of(w, lambda w: (w**4).sum())
-    with backend.measuring():
-        operator = FiniteDifferenceHessian(backend, 1e-2)
+    module = Weights(w)
+    with measuring(module, lambda w: (w**4).sum()) as session:
+        operator = FiniteDifferenceHessian(session, 1e-2)
         small, large = operator.matvec(1e-3 * v).vector, operator.matvec(1e3 * v).vector
     assert relative(1e6 * small, large) < 1e-5
 
 
 def test_the_weights_are_bitwise_restored_also_after_an_error() -> None:
     w = torch.randn(100, generator=torch.Generator().manual_seed(2))
-    backend = backend_of(w, lambda w: (w**4).sum())
-    with pytest.raises(KeyError), backend.measuring():
-        FiniteDifferenceHessian(backend).matvec(torch.ones(100))
+    module = Weights(w)
+    with pytest.raises(KeyError), measuring(module, lambda w: (w**4).sum()) as session:
+        FiniteDifferenceHessian(session).matvec(torch.ones(100))
         raise KeyError
-    assert torch.equal(backend.module.w.detach(), w)
+    assert torch.equal(module.w.detach(), w)
 
 
 @pytest.mark.parametrize("v", [torch.zeros(5), torch.tensor([1.0, float("nan"), 0, 0, 0])])
 def test_a_vector_without_direction_is_refused(v: Tensor) -> None:
-    backend = backend_of(torch.ones(5), lambda w: (w**4).sum())
-    with backend.measuring(), pytest.raises(NumericsError, match="other than zero"):
-        FiniteDifferenceHessian(backend).matvec(v)
+    module = Weights(torch.ones(5))
+    with (
+        measuring(module, lambda w: (w**4).sum()) as session,
+        pytest.raises(NumericsError, match="other than zero"),
+    ):
+        FiniteDifferenceHessian(session).matvec(v)
 
 
 def test_a_loss_that_is_not_finite_is_refused() -> None:
-    backend = backend_of(torch.ones(5), lambda w: (w - 1.0).sum().log())
-    with backend.measuring(), pytest.raises(NumericsError, match="gradient at the current weights"):
-        FiniteDifferenceHessian(backend)
+    module = Weights(torch.ones(5))
+    with (
+        measuring(module, lambda w: (w - 1.0).abs().sqrt().sum()) as session,
+        pytest.raises(NumericsError, match="gradient at the current weights"),
+    ):
+        FiniteDifferenceHessian(session)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ds_hessian.backends.module import ModuleBackend
 from ds_hessian.errors import ConfigError
 from ds_hessian.operators.sampling import micro_batch_curvatures, standard_error
+from tests.operators.nets import measuring
 
 DRAWS = 2000
 POPULATION, SIZE = 400, 4  # micro-batches, and examples in one
@@ -58,13 +59,13 @@ def data() -> tuple[Net, list[Any], Any]:
 
 def test_curvatures_are_those_of_each_micro_batch(data: Any) -> None:
     net, batches, hessians = data
-    backend = ModuleBackend(net, batches[:6], lambda m, b: m(*b))
+    backend = ModuleBackend(net)
     mean = hessians[:6].mean(0)
     v = torch.tensor(np.linalg.eigh(mean)[1][:, -1], dtype=torch.float32)
-    with backend.measuring():
-        backend.displace(None, 0.0)
-        backend.add_gradient(backend.space.zeros(), range(6))
-        found = micro_batch_curvatures(backend, 3 * v, 1e-2)
+    with measuring(backend, batches[:6], None) as session:
+        session.displace(None, 0.0)
+        session.add_gradient(backend.space.zeros(), range(6))
+        found = micro_batch_curvatures(session, 3 * v, 1e-2)
     exact = np.einsum("i,gij,j->g", v.double(), hessians[:6], v.double())
     # Truncation h^2 / 6 of the third derivative, and fp32 slopes over 2 h.
     assert np.allclose(found, exact, atol=1e-4 * abs(exact).max())
@@ -72,9 +73,12 @@ def test_curvatures_are_those_of_each_micro_batch(data: Any) -> None:
 
 def test_one_micro_batch_has_no_spread(data: Any) -> None:
     net, batches, _ = data
-    backend = ModuleBackend(net, batches[:1], lambda m, b: m(*b))
-    with backend.measuring(), pytest.raises(ConfigError, match="at least 2 micro-batches"):
-        micro_batch_curvatures(backend, backend.space.zeros() + 1, 1e-2)
+    backend = ModuleBackend(net)
+    with (
+        measuring(backend, batches[:1], None) as session,
+        pytest.raises(ConfigError, match="at least 2 micro-batches"),
+    ):
+        micro_batch_curvatures(session, backend.space.zeros() + 1, 1e-2)
 
 
 @pytest.mark.parametrize("count", [8, 32])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ds_hessian.backends.module import ModuleBackend
 from ds_hessian.operators import SCHEMES, FiniteDifferenceHessian
-from tests.operators.nets import Exact, backend_of, batches, mlp, relative, train
+from tests.operators.nets import Exact, backend_of, batches, measuring, mlp, relative, train
 
 BEST = {"forward": 2.5e-3, "central": 3e-4, "fourth_order": 6e-5}
 """fp32: about ten times u^(p / (p + 1)), what the order of each scheme allows."""
@@ -25,9 +25,9 @@ class Scalar(nn.Module):
 
 
 def curvature(scheme: str, loss: Callable[[Tensor], Tensor], w: float, h: float) -> float:
-    backend = ModuleBackend(Scalar(w), [None], lambda m, _: loss(m.w.double()).sum())
-    with backend.measuring():
-        operator = FiniteDifferenceHessian(backend, scheme=scheme)
+    backend = ModuleBackend(Scalar(w))
+    with measuring(backend, [None], lambda m, _: loss(m.w.double()).sum()) as session:
+        operator = FiniteDifferenceHessian(session, scheme=scheme)
         return float(operator.product_at(torch.ones(1), h).vector)
 
 
@@ -51,10 +51,10 @@ def test_schemes_differ_from_the_hessian_by_their_first_missing_term() -> None:
 def test_products_reach_the_error_of_their_order(scheme: str, steps: int) -> None:
     data = batches()
     net = train(mlp(), data, steps)
-    backend, exact = backend_of(net, data), Exact(net, data)
+    backend, exact = backend_of(net), Exact(net, data)
     errors, estimates = [], []
-    with backend.measuring():
-        operator = FiniteDifferenceHessian(backend, scheme=scheme)
+    with measuring(backend, data) as session:
+        operator = FiniteDifferenceHessian(session, scheme=scheme)
         for v, truth in exact.krylov(backend, 8):
             product = operator.matvec(v)
             errors.append(relative(product.vector, truth))
@@ -68,15 +68,15 @@ def test_products_reach_the_error_of_their_order(scheme: str, steps: int) -> Non
 def test_cost_is_that_of_the_scheme_and_a_quarter(scheme: str) -> None:
     data = batches(16)
     net = train(mlp(), data, 40)
-    backend, exact = backend_of(net, data), Exact(net, data)
+    backend, exact = backend_of(net), Exact(net, data)
     count = 0
 
     def counted(*_: object) -> None:
         nonlocal count
         count += 1
 
-    with backend.measuring():
-        operator = FiniteDifferenceHessian(backend, scheme=scheme)
+    with measuring(backend, data) as session:
+        operator = FiniteDifferenceHessian(session, scheme=scheme)
         handle = net.register_forward_pre_hook(counted)
         for v, _ in exact.krylov(backend, 20):
             operator.matvec(v)
@@ -93,14 +93,14 @@ def test_cost_is_that_of_the_scheme_and_a_quarter(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_fidelity_is_that_of_the_step_between_the_inner_nodes(scheme: str) -> None:
     data = batches(2)
-    backend = backend_of(mlp(), data, bf16=True)
+    backend = backend_of(mlp(), bf16=True)
     v = torch.nn.functional.normalize(torch.ones(backend.layout.n_local), dim=0)
-    with backend.measuring():
-        operator = FiniteDifferenceHessian(backend, scheme=scheme)
+    with measuring(backend, data) as session:
+        operator = FiniteDifferenceHessian(session, scheme=scheme)
         for h in (1e-3, 10.0):
             points = []
             for node in SCHEMES[scheme].differences[0][:2]:
-                backend.displace(v, node * h)
+                session.displace(v, node * h)
                 flat = [p.detach().flatten().double() for p in backend.module.parameters()]
                 points.append(torch.cat(flat))
             moved = points[0] - points[1]

@@ -10,10 +10,20 @@ import torch
 from ds_hessian.operators import SCHEMES, FiniteDifferenceHessian
 from ds_hessian.operators.displacement.belief import Estimate, Trial
 from ds_hessian.operators.displacement.control import MAX_TRIALS, StepController
-from tests.operators.nets import Exact, backend_of, batches, loss_of, mlp, relative, train
+from tests.operators.nets import (
+    Exact,
+    backend_of,
+    batches,
+    loss_of,
+    measuring,
+    mlp,
+    relative,
+    train,
+)
 
 GRID = {False: [10 ** (k / 3) for k in range(-13, 0)], True: [10 ** (k / 3) for k in range(-8, 3)]}
 FIXED = {False: 5e-3, True: 0.2}
+FULL = pytest.mark.full
 
 
 def search(
@@ -95,16 +105,20 @@ def test_a_loss_that_overflows_at_large_steps_is_left_by_smaller_ones() -> None:
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("steps", [0, 40, 400], ids=["untrained", "trained", "memorised"])
+@pytest.mark.parametrize(
+    "steps",
+    [pytest.param(0, marks=FULL), 40, pytest.param(400, marks=FULL)],
+    ids=["untrained", "trained", "memorised"],
+)
 def test_auto_is_near_the_best_constant_of_each_vector(steps: int, bf16: bool) -> None:
     data = batches()
     net = train(mlp(), data, steps)
     if steps == 400:
         assert sum(loss_of(net, b).item() for b in data) / len(data) < 1e-3
-    backend, exact = backend_of(net, data, bf16), Exact(net, data)
+    backend, exact = backend_of(net, bf16), Exact(net, data)
     auto, best, fixed, estimates = [], [], [], []
-    with backend.measuring():
-        operator = FiniteDifferenceHessian(backend)
+    with measuring(backend, data) as session:
+        operator = FiniteDifferenceHessian(session)
         for v, truth in exact.krylov(backend, 8):
             errors = [relative(operator.product_at(v, h).vector, truth) for h in GRID[bf16]]
             best.append(min(errors))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from ds_hessian.backends.module import ModuleBackend
 from ds_hessian.operators import FiniteDifferenceHessian, default_range, sweep
 from ds_hessian.records import DisplacementSweep
-from tests.operators.nets import backend_of, batches, mlp, train
+from tests.operators.nets import batches, loss_of, measuring, mlp, train
 from tests.results.makers import COST, PROVENANCE
 
 
@@ -25,9 +26,16 @@ class Point(nn.Module):
         self.w = nn.Parameter(torch.tensor(w))
 
 
-def record(backend: ModuleBackend, vectors: dict[str, Tensor], h: list[float]) -> DisplacementSweep:
-    with backend.measuring():
-        operator = FiniteDifferenceHessian(backend)
+def record(
+    net: nn.Module,
+    vectors: dict[str, Tensor],
+    h: list[float],
+    loss: Callable[..., Tensor],
+    data: Sequence[Any] = (None,),
+) -> DisplacementSweep:
+    backend = ModuleBackend(net)
+    with measuring(backend, data, loss) as session:
+        operator = FiniteDifferenceHessian(session)
         points = [sweep(operator, v, h) for v in vectors.values()]
         norm = operator.gradient_norm
     names = ("curvature", "norm", "change", "nonlinearity", "fidelity")
@@ -41,7 +49,7 @@ def record(backend: ModuleBackend, vectors: dict[str, Tensor], h: list[float]) -
         changes=arrays["change"],
         nonlinearities=arrays["nonlinearity"],
         fidelities=arrays["fidelity"],
-        loss=backend.loss,
+        loss=session.loss,
         gradient_norm=norm,
         cost=COST,
         provenance=PROVENANCE,
@@ -69,9 +77,8 @@ def _along(t: float) -> float:
 @pytest.mark.parametrize("case", CASES)
 def test_curvature_is_the_average_of_the_hessian_over_the_step(case: str) -> None:
     loss, w, v, flat, triangular = CASES[case]
-    backend = ModuleBackend(Point(w), [None], lambda m, _: loss(m.w.double()))
     h = [10 ** (k / 20) for k in range(-30, 9)]
-    found = record(backend, {"v": torch.tensor(v)}, h)
+    found = record(Point(w), {"v": torch.tensor(v)}, h, lambda m, _: loss(m.w.double()))
     # fp32 gradients: rounding 6e-8 |g| / h, 1e-5 at the smallest h.
     np.testing.assert_allclose(found.curvatures[0], [flat(x) for x in h], rtol=2e-5)
     # The trapezoidal rule with steps of 12 %: (0.12)^2 / 12 of the curved part.
@@ -80,10 +87,11 @@ def test_curvature_is_the_average_of_the_hessian_over_the_step(case: str) -> Non
 
 def test_locally_rough_globally_smooth_is_seen() -> None:
     # The paper's figure 1: curvature 1 - 100 cos(0) = -99 at the point, 1 at any larger scale.
-    backend = ModuleBackend(
-        Point([0.0]), [None], lambda m, _: (m.w**2 / 2 + torch.cos(100 * m.w) / 100).sum()
-    )
-    found = record(backend, {"v": torch.ones(1)}, [1e-4, 1e-3, math.pi / 100, 10.0])
+    def loss(m: Point, _: None) -> Tensor:
+        return (m.w**2 / 2 + torch.cos(100 * m.w) / 100).sum()
+
+    h = [1e-4, 1e-3, math.pi / 100, 10.0]
+    found = record(Point([0.0]), {"v": torch.ones(1)}, h, loss)
     assert found.curvatures[0, 0] == pytest.approx(-99, rel=1e-3)
     assert found.curvatures[0, 2] == pytest.approx(1, abs=1e-3)
     assert found.curvatures[0, 3] == pytest.approx(1, abs=0.2)
@@ -92,13 +100,13 @@ def test_locally_rough_globally_smooth_is_seen() -> None:
 def test_the_plateau_is_between_noise_and_averaging_and_is_the_hessian(tmp_path) -> None:
     data = batches()
     net = train(mlp(), data, 40)
-    backend = backend_of(net, data)
+    backend = ModuleBackend(net)
     generator = torch.Generator().manual_seed(3)
     v = torch.nn.functional.normalize(torch.randn(backend.space.n, generator=generator), dim=0)
-    with backend.measuring():
-        h = default_range(backend)
-        product = FiniteDifferenceHessian(backend).matvec(v)
-    found = record(backend, {"random": v}, h)
+    with measuring(backend, data) as session:
+        h = default_range(session)
+        product = FiniteDifferenceHessian(session).matvec(v)
+    found = record(net, {"random": v}, h, loss_of, data)
     assert 0 < found.best("random") < len(h) - 2
     plateau = found.plateau("random")
     assert abs(plateau.value - float(v @ product.vector)) < 10 * plateau.error

@@ -20,9 +20,10 @@ moves an element of a vector, and so the rounding of gradients: 1e-5 of a produc
 def spectrum(implementation: str, dtype: torch.dtype) -> list[LanczosRun]:
     torch.manual_seed(0)
     batches = [batch(i, 0) for i in range(2)]
-    backend = ModuleBackend(TinyGPT(dropout=0.0), batches, lambda m, b: m(*b))
-    with ops.implementation(implementation), backend.measuring():
-        operator = FiniteDifferenceHessian(backend, displacement=1e-2)
+    backend = ModuleBackend(TinyGPT(dropout=0.0))
+    objective = backend.objective(batches)
+    with ops.implementation(implementation), backend.measuring(objective) as session:
+        operator = FiniteDifferenceHessian(session, displacement=1e-2)
         options = LanczosOptions(storage=Storage(dtype))
         return slq(operator, backend.layout, 12, 2, seed=0, options=options)
 

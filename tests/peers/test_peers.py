@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ds_hessian.krylov import eigenpairs
 from ds_hessian.operators import FiniteDifferenceHessian
 from ds_hessian.vectors import random_vector
-from tests.operators.nets import Exact, backend_of, batches, loss_of, mlp, train
+from tests.operators.nets import Exact, backend_of, batches, loss_of, measuring, mlp, train
 
 K = 3
 
@@ -65,9 +65,9 @@ def extreme(operator: Any, n: int) -> NDArray[np.float64]:
 def test_products_agree(peer: Any) -> None:
     net = trained()
     reference, theirs = Exact(net, batches()), peer(copy.deepcopy(net).double())
-    backend = backend_of(net, batches())
-    with backend.measuring():
-        operator = FiniteDifferenceHessian(backend)
+    backend = backend_of(net)
+    with measuring(backend, batches()) as session:
+        operator = FiniteDifferenceHessian(session)
         for seed in range(3):
             v = random_vector(backend.layout, backend.space, seed)
             expected = multiply(theirs, v.double()).detach()
@@ -82,11 +82,11 @@ def test_products_agree(peer: Any) -> None:
 @pytest.mark.parametrize("peer", [by_curvlinops, by_hessian_eigenthings])
 def test_the_largest_eigenvalues_agree_with_those_of_eigsh(peer: Any) -> None:
     net = trained()
-    backend = backend_of(net, batches())
+    backend = backend_of(net)
     expected = extreme(peer(copy.deepcopy(net).double()), backend.space.n)
-    with backend.measuring():
+    with measuring(backend, batches()) as session:
         pairs = eigenpairs(
-            FiniteDifferenceHessian(backend),
+            FiniteDifferenceHessian(session),
             random_vector(backend.layout, backend.space, 0),
             K,
             lambda number: random_vector(backend.layout, backend.space, number),
@@ -102,6 +102,6 @@ def test_the_largest_eigenvalues_agree_with_hessian_eigenthings_own_lanczos() ->
 
     found = hessian_eigenthings.lanczos(theirs, k=K, max_iter=40, tol=1e-8, seed=0)
     assert found.converged.all()
-    backend = backend_of(net, batches())
+    backend = backend_of(net)
     expected = extreme(theirs, backend.space.n)
     assert np.allclose(found.eigenvalues.numpy(), expected, rtol=1e-6)

@@ -6,8 +6,8 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hessian import ops
-from ds_hessian.backends.module import ModuleBackend
-from ds_hessian.backends.objective import Objective
+from ds_hessian.backends.module import ModuleBackend, ModuleSession
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import HessianError
 from ds_hessian.krylov import (
@@ -42,12 +40,14 @@ PROBES, STEPS = 3, 12
 LONG = 24  # steps of the run that is killed 20 times
 
 
-class Sharded(ModuleBackend):
+class Sharded:
     """A module whose vectors are split over the ranks; the weights are whole on each."""
 
-    def __init__(self, module: Any, micro_batches: Any) -> None:
-        super().__init__(module, micro_batches, lambda m, b: m(*b))
-        self.whole, sizes = self.layout, {name: p.numel() for name, p in self.named}
+    def __init__(self, module: Any) -> None:
+        self.whole = ModuleBackend(module)
+        self.parameters = self.whole.parameters
+        self.objective = self.whole.objective
+        sizes = {name: shape.numel() for name, shape in self.parameters}
         self.layout = layout_of(sizes)
         self.space = VectorSpace(self.layout.n_local, self.layout.n_owned)
         starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
@@ -58,7 +58,7 @@ class Sharded(ModuleBackend):
 
     def full(self, v: Tensor | None) -> Tensor:
         """The whole vector, on every rank; 0 for None."""
-        full = torch.zeros(self.whole.n_local)
+        full = torch.zeros(self.whole.layout.n_local)
         for place, part, owned in self.places:
             if v is not None and owned:
                 full[place] = v[part]
@@ -66,33 +66,65 @@ class Sharded(ModuleBackend):
             dist.all_reduce(full)
         return full
 
+    @contextmanager
+    def measuring(self, micro_batches: Any) -> Iterator[ShardedSession]:
+        """Guard the whole module."""
+        with self.whole.measuring(self.objective(micro_batches)) as session:
+            yield ShardedSession(self, session)
+
+
+class ShardedSession:
+    """The session of the whole module, on shards of the vectors."""
+
+    def __init__(self, backend: Sharded, whole: ModuleSession) -> None:
+        self.backend, self.whole = backend, whole
+        self.layout, self.space = backend.layout, backend.space
+        self.num_micro_batches, self.unit_roundoff = whole.num_micro_batches, whole.unit_roundoff
+
+    @property
+    def gradient_scale(self) -> float | None:
+        """That of the whole."""
+        return self.whole.gradient_scale
+
+    @property
+    def loss(self) -> float:
+        """That of the whole."""
+        return self.whole.loss
+
     def displace(self, v: Tensor | None, h: float) -> Tensor:
-        """See `ShardBackend.displace`."""
-        full = self.full(v)
-        weights = [p.data.view(-1) for _, p in self.named]
-        return ops.displace(
-            weights, self._masters, full, h, len(full) if self.space.rank == 0 else 0
-        )
+        """See `Session.displace`."""
+        return self.whole.displace(self.backend.full(v), h)
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
-        """See `ShardBackend.add_gradient`."""
-        full, mine = torch.zeros(self.whole.n_local), self.layout
-        self.layout = self.whole
-        super().add_gradient(full, micro_batches)
-        self.layout = mine
-        for place, part, _ in self.places:
+        """See `Session.add_gradient`."""
+        full = self.backend.whole.space.zeros()
+        self.whole.add_gradient(full, micro_batches)
+        for place, part, _ in self.backend.places:
             out[part] += full[place]
 
     def weight_norm(self) -> float:
-        """See `ShardBackend.weight_norm`."""
-        w, v = torch.cat([m.float() for m in self._masters]), self.space.zeros()
-        for place, part, _ in self.places:
+        """See `Session.weight_norm`."""
+        w, v = torch.cat([m.float() for m in self.whole.weights.masters]), self.space.zeros()
+        for place, part, _ in self.backend.places:
             v[part] = w[place]
         return self.space.norm(v)
 
 
 class Stopped(Exception):
     """Ends a run after some of its products."""
+
+
+def identity(
+    backend: Sharded,
+    operator: FiniteDifferenceHessian,
+    batches: Any,
+    config: HessianConfig,
+    step: int,
+) -> tuple[dict[str, Any], float]:
+    """What a measurement is of, and the roundoff of its passes."""
+    session, objective = operator.session, backend.objective(batches)
+    here = identity_of(session, operator, objective, config, step, backend.parameters)
+    return here, session.unit_roundoff
 
 
 def spectrum(
@@ -110,7 +142,7 @@ def spectrum(
     with torch.no_grad():
         module.down.weight[0, 0] *= scale
     batches = [batch(first_batch + i, 0) for i in range(2)]
-    backend = Sharded(module, batches)
+    backend = Sharded(module)
     config = HessianConfig.parse({"num_matvecs": STEPS, "num_probes": PROBES, **settings})
     made = 0
 
@@ -126,14 +158,12 @@ def spectrum(
         with ExitStack() as stack:
             saved = None
             if folder is not None:
-                saved = SavedSpectrum(Path(folder), backend)
+                saved = SavedSpectrum(Path(folder), backend.layout, backend.space)
                 stack.enter_context(saved.random_states())
-            stack.enter_context(backend.measuring())
-            operator = FiniteDifferenceHessian(backend)
+            session = stack.enter_context(backend.measuring(batches))
+            operator = FiniteDifferenceHessian(session)
             if saved is not None:
-                named = [(name, p.shape) for name, p in backend.named]
-                identity = identity_of(operator, Objective(batches), config, step, named)
-                saved.take_up(operator, identity)
+                saved.take_up(operator, *identity(backend, operator, batches, config, step))
             runs = slq(
                 operator,
                 backend.layout,
@@ -204,21 +234,21 @@ def analysis(
     module, batches = TinyGPT(dropout=0.0), [batch(i, 0) for i in range(2)]
     with torch.no_grad():
         module.down.weight[0, 0] *= scale
-    backend = Sharded(module, batches)
+    backend = Sharded(module)
 
     def draw(number: int) -> Tensor:
         return random_vector(backend.layout, backend.space, seed, number)
 
     try:
         with ExitStack() as stack:
-            journal = None if folder is None else Journal(Path(folder), backend)
-            stack.enter_context(backend.measuring())
-            operator = FiniteDifferenceHessian(backend)
+            journal = (
+                None if folder is None else Journal(Path(folder), backend.layout, backend.space)
+            )
+            session = stack.enter_context(backend.measuring(batches))
+            operator = FiniteDifferenceHessian(session)
             if journal is not None:
-                named = [(name, p.shape) for name, p in backend.named]
-                config = HessianConfig()
-                identity = identity_of(operator, Objective(batches), config, 0, named)
-                journal.take_up(operator, {**identity, "call": call})
+                here, roundoff = identity(backend, operator, batches, HessianConfig(), 0)
+                journal.take_up(operator, {**here, "call": call}, roundoff)
             interrupted = Interrupted(journal or operator, lambda: operator.cost, stop)
             found = {
                 name: torch.stack([backend.full(v) for v in value])
@@ -301,16 +331,16 @@ def vectors_without_files(folder: str) -> list[bool]:
 
 def random_states(folder: str) -> bool:
     """Whether a taken up run finds the random states of its beginning, and leaves the others."""
-    backend = Sharded(TinyGPT(), [batch(0, 0)])
+    backend = Sharded(TinyGPT())
 
     def draw() -> list[float]:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    saved = SavedSpectrum(Path(folder), backend)
+    saved = SavedSpectrum(Path(folder), backend.layout, backend.space)
     saved._store.save({"runs": [], "seconds": 0.0, "all_reduces": 0}, {})
     first = draw()
-    second = SavedSpectrum(Path(folder), backend)
+    second = SavedSpectrum(Path(folder), backend.layout, backend.space)
     before = torch.get_rng_state()
     with second.random_states():
         again = draw()

@@ -4,109 +4,117 @@ Vectors are what the rank's optimizer steps: with the distributed optimizer 1/DP
 parameters, else all of them. Displaced shards are spread by Megatron's own parameter gather,
 gradients run through its own schedule and reductions, so a product costs what training pays.
 
-With an interleaved pipeline, which runs whole groups of micro-batches only, a micro-batch of
-`ShardBackend` is such a group.
+With an interleaved pipeline, which runs whole groups of micro-batches only, a unit of the session
+is such a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from ds_hessian import ops
-from ds_hessian.backends.guard import Attributes, Buffers, RandomState, full_fp32, training_flags
+from ds_hessian.backends.guard import guarded
 from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.forward import FixedForward
-from ds_hessian.backends.megatron.objective import PipelineObjective
-from ds_hessian.backends.megatron.pieces import pieces_of
-from ds_hessian.backends.megatron.tracker import tracker_states
+from ds_hessian.backends.megatron.objective import ForwardStep, PipelineObjective
+from ds_hessian.backends.megatron.runs import runs_of
+from ds_hessian.backends.objective import reading
+from ds_hessian.backends.protocol import (
+    DEFAULT_PASSES,
+    AdamState,
+    Description,
+    Objective,
+    Passes,
+    Precision,
+)
+from ds_hessian.backends.sharded import Shard, ShardedWeights
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import Item, place_of
-from ds_hessian.ranks import together
+from ds_hessian.ranks import gather_objects, together
 from ds_hessian.ranks.lockstep import Lockstep
 from ds_hessian.vectors import Layout, VectorSpace
 
 
 class MegatronBackend:
-    """The shards of a Megatron job; see `ShardBackend`.
+    """The `Backend` of a Megatron job.
 
     Args:
         chunks: The model chunks, wrapped in megatron-core's `DistributedDataParallel`, that
             `refuse_unsupported` let pass.
 
     Attributes:
-        parameters: `(checkpoint name, unsharded shape)` of all of them, the same on every rank.
+        runs: This rank's coordinates, in the order of the layout.
         group: Micro-batches that the schedule cannot run apart.
-        is_sharded: Whether the distributed optimizer splits parameters over data-parallel ranks.
+        step: Optimizer steps made so far, for the record; set it before measuring.
 
     Collective: the constructor.
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self.chunks = list(chunks)
+        self.modules: Sequence[nn.Module] = self.chunks
         self.device = next(self.chunks[0].parameters()).device
         with together("mapping the parameters", device=self.device):
-            pieces = pieces_of(self.chunks)
-        self.layout = Layout([piece.fragment for piece in pieces])
-        self.pieces = [pieces[i] for i in self.layout.order]
+            runs = runs_of(self.chunks)
+        self.layout = Layout([run.fragment for run in runs])
+        self.runs = [runs[i] for i in self.layout.order]
         self.space = VectorSpace(self.layout.n_local, self.layout.n_owned, self.device)
         mine = {(f.name, tuple(f.shape)) for f in self.layout.fragments}
-        everyone: list[Any] = [mine] * self.space.world_size
-        dist.all_gather_object(everyone, mine)
-        self.parameters = [(n, torch.Size(s)) for n, s in sorted(set().union(*everyone))]
+        everyone = set().union(*gather_objects(mine))
+        self.parameters: Sequence[tuple[str, torch.Size]] = [
+            (name, torch.Size(shape)) for name, shape in sorted(everyone)
+        ]
         self.group = host.micro_batch_group(self.chunks)
-        self.is_sharded = bool(self.chunks[0].ddp_config.use_distributed_optimizer)
-        self.train_mode = False
-        self.num_micro_batches = 0
-        self.gradient_scale: float | None = None
-        self.loss = float("nan")
-        self._per_token = bool(host.model_config(self.chunks[0]).calculate_per_token_loss)
-        self._objective: PipelineObjective | None = None
-        self._weights: list[Tensor] = []
-        self._masters: list[Tensor] = []
+        self.step = 0
+        narrow = self.dtype == torch.bfloat16
+        self.precisions: tuple[Precision, ...] = ("model",) if narrow else ("model", "fp32")
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Of the weights, and of the passes."""
         return next(self.chunks[0].parameters()).dtype
 
-    @property
-    def unit_roundoff(self) -> float:
-        """Of the dtype in which the passes compute."""
-        return torch.finfo(self.dtype).eps / 2
+    # ---- the function
 
-    # ---- the loss
-
-    def use(
+    def objective(
         self,
-        objective: PipelineObjective,
-        train_mode: bool = False,
-        precision: Literal["model", "fp32"] = "model",
-    ) -> None:
-        """Fix the loss. Collective.
+        batches: Iterable[Any],
+        loss: ForwardStep | None = None,
+        *,
+        like: Objective | None = None,
+        **sizes: int | None,
+    ) -> PipelineObjective:
+        """See `Backend.objective`.
 
         Args:
-            objective: This rank's micro-batches and the forward step.
-            train_mode: Whether the modules are in train mode.
-            precision: `"fp32"` is refused where the model is not fp32.
+            batches: What `next(data_iterator)` gives in the forward step. An empty list on ranks
+                whose forward step reads nothing.
+            loss: The forward step.
+            like: What is None here is taken from this objective.
+            sizes: `seq_length` and `micro_batch_size`, as the schedules take them.
 
         Raises:
-            ConfigError: ranks that have micro-batches have different numbers of them, none has
-                any, or an interleaved pipeline needs another number.
-            UnsupportedError: fp32 passes of a bf16 model.
+            ConfigError: an argument is missing or cannot be, ranks that have micro-batches have
+                different numbers of them, none has any, or an interleaved pipeline needs another
+                number.
         """
-        if precision == "fp32" and self.dtype == torch.bfloat16:
-            raise UnsupportedError(
-                "ds_hessian does not support fp32 passes of a bf16 Megatron model, whose layers "
-                'cast by their own configuration; use finite_difference.precision "model"'
-            )
+        if isinstance(like, PipelineObjective):
+            loss = like.forward_step if loss is None else loss
+            sizes = {**like.sizes, **{k: v for k, v in sizes.items() if v is not None}}
+        with reading(batches, self.device):
+            objective = PipelineObjective(batches, loss, sizes)
+        objective.num_micro_batches = self._common_number(len(objective.batches))
+        return objective
+
+    def _common_number(self, mine: int) -> int:
+        """The number of micro-batches of all ranks that have some."""
         counts = torch.zeros(self.space.world_size, dtype=torch.float64)
-        counts[self.space.rank] = len(objective.batches)
+        counts[self.space.rank] = mine
         present = [int(c) for c in self.space.reduce(counts) if c > 0]
         if not present or min(present) != max(present):
             raise ConfigError(
@@ -118,118 +126,140 @@ class MegatronBackend:
                 f"the interleaved pipeline runs groups of {self.group} micro-batches, got "
                 f"{present[0]}; pass a multiple"
             )
-        self._objective, self.train_mode = objective, train_mode
-        self._full_fp32 = precision == "fp32"
-        self.num_micro_batches = present[0] // self.group
-
-    # ---- the guard
+        return present[0]
 
     @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """See `ShardBackend.measuring`.
+    def measuring(
+        self, objective: Objective, passes: Passes = DEFAULT_PASSES
+    ) -> Iterator[MegatronSession]:
+        """See `Backend.measuring`.
 
         Allowed between an optimizer step and the next forward: the gradient buffers, which training
         clears there, come back zeroed.
         """
-        assert self._objective is not None, "use() comes first"
-        attributes = Attributes()
-        self._finalize = host.model_config(self.chunks[0]).finalize_model_grads_func
-        random = RandomState(self.device, tracker_states())
-        buffers = [Buffers(chunk) for chunk in self.chunks]
-        self._forward = FixedForward(self._objective.forward_step, self.chunks, random, buffers)
-        self._evaluated: set[int] = set()
-        self.gradient_scale = None
-        with ExitStack() as stack:
-            stack.callback(random.set, random.get())
-            for saved in buffers:
-                stack.callback(saved.restore)
-            stack.callback(host.keep_logs(self.chunks))
-            stack.callback(host.without_gather_hooks(self.chunks))
-            stack.callback(attributes.restore)
-            host.quiet(self.chunks, attributes)
-            stack.callback(self._put_back_gradients, self._take_gradients())
-            for chunk in self.chunks:
-                stack.enter_context(training_flags(chunk, self.train_mode))
-            stack.enter_context(torch.enable_grad())
-            if self._full_fp32:
-                stack.enter_context(full_fp32())
-            stack.callback(self._restore_weights, self._keep_weights())
+        assert isinstance(objective, PipelineObjective)
+        if passes.precision not in self.precisions:
+            raise UnsupportedError(
+                "ds_hessian does not support fp32 passes of a bf16 Megatron model, whose layers "
+                'cast by their own configuration; use finite_difference.precision "model"'
+            )
+        finalize = host.model_config(self.chunks[0]).finalize_model_grads_func
+        with guarded(self.chunks, self.device, passes) as guard:
+            guard.callback(host.keep_logs(self.chunks))
+            guard.callback(host.without_gather_hooks(self.chunks))
+            host.quiet(self.chunks, guard.attributes)
+            # Before the gather hooks come back, which read what `quiet` has switched.
+            guard.callback(guard.attributes.restore)
+            guard.callback(_put_back_gradients, self.chunks, _take_gradients(self.chunks))
+            parts = [Shard(run.weight, run.master) for run in self.runs]
+            publish = self._gather_parameters
+            weights = ShardedWeights(parts, self.layout, self.space, publish)
+            guard.callback(weights.restore)
+            forward = FixedForward(objective.forward_step, self.chunks, guard.random, guard.buffers)
             lockstep = Lockstep(self.device, stage=host.pipeline_rank())
-            self._lockstep = stack.enter_context(lockstep)
-            yield
+            guard.enter_context(lockstep)
+            yield MegatronSession(self, objective, forward, finalize, weights, lockstep)
 
-    def _take_gradients(self) -> list[tuple[Any, Tensor | None]]:
-        # After a step of Megatron's fp32 optimizers, `grad` *is* the gradient buffer: a backward
-        # would accumulate into it, and DDP's hook add it to itself.
-        kept = [(p, p.grad) for chunk in self.chunks for p in chunk.parameters()]
-        for p, _ in kept:
-            p.grad = None
-        return kept
-
-    def _put_back_gradients(self, kept: list[tuple[Any, Tensor | None]]) -> None:
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        for p, gradient in kept:
-            p.grad = gradient
-
-    def _keep_weights(self) -> list[Tensor]:
-        self._weights = [piece.weight for piece in self.pieces]
-        self._masters = []
-        for weight, master in zip(self._weights, (p.master for p in self.pieces), strict=True):
-            # Weights are the rounded masters after a step; where somebody has edited them since,
-            # they themselves are what training goes on with, and a copy is their master.
-            mine = master is not None and torch.equal(master.to(weight.dtype), weight)
-            self._masters.append(master if mine and master is not None else weight.clone())
-        return self._masters
-
-    def _restore_weights(self, kept: list[Tensor]) -> None:
-        for weight, value in zip(self._weights, kept, strict=True):
-            weight.copy_(value)
+    def _gather_parameters(self) -> None:
         host.gather_parameters(self.chunks)
-        self._weights, self._masters = [], []
 
-    # ---- evaluations
+    # ---- the job
+
+    def describe(self) -> Description:
+        """See `Backend.describe`."""
+        sizes = ", ".join(f"{axis} {size}" for axis, size in host.mesh().items())
+        sharded = self.chunks[0].ddp_config.use_distributed_optimizer
+        kind = "distributed optimizer" if sharded else "DDP"
+        return Description(
+            layout=f"Megatron {sizes}, {kind}",
+            model_dtype=str(self.dtype).removeprefix("torch."),
+            versions={
+                "megatron-core": host.version(),
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+            },
+        )
+
+    def adam(self) -> AdamState:
+        """See `Backend.adam`; not supported, as the chunks do not know their optimizer."""
+        raise UnsupportedError(
+            "ds_hessian does not support Adam's moments on Megatron, whose model chunks do not "
+            "know their optimizer: give solve a preconditioner of your own, and sharpness "
+            "preconditioned=False"
+        )
+
+    def memory(self, precision: Precision = "model") -> list[Item]:
+        """See `Backend.memory`."""
+        alone = sum(run.weight.nbytes for run in self.runs if run.master is None)
+        return [Item("weights as they were", place_of(self.device), alone)]
+
+
+class MegatronSession:
+    """The `Session` of a Megatron job.
+
+    Args:
+        backend: The job's.
+        objective: The function.
+        forward: The job's forward step on it, the same each time.
+        finalize: The job's `finalize_model_grads_func`.
+        weights: This rank's.
+        lockstep: Of the measurement.
+    """
+
+    def __init__(
+        self,
+        backend: MegatronBackend,
+        objective: PipelineObjective,
+        forward: FixedForward,
+        finalize: Callable[..., Any] | None,
+        weights: ShardedWeights,
+        lockstep: Lockstep,
+    ) -> None:
+        self.layout, self.space = backend.layout, backend.space
+        self.num_micro_batches = objective.num_micro_batches // backend.group
+        self.unit_roundoff = torch.finfo(backend.dtype).eps / 2
+        self.gradient_scale: float | None = None
+        self.loss = float("nan")
+        self.weights = weights
+        self._backend, self._objective = backend, objective
+        self._forward, self._finalize, self._lockstep = forward, finalize, lockstep
+        self._evaluated: set[int] = set()
 
     def displace(self, v: Tensor | None, h: float) -> Tensor:
-        """See `ShardBackend.displace`."""
-        direction = self.space.zeros() if v is None else v
-        change = ops.displace(self._weights, self._masters, direction, h, self.space.n_owned)
-        host.gather_parameters(self.chunks)
-        return change
+        """See `Session.displace`."""
+        return self.weights.displace(v, h)
+
+    def weight_norm(self) -> float:
+        """See `Session.weight_norm`."""
+        return self.weights.norm()
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
-        """See `ShardBackend.add_gradient`.
-
-        Raises:
-            MeasurementError: forward step, model, loss or backward raised on some rank.
-            NumericsError: a loss is not finite.
-        """
+        """See `Session.add_gradient`."""
         if not micro_batches:
             return
-        self._run(micro_batches.start * self.group, len(micro_batches) * self.group)
-        host.reduce_gradients(self.chunks, self._finalize)
+        backend = self._backend
+        self._run(micro_batches.start * backend.group, len(micro_batches) * backend.group)
+        host.reduce_gradients(backend.chunks, self._finalize)
         self._note(micro_batches)
         # The schedule has averaged over the micro-batches of the run, or summed over tokens.
-        factor = 1.0 if self._per_token else float(len(micro_batches))
-        for piece, (_, part) in zip(self.pieces, self.layout, strict=True):
-            out[part].add_(piece.gradient.to(out.dtype), alpha=factor)
+        factor = 1.0 if self._forward.per_token else float(len(micro_batches))
+        for run, (_, part) in zip(backend.runs, self.layout, strict=True):
+            out[part].add_(run.gradient.to(out.dtype), alpha=factor)
 
     def _run(self, first: int, count: int) -> None:
-        objective, forward = self._objective, self._forward
-        assert objective is not None
-        for chunk in self.chunks:
+        objective, chunks = self._objective, self._backend.chunks
+        for chunk in chunks:
             chunk.zero_grad_buffer()
-        forward.start(first)
+        self._forward.start(first)
         last = first + count - 1
         with self._lockstep.run(f"evaluating micro-batches {first} to {last}"):
             host.run_schedule(
-                self.chunks,
-                forward,
+                chunks,
+                self._forward,
                 lambda: objective.iterator(first, count),
                 self._lockstep,
                 num_microbatches=count,
-                seq_length=objective.seq_length,
-                micro_batch_size=objective.micro_batch_size,
+                **objective.sizes,
             )
 
     def _note(self, micro_batches: range) -> None:
@@ -242,21 +272,24 @@ class MegatronBackend:
             for loss, tokens in self._forward.losses.values():
                 totals += torch.tensor([1.0, float(loss), 0.0 if tokens is None else float(tokens)])
         terms, loss, tokens = self.space.reduce(totals).tolist()
-        if self._per_token and tokens <= 0:
+        per_token = self._forward.per_token
+        if per_token and tokens <= 0:
             raise ConfigError("the micro-batches have no token that counts in the loss")
-        self.gradient_scale = 1.0 / (tokens if self._per_token else self.num_micro_batches)
-        self.loss = loss / (tokens if self._per_token else terms)
+        self.gradient_scale = 1.0 / (tokens if per_token else self.num_micro_batches)
+        self.loss = loss / (tokens if per_token else terms)
 
-    def memory(self, precision: Literal["model", "fp32"] = "model") -> list[Item]:
-        """See `ShardBackend.memory`."""
-        alone = sum(piece.weight.nbytes for piece in self.pieces if piece.master is None)
-        return [Item("weights as they were", place_of(self.device), alone)]
 
-    def weight_norm(self) -> float:
-        """See `ShardBackend.weight_norm`."""
-        total = torch.zeros(1, dtype=torch.float64, device=self.device)
-        for master, fragment in zip(self._masters, self.layout.fragments, strict=True):
-            if fragment.owned:
-                wide = master.float()
-                total += ops.dots([(wide, wide)], wide.numel())
-        return float(self.space.reduce(total)[0]) ** 0.5
+def _take_gradients(chunks: Sequence[Any]) -> list[tuple[Any, Tensor | None]]:
+    # After a step of Megatron's fp32 optimizers, `grad` *is* the gradient buffer: a backward would
+    # accumulate into it, and DDP's hook add it to itself.
+    kept = [(p, p.grad) for chunk in chunks for p in chunk.parameters()]
+    for p, _ in kept:
+        p.grad = None
+    return kept
+
+
+def _put_back_gradients(chunks: Sequence[Any], kept: list[tuple[Any, Tensor | None]]) -> None:
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    for p, gradient in kept:
+        p.grad = gradient

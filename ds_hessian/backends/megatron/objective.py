@@ -12,17 +12,17 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
-
-from ds_hessian.backends.objective import Objective
+from ds_hessian.backends.objective import MicroBatches
 from ds_hessian.errors import ConfigError
+
+SIZES = ("seq_length", "micro_batch_size")
 
 ForwardStep = Callable[..., tuple[Any, Callable[..., Any]]]
 """`forward_step(data_iterator, model)` returns the output and `loss_func(output)`, as Megatron's
 `forward_backward_func` takes it; `loss_func` returns `(loss, logs)` or `(sum, tokens, logs)`."""
 
 
-class PipelineObjective(Objective):
+class PipelineObjective(MicroBatches):
     """Micro-batches and the forward step that reads them.
 
     Args:
@@ -30,35 +30,39 @@ class PipelineObjective(Objective):
             step reads none (tensor-parallel ranks that receive them from another, middle stages of
             a pipeline) pass an empty list.
         forward_step: See `ForwardStep`.
-        seq_length: Of a micro-batch, as the schedule takes it.
-        micro_batch_size: Of a micro-batch.
+        sizes: `seq_length` and `micro_batch_size`, as the schedule takes them.
 
     Raises:
-        ConfigError: names the argument that cannot be.
+        ConfigError: names the argument that is missing or cannot be.
     """
 
     def __init__(
         self,
         batches: Iterable[Any],
-        forward_step: ForwardStep,
-        seq_length: int,
-        micro_batch_size: int,
+        forward_step: ForwardStep | None,
+        sizes: Mapping[str, int | None],
     ) -> None:
-        if isinstance(batches, (Tensor, Mapping)):
-            raise ConfigError("batches must be a list of micro-batches, got one; pass [batch]")
-        if not isinstance(batches, Iterable):
-            raise ConfigError(f"batches must be a list of micro-batches, got {batches!r}")
+        given: dict[str, Any] = {"forward_step": forward_step, **dict.fromkeys(SIZES), **sizes}
+        unknown = [name for name in sizes if name not in SIZES]
+        if unknown:
+            raise ConfigError(f"{unknown[0]} is not an argument here; there are {', '.join(SIZES)}")
+        missing = [name for name, value in given.items() if value is None]
+        if missing or forward_step is None:
+            raise ConfigError(
+                f"no {', '.join(missing)} yet: call hessian.use(batches, forward_step, "
+                "seq_length=..., micro_batch_size=...) first"
+            )
+        super().__init__(batches)
         if not callable(forward_step):
             raise ConfigError(
                 "forward_step must be a function of (data_iterator, model), as "
                 f"get_forward_backward_func() takes it, got {forward_step!r}"
             )
-        for name, size in (("seq_length", seq_length), ("micro_batch_size", micro_batch_size)):
-            if not isinstance(size, int) or size < 1:
-                raise ConfigError(f"{name} must be a positive integer, got {size!r}")
-        self.batches = list(batches)
+        for name in SIZES:
+            if not isinstance(given[name], int) or given[name] < 1:
+                raise ConfigError(f"{name} must be a positive integer, got {given[name]!r}")
         self.forward_step = forward_step
-        self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
+        self.sizes: dict[str, int] = {name: given[name] for name in SIZES}
 
     def iterator(self, first: int, count: int) -> Iterator[Any] | None:
         """What the forward step reads in one run of the schedule; None on ranks without batches.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ds_hessian.backends.guard import has_plain_random_states
 from ds_hessian.backends.megatron import host
-from ds_hessian.backends.megatron.tracker import has_plain_random_states
-from ds_hessian.errors import UnsupportedError
+from ds_hessian.errors import ConfigError, UnsupportedError
 
 
 def refuse_unsupported(chunks: Sequence[Any]) -> None:
@@ -17,6 +17,7 @@ def refuse_unsupported(chunks: Sequence[Any]) -> None:
 
     Raises:
         UnsupportedError: names the option, and what to do.
+        ConfigError: there are more or fewer chunks than the job has on a rank.
     """
     number = tuple(int(part) for part in host.version().split(".")[:2])
     if number < host.OLDEST:
@@ -34,6 +35,12 @@ def refuse_unsupported(chunks: Sequence[Any]) -> None:
         for name, present, remedy in _findings(chunk):
             if present:
                 raise UnsupportedError(f"ds_hessian does not support {name}; {remedy}")
+    expected = host.mesh().get("VPP", 1)
+    if len(chunks) != expected:
+        raise ConfigError(
+            f"this job has {expected} model chunk{'s' * (expected > 1)} on a rank, got "
+            f"{len(chunks)}; pass what get_forward_backward_func() takes as model"
+        )
 
 
 def _findings(chunk: Any) -> list[tuple[str, bool, str]]:

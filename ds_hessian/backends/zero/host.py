@@ -6,7 +6,7 @@ is probed with `hasattr` where versions differ, and a version without it is refu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -65,6 +65,12 @@ def check_version(version: str) -> None:
         )
 
 
+def settings_of(engine: Any) -> dict[str, Any]:
+    """The engine's whole configuration as the user gave it."""
+    settings: dict[str, Any] = engine._config._param_dict
+    return settings
+
+
 def accelerator_synchronize() -> None:
     """Wait for the device. ZeRO-3's all-gather stream does not wait for the stream that wrote the
     shards (partitioned_param_coordinator.py), so writes must have ended before the next gather.
@@ -72,19 +78,6 @@ def accelerator_synchronize() -> None:
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().synchronize()
-
-
-def tracker_states() -> tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...]:
-    """Get and set the states of DeepSpeed's activation-checkpointing RNG tracker.
-
-    `set_states` keeps the dict that it is given and `fork` replaces entries in it, hence a copy.
-    """
-    from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
-
-    def put(states: dict[str, Tensor]) -> None:
-        get_cuda_rng_tracker().set_states(dict(states))
-
-    return ((lambda: dict(get_cuda_rng_tracker().get_states()), put),)
 
 
 def quiet(engine: Any, attributes: Attributes) -> None:

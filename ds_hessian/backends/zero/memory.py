@@ -7,8 +7,8 @@ after somebody's own edit of either, which is seen when the measurement begins, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from ds_hessian.backends.protocol import Precision
 from ds_hessian.memory import FP32, Item, Place
 
 
@@ -41,8 +41,8 @@ class ZeroFigures:
     whole_gradients: bool = False
 
 
-def memory_of_zero(job: ZeroFigures, precision: Literal["model", "fp32"] = "model") -> list[Item]:
-    """Items of a `ZeroBackend` in `measuring`.
+def memory_of_zero(job: ZeroFigures, precision: Precision = "model") -> list[Item]:
+    """Items of a session of a `ZeroBackend`.
 
     Args:
         job: Its figures.

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hessian.backends.adam import moments
 from ds_hessian.backends.guard import swap
+from ds_hessian.backends.protocol import AdamState
 from ds_hessian.errors import UnsupportedError
 
 
@@ -80,27 +82,12 @@ class Shards(ABC):
         and the number of its parameter group.
         """
 
-    def adam(self, piece: Piece) -> tuple[Tensor, Tensor] | None:
-        """What Adam divides by, and its last step without weight decay; None if it is not Adam.
-
-        `D = sqrt(v / (1 - beta2^t)) + eps` and `-lr m / (1 - beta1^t) / D`, flat, in fp32.
-        """
+    def adam(self, piece: Piece) -> AdamState | None:
+        """What Adam knows of the piece; None if the optimizer is not Adam."""
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
         tensor, offset, group = self.stepped(piece)
         state, settings = inner.state.get(tensor, {}), inner.param_groups[group]
-        if not {"exp_avg", "exp_avg_sq"} <= state.keys():
-            return None
-        step = float(state["step"] if "step" in state else settings["step"])
-        first, second = (
-            1 - beta**step if settings.get("bias_correction", True) else 1.0
-            for beta in settings["betas"]
-        )
-        mean, square = (
-            state[name].detach().view(-1).narrow(0, offset, piece.numel).float()
-            for name in ("exp_avg", "max_exp_avg_sq" if settings.get("amsgrad") else "exp_avg_sq")
-        )
-        divisor = (square / second).sqrt_().add_(settings["eps"])
-        return divisor, mean.mul(-float(settings["lr"]) / first).div_(divisor)
+        return moments(state, settings, offset, piece.numel)
 
     @abstractmethod
     def publish(self) -> None:

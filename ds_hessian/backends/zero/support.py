@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ds_hessian.backends.megatron import tracker
+from ds_hessian.backends.guard import has_plain_random_states
 from ds_hessian.backends.zero import host, tensor_parallel
 from ds_hessian.errors import UnsupportedError
 
@@ -114,7 +114,7 @@ def _model_parallel_findings(engine: Any) -> list[tuple[str, bool, str]]:
         ),
         (
             "the random states of CUDA graphs",
-            several and not tracker.has_plain_random_states(),
+            several and not has_plain_random_states(),
             "initialise Megatron's tracker without use_cudagraphable_rng",
         ),
     ]

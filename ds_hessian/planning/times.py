@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from ds_hessian.config import HessianConfig
 from ds_hessian.memory import Place
 from ds_hessian.operators import expected_evaluations
-from ds_hessian.plan import Share
+from ds_hessian.planning.share import Share
 
 PRODUCT_BYTES = 100
 """Read and written for a coordinate of a central difference: two displacements (28), sums of two

@@ -21,7 +21,7 @@ from ds_hessian.vectors import Box, Fragment
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterRun:
     """A contiguous run of a parameter that this rank displaces and whose gradient it has.
 
     Attributes:
@@ -36,43 +36,43 @@ class Piece:
     shard: int
     fragment: Fragment
 
-    def _run(self, flat: Tensor, offset: int) -> Tensor:
+    def _view(self, flat: Tensor, offset: int) -> Tensor:
         return flat.detach().view(-1).narrow(0, offset, self.fragment.numel)
 
     @property
     def weight(self) -> Tensor:
         """View of the weights."""
-        return self._run(self.parameter.data, self.offset)
+        return self._view(self.parameter.data, self.offset)
 
     @property
     def gradient(self) -> Tensor:
         """View of the gradient buffer; reduced on this rank after `host.reduce_gradients`."""
-        return self._run(self.parameter.main_grad, self.offset)
+        return self._view(self.parameter.main_grad, self.offset)
 
     @property
     def master(self) -> Tensor | None:
         """View of the optimizer's fp32 master weights; None where the weights are their own."""
         master = getattr(self.parameter, "main_param", None)
-        return None if master is None else self._run(master, self.offset - self.shard)
+        return None if master is None else self._view(master, self.offset - self.shard)
 
 
-def pieces_of(chunks: Sequence[Any]) -> list[Piece]:
-    """This rank's pieces, in the order of its buffers.
+def runs_of(chunks: Sequence[Any]) -> list[ParameterRun]:
+    """This rank's runs, in the order of its buffers.
 
     Raises:
         UnsupportedError: a trainable parameter is not in the sharded state dict.
     """
-    return [piece for chunk in chunks for piece in _pieces(chunk)]
+    return [run for chunk in chunks for run in _runs(chunk)]
 
 
-def _pieces(chunk: Any) -> list[Piece]:
+def _runs(chunk: Any) -> list[ParameterRun]:
     tensors: dict[int, list[tuple[int, Any]]] = {}
     for parameter, offset, tensor in host.sharded_tensors(chunk):
         tensors.setdefault(id(parameter), []).append((offset, tensor))
     names = {id(p): name for name, p in host.unwrap(chunk).named_parameters()}
     sharded = chunk.ddp_config.use_distributed_optimizer
     first_instance = not sharded or host.first_optimizer_instance(chunk)
-    pieces = []
+    runs = []
     for parameter, first, last in host.shards(chunk):
         missing = last - first
         for offset, tensor in tensors.get(id(parameter), []):
@@ -80,7 +80,7 @@ def _pieces(chunk: Any) -> list[Piece]:
             if low < high:
                 owned = first_instance and _is_main_replica(tensor.replica_id, sharded)
                 fragment = fragment_of(tensor, low - offset, high - low, owned)
-                pieces.append(Piece(parameter, low, first, fragment))
+                runs.append(ParameterRun(parameter, low, first, fragment))
                 missing -= high - low
         if missing:
             raise UnsupportedError(
@@ -88,7 +88,7 @@ def _pieces(chunk: Any) -> list[Piece]:
                 f"{missing} elements are not in the model's sharded_state_dict as plain blocks; "
                 "give its module a sharded_state_dict that describes them"
             )
-    return pieces
+    return runs
 
 
 def _is_main_replica(replica_id: Any, sharded: bool) -> bool:

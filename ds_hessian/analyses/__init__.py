@@ -1,0 +1,37 @@
+"""What a Hessian is measured for: one file for each analysis."""
+
+from ds_hessian.analyses.base import Analysis, Blocks, measure, share_of
+from ds_hessian.analyses.blocks import BlockCoupling, OffBlockShare
+from ds_hessian.analyses.eigenpairs import Eigenpairs
+from ds_hessian.analyses.influence import Influence
+from ds_hessian.analyses.measurement import Measurement, Subject
+from ds_hessian.analyses.registry import ANALYSES, analysis_of, plan_job
+from ds_hessian.analyses.self_test import SelfTest
+from ds_hessian.analyses.sharpness import Followed, Sharpness
+from ds_hessian.analyses.solve import Solve
+from ds_hessian.analyses.spectrum import Spectrum
+from ds_hessian.analyses.sweep import Sweep
+from ds_hessian.analyses.trace import Trace
+
+__all__ = [
+    "ANALYSES",
+    "Analysis",
+    "BlockCoupling",
+    "Blocks",
+    "Eigenpairs",
+    "Followed",
+    "Influence",
+    "Measurement",
+    "OffBlockShare",
+    "SelfTest",
+    "Sharpness",
+    "Solve",
+    "Spectrum",
+    "Subject",
+    "Sweep",
+    "Trace",
+    "analysis_of",
+    "measure",
+    "plan_job",
+    "share_of",
+]

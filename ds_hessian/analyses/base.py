@@ -1,0 +1,214 @@
+"""What an analysis is: its arguments, its products, its memory, its run and its record.
+
+An analysis is a frozen dataclass. Its fields are the arguments of the method of `Hessian` that
+makes it, with their defaults, which stand there and nowhere else; a field made by `transient` is
+handed over with the call (a vector, batches) or follows from the moment, and is no part of what the
+measurement is a measurement of. Plans, what `resume` keeps, the command line's `--analysis` and the
+table in docs/analyses.md are derived from these classes (`ds_hessian.analyses.registry`).
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
+
+from torch import Tensor
+
+from ds_hessian.analyses.measurement import Measurement, Subject
+from ds_hessian.backends.protocol import Backend
+from ds_hessian.config import HessianConfig
+from ds_hessian.errors import ConfigError
+from ds_hessian.memory import Item, place_of
+from ds_hessian.operators import LinearOperator
+from ds_hessian.planning import (
+    Settings,
+    Share,
+    free_memory,
+    needs_of,
+    plan,
+    refuse_too_large,
+)
+from ds_hessian.ranks import gather_objects, together
+from ds_hessian.resume import Journal
+from ds_hessian.vectors import Partition, by_layer, by_pattern
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+Draw = Callable[[int], Tensor]
+"""The random unit vector of a number, `(n_local,)`."""
+
+Blocks = Literal["layers", "parameters"] | Mapping[str, str]
+"""Blocks of parameters: by layer, each its own, or {block: regular expression of names}."""
+
+
+def transient(default: Any) -> Any:
+    """A field that says nothing of what is measured; see the module."""
+    return field(default=default, metadata={"transient": True}, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Analysis(ABC, Generic[R]):
+    """One analysis with its arguments; `R` is its record."""
+
+    title: ClassVar[str]
+    """Name of the method of `Hessian` that makes it."""
+    summary: ClassVar[str]
+    """What it measures, in a line, for people."""
+    resumes: ClassVar[bool] = True
+    """Whether `resume` keeps its state."""
+
+    # ---- what it takes, from settings alone
+
+    @abstractmethod
+    def products(self, config: HessianConfig) -> int:
+        """Number of products, at most.
+
+        Raises:
+            ConfigError: the number depends on the model.
+        """
+
+    @abstractmethod
+    def memory(self, share: Share, config: HessianConfig) -> list[Item]:
+        """What it holds on one rank, beside what the operator and the backend hold."""
+
+    def vectors_kept(self, config: HessianConfig) -> int:
+        """Vectors that `resume` has on disk, at most: those of all products.
+
+        Raises:
+            ConfigError: the number depends on the model.
+        """
+        return self.products(config)
+
+    def with_less(self, config: HessianConfig) -> list[Settings]:
+        """Other settings that need less memory, the least harmful first."""
+        return []
+
+    # ---- its arguments
+
+    @classmethod
+    def from_settings(cls, given: Settings) -> tuple[Self, Settings]:
+        """The analysis with those of the settings that are its own, and all others.
+
+        Raises:
+            ConfigError: an argument is missing.
+        """
+        names = {f.name for f in fields(cls)}
+        own = {name: value for name, value in given.items() if name in names}
+        try:
+            found = cls(**own)
+        except TypeError as error:
+            raise ConfigError(f"arguments of {cls.title}: {error}") from error
+        return found, {name: value for name, value in given.items() if name not in names}
+
+    def changed(self, settings: Settings) -> tuple[Self, Settings]:
+        """The same analysis with those of the settings that are its own, and all others."""
+        names = {f.name for f in fields(self)}
+        own: dict[str, Any] = {k: v for k, v in settings.items() if k in names}
+        return replace(self, **own), {k: v for k, v in settings.items() if k not in names}
+
+    def settings(self) -> dict[str, Any]:
+        """Its arguments as JSON values, without what is transient: what it is a measurement of."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if not f.metadata}
+
+    # ---- its run
+
+    def prepared(self, backend: Backend, config: HessianConfig) -> Self:
+        """The same analysis with what only a job can say filled in.
+
+        Raises:
+            ConfigError: it is not possible on this job.
+
+        Collective.
+        """
+        return self
+
+    @abstractmethod
+    def run(self, subject: Subject) -> R:
+        """Measure. Collective."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Journaled(Analysis[R]):
+    """An analysis that is a function of products, which `resume` keeps in a journal."""
+
+    record: ClassVar[type[Any]]
+    """Class of its record."""
+
+    @abstractmethod
+    def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, Any]:
+        """The record's fields, without cost and provenance.
+
+        Args:
+            run: The open measurement.
+            operator: The Hessian, whose products are kept where `resume` is on.
+
+        Collective.
+        """
+
+    def run(self, subject: Subject) -> R:
+        """Measure, from where the same measurement was interrupted. Collective."""
+        identity = {"call": self.settings()}
+        with subject.open(Journal, self.record.kind, identity) as (run, journal):
+            figures = self.figures(run, journal or run.curvature)
+        record: R = self.record(**figures, cost=run.cost(), provenance=subject.provenance())
+        run.finished()
+        return record
+
+
+def measure(analysis: Analysis[R], subject: Subject) -> R:
+    """Plan an analysis, refuse what does not fit, and run it.
+
+    Raises:
+        ConfigError: it is not possible on this job, or does not fit on some rank.
+
+    Collective.
+    """
+    analysis = analysis.prepared(subject.backend, subject.config)
+    plan_or_refuse(analysis, subject.backend, subject.config)
+    return analysis.run(subject)
+
+
+def plan_or_refuse(analysis: Analysis[R], backend: Backend, config: HessianConfig) -> None:
+    """Log the memory plan of an analysis on rank 0; refuse what does not fit on some rank.
+
+    Raises:
+        ConfigError: it does not fit on some rank.
+
+    Collective.
+    """
+    share, space = share_of(backend), backend.space
+    with together("planning the memory", device=space.device):
+        free = free_memory(config.basis.folder, space.device, config.resume)
+        needs = needs_of(analysis, share, config, free)
+        if space.rank == 0:
+            table = plan(analysis, share, config).table()
+            logger.info("Hessian %s: %s", analysis.title, table)
+    refuse_too_large(analysis, config, gather_objects(needs))
+
+
+def share_of(backend: Backend) -> Share:
+    """This rank's share of the job, for memory plans."""
+    space = backend.space
+    return Share(space.n, space.n_local, place_of(space.device), backend.memory)
+
+
+def partition(backend: Backend, blocks: Blocks) -> Partition:
+    """The coordinates of this rank by block.
+
+    Raises:
+        ConfigError: `blocks` is none of the three things that it may be.
+    """
+    names = [name for name, _ in backend.parameters]
+    if isinstance(blocks, Mapping):
+        groups = by_pattern(names, blocks)
+    elif blocks in ("layers", "parameters"):
+        groups = by_layer(names) if blocks == "layers" else {name: name for name in names}
+    else:
+        raise ConfigError(
+            f'blocks must be "layers", "parameters" or a mapping of patterns, got {blocks!r}'
+        )
+    return Partition(backend.layout, backend.space, groups)

@@ -1,0 +1,95 @@
+"""How far from block diagonal H is: the masked-probe test, and the off-diagonal blocks' share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from ds_hessian import krylov
+from ds_hessian.analyses.base import Blocks, Journaled, partition
+from ds_hessian.analyses.measurement import Measurement
+from ds_hessian.backends.protocol import Backend
+from ds_hessian.config import HessianConfig
+from ds_hessian.errors import ConfigError
+from ds_hessian.memory import Item
+from ds_hessian.operators import LinearOperator
+from ds_hessian.planning import Share
+from ds_hessian.planning.basis import GRAM_SCHMIDT
+from ds_hessian.records import HessianBlockCoupling, HessianOffBlockShare
+
+
+def _memory(share: Share) -> list[Item]:
+    return [
+        share.vectors("probe and its product", 2),
+        share.vectors("probe of a block, or with signs", 1),
+        share.vectors("difference of the products", 1, GRAM_SCHMIDT),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockCoupling(Journaled[HessianBlockCoupling]):
+    """The paper's masked-probe test.
+
+    Attributes:
+        blocks: The blocks.
+        num_blocks: Their number, where the model is not known.
+    """
+
+    title: ClassVar[str] = "block_coupling"
+    summary: ClassVar[str] = "the masked-probe test of block-diagonal structure"
+    record: ClassVar[type] = HessianBlockCoupling
+
+    blocks: Blocks = "layers"
+    num_blocks: int | None = None
+
+    def products(self, config: HessianConfig) -> int:
+        """One for each block, and one for all."""
+        if self.num_blocks is None:
+            raise ConfigError(
+                "how many products block_coupling takes depends on the model: give --products"
+            )
+        return self.num_blocks + 1
+
+    def memory(self, share: Share, config: HessianConfig) -> list[Item]:
+        """Two probes and their products."""
+        return _memory(share)
+
+    def prepared(self, backend: Backend, config: HessianConfig) -> Self:
+        """With the number of blocks filled in."""
+        return replace(self, num_blocks=len(partition(backend, self.blocks).names))
+
+    def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, Any]:
+        """The couplings."""
+        blocks = partition(run.subject.backend, self.blocks)
+        return vars(krylov.block_coupling(operator, blocks, run.subject.draw(0)))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OffBlockShare(Journaled[HessianOffBlockShare]):
+    """Share of the off-diagonal blocks in |H|_F^2.
+
+    Attributes:
+        blocks: The blocks.
+        num_probes: Pairs of products.
+    """
+
+    title: ClassVar[str] = "off_block_share"
+    summary: ClassVar[str] = "share of the off-diagonal blocks in the squared norm of H"
+    record: ClassVar[type] = HessianOffBlockShare
+
+    blocks: Blocks = "layers"
+    num_probes: int = 4
+
+    def products(self, config: HessianConfig) -> int:
+        """Two for each probe."""
+        return 2 * self.num_probes
+
+    def memory(self, share: Share, config: HessianConfig) -> list[Item]:
+        """Two probes and their products."""
+        return _memory(share)
+
+    def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, Any]:
+        """The share."""
+        subject = run.subject
+        blocks, seed = partition(subject.backend, self.blocks), subject.config.seed
+        return vars(krylov.off_block_share(operator, blocks, subject.draw, self.num_probes, seed))

@@ -1,0 +1,112 @@
+"""Influence of training examples on the loss of a query: one solve, and one gradient an example."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from ds_hessian import krylov
+from ds_hessian.analyses.base import Analysis, transient
+from ds_hessian.analyses.measurement import Subject
+from ds_hessian.analyses.solve import Solve
+from ds_hessian.backends.protocol import Backend, Objective, Session
+from ds_hessian.config import HessianConfig
+from ds_hessian.memory import Item
+from ds_hessian.planning import Settings, Share
+from ds_hessian.records import HessianInfluence
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Influence(Analysis[HessianInfluence]):
+    """Influence of examples on a query.
+
+    Attributes:
+        dampings: See `Solve`.
+        method: See `Solve`.
+        tolerance: See `Solve`.
+        num_matvecs: See `Solve`.
+        query: Micro-batches whose mean loss is asked about.
+        examples: Micro-batches, each an example.
+    """
+
+    title: ClassVar[str] = "influence"
+    summary: ClassVar[str] = "influence of training examples on the loss of a query"
+
+    dampings: Sequence[float]
+    method: krylov.SolveMethod = "minres"
+    tolerance: float = Solve.tolerance
+    num_matvecs: int | None = Solve.num_matvecs
+    query: Objective | None = transient(None)
+    examples: Objective | None = transient(None)
+
+    @property
+    def system(self) -> Solve:
+        """The solve with the query's gradient, which is still to come."""
+        return Solve(
+            dampings=self.dampings,
+            method=self.method,
+            tolerance=self.tolerance,
+            num_matvecs=self.num_matvecs,
+        )
+
+    def products(self, config: HessianConfig) -> int:
+        """Those of the solve."""
+        return self.system.products(config)
+
+    def memory(self, share: Share, config: HessianConfig) -> list[Item]:
+        """The query's gradient, and what the solve holds."""
+        return [share.vectors("gradient", 1), *self.system.memory(share, config)]
+
+    def with_less(self, config: HessianConfig) -> list[Settings]:
+        """What the solve could do with."""
+        return self.system.with_less(config)
+
+    def prepared(self, backend: Backend, config: HessianConfig) -> Self:
+        """With the number of products filled in."""
+        return replace(self, num_matvecs=self.system.prepared(backend, config).num_matvecs)
+
+    def run(self, subject: Subject) -> HessianInfluence:
+        """Measure. Collective."""
+        assert self.query is not None and self.examples is not None
+        space = subject.backend.space
+        gradient = space.zeros()
+        with _evaluating(subject, self.query) as session:
+            session.add_gradient(gradient, range(session.num_micro_batches))
+            assert session.gradient_scale is not None
+            gradient *= session.gradient_scale
+            loss = session.loss
+        found = replace(self.system, b=gradient).run(subject)
+        dots = []
+        with _evaluating(subject, self.examples) as session:
+            count = session.num_micro_batches
+            for i in range(count):
+                gradient.zero_()
+                session.add_gradient(gradient, range(i, i + 1))
+                pairs = [(x, gradient) for x in found.x]
+                dots.append(space.dots([*pairs, (gradient, gradient)]).numpy())
+            assert session.gradient_scale is not None
+            scale = session.gradient_scale * count
+        *scores, squares = np.array(dots).T
+        systems: dict[str, Any] = {
+            f.name: getattr(found, f.name) for f in fields(krylov.DampedSystems)
+        }
+        return HessianInfluence(
+            **systems,
+            scores=scale * np.array(scores),
+            errors=found.errors[:, None] * scale * np.sqrt(squares),
+            query_loss=loss,
+            cost=found.cost,
+            provenance=found.provenance,
+        )
+
+
+@contextmanager
+def _evaluating(subject: Subject, objective: Objective) -> Iterator[Session]:
+    """Guard evaluations of another loss, at the weights."""
+    with subject.backend.measuring(objective, subject.passes) as session:
+        session.displace(None, 0.0)
+        yield session

@@ -1,0 +1,169 @@
+"""One guarded measurement: what all analyses have in common.
+
+A measurement is continued where an interrupted one of the same kind ended, and its cost is counted
+from the beginning of the first.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ds_hessian.backends.protocol import Backend, Objective, Passes, Session
+from ds_hessian.config import HessianConfig
+from ds_hessian.operators import Curvature, curvature
+from ds_hessian.operators.sampling import require_several
+from ds_hessian.records import Cost, Provenance
+from ds_hessian.resume import SavedRun, identity_of, retire, settings_of
+from ds_hessian.vectors import random_vector
+from ds_hessian.version import __version__
+
+S = TypeVar("S", bound=SavedRun)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured.
+
+    Attributes:
+        backend: The job.
+        objective: This rank's micro-batches and their loss, whose Hessian is taken.
+        config: The settings.
+        retires: Whether a state on disk of the same measurement at another optimizer step is
+            removed, with a line in the log; else it is refused.
+    """
+
+    backend: Backend
+    objective: Objective
+    config: HessianConfig
+    retires: bool = False
+
+    @property
+    def passes(self) -> Passes:
+        """How forward and backward run."""
+        return Passes(self.config.dropout, self.config.finite_difference.precision)
+
+    def draw(self, number: int) -> Tensor:
+        """The random unit vector of this number, `(n_local,)`, as configured."""
+        backend, config = self.backend, self.config
+        return random_vector(backend.layout, backend.space, config.seed, number, config.probe)
+
+    @contextmanager
+    def open(
+        self,
+        kind: type[S] | None = None,
+        folder: str = "",
+        identity: Mapping[str, Any] | None = None,
+    ) -> Iterator[tuple[Measurement, S | None]]:
+        """Guard the body, which continues where the same measurement was interrupted.
+
+        Args:
+            kind: What is kept of it in the folder of `resume`; None for what keeps no state.
+            folder: Name of its folder there.
+            identity: What it is a measurement of, beside settings, model and data; JSON values.
+
+        Yields:
+            The open measurement, and its state on disk (None without `resume`).
+
+        Raises:
+            ConfigError: `resume` has the state of another measurement, or a damaged one; or
+                `sampling` is on with a single micro-batch.
+
+        Collective.
+        """
+        backend, resume = self.backend, self.config.resume
+        began, reduced = time.perf_counter(), backend.space.all_reduces
+        saved: S | None = None
+        with ExitStack() as stack:
+            if kind is not None and resume is not None:
+                place = Path(resume) / folder
+                if self.retires:
+                    same = {"settings": settings_of(self.config), **(identity or {})}
+                    retire(place, backend.space, same, backend.step)
+                saved = kind(place, backend.layout, backend.space)
+                stack.enter_context(saved.random_states())
+                began, reduced = began - saved.seconds, reduced - saved.all_reduces
+            session = stack.enter_context(backend.measuring(self.objective, self.passes))
+            if self.config.sampling:
+                require_several(session)
+            operator = curvature(session, self.config.finite_difference)
+            if saved is not None:
+                here = {**self._identity(session, operator), **(identity or {})}
+                saved.take_up(operator, here, session.unit_roundoff)
+            yield Measurement(self, session, operator, saved, began, reduced), saved
+
+    def _identity(self, session: Session, operator: Curvature) -> dict[str, Any]:
+        parameters, step = self.backend.parameters, self.backend.step
+        return identity_of(session, operator, self.objective, self.config, step, parameters)
+
+    def provenance(self) -> Provenance:
+        """What a measurement made now is made on."""
+        found, config = self.backend.describe(), self.config
+        difference = config.finite_difference
+        return Provenance(
+            step=self.backend.step,
+            num_micro_batches=self.objective.num_micro_batches,
+            layout=found.layout,
+            world_size=self.backend.space.world_size,
+            model_dtype=found.model_dtype,
+            data_fingerprint=self.objective.fingerprint(),
+            versions={
+                **found.versions,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+            },
+            seed=config.seed,
+            probe=config.probe,
+            displacement=difference.displacement,
+            scheme=difference.scheme,
+            precision=difference.precision,
+            dropout=config.dropout,
+            ds_hessian_version=__version__,
+        )
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """An open measurement.
+
+    Attributes:
+        subject: What is measured.
+        session: The guarded job.
+        curvature: The Hessian.
+        saved: Its state on disk; None without `resume`.
+        began: When it was first begun, on the clock of `time.perf_counter`.
+        reduced: All-reduces of the vector space that are not its own.
+    """
+
+    subject: Subject
+    session: Session
+    curvature: Curvature
+    saved: SavedRun | None
+    began: float
+    reduced: int
+
+    def cost(self) -> Cost:
+        """What it has taken so far, in all processes that worked on it."""
+        spent, space = self.curvature.cost, self.session.space
+        return Cost(
+            seconds_total=time.perf_counter() - self.began,
+            seconds_per_product=spent.product_seconds / max(spent.products, 1),
+            seconds_per_gradient=spent.gradient_seconds,
+            products=spent.products,
+            gradient_evaluations=spent.gradient_evaluations,
+            trials=spent.trials,
+            all_reduces=space.all_reduces - self.reduced,
+        )
+
+    def finished(self) -> None:
+        """Remove the state on disk: its record is made. Collective."""
+        if self.saved is not None:
+            self.saved.clear()

@@ -1,0 +1,111 @@
+"""Solutions of (H + damping I) x = b, for several dampings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self
+
+from torch import Tensor
+
+from ds_hessian import krylov
+from ds_hessian.analyses.base import Journaled, transient
+from ds_hessian.analyses.measurement import Measurement
+from ds_hessian.backends.protocol import Backend
+from ds_hessian.config import HessianConfig
+from ds_hessian.errors import ConfigError
+from ds_hessian.krylov import LanczosOptions
+from ds_hessian.memory import Item, in_stage
+from ds_hessian.operators import LinearOperator
+from ds_hessian.planning import (
+    ELSEWHERE,
+    FEWEST,
+    Settings,
+    Share,
+    halves,
+    memory_of_lanczos,
+    storage_of,
+)
+from ds_hessian.planning.basis import GRAM_SCHMIDT, PRODUCT, RESIDUALS, SPACE
+from ds_hessian.records import HessianSolution
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Solve(Journaled[HessianSolution]):
+    """Damped systems with one right-hand side.
+
+    Attributes:
+        dampings: Added to H, in loss per squared parameter.
+        method: `cg`, which stops at negative curvature and says so, or `minres`.
+        tolerance: Bound on the relative residual.
+        num_matvecs: Products at most for a Krylov space, which is stored; None for the
+            configuration's.
+        preconditioner: `adam` for what Adam divides by; `diagonal` for one of the caller's own.
+        b: Right-hand side `(n_local,)`.
+        diagonal: Positive diagonal of the preconditioner `(n_local,)`.
+    """
+
+    title: ClassVar[str] = "solve"
+    summary: ClassVar[str] = "solutions of (H + damping I) x = b"
+    record: ClassVar[type] = HessianSolution
+
+    dampings: Sequence[float]
+    method: krylov.SolveMethod = "cg"
+    tolerance: float = 1e-3
+    num_matvecs: int | None = None
+    preconditioner: Literal["adam", "diagonal"] | None = None
+    b: Tensor | None = transient(None)
+    diagonal: Tensor | None = transient(None)
+
+    def products(self, config: HessianConfig) -> int:
+        """Those of the Krylov space, and one for each damping's residual."""
+        return self._space(config) + len(self.dampings)
+
+    def _space(self, config: HessianConfig) -> int:
+        return config.num_matvecs if self.num_matvecs is None else self.num_matvecs
+
+    def memory(self, share: Share, config: HessianConfig) -> list[Item]:
+        """Krylov space and solutions, without `b` and a diagonal of the caller's own."""
+        d, steps = len(self.dampings), min(self._space(config), share.n)
+        options = LanczosOptions(storage=storage_of(config))
+        space = memory_of_lanczos(share.n_local, share.place, steps, options)
+        results = [
+            share.vectors(f"solutions, {d}", d),
+            share.vectors("residual", 1, PRODUCT),
+        ]
+        always = [share.vectors("preconditioner", self.preconditioner == "adam")]
+        if self.preconditioner is None:
+            space.append(share.vectors("solutions being formed", d, GRAM_SCHMIDT))
+        else:
+            space += [
+                share.vectors("right-hand side, scaled", 1),
+                share.vectors("vector, scaled", 1, PRODUCT),
+                share.vectors("solutions so far", max(d - 1, 0)),
+                share.vectors("solution being formed", 1, GRAM_SCHMIDT),
+            ]
+            always.append(share.vectors(f"roots of the preconditioner, {d}", d))
+        return [*always, *in_stage(SPACE, space), *in_stage(RESIDUALS, results)]
+
+    def with_less(self, config: HessianConfig) -> list[Settings]:
+        """Another basis, or fewer products."""
+        return [*ELSEWHERE, *halves("num_matvecs", self._space(config), FEWEST)]
+
+    def settings(self) -> dict[str, Any]:
+        """See the base class; dampings are numbers, of whatever type they came."""
+        return {**super().settings(), "dampings": list(map(float, self.dampings))}
+
+    def prepared(self, backend: Backend, config: HessianConfig) -> Self:
+        """With the number of products and Adam's diagonal filled in."""
+        own, kind = self.diagonal, self.preconditioner
+        if kind not in (None, "adam", "diagonal") or (kind == "diagonal" and own is None):
+            raise ConfigError(f'the preconditioner is a diagonal or "adam", got {kind!r}')
+        if kind == "adam":
+            own = backend.adam()[0]
+        return replace(self, num_matvecs=self._space(config), diagonal=own)
+
+    def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, Any]:
+        """The solutions."""
+        config, draw = run.subject.config, run.subject.draw
+        assert self.b is not None
+        limits = self.method, self.tolerance, self._space(config), self.diagonal, storage_of(config)
+        return vars(krylov.solve(operator, self.b, self.dampings, draw, *limits))

@@ -1,0 +1,75 @@
+"""What an Adam optimizer knows of the curvature, read from its state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ds_hessian.backends.protocol import AdamState
+from ds_hessian.errors import ConfigError
+from ds_hessian.vectors import Layout, VectorSpace
+
+
+def moments(
+    state: Mapping[str, Any], settings: Mapping[str, Any], offset: int, numel: int
+) -> AdamState | None:
+    """Denominator and last step of a run of one tensor that an optimizer steps.
+
+    `D = sqrt(v / (1 - beta2^t)) + eps` and `-lr m / (1 - beta1^t) / D`, flat, in fp32.
+
+    Args:
+        state: The optimizer's state of the tensor.
+        settings: The parameter group that it is in.
+        offset: Where the run begins in the flattened tensor.
+        numel: Its length.
+
+    Returns:
+        None where the state is not that of an Adam.
+    """
+    if not {"exp_avg", "exp_avg_sq"} <= state.keys():
+        return None
+    step = float(state["step"] if "step" in state else settings["step"])
+    first, second = (
+        1 - beta**step if settings.get("bias_correction", True) else 1.0
+        for beta in settings["betas"]
+    )
+    mean, square = (
+        state[name].detach().view(-1).narrow(0, offset, numel).float()
+        for name in ("exp_avg", "max_exp_avg_sq" if settings.get("amsgrad") else "exp_avg_sq")
+    )
+    denominator = (square / second).sqrt_().add_(settings["eps"])
+    return AdamState(denominator, mean.mul(-float(settings["lr"]) / first).div_(denominator))
+
+
+def collect(
+    found: list[AdamState | None], layout: Layout, space: VectorSpace, optimizer: Any
+) -> AdamState:
+    """The state in the coordinates of the space.
+
+    Args:
+        found: `moments` of each fragment of the layout, in its order.
+        layout: Of this rank.
+        space: The space.
+        optimizer: For the message.
+
+    Raises:
+        ConfigError: the optimizer is not Adam, or has not made a step yet.
+
+    Collective: one all-reduce.
+    """
+    whole = AdamState(space.zeros(), space.zeros())
+    for entry, (_, part) in zip(found, layout, strict=True):
+        if entry is not None:
+            whole.denominator[part], whole.last_step[part] = entry
+    missing = float(sum(entry is None for entry in found))
+    # DeepSpeed makes the moments, all zero, before the first step.
+    moved = float(whole.last_step.any())
+    figures = space.reduce(torch.tensor([missing, moved], dtype=torch.float64))
+    if figures[0] or not figures[1]:
+        raise ConfigError(
+            f"the optimizer {type(optimizer).__name__} has no second moments to precondition with: "
+            "use Adam or AdamW, and make an optimizer step (with a learning rate above 0) first"
+        )
+    return whole

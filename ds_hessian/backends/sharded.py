@@ -1,0 +1,96 @@
+"""The weights that a rank displaces, and what they are displaced from and put back to.
+
+Displaced weights are written from masters, rounded once, and never added to. Where a weight is the
+rounded fp32 master that the optimizer keeps, that is its master here; where there is none, or
+somebody has edited the weight since, a copy of the weight is: it is what training goes on with.
+Restoring is a displacement by nothing, exact by construction.
+
+Memory: a copy of the weights without a master.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_hessian import ops
+from ds_hessian.vectors import Layout, VectorSpace
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The weights of one fragment of the layout.
+
+    Attributes:
+        weight: Flat view of what is displaced, in the dtype of the passes.
+        master: Flat view of the optimizer's master weights; None where it has none.
+    """
+
+    weight: Tensor
+    master: Tensor | None
+
+
+class ShardedWeights:
+    """A rank's weights in a measurement.
+
+    Args:
+        shards: One for each fragment of the layout, in its order.
+        layout: Of this rank.
+        space: The space.
+        publish: Makes every rank's next forward read what was written. Collective.
+
+    Attributes:
+        weights: Flat views, in the order of the layout.
+        masters: What they are written from.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        layout: Layout,
+        space: VectorSpace,
+        publish: Callable[[], None],
+    ) -> None:
+        self.layout, self.space, self.publish = layout, space, publish
+        self.weights = [shard.weight for shard in shards]
+        self.masters = [_master(shard) for shard in shards]
+
+    def displace(self, v: Tensor | None, h: float) -> Tensor:
+        """See `Session.displace`."""
+        direction = self.space.zeros() if v is None else v
+        if self.weights:  # elsewhere than the vectors where parameters are offloaded
+            direction = direction.to(self.weights[0].device)
+        change = ops.displace(self.weights, self.masters, direction, h, self.space.n_owned)
+        torch.clear_autocast_cache()
+        self.publish()
+        return change.to(self.space.device)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the weights as they were. Collective."""
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            weight.copy_(master)
+        self.publish()
+
+    def norm(self) -> float:
+        """`|w|` over all ranks. Collective: one all-reduce."""
+        device = self.space.device
+        owned = zip(self.masters, self.layout.fragments, strict=True)
+        squares = [_square(master).to(device) for master, f in owned if f.owned]
+        total = torch.cat([torch.zeros(1, dtype=torch.float64, device=device), *squares]).sum()
+        return float(self.space.reduce(total.reshape(1))[0]) ** 0.5
+
+
+def _master(shard: Shard) -> Tensor:
+    weight, master = shard.weight, shard.master
+    if master is None or not torch.equal(weight, master.to(weight.device, weight.dtype)):
+        return weight.clone()
+    return master.to(weight.device)
+
+
+def _square(values: Tensor) -> Tensor:
+    wide = values.float()
+    return ops.dots([(wide, wide)], wide.numel())

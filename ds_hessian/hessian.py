@@ -1,0 +1,587 @@
+"""The Hessian of a job: what it is taken of, its products, its vectors, its analyses, its records.
+
+The class is the same on every host. What a host is stands in `ds_hessian.backends`, what an
+analysis is in `ds_hessian.analyses`; `ds_hessian.attach` puts the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from torch import Tensor, nn
+
+from ds_hessian import vector_files
+from ds_hessian.analyses import (
+    Analysis,
+    BlockCoupling,
+    Blocks,
+    Eigenpairs,
+    Followed,
+    Influence,
+    OffBlockShare,
+    SelfTest,
+    Sharpness,
+    Solve,
+    Spectrum,
+    Subject,
+    Sweep,
+    Trace,
+    analysis_of,
+    measure,
+    share_of,
+)
+from ds_hessian.backends.protocol import Backend, Objective
+from ds_hessian.config import HessianConfig
+from ds_hessian.errors import ConfigError
+from ds_hessian.krylov import SolveMethod, Which
+from ds_hessian.krylov.traces import Method
+from ds_hessian.memory import MemoryPlan
+from ds_hessian.operators import Curvature, Product
+from ds_hessian.planning import plan
+from ds_hessian.ranks import together
+from ds_hessian.records import (
+    PICTURE,
+    DisplacementSweep,
+    HessianBlockCoupling,
+    HessianEigenpairs,
+    HessianInfluence,
+    HessianOffBlockShare,
+    HessianSharpness,
+    HessianSolution,
+    HessianSpectrum,
+    HessianTrace,
+)
+from ds_hessian.records import SelfTest as Verdict
+from ds_hessian.records.analyses import Measured
+from ds_hessian.show.progress import SpectrumProgress
+from ds_hessian.vector_files import Record
+from ds_hessian.vectors import ProbeKind, random_vector
+
+R = TypeVar("R")
+M = TypeVar("M", bound=Measured)
+
+Batches = Iterable[Any]
+"""Micro-batches of this rank, in the form that the host's model takes."""
+Loss = Any
+"""`loss_fn(model, batch)`; on Megatron the `forward_step` of its schedules."""
+
+
+class Hessian:
+    """The Hessian of one training job.
+
+    Every method but `memory_plan` is collective: all ranks call it, in the same order, outside of a
+    forward/backward pair. The training state is bit for bit the same after it, also when it raises.
+
+    Analyses need `use` (or a first spectrum) to have fixed the micro-batches. Their `overrides` are
+    values of the configuration for this call, such as `seed=`, `displacement=` or `resume=`; where
+    a basis is stored, `dtype=`, `device=` and `folder=` say how. The memory plan is logged before
+    the run, and one that does not fit is refused with a `ConfigError` that says what would.
+
+    Args:
+        backend: The job.
+        config: The settings; None for the defaults.
+
+    Attributes:
+        backend: The job.
+        config: The settings.
+    """
+
+    def __init__(self, backend: Backend, config: HessianConfig | None = None) -> None:
+        self.backend, self.config = backend, config or HessianConfig()
+        self._retires = False
+        self._objective: Objective | None = None
+        self._open: Curvature | None = None
+        self._followed = Followed()
+
+    # ---- what H is
+
+    def use(self, batches: Batches, loss_fn: Loss = None, **sizes: int | None) -> Hessian:
+        """Fix the micro-batches (this rank's own) and the loss that define H; returns self.
+
+        Args:
+            batches: Micro-batches; all of them count, whatever `num_micro_batches` says.
+            loss_fn: `loss_fn(model, batch)` returning the mean loss of a micro-batch, or a pair
+                (summed loss, count) for token-weighted averaging; None where the model returns its
+                loss as a scalar, first in a tuple, or as `.loss`. On Megatron the forward step as
+                its schedules take it; None for that of the last `use`.
+            **sizes: `seq_length` and `micro_batch_size`, on Megatron only; None for those of the
+                last `use`.
+
+        Raises:
+            ConfigError: no batches, different numbers of them on different ranks, or an argument
+                that cannot be.
+            MeasurementError: the iterable raised on some rank.
+        """
+        self._objective = self.backend.objective(batches, loss_fn, like=self._objective, **sizes)
+        return self
+
+    def _use_if(self, batches: Batches | None, loss_fn: Loss) -> None:
+        if batches is not None:
+            self.use(batches, loss_fn)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the job."""
+        return self.backend.space.rank
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The modules that hold this rank's weights."""
+        return self.backend.modules
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made so far, for the record; to be set before measuring on Megatron."""
+        return self.backend.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        try:
+            setattr(self.backend, "step", step)  # noqa: B010, settable where nothing counts steps
+        except AttributeError:
+            raise ConfigError("this job counts its optimizer steps itself: set no step") from None
+
+    @property
+    def ready(self) -> bool:
+        """True once `use` (or a first spectrum) has fixed the micro-batches."""
+        return self._objective is not None
+
+    @contextmanager
+    def measuring(self, **overrides: Any) -> Iterator[Curvature]:
+        """Guard several products at once: the gradient at the weights is evaluated only once.
+
+        Inside, training must not continue; `matvec` uses the open operator, which is also yielded.
+
+        Args:
+            overrides: Values of the configuration for this measurement, such as
+                `displacement=1e-3`.
+
+        Raises:
+            ConfigError: `use` was not called, an override is unknown, or `sampling` is on with a
+                single micro-batch.
+        """
+        with self._subject(overrides).open() as (run, _):
+            self._open = run.curvature
+            try:
+                yield run.curvature
+            finally:
+                self._open = None
+
+    def _subject(self, overrides: Mapping[str, Any]) -> Subject:
+        if self._objective is None:
+            raise ConfigError("no micro-batches yet: call hessian.use(batches) first")
+        if self._open is not None:
+            raise ConfigError("a measurement is open already: leave `measuring()` first")
+        config = self.config.with_overrides(**overrides)
+        return Subject(self.backend, self._objective, config, self._retires)
+
+    @contextmanager
+    def retiring(self) -> Iterator[None]:
+        """Measurements in the body remove a state of `resume` that another optimizer step has left.
+
+        Only one of the same measurement, with a line in the log; a state of other settings is
+        refused as ever. For schedules: one kill would else end all later measurements of its kind.
+        """
+        self._retires = True
+        try:
+            yield
+        finally:
+            self._retires = False
+
+    def matvec(self, v: Tensor) -> Product:
+        """`H v` and its diagnostics.
+
+        Alone it costs three gradients (one at the weights; from 16 micro-batches on two more, for
+        the noise) and some trials of h; each further one inside `measuring()` two, and some trials.
+
+        Args:
+            v: `(n_local,)` fp32.
+
+        Raises:
+            NumericsError: v is zero, or something is not finite.
+            MeasurementError: the model or the loss raised on some rank.
+        """
+        if self._open is not None:
+            return self._open.matvec(v)
+        with self.measuring() as operator:
+            return operator.matvec(v)
+
+    # ---- vectors
+
+    def random_vector(self, seed: int = 0, kind: ProbeKind = "gaussian", probe: int = 0) -> Tensor:
+        """A random unit vector, `(n_local,)` fp32; the same one in every layout."""
+        return random_vector(self.backend.layout, self.backend.space, seed, probe, kind)
+
+    def dot(self, a: Tensor, b: Tensor) -> float:
+        """Global inner product, summed in fp64; the same bits on every rank."""
+        return self.backend.space.dot(a, b)
+
+    def gather(self, v: Tensor) -> dict[str, Tensor] | None:
+        """`{parameter name: tensor in its unsharded shape}` on rank 0, None elsewhere.
+
+        For small models, tests and export: parameters travel one by one, in full.
+        """
+        return vector_files.gather(self.backend, v)
+
+    def scatter(self, full: Mapping[str, Tensor] | None) -> Tensor:
+        """The reverse of `gather`: rank 0 passes the tensors, the others None.
+
+        Raises:
+            ConfigError: on rank 0 a trainable parameter is missing, or has another shape; the other
+                ranks raise MeasurementError.
+        """
+        return vector_files.scatter(self.backend, full)
+
+    def save_vectors(
+        self, vectors: Tensor, path: str | Path, metadata: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Write vectors `(k, n_local)` as `{parameter name: (k, *unsharded shape)}`, safetensors.
+
+        Parameters travel to rank 0 one by one; any layout can load the file.
+
+        Args:
+            vectors: Such as the eigenvectors of `eigenpairs`.
+            path: Path of the file.
+            metadata: Kept beside them, as JSON.
+
+        Raises:
+            MeasurementError: rank 0 could not write.
+        """
+        return vector_files.save_vectors(self.backend, vectors, Path(path), metadata)
+
+    def load_vectors(self, path: str | Path) -> Tensor:
+        """The vectors that `save_vectors` wrote, `(k, n_local)`, in this job's layout.
+
+        Raises:
+            ResultError: on rank 0 the file is missing, damaged, or of another model; the other
+                ranks raise MeasurementError.
+        """
+        return vector_files.load_vectors(self.backend, Path(path))
+
+    # ---- records
+
+    def save(self, record: Record, folder: str | Path | None = None) -> Path:
+        """Write a record: `<kind>.json` and `<kind>.npz` on rank 0, its vectors, a picture.
+
+        Eigenvectors and solutions go to `<kind>.safetensors`, as `save_vectors` writes them; the
+        picture shows a spectrum, unless `plot` is off.
+
+        Args:
+            record: What to write.
+            folder: Where to; None for `<output_path>/step_<global step>`.
+
+        Raises:
+            MeasurementError: rank 0 could not write.
+        """
+        if folder is None:
+            folder = Path(self.config.output_path) / f"step_{record.provenance.step:06d}"
+        vector_files.save_record(self.backend, record, Path(folder))
+        if self.config.plot and isinstance(record, HessianSpectrum):
+            picture = Path(folder) / PICTURE
+            with together(f"drawing {picture}", device=self.backend.space.device):
+                if self.rank == 0:
+                    record.plot(picture)
+        return Path(folder)
+
+    def load(self, record: type[M], folder: str | Path) -> M:
+        """The record of a kind that `save` wrote, its vectors in this job's layout.
+
+        Raises:
+            ResultError: files are missing, damaged, of another schema, another model, or of
+                different records; on ranks that do not read them, MeasurementError.
+        """
+        return vector_files.load_record(self.backend, record, Path(folder))
+
+    # ---- plans
+
+    def memory_plan(self, analysis: str = "spectrum", **settings: Any) -> MemoryPlan:
+        """What an analysis would need on this rank beyond training's memory. Not collective.
+
+        Args:
+            analysis: Name of the method: `spectrum`, `eigenpairs`, `trace`, `solve`, ...
+            settings: As the method takes them: its own arguments, and values of the configuration.
+
+        Raises:
+            ConfigError: there is no such analysis, or a setting is unknown or impossible.
+        """
+        found, overrides = analysis_of(analysis, settings)
+        return plan(found, share_of(self.backend), self.config.with_overrides(**overrides))
+
+    # ---- analyses
+
+    def _measure(self, analysis: Analysis[R], overrides: Mapping[str, Any]) -> R:
+        return measure(analysis, self._subject(overrides))
+
+    def spectrum(
+        self, batches: Batches | None = None, loss_fn: Loss = None, **overrides: Any
+    ) -> HessianSpectrum:
+        """Spectral density, extreme eigenvalues and trace by stochastic Lanczos quadrature.
+
+        Args:
+            batches: As for `use`; None for those of the last `use`.
+            loss_fn: As for `use`.
+            overrides: Values of the configuration: `num_matvecs=`, `num_probes=`, `seed=`, ...
+
+        Returns:
+            The record, the same on every rank. Nothing is left on disk.
+
+        Raises:
+            ConfigError: a bad override, no batches, too little memory on some rank, or `resume` has
+                the state of another measurement, or a damaged one.
+            NumericsError: a loss, gradient or product is not finite.
+            MeasurementError: batches, model or loss raised on some rank, or one could not write.
+        """
+        self._use_if(batches, loss_fn)
+        return self._measure(Spectrum(show=SpectrumProgress), overrides)
+
+    def eigenpairs(
+        self,
+        k: int = Eigenpairs.k,
+        which: Which = Eigenpairs.which,
+        tolerance: float = Eigenpairs.tolerance,
+        max_matvecs: int = Eigenpairs.max_matvecs,
+        basis_size: int | None = Eigenpairs.basis_size,
+        start: Tensor | None = None,
+        **overrides: Any,
+    ) -> HessianEigenpairs:
+        """The k extreme eigenpairs, with true residuals (`ds_hessian.krylov.eigenpairs`).
+
+        Args:
+            k: Pairs wanted.
+            which: `LM` largest magnitude, `LA` largest, `SA` smallest.
+            tolerance: Bound on the residuals, relative to the largest eigenvalue in magnitude.
+            max_matvecs: Products at most, before one for each pair's residual.
+            basis_size: Vectors kept; None for 2 k + 20.
+            start: Unit start vector `(n_local,)`, such as an eigenvector of an earlier step; None
+                for a random one.
+            overrides: Values of the configuration for this call.
+
+        Raises:
+            NumericsError: k or basis_size is impossible, or something is not finite.
+        """
+        analysis = Eigenpairs(
+            k=k,
+            which=which,
+            tolerance=tolerance,
+            max_matvecs=max_matvecs,
+            basis_size=basis_size,
+            start=start,
+        )
+        return self._measure(analysis, overrides)
+
+    def trace(
+        self,
+        method: Method = Trace.method,
+        num_matvecs: int | None = Trace.num_matvecs,
+        blocks: Blocks | None = None,
+        **overrides: Any,
+    ) -> HessianTrace:
+        """The trace with its standard error (`ds_hessian.krylov.traces`).
+
+        Args:
+            method: `hutchinson` stores one vector, `hutch++` num_matvecs / 3, `xtrace` half.
+            num_matvecs: Products; None for the configuration's.
+            blocks: Traces of diagonal blocks as well, from the same products (Hutchinson only):
+                `layers`, `parameters`, or {block: regular expression of names}.
+            overrides: Values of the configuration for this call.
+
+        Raises:
+            ConfigError: an unknown method, or blocks with a method other than Hutchinson.
+            NumericsError: too few products, or something is not finite.
+        """
+        analysis = Trace(method=method, num_matvecs=num_matvecs, blocks=blocks)
+        return self._measure(analysis, overrides)
+
+    def solve(
+        self,
+        b: Tensor,
+        dampings: Sequence[float],
+        method: SolveMethod = Solve.method,
+        tolerance: float = Solve.tolerance,
+        num_matvecs: int | None = Solve.num_matvecs,
+        preconditioner: Tensor | Literal["adam"] | None = None,
+        **overrides: Any,
+    ) -> HessianSolution:
+        """Solutions x of (H + damping I) x = b, for each damping (`ds_hessian.krylov.solve`).
+
+        Args:
+            b: Right-hand side `(n_local,)`.
+            dampings: In loss per squared parameter; all from one Krylov space.
+            method: `cg`, which stops at negative curvature and says so, or `minres`.
+            tolerance: Bound on the relative residual.
+            num_matvecs: Products at most for a Krylov space, which is stored; None for the
+                configuration's.
+            preconditioner: Positive diagonal `(n_local,)`, or `adam` for what Adam divides by,
+                `sqrt(v) + eps` (bias-corrected); then one Krylov space for each damping.
+            overrides: Values of the configuration for this call.
+
+        Raises:
+            ConfigError: `adam`, and the optimizer is another or has not made a step yet.
+            NumericsError: b is zero, no dampings, or something is not finite.
+        """
+        diagonal = preconditioner if isinstance(preconditioner, Tensor) else None
+        analysis = Solve(
+            dampings=dampings,
+            method=method,
+            tolerance=tolerance,
+            num_matvecs=num_matvecs,
+            preconditioner="diagonal" if isinstance(preconditioner, Tensor) else preconditioner,
+            b=b,
+            diagonal=diagonal,
+        )
+        return self._measure(analysis, overrides)
+
+    def influence(
+        self,
+        query: Batches,
+        examples: Batches,
+        dampings: Sequence[float],
+        loss_fn: Loss = None,
+        method: SolveMethod = Influence.method,
+        tolerance: float = Influence.tolerance,
+        num_matvecs: int | None = Influence.num_matvecs,
+        **overrides: Any,
+    ) -> HessianInfluence:
+        """Influence of training examples on the loss of a query.
+
+        One solve with the query's gradient, then one gradient for each example (`cost` is that of
+        the solve).
+
+        Args:
+            query: Micro-batches whose mean loss is asked about, as for `use`.
+            examples: Micro-batches, each an example. Number i of all ranks together is one: give
+                every rank the same ones for examples of a single micro-batch.
+            dampings: In loss per squared parameter; all from one Krylov space.
+            loss_fn: As for `use`, of query and examples; None for that of `use`.
+            method: As for `solve`.
+            tolerance: As for `solve`.
+            num_matvecs: As for `solve`.
+            overrides: Values of the configuration for this call.
+
+        Raises:
+            ConfigError: no batches, or different numbers of them on different ranks.
+            NumericsError: the query's gradient is zero, no dampings, or something is not finite.
+            MeasurementError: batches, model or loss raised on some rank.
+        """
+        subject = self._subject(overrides)
+        asked, given = (
+            self.backend.objective(batches, loss_fn, like=self._objective)
+            for batches in (query, examples)
+        )
+        analysis = Influence(
+            dampings=dampings,
+            method=method,
+            tolerance=tolerance,
+            num_matvecs=num_matvecs,
+            query=asked,
+            examples=given,
+        )
+        return measure(analysis, subject)
+
+    def sharpness(
+        self,
+        preconditioned: bool | None = Sharpness.preconditioned,
+        tolerance: float = Sharpness.tolerance,
+        max_matvecs: int = Sharpness.max_matvecs,
+        **overrides: Any,
+    ) -> HessianSharpness:
+        """Top eigenvalues of H and of Adam's preconditioned H, and curvatures along the way.
+
+        Cheap enough to be repeated during training: at most `max_matvecs` products once there is an
+        earlier measurement to start from (`ds_hessian.krylov.sharpness`). The first one finds its
+        start by Lanczos, with some tens of products more. Two vectors are kept between calls.
+
+        Args:
+            preconditioned: Also for `D^-1/2 H D^-1/2`, with Adam's D, and along Adam's last step;
+                None for where the optimizer is an Adam that has made a step.
+            tolerance: Bound on the residuals, relative to the eigenvalue, whose own error is
+                quadratic in it for an eigenvalue that stands alone.
+            max_matvecs: Products at most, beyond those of the first measurement's start.
+            overrides: Values of the configuration for this call.
+
+        Raises:
+            ConfigError: too few products, or no Adam that has made a step: pass
+                `preconditioned=False`.
+            NumericsError: the gradient is zero, or something is not finite.
+        """
+        analysis = Sharpness(
+            preconditioned=preconditioned,
+            tolerance=tolerance,
+            max_matvecs=max_matvecs,
+            followed=self._followed,
+        )
+        return self._measure(analysis, overrides)
+
+    def block_coupling(
+        self, blocks: Blocks = BlockCoupling.blocks, **overrides: Any
+    ) -> HessianBlockCoupling:
+        """How far from block diagonal H is: the paper's masked-probe test, B + 1 products.
+
+        Args:
+            blocks: `layers`, `parameters`, or {block: regular expression of names}.
+            overrides: Values of the configuration for this call.
+        """
+        return self._measure(BlockCoupling(blocks=blocks), overrides)
+
+    def off_block_share(
+        self,
+        blocks: Blocks = OffBlockShare.blocks,
+        num_probes: int = OffBlockShare.num_probes,
+        **overrides: Any,
+    ) -> HessianOffBlockShare:
+        """Share of the off-diagonal blocks in |H|_F^2, two products a probe.
+
+        Args:
+            blocks: As for `block_coupling`.
+            num_probes: Pairs of products.
+            overrides: Values of the configuration for this call.
+
+        Raises:
+            NumericsError: fewer than 2 blocks.
+        """
+        return self._measure(OffBlockShare(blocks=blocks, num_probes=num_probes), overrides)
+
+    def displacement_sweep(
+        self,
+        directions: Sequence[str] | Mapping[str, Tensor] = Sweep.directions,
+        displacements: Sequence[float] | None = Sweep.displacements,
+        batches: Batches | None = None,
+        loss_fn: Loss = None,
+        **overrides: Any,
+    ) -> DisplacementSweep:
+        """`v'Hv` and the product's diagnostics over a range of displacements: curvature at scale h.
+
+        Costs a product for each direction and displacement, and ten more for `"top"`.
+
+        Args:
+            directions: Among `"random"` (a unit Gaussian vector), `"top"` (the largest eigenvalue's
+                vector, from ten Lanczos steps) and `"gradient"`; or vectors of one's own by name.
+            displacements: Ascending; None for three in each decade from rounding noise to |w|.
+            batches: As for `use`; None for those of the last `use`.
+            loss_fn: As for `use`.
+            overrides: Values of the configuration; the displacement is that of `"top"`'s products.
+
+        Raises:
+            ConfigError: a bad override or direction, or no batches.
+            NumericsError: a loss, gradient or product is not finite: take smaller displacements.
+            MeasurementError: batches, model or loss raised on some rank.
+        """
+        self._use_if(batches, loss_fn)
+        own = directions if isinstance(directions, Mapping) else None
+        names = () if own is not None else tuple(directions)
+        analysis = Sweep(directions=names, displacements=displacements, vectors=own)
+        return self._measure(analysis, overrides)
+
+    def self_test(
+        self, batches: Batches | None = None, loss_fn: Loss = None, **overrides: Any
+    ) -> Verdict:
+        """Whether this job's Hessian can be trusted, and what to set if not; five products' time.
+
+        `ds_hessian.analyses.self_test` says what is tested. Takes what `spectrum` takes, and raises
+        what it raises; a check that fails is a finding in the record.
+        """
+        self._use_if(batches, loss_fn)
+        return self._measure(SelfTest(), overrides)

@@ -1,0 +1,32 @@
+"""Which curvature a measurement is of."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ds_hessian.backends.protocol import Session
+from ds_hessian.config import FiniteDifferenceConfig
+from ds_hessian.operators.finite_difference import FiniteDifferenceHessian
+from ds_hessian.operators.protocol import Curvature
+
+CurvatureName = Literal["hessian"]
+
+
+def curvature(
+    session: Session, settings: FiniteDifferenceConfig, name: CurvatureName = "hessian"
+) -> Curvature:
+    """The curvature of that name at the session's weights.
+
+    Args:
+        session: The measurement.
+        settings: How differences of gradients are taken.
+        name: `"hessian"`, by finite differences.
+
+    Raises:
+        NumericsError: the gradient at the weights is not finite.
+
+    Collective: it evaluates the gradient once.
+    """
+    return {"hessian": FiniteDifferenceHessian}[name](
+        session, settings.displacement, settings.scheme
+    )

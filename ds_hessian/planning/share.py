@@ -1,0 +1,81 @@
+"""One rank's share of a job, in plain figures: of a live job, or of one that need not exist yet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ds_hessian.backends.zero.memory import ZeroFigures, memory_of_zero
+from ds_hessian.memory import FP32, Item, Moment, Place
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's share of a job.
+
+    Attributes:
+        n: Parameters of the whole model.
+        n_local: Coordinates in this rank's vectors.
+        place: Where its vectors are: the accelerator, or the host for a job on the CPU.
+        backend: What the backend says that it holds, by the precision of the passes.
+    """
+
+    n: int
+    n_local: int
+    place: Place
+    backend: Callable[[Literal["model", "fp32"]], Iterable[Item]]
+
+    def vectors(
+        self, name: str, count: int, moments: tuple[Moment, ...] = (), stage: str = ""
+    ) -> Item:
+        """An item of `count` vectors; held throughout unless moments or a stage are named."""
+        return Item(name, self.place, count * FP32 * self.n_local, moments, stage)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A DeepSpeed job that need not exist yet, in plain figures.
+
+    Attributes:
+        num_parameters: Trainable parameters of the model.
+        world_size: Number of ranks.
+        stage: Stage of ZeRO.
+        dtype: Dtype of the weights in forward and backward.
+        offload_optimizer: Whether the optimizer is offloaded to the CPU.
+        offload_parameters: Whether the parameters are offloaded to the CPU.
+        accelerator: False for a job on the CPU.
+    """
+
+    num_parameters: int
+    world_size: int
+    stage: Literal[0, 1, 2, 3] = 3
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    accelerator: bool = True
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one weight in the passes."""
+        return FP32 if self.dtype == "fp32" else 2
+
+    @property
+    def share(self) -> Share:
+        """The share of each rank."""
+        place: Place = "accelerator" if self.accelerator else "host"
+        n = self.num_parameters
+        n_local = n if self.stage == 0 else math.ceil(n / self.world_size)
+        figures = ZeroFigures(
+            stage=self.stage,
+            n=n,
+            n_local=n_local,
+            weight_bytes=self.weight_bytes,
+            gradient_bytes=self.weight_bytes,
+            has_masters=self.stage > 0 or self.dtype != "fp32",
+            place=place,
+            offloads_optimizer=self.offload_optimizer,
+            offloads_parameters=self.offload_parameters,
+        )
+        return Share(n, n_local, place, lambda precision: memory_of_zero(figures, precision))

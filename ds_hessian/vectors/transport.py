@@ -1,0 +1,56 @@
+"""Parameters on their way between the ranks' shards and rank 0, one at a time and in full."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hessian.vectors.layout import Layout
+from ds_hessian.vectors.space import VectorSpace
+
+
+def collected(
+    layout: Layout, space: VectorSpace, v: Tensor, name: str, shape: Sequence[int]
+) -> Tensor:
+    """A parameter's coordinates of v in its unsharded shape, complete on rank 0.
+
+    Args:
+        layout: Layout of this rank's vectors.
+        space: Their space.
+        v: `(n_local,)`.
+        name: Checkpoint name of the parameter.
+        shape: Its unsharded shape.
+
+    Collective: one reduction to rank 0.
+    """
+    whole = torch.zeros(math.prod(shape), dtype=torch.float32, device=space.device)
+    for fragment, part in layout:
+        if fragment.name == name and fragment.owned:
+            whole[fragment.index(device=whole.device)] = v[part]
+    if space.distributed:
+        dist.reduce(whole, dst=0, group=space.group)
+    return whole.reshape(tuple(shape))
+
+
+def distribute(layout: Layout, space: VectorSpace, v: Tensor, name: str, whole: Tensor) -> None:
+    """Write rank 0's values of a parameter into every rank's part of v.
+
+    Args:
+        layout: Layout of this rank's vectors.
+        space: Their space.
+        v: `(n_local,)`, written in place.
+        name: Checkpoint name of the parameter.
+        whole: Its values in its unsharded shape; on other ranks than 0 overwritten.
+
+    Collective: one broadcast.
+    """
+    flat = whole.reshape(-1)
+    if space.distributed:
+        dist.broadcast(flat, src=0, group=space.group)
+    for fragment, part in layout:
+        if fragment.name == name:
+            v[part] = flat[fragment.index(device=flat.device)]
