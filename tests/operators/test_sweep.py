@@ -15,7 +15,7 @@ from ds_hessian.backends.module import ModuleBackend
 from ds_hessian.operators import FiniteDifferenceHessian, default_range, sweep
 from ds_hessian.records import DisplacementSweep
 from tests.operators.nets import batches, loss_of, measuring, mlp, train
-from tests.results.makers import COST, PROVENANCE
+from tests.records.makers import COST, PROVENANCE
 
 
 class Point(nn.Module):

@@ -26,8 +26,8 @@ from ds_hessian.cli import main
 from ds_hessian.errors import ResultError
 from ds_hessian.records import Record
 from ds_hessian.records.safetensors import Reader, Writer
-from tests.results.makers import semicircle, spectrum_of
-from tests.results.test_records import OLD, kinds
+from tests.records.makers import semicircle, spectrum_of
+from tests.records.test_records import OLD, kinds
 
 CASES = int(os.environ.get("DS_HESSIAN_FUZZ", "40"))
 """Examples of each property."""

@@ -18,7 +18,7 @@ from ds_hessian.records import HessianSpectrum, Record, SamplingErrors
 from ds_hessian.records.files import replacing
 from ds_hessian.records.safetensors import Reader, Writer
 from ds_hessian.show.canvas import new_figure, save_figure
-from tests.results.makers import semicircle, spectrum_of
+from tests.records.makers import semicircle, spectrum_of
 
 KILLED = 9
 FILES = ["spectrum.json", "spectrum.npz"]

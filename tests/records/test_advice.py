@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.results.makers import language_model_like, spectrum_of
+from tests.records.makers import language_model_like, spectrum_of
 
 
 def test_good_products_bring_no_warning() -> None:

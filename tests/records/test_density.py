@@ -11,7 +11,7 @@ from scipy.stats import norm
 
 from ds_hessian.records.density import automatic_widths, bulk_interval, reduced_weights, smooth
 from tests.krylov.matrices import SPECTRA
-from tests.results.makers import language_model_like, semicircle, spectrum_of
+from tests.records.makers import language_model_like, semicircle, spectrum_of
 from tests.tiers import cells
 
 finite = st.floats(-1e3, 1e3, allow_subnormal=False)
