@@ -412,7 +412,7 @@ def check_kind(kind: type[Record], folder: Path, examples: int) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("kind", "source"), KINDS, ids=[f.name for _, f in KINDS])
-@pytest.mark.parametrize("examples", [CASES, pytest.param(SLOW, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [CASES, pytest.param(SLOW, marks=pytest.mark.full)])
 def test_any_damage_to_a_record_is_refused_or_harmless(
     kind: type[Record], source: Path, examples: int, tmp_path: Path
 ) -> None:
