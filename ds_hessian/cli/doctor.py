@@ -1,4 +1,4 @@
-"""What of ds_hessian runs on this machine: looked up where it can be, tried where it must be."""
+"""Diagnosis of this machine: the parts of ds_hessian that run here, and those that do not."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing stands in the way of a measurement."""
+        """True if nothing prevents a measurement."""
         return all(finding.works for finding in self.findings)
 
     def table(self) -> str:
@@ -154,7 +154,7 @@ def _device() -> str:
 
 
 def _dtypes() -> list[Finding]:
-    """Whether DeepSpeed trains in each dtype here, and whether gradients repeat bit for bit."""
+    """Train with DeepSpeed in each dtype, and compare the gradients of two passes bit for bit."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator, found = get_accelerator(), []

@@ -22,7 +22,7 @@ from ds_hessian import __version__
 from ds_hessian.cli import main
 from ds_hessian.config import HessianConfig
 from ds_hessian.records import HessianSpectrum
-from tests.results.makers import language_model_like, semicircle, spectrum_of
+from tests.records.makers import language_model_like, semicircle, spectrum_of
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = Path(sys.executable).with_name("ds-hessian")  # what setup.py installs

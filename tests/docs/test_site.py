@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("backends", "integrations", "krylov", "megatron", "results")
+PARTS = ("backends", "integrations", "krylov", "megatron", "records")
 PUBLIC = ["ds_hessian", *(f"ds_hessian.{part}" for part in PARTS)]
 
 pytest.importorskip("sphinx", reason="needs the extra docs")

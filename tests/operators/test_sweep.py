@@ -16,7 +16,7 @@ from ds_hessian.operators import FiniteDifferenceHessian, default_range, sweep
 from ds_hessian.records import DisplacementSweep
 from ds_hessian.vectors import random_vector
 from tests.operators.nets import batches, loss_of, measuring, mlp, train
-from tests.results.makers import COST, PROVENANCE
+from tests.records.makers import COST, PROVENANCE
 
 
 class Point(nn.Module):

@@ -17,7 +17,7 @@ from ds_hessian.records.density import (
     smooth,
 )
 from tests.krylov.matrices import SPECTRA
-from tests.results.makers import language_model_like, semicircle, spectrum_of
+from tests.records.makers import language_model_like, semicircle, spectrum_of
 from tests.tiers import cells
 
 finite = st.floats(-1e3, 1e3, allow_subnormal=False)

@@ -35,7 +35,7 @@ from ds_hessian.show.page.density import _thinned
 from ds_hessian.show.page.write import sections_of
 from tests.browser import ask, needs_browser
 from tests.krylov.matrices import SPECTRA, Matrix
-from tests.results.makers import (
+from tests.records.makers import (
     COST,
     PROVENANCE,
     language_model_like,

@@ -26,9 +26,9 @@ from ds_hessian.records import (
 )
 from ds_hessian.show.pictures import PICTURES, WITHOUT
 from ds_hessian.show.tables import TABLES
-from tests.results.makers import PROVENANCE, language_model_like, semicircle, spectrum_of, sweep
-from tests.results.test_analyses import alike
-from tests.results.test_analyses import records as analyses
+from tests.records.makers import PROVENANCE, language_model_like, semicircle, spectrum_of, sweep
+from tests.records.test_analyses import alike
+from tests.records.test_analyses import records as analyses
 
 PACKAGE = Path(ds_hessian.__file__).parent
 OLD = Path(__file__).parent / "files"
@@ -51,7 +51,7 @@ def verdict(**changes: Any) -> SelfTest:
         Check("nonlinearity", math.nan, 0.3, "the step is too long"),
     )
     fields = {"checks": checks, "error": 0.3, "displacement": 1e-3, "suggestions": ("use auto",)}
-    return SelfTest(**(fields | changes))
+    return SelfTest(**(fields | {"provenance": PROVENANCE} | changes))
 
 
 def examples() -> list[Record]:
@@ -61,7 +61,6 @@ def examples() -> list[Record]:
         sweep(),
         Comparison(spectra),
         verdict(),
-        verdict(provenance=PROVENANCE),
         *analyses(),
     ]
 

@@ -13,7 +13,7 @@ from ds_hessian.errors import ResultError
 from ds_hessian.krylov import slq
 from ds_hessian.records import HessianSpectrum, density_of_parts
 from tests.krylov.matrices import Matrix
-from tests.results.makers import COST, PROVENANCE, semicircle, spectrum_of
+from tests.records.makers import COST, PROVENANCE, semicircle, spectrum_of
 
 PARTS, N, POPULATION = 4, 60, 200
 GRID, WIDTH = np.linspace(-1.5, 7.0, 18), 0.5

@@ -13,7 +13,7 @@ import pytest
 
 from ds_hessian.krylov import slq
 from ds_hessian.show.progress import SpectrumProgress
-from tests.results.makers import DenseOperator, language_model_like, semicircle, spectrum_of
+from tests.records.makers import DenseOperator, language_model_like, semicircle, spectrum_of
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_outliers_are_marked_with_their_values(tmp_path: Path):
 def test_plotting_needs_no_display_and_leaves_pyplot_alone(tmp_path: Path):
     code = (
         "import sys; import ds_hessian.records; assert 'matplotlib' not in sys.modules\n"
-        "from tests.results.makers import *\n"
+        "from tests.records.makers import *\n"
         f"spectrum_of(semicircle(100), 5).plot({str(tmp_path / 's.png')!r})\n"
         "assert 'matplotlib.pyplot' not in sys.modules"
     )

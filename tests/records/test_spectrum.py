@@ -11,7 +11,7 @@ from ds_hessian.errors import NumericsError, ResultError
 from ds_hessian.krylov import ritz
 from ds_hessian.records import Estimate, HessianSpectrum
 from ds_hessian.show.monitor import monitor_events
-from tests.results.makers import (
+from tests.records.makers import (
     COST,
     PROVENANCE,
     language_model_like,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ds_hessian.errors import HessianError, ResultError
 from ds_hessian.records import HessianSpectrum, SamplingErrors
 from ds_hessian.records.safetensors import Writer
-from tests.results.makers import COST, language_model_like, semicircle, spectrum_of
+from tests.records.makers import COST, language_model_like, semicircle, spectrum_of
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from ds_hessian.records import (
 from ds_hessian.show.monitor import monitor_events
 from ds_hessian.vectors import Partition
 from tests.krylov.matrices import SPECTRA, Matrix
-from tests.results.makers import COST, PROVENANCE
+from tests.records.makers import COST, PROVENANCE
 
 MEASURED = {"cost": COST, "provenance": PROVENANCE}
 

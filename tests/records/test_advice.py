@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ds_hessian.records.advice import relative_errors
-from tests.results.makers import language_model_like, spectrum_of
+from tests.records.makers import language_model_like, spectrum_of
 
 
 def test_good_products_bring_no_warning() -> None:
