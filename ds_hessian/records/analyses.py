@@ -119,8 +119,9 @@ class HessianSharpness(Measured):
         preconditioned: The largest eigenvalue of `D^-1/2 H D^-1/2` with D what Adam divides by, in
             the unit of 1 / learning rate; None without Adam. Adam with beta1 = 0.9 is at the edge
             of stability where it is 38 / learning rate (Cohen et al., arXiv 2207.14484).
-        converged: Whether the residual of each of them is within the tolerance, or the products'
-            errors.
+        converged: Whether the residual of each of them is within the tolerance.
+        limited: Whether it is not, but as small as the products' errors let it be. Empty in records
+            of versions without it.
         gradient_curvature: `g'Hg / g'g` along the gradient of the measured loss.
         update_curvature: `u'Hu / u'u` along Adam's last step, without its weight decay; None
             without Adam.
@@ -141,6 +142,7 @@ class HessianSharpness(Measured):
     loss: float
     warm: bool
     num_matvecs: int
+    limited: tuple[bool, ...] = ()
 
     def table(self) -> str:
         """One line for people."""
@@ -148,7 +150,7 @@ class HessianSharpness(Measured):
         if self.preconditioned is not None:
             text += f", preconditioned {self.preconditioned}"
         if not all(self.converged):
-            text += " (not converged)"
+            text += f" ({'limited by the products' if any(self.limited) else 'not converged'})"
         step = self.provenance.step
         return f"Hessian sharpness at step {step}: {text}; {self.num_matvecs} products"
 

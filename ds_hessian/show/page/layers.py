@@ -75,7 +75,9 @@ def _concentrations(run: Run) -> list[Section]:
 def _eigenvalue_rows(pairs: HessianEigenpairs) -> tuple[tuple[str, str], ...]:
     rows = []
     for i, pair in enumerate(zip(pairs.values, pairs.errors, strict=True)):
-        note = "" if pairs.converged[i] else " (not converged)"
+        limited = bool(pairs.limited) and pairs.limited[i]
+        missed = " (limited by the products)" if limited else " (not converged)"
+        note = "" if pairs.converged[i] else missed
         rows.append((f"eigenvalue {i + 1}", f"{Estimate(*map(float, pair))}{note}"))
     return tuple(rows)
 

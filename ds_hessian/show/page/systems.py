@@ -50,7 +50,8 @@ def _rows(systems: DampedSystems) -> tuple[tuple[str, str], ...]:
     for i, damping in enumerate(systems.dampings):
         notes = [f"|r| / |b| = {systems.residuals[i]:.1e}"]
         if not systems.converged[i]:
-            notes.append("not converged")
+            limited = bool(systems.limited) and systems.limited[i]
+            notes.append("limited by the products" if limited else "not converged")
         rows.append((f"damping {damping:.4g}", ", ".join(notes)))
     indefinite = [f"{d:.4g}" for d in systems.dampings[systems.negative_curvature]]
     if indefinite:
