@@ -148,6 +148,7 @@ class Sharpness(Journaled[HessianSharpness]):
             "eigenvalue_max": estimates[0],
             "preconditioned": None if adam is None else estimates[1],
             "converged": tuple(pair.converged(self.tolerance) for pair in pairs),
+            "limited": tuple(pair.limited(self.tolerance) for pair in pairs),
             "gradient_curvature": along,
             "update_curvature": step,
             "update_norm": None if adam is None else space.norm(adam[1]),

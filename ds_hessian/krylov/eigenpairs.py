@@ -38,7 +38,9 @@ class Eigenpairs:
         residuals: `(k,)` |H y - theta y|, measured with one product each.
         product_errors: `(k,)` estimated absolute error of those products.
         displacements: `(k,)` h of those products.
-        converged: `(k,)` whether the residual is within the tolerance or the products' error.
+        converged: `(k,)` whether the residual is within the tolerance.
+        limited: `(k,)` whether it is not, but as small as the products' errors let it be: more
+            products bring nothing, more exact ones do. Empty in records of versions without it.
         vectors: `(k, n_local)` fp32, this rank's part of the unit eigenvectors.
         which: `LM` largest magnitude, `LA` largest, `SA` smallest.
         num_matvecs: Products made, those for the residuals included.
@@ -61,6 +63,7 @@ class Eigenpairs:
     num_matvecs: int
     restarts: int
     asymmetry: float
+    limited: tuple[bool, ...] = ()
 
 
 def eigenpairs(
@@ -126,8 +129,9 @@ def eigenpairs(
             restarts += 1
     found = state.combine(vectors[:, chosen].T)
     products, asymmetry = state.products, state.asymmetry
+    seen = state.unexplained
     del state  # the basis makes room
-    return _measured(operator, found, which, tolerance, products, restarts, asymmetry)
+    return _measured(operator, found, which, tolerance, products, restarts, asymmetry, seen)
 
 
 def select(values: Array, k: int, which: Which) -> NDArray[np.int64]:
@@ -150,20 +154,24 @@ def _measured(
     products: int,
     restarts: int,
     asymmetry: float,
+    unexplained: float,
 ) -> Eigenpairs:
-    """The record of these vectors, which `products` have found."""
+    """The record of these vectors, which `products` have found; see `LanczosState.unexplained`."""
     figures = np.array([_rayleigh(operator, y) for y in found])
     values, residuals, errors, displacements = figures.T
     order = select(values, len(values), which)
     values, residuals, errors = values[order], residuals[order], errors[order]
-    limit = np.maximum(max(tolerance * float(abs(values).max()), 0.0), COVERAGE * errors)
+    errors = np.maximum(errors, unexplained)
+    converged = residuals <= tolerance * float(abs(values).max())
+    limited = ~converged & (residuals <= COVERAGE * errors)
     return Eigenpairs(
         values=values,
         errors=np.hypot(residuals, COVERAGE * errors),
         residuals=residuals,
         product_errors=errors,
         displacements=displacements[order],
-        converged=residuals <= limit,
+        converged=converged,
+        limited=tuple(map(bool, limited)),
         vectors=found[order.tolist()],
         which=which,
         num_matvecs=products + len(values),

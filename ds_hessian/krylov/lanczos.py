@@ -66,6 +66,9 @@ BREAKDOWN = 32 * ROUNDOFF
 """beta below this share of the largest |T| is rounding of the fp32 vectors: the Krylov space is
 exhausted. Relative, since no absolute bound fits Hessians from 1e-8 to 1e8."""
 
+_PRODUCT_ROUNDING = 32 * ROUNDOFF
+"""Asymmetry of exact products, in units of the largest |T|: inner products of rounded vectors."""
+
 SEPARATE, SETTLED = 0.1, 1e-5
 """A Ritz vector is formed when its residual is also below SEPARATE times the distance to the next
 Ritz value whose own is above SETTLED |T|: one in the middle of a cluster would change again."""
@@ -79,6 +82,7 @@ _FIGURES = (
     "betas",
     "diagnostics",
     "asymmetry",
+    "unexplained",
     "restarts",
     "products",
     "all_reduces",
@@ -131,6 +135,7 @@ class LanczosState:
     Attributes:
         matrix: `(m, m)` T so far, with the coupling to the next vector.
         products: Products made, by all restarts together.
+        unexplained: Largest asymmetry of T that the products' estimated errors do not explain.
     """
 
     def __init__(
@@ -158,6 +163,7 @@ class LanczosState:
         self.diagnostics: list[tuple[float, ...]] = []
         self.matrix = np.zeros((self.num_matvecs, self.num_matvecs))
         self.asymmetry = 0.0
+        self.unexplained = 0.0
         self.restarts = 0
         self.products = 0
         self.all_reduces = 0
@@ -208,6 +214,7 @@ class LanczosState:
         self.matrix[j, j] = column[row]
         self.products += 1
         self.diagnostics.append((*_figures(product), self.basis.rounding[row]))
+        self._widen(numbers[numbers != j], broken)
         again = float(second[:count].numpy() ** 2 @ inverse_squares)
         slots, formed = list[int](), square[:0]
         if self._archive is not None and not self.done:
@@ -219,6 +226,24 @@ class LanczosState:
         self._append(w, norm, math.sqrt(again + removed), length)
         self._dropped[-1] += math.hypot(float(np.linalg.norm(along)), math.sqrt(removed))
         self.all_reduces += self.space.all_reduces - before
+
+    def _widen(self, numbers: NDArray[np.int64], asymmetry: NDArray[np.float64]) -> None:
+        """Errors of products from what their asymmetry `q_i'D q_j - q_j'D q_i` says of both.
+
+        It is at most the sum of their errors; where it is more than these are estimated to be,
+        rounding of the basis included, it is the estimate.
+        """
+        last, scale = self.diagnostics[-1], float(abs(self.matrix).max())
+        restarted = len(self.diagnostics) != self.steps  # older products have no row of their own
+        for i, seen in zip(numbers.tolist(), asymmetry.tolist(), strict=True):
+            other = last if restarted else self.diagnostics[i]
+            rounding = last[-1] + other[-1] + _PRODUCT_ROUNDING
+            if seen > last[0] + other[0] + rounding * scale:
+                self.unexplained = max(self.unexplained, seen)
+                last = (max(last[0], seen), *last[1:])
+                if not restarted:
+                    self.diagnostics[i] = (max(other[0], seen), *other[1:])
+        self.diagnostics[-1] = last
 
     def _numbers(self, j: int) -> NDArray[np.int64]:
         """The step that stored each row in use: step i writes row i modulo the capacity."""

@@ -21,7 +21,8 @@ class LanczosRun:
         alphas: `(m,)` diagonal of the tridiagonal T, in Hessian entries (loss per parameter^2).
         betas: `(m,)` off-diagonal; `betas[j]` couples steps j and j+1, the last is the residual's.
             A zero marks a restart: the Krylov space of what came before was exhausted.
-        product_errors: `(m,)` estimated absolute error `|H v_j - product_j|`; 0 where unknown.
+        product_errors: `(m,)` estimated absolute error `|H v_j - product_j|`, at least the
+            asymmetry that estimates do not explain; 0 where unknown.
         displacements: `(m,)` h of each product.
         nonlinearities: `(m,)` nonlinearity ratio of each product; NaN where not measured.
         fidelities: `(m,)` cosine of realised displacement and v.

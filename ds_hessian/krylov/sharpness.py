@@ -59,9 +59,13 @@ class RitzPair:
     direction: Tensor
 
     def converged(self, tolerance: float) -> bool:
-        """Whether the residual is within the relative tolerance, or within the products' errors."""
-        limit = max(tolerance * abs(self.value), COVERAGE * self.product_error)
-        return self.residual <= limit
+        """Whether the residual is within the relative tolerance."""
+        return self.residual <= tolerance * abs(self.value)
+
+    def limited(self, tolerance: float) -> bool:
+        """Whether it is not, but as small as the products' errors let it be."""
+        small = self.residual <= COVERAGE * self.product_error
+        return small and not self.converged(tolerance)
 
 
 class Subspace:
@@ -150,7 +154,8 @@ def refine(
     while True:
         pairs = [subspace.top(metric) for metric in metrics]
         worst = max(pairs, key=lambda pair: pair.residual / max(abs(pair.value), 1e-300))
-        if worst.converged(tolerance) or len(subspace) >= max_matvecs:
+        enough = worst.converged(tolerance) or worst.limited(tolerance)
+        if enough or len(subspace) >= max_matvecs:
             return pairs
         if not torch.isfinite(worst.direction).all() or worst.residual == 0:
             return pairs

@@ -44,7 +44,9 @@ class DampedSystems:
         dampings: `(d,)` in loss per squared parameter.
         residuals: `(d,)` |r| / |b| with r = b - (H + damping I) x, measured with one product each;
             with a preconditioner |S r| / |S b|.
-        converged: `(d,)` whether the residual is within the tolerance, or the product's error.
+        converged: `(d,)` whether the residual is within the tolerance.
+        limited: `(d,)` whether it is not, but as small as the product's error lets it be: more
+            products bring nothing, more exact ones do. Empty in records of versions without it.
         negative_curvature: `(d,)` whether H + damping I was found to be indefinite.
         num_matvecs: Products made, those for the residuals included.
     """
@@ -54,6 +56,7 @@ class DampedSystems:
     converged: NDArray[np.bool_]
     negative_curvature: NDArray[np.bool_]
     num_matvecs: int
+    limited: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -164,6 +167,7 @@ class _Space:
     products: int
     lowest: tuple[float, float]
     gaps: list[float]
+    unexplained: float
 
 
 def _solve(
@@ -198,6 +202,7 @@ def _solve(
         products=state.products,
         lowest=(float(pairs.values[0]), float(pairs.errors[0])),
         gaps=[float(abs(pairs.values + shift).min()) for shift in shifts],
+        unexplained=state.unexplained,
     )
     return space, state.combine(coefficients)
 
@@ -247,13 +252,14 @@ def _measured(
     small = [one for s in spaces for one in s.small]
     gaps = [gap for s in spaces for gap in s.gaps]
     residuals, product_errors, lengths = list[float](), list[float](), list[float]()
+    unexplained = max(s.unexplained for s in spaces) if scales[0] is None else 0.0
     products = sum(s.products for s in spaces)
     for one, shift, scale in zip(x, map(float, shifts), scales, strict=True):
         rest, error, length = b.clone(), 0.0, space.norm(one)
         if length > 0:
             product = operator.matvec(one)
             rest -= product.vector.add_(one, alpha=shift)
-            error = absolute_error(product) * length
+            error = max(absolute_error(product), unexplained) * length
             products += 1
             del product
         plain = space.norm(rest)
@@ -265,6 +271,7 @@ def _measured(
         lengths.append(norm)
         del rest
     measured, doubt = np.array(residuals), COVERAGE * np.array(product_errors)
+    converged = measured <= goal.tolerance
     with np.errstate(divide="ignore"):
         errors = np.hypot(measured, doubt) * np.array(lengths) / np.array(gaps)
     return Solution(
@@ -272,7 +279,8 @@ def _measured(
         x=x,
         residuals=measured,
         errors=errors,
-        converged=measured <= np.maximum(goal.tolerance, doubt),
+        converged=converged,
+        limited=tuple(map(bool, ~converged & (measured <= doubt))),
         negative_curvature=np.array([one.indefinite for one in small]),
         curvature=min(s.lowest for s in spaces),
         steps=np.array([len(one.y) for one in small]),

@@ -123,8 +123,9 @@ class HessianSharpness(Measured):
         preconditioned: The largest eigenvalue of `D^-1/2 H D^-1/2` with D what Adam divides by, in
             the unit of 1 / learning rate; None without Adam. Adam with beta1 = 0.9 is at the edge
             of stability where it is 38 / learning rate (Cohen et al., arXiv 2207.14484).
-        converged: Whether the residual of each of them is within the tolerance, or the products'
-            errors.
+        converged: Whether the residual of each of them is within the tolerance.
+        limited: Whether it is not, but as small as the products' errors let it be. Empty in records
+            of versions without it.
         gradient_curvature: `g'Hg / g'g` along the gradient of the measured loss.
         update_curvature: `u'Hu / u'u` along Adam's last step, without its weight decay; None
             without Adam.
@@ -147,6 +148,7 @@ class HessianSharpness(Measured):
     loss: float
     warm: bool
     num_matvecs: int
+    limited: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -73,11 +73,16 @@ def _spectrum(spectrum: HessianSpectrum) -> str:
     return lined(spectrum_headline(spectrum), spectrum_rows(spectrum))
 
 
+def _missed(limited: tuple[bool, ...]) -> str:
+    """Say why a tolerance was not reached."""
+    return "limited by the products" if any(limited) else "not converged"
+
+
 def eigenvalue_rows(pairs: HessianEigenpairs) -> Rows:
     """Return a row for each eigenvalue."""
     rows = []
     for i, pair in enumerate(zip(pairs.values, pairs.errors, strict=True)):
-        note = "" if pairs.converged[i] else " (not converged)"
+        note = "" if pairs.converged[i] else f" ({_missed(pairs.limited[i : i + 1])})"
         rows.append((f"eigenvalue {i + 1}", f"{Estimate(*map(float, pair))}{note}"))
     return rows
 
@@ -114,7 +119,7 @@ def system_rows(systems: DampedSystems) -> Rows:
     for i, damping in enumerate(systems.dampings):
         notes = [f"|r| / |b| = {systems.residuals[i]:.1e}"]
         if not systems.converged[i]:
-            notes.append("not converged")
+            notes.append(_missed(systems.limited[i : i + 1]))
         rows.append((f"damping {damping:.4g}", ", ".join(notes)))
     indefinite = [f"{d:.4g}" for d in systems.dampings[systems.negative_curvature]]
     if indefinite:
@@ -154,7 +159,7 @@ def _sharpness(sharpness: HessianSharpness) -> str:
     if sharpness.preconditioned is not None:
         text += f", preconditioned {sharpness.preconditioned}"
     if not all(sharpness.converged):
-        text += " (not converged)"
+        text += f" ({_missed(sharpness.limited)})"
     step = sharpness.provenance.step
     return f"Hessian sharpness at step {step}: {text}; {sharpness.num_matvecs} products"
 
