@@ -30,7 +30,7 @@ toc_object_entries_show_parents = "hide"
 autodoc_type_aliases = {"ArrayLike": "ArrayLike", "NDArray": "NDArray", "Array": "NDArray"}
 default_role = "literal"  # docstrings mark code with single backticks, and norms with bars
 nitpick_ignore_regex = [("py:.*", r"(?!ds_hessian\b).*")]  # names of other packages
-nitpick_ignore = [("py:class", "ds_hessian.vector_files.R")]  # a type variable
+nitpick_ignore_regex += [("py:class", r"ds_hessian\..*\.[A-Z]")]  # type variables
 
 
 def _escape_bars(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

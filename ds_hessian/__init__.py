@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ds_hessian.display import Display, provide
 from ds_hessian.errors import (
     ConfigError,
     HessianError,
@@ -21,9 +22,9 @@ from ds_hessian.errors import (
 from ds_hessian.version import __version__
 
 if TYPE_CHECKING:
-    from ds_hessian.attach import attach, initialize
     from ds_hessian.config import HessianConfig
     from ds_hessian.hessian import Hessian
+    from ds_hessian.hosts import attach, initialize
     from ds_hessian.records import DisplacementSweep, HessianSpectrum
 
     HessianEngine = Hessian
@@ -34,8 +35,8 @@ _LAZY = {
     "HessianConfig": ("ds_hessian.config", "HessianConfig"),
     "HessianEngine": ("ds_hessian.hessian", "Hessian"),
     "HessianSpectrum": ("ds_hessian.records", "HessianSpectrum"),
-    "attach": ("ds_hessian.attach", "attach"),
-    "initialize": ("ds_hessian.attach", "initialize"),
+    "attach": ("ds_hessian.hosts", "attach"),
+    "initialize": ("ds_hessian.hosts", "initialize"),
 }
 
 __all__ = [
@@ -64,3 +65,13 @@ def __getattr__(name: str) -> Any:
         module, original = _LAZY[name]
         return getattr(importlib.import_module(module), original)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _display() -> Display:
+    """Import what shows records, which imports torch, when the first one is shown."""
+    from ds_hessian import show
+
+    return show
+
+
+provide(_display)

@@ -1,7 +1,7 @@
 """The Hessian of a job: what it is taken of, its products, its vectors, its analyses, its records.
 
 The class is the same on every host. What a host is stands in `ds_hessian.backends`, what an
-analysis is in `ds_hessian.analyses`; `ds_hessian.attach` puts the two together.
+analysis is in `ds_hessian.analyses`; `ds_hessian.hosts` puts the two together.
 """
 
 from __future__ import annotations
@@ -53,11 +53,10 @@ from ds_hessian.records import (
     HessianSolution,
     HessianSpectrum,
     HessianTrace,
+    Measured,
 )
 from ds_hessian.records import SelfTest as Verdict
-from ds_hessian.records.analyses import Measured
 from ds_hessian.show.progress import SpectrumProgress
-from ds_hessian.vector_files import Record
 from ds_hessian.vectors import ProbeKind, random_vector
 
 R = TypeVar("R")
@@ -263,7 +262,7 @@ class Hessian:
 
     # ---- records
 
-    def save(self, record: Record, folder: str | Path | None = None) -> Path:
+    def save(self, record: Measured, folder: str | Path | None = None) -> Path:
         """Write a record: `<kind>.json` and `<kind>.npz` on rank 0, its vectors, a picture.
 
         Eigenvectors and solutions go to `<kind>.safetensors`, as `save_vectors` writes them; the

@@ -43,10 +43,10 @@ def attach_scheduled(engine: Any) -> None:
     Raises:
         ConfigError: the section is wrong, or both of its intervals are 0.
     """
-    from ds_hessian.attach import attach
     from ds_hessian.backends.zero import settings_of
     from ds_hessian.config import HessianConfig
     from ds_hessian.errors import ConfigError
+    from ds_hessian.hosts import attach
 
     section = HessianConfig.from_deepspeed(settings_of(engine))
     if section is None or not section.enabled:

@@ -29,13 +29,13 @@ def main(arguments: Sequence[str]) -> None:
 
 def _test_at_a_step(engine: Any) -> None:
     """Have an engine tested at its first step with enough micro-batches, which ends the job."""
-    from ds_hessian.attach import hessian_of
     from ds_hessian.backends.zero import settings_of
     from ds_hessian.config import HessianConfig
+    from ds_hessian.hosts import hessian_of
     from ds_hessian.schedule import Capture
 
     section = HessianConfig.from_deepspeed(settings_of(engine)) or HessianConfig()
-    captured = Capture(engine, section.num_micro_batches)
+    captured = Capture(engine, engine.module, section.num_micro_batches)
     step = engine.step
 
     def step_and_test(*args: Any, **kwargs: Any) -> Any:

@@ -18,13 +18,10 @@ from torch import Tensor
 from ds_hessian.backends.protocol import Backend
 from ds_hessian.errors import ConfigError, ResultError
 from ds_hessian.ranks import together
-from ds_hessian.records import DisplacementSweep, HessianSpectrum
-from ds_hessian.records.analyses import Measured
+from ds_hessian.records import Measured
 from ds_hessian.records.safetensors import Reader, Writer
-from ds_hessian.records.store import kind_of, load, save, sharded
 from ds_hessian.vectors import collected, distribute
 
-Record = HessianSpectrum | DisplacementSweep | Measured
 R = TypeVar("R", bound=Measured)
 
 
@@ -64,7 +61,7 @@ def _expect(full: Mapping[str, Tensor] | None, name: str, shape: torch.Size) -> 
     return full[name]
 
 
-def save_record(backend: Backend, record: Record, folder: Path) -> Path:
+def save_record(backend: Backend, record: Measured, folder: Path) -> Path:
     """Write `<kind>.json` and `<kind>.npz` on rank 0, and `<kind>.safetensors` of its vectors.
 
     Raises:
@@ -72,8 +69,8 @@ def save_record(backend: Backend, record: Record, folder: Path) -> Path:
     """
     with together(f"writing results to {folder}", device=backend.space.device):
         if backend.space.rank == 0:
-            save(record, folder)
-    for name in sharded(record):
+            record.save(folder)
+    for name in record.sharded:
         path = _vector_file(type(record), folder)
         save_vectors(backend, getattr(record, name), path, _origin(record))
     return folder
@@ -88,12 +85,12 @@ def load_record(backend: Backend, record: type[R], folder: Path) -> R:
     """
     path = _vector_file(record, folder)
     with together(f"reading results from {folder}", device=backend.space.device):
-        found = load(record, folder)
-        if sharded(found) and backend.space.rank == 0:
+        found = record.load(folder)
+        if found.sharded and backend.space.rank == 0:
             origin = {key: json.dumps(value) for key, value in _origin(found).items()}
             if Reader(path).metadata != origin:
-                raise ResultError(f"{path} belongs to another {kind_of(record)}")
-    vectors: dict[str, Any] = {name: load_vectors(backend, path) for name in sharded(found)}
+                raise ResultError(f"{path} belongs to another {record.kind}")
+    vectors: dict[str, Any] = {name: load_vectors(backend, path) for name in found.sharded}
     return replace(found, **vectors)
 
 
@@ -157,13 +154,13 @@ def load_vectors(backend: Backend, path: Path) -> Tensor:
     return vectors
 
 
-def _origin(record: Record) -> dict[str, Any]:
+def _origin(record: Measured) -> dict[str, Any]:
     """What a file of vectors says of the record that they are part of."""
     return {"record": type(record).__name__, "provenance": vars(record.provenance)}
 
 
 def _vector_file(record: type[Any], folder: Path) -> Path:
-    return folder / f"{kind_of(record)}.safetensors"
+    return folder / f"{record.kind}.safetensors"
 
 
 def _expect_shapes(reader: Reader, shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+import ds_hessian
+
 PACKAGE = Path(__file__).parent.parent / "ds_hessian"
 
 # From the ground up. A file imports files of its own room and of the rooms below, wherever in the
 # file the import stands. torch, numpy and the standard library are free for all.
 ROOMS = (
-    ("errors", "version"),
+    ("errors", "version", "display"),
     ("config",),
     ("memory",),
     ("ops",),
@@ -24,12 +26,12 @@ ROOMS = (
     ("records",),
     ("resume",),
     ("planning",),
-    ("analyses",),
     ("vector_files",),
+    ("analyses",),
     ("show",),
     ("hessian",),
     ("schedule",),
-    ("attach",),
+    ("hosts",),
     ("integrations",),
     ("launch",),
     ("self_test",),
@@ -39,7 +41,7 @@ ROOMS = (
 )
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 HOSTS = {
-    "deepspeed": ("backends/zero/", "attach.py", "launch.py", "ops/", "cli/"),
+    "deepspeed": ("backends/zero/", "hosts.py", "launch.py", "ops/", "cli/"),
     "megatron": ("backends/megatron/", "integrations/megatron_pretrain.py"),
     "transformers": ("integrations/transformers.py",),
 }
@@ -144,6 +146,12 @@ def test_a_curvature_is_named_in_its_own_room_only() -> None:
         if room_of(file) != "operators":
             text = (PACKAGE / file).read_text()
             assert "FiniteDifferenceHessian" not in text, file
+
+
+def test_no_public_name_is_that_of_a_module() -> None:
+    """An import of the module would take its place on the package."""
+    for name in ds_hessian.__all__:
+        assert not (PACKAGE / f"{name}.py").exists() and not (PACKAGE / name).is_dir(), name
 
 
 def test_krylov_never_sees_torch_distributed() -> None:

@@ -32,7 +32,6 @@ from ds_hessian.planning import (
     refuse_too_large,
 )
 from ds_hessian.ranks import gather_objects, together
-from ds_hessian.records.store import kind_of
 from ds_hessian.resume import Journal
 from ds_hessian.vectors import Partition, by_layer, by_pattern
 
@@ -136,7 +135,7 @@ class Analysis(ABC, Generic[R]):
 class Journaled(Analysis[R]):
     """An analysis that is a function of products, which `resume` keeps in a journal."""
 
-    record: ClassVar[type]
+    record: ClassVar[type[Any]]
     """Class of its record."""
 
     @abstractmethod
@@ -153,7 +152,7 @@ class Journaled(Analysis[R]):
     def run(self, subject: Subject) -> R:
         """Measure, from where the same measurement was interrupted. Collective."""
         identity = {"call": self.settings()}
-        with subject.open(Journal, kind_of(self.record), identity) as (run, journal):
+        with subject.open(Journal, self.record.kind, identity) as (run, journal):
             figures = self.figures(run, journal or run.curvature)
         record: R = self.record(**figures, cost=run.cost(), provenance=subject.provenance())
         run.finished()

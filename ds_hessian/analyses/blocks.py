@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from ds_hessian import krylov
 from ds_hessian.analyses.base import Blocks, Journaled, partition
@@ -35,9 +35,9 @@ class BlockCoupling(Journaled[HessianBlockCoupling]):
         num_blocks: Their number, where the model is not known.
     """
 
-    title: ClassVar[str] = "block_coupling"
-    summary: ClassVar[str] = "the masked-probe test of block-diagonal structure"
-    record: ClassVar[type] = HessianBlockCoupling
+    title = "block_coupling"
+    summary = "the masked-probe test of block-diagonal structure"
+    record = HessianBlockCoupling
 
     blocks: Blocks = "layers"
     num_blocks: int | None = None
@@ -73,9 +73,9 @@ class OffBlockShare(Journaled[HessianOffBlockShare]):
         num_probes: Pairs of products.
     """
 
-    title: ClassVar[str] = "off_block_share"
-    summary: ClassVar[str] = "share of the off-diagonal blocks in the squared norm of H"
-    record: ClassVar[type] = HessianOffBlockShare
+    title = "off_block_share"
+    summary = "share of the off-diagonal blocks in the squared norm of H"
+    record = HessianOffBlockShare
 
     blocks: Blocks = "layers"
     num_probes: int = 4

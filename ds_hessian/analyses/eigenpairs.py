@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,9 +44,9 @@ class Eigenpairs(Journaled[HessianEigenpairs]):
         start: Unit start vector `(n_local,)`; None for a random one.
     """
 
-    title: ClassVar[str] = "eigenpairs"
-    summary: ClassVar[str] = "the k extreme eigenpairs, with true residuals"
-    record: ClassVar[type] = HessianEigenpairs
+    title = "eigenpairs"
+    summary = "the k extreme eigenpairs, with true residuals"
+    record = HessianEigenpairs
 
     k: int = 1
     which: krylov.Which = "LM"

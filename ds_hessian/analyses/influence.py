@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -33,8 +33,8 @@ class Influence(Analysis[HessianInfluence]):
         examples: Micro-batches, each an example.
     """
 
-    title: ClassVar[str] = "influence"
-    summary: ClassVar[str] = "influence of training examples on the loss of a query"
+    title = "influence"
+    summary = "influence of training examples on the loss of a query"
 
     dampings: Sequence[float]
     method: krylov.SolveMethod = "minres"

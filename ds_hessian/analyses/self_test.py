@@ -16,7 +16,6 @@ import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -48,9 +47,9 @@ LARGEST_NONLINEARITY = 0.3
 class SelfTest(Analysis[Verdict]):
     """A self-test; it has no arguments."""
 
-    title: ClassVar[str] = "self_test"
-    summary: ClassVar[str] = "whether this job's Hessian can be trusted, and what to set if not"
-    resumes: ClassVar[bool] = False
+    title = "self_test"
+    summary = "whether this job's Hessian can be trusted, and what to set if not"
+    resumes = False
 
     def products(self, config: HessianConfig) -> int:
         """`Hu`, `Hv` and `H(u + v)`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -49,9 +49,9 @@ class Sharpness(Journaled[HessianSharpness]):
         adam: What Adam divides by, and its last step.
     """
 
-    title: ClassVar[str] = "sharpness"
-    summary: ClassVar[str] = "top eigenvalues along a training, also as Adam sees them"
-    record: ClassVar[type] = HessianSharpness
+    title = "sharpness"
+    summary = "top eigenvalues along a training, also as Adam sees them"
+    record = HessianSharpness
 
     preconditioned: bool | None = True
     tolerance: float = 0.05

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from torch import Tensor
 
@@ -45,9 +45,9 @@ class Solve(Journaled[HessianSolution]):
         diagonal: Positive diagonal of the preconditioner `(n_local,)`.
     """
 
-    title: ClassVar[str] = "solve"
-    summary: ClassVar[str] = "solutions of (H + damping I) x = b"
-    record: ClassVar[type] = HessianSolution
+    title = "solve"
+    summary = "solutions of (H + damping I) x = b"
+    record = HessianSolution
 
     dampings: Sequence[float]
     method: krylov.SolveMethod = "cg"

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from ds_hessian.planning import (
     memory_of_lanczos,
 )
 from ds_hessian.records import HessianSpectrum, SamplingErrors
-from ds_hessian.records.store import kind_of
 from ds_hessian.resume import SavedSpectrum
 
 logger = logging.getLogger(__name__)
@@ -62,8 +61,8 @@ class Spectrum(Analysis[HessianSpectrum]):
         show: Shows the progress.
     """
 
-    title: ClassVar[str] = "spectrum"
-    summary: ClassVar[str] = "spectral density, extreme eigenvalues, trace"
+    title = "spectrum"
+    summary = "spectral density, extreme eigenvalues, trace"
 
     show: Show = transient(lambda total, enabled: nullcontext(_Silent()))
 
@@ -102,7 +101,7 @@ class Spectrum(Analysis[HessianSpectrum]):
     def run(self, subject: Subject) -> HessianSpectrum:
         """Measure, from where the same spectrum was interrupted. Collective."""
         config, space = subject.config, subject.backend.space
-        with subject.open(SavedSpectrum, kind_of(HessianSpectrum)) as (run, saved):
+        with subject.open(SavedSpectrum, HessianSpectrum.kind) as (run, saved):
             total = config.num_matvecs * config.num_probes - (saved.products if saved else 0)
             complete = list[LanczosState]()  # the last probe's run, whose basis sampling needs
             with self.show(total, config.progress and space.rank == 0) as progress:

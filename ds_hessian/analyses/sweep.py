@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,9 +36,9 @@ class Sweep(Analysis[DisplacementSweep]):
         vectors: Directions `(n_local,)` of the caller's own, by name.
     """
 
-    title: ClassVar[str] = "displacement_sweep"
-    summary: ClassVar[str] = "curvature along directions over a range of displacements"
-    resumes: ClassVar[bool] = False
+    title = "displacement_sweep"
+    summary = "curvature along directions over a range of displacements"
+    resumes = False
 
     directions: Sequence[str] = ("random", "top", "gradient")
     displacements: Sequence[float] | None = None

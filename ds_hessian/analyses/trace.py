@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from ds_hessian import krylov
 from ds_hessian.analyses.base import Blocks, Journaled, partition, transient
@@ -43,9 +43,9 @@ class Trace(Journaled[HessianTrace]):
         blocks: Blocks whose own traces come from the same products (Hutchinson only).
     """
 
-    title: ClassVar[str] = "trace"
-    summary: ClassVar[str] = "the trace, and those of diagonal blocks"
-    record: ClassVar[type] = HessianTrace
+    title = "trace"
+    summary = "the trace, and those of diagonal blocks"
+    record = HessianTrace
 
     method: Method = "hutchinson"
     num_matvecs: int | None = None

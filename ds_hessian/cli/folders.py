@@ -8,11 +8,11 @@ from typing import TypeVar
 
 from ds_hessian.errors import ResultError
 from ds_hessian.records import HessianSpectrum
-from ds_hessian.records.store import kind_of, load
+from ds_hessian.records.base import Measured
 from ds_hessian.show.page import Run
 from ds_hessian.show.page.run import SHOWN, step_of
 
-R = TypeVar("R")
+R = TypeVar("R", bound=Measured)
 
 
 def records_in(folder: Path, kind: type[R]) -> dict[Path, R]:
@@ -25,10 +25,10 @@ def records_in(folder: Path, kind: type[R]) -> dict[Path, R]:
     """
     if not folder.is_dir():
         raise ResultError(f"no such folder: {folder}")
-    name = f"{kind_of(kind)}.json"
+    name = f"{kind.kind}.json"
     if (folder / name).exists():
-        return {folder: load(kind, folder)}
-    found = {path.parent: load(kind, path.parent) for path in sorted(folder.glob(f"*/{name}"))}
+        return {folder: kind.load(folder)}
+    found = {path.parent: kind.load(path.parent) for path in sorted(folder.glob(f"*/{name}"))}
     return dict(sorted(found.items(), key=lambda item: step_of(item[1])))
 
 

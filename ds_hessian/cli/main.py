@@ -89,13 +89,12 @@ def compare(folders: tuple[Path, ...], output: Path) -> None:
     """Put the spectra of FOLDERS side by side: runs, or training steps of one run."""
     from ds_hessian.cli.folders import named_spectra
     from ds_hessian.records import Comparison
-    from ds_hessian.show.comparison_picture import plot_comparison
 
     if output.suffix not in (".png", ".svg", ".pdf"):
         raise click.UsageError(f"--output must end in .png, .svg or .pdf, got {output}")
     comparison = Comparison(named_spectra(folders))
     click.echo(comparison.table())
-    click.echo(f"picture: {plot_comparison(comparison, output)}")
+    click.echo(f"picture: {comparison.plot(output)}")
 
 
 @commands.command()

@@ -26,12 +26,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ds_hessian.attach import hessian_of, megatron_hessian
 from ds_hessian.backends.megatron.objective import ForwardStep
 from ds_hessian.backends.zero import of_first_tensor_rank
 from ds_hessian.config import HessianConfig, leaves
 from ds_hessian.errors import UnsupportedError
 from ds_hessian.hessian import Hessian
+from ds_hessian.hosts import hessian_of, megatron_hessian
 from ds_hessian.records import HessianSharpness, HessianSpectrum
 from ds_hessian.schedule import Kind, Measurements, due
 from ds_hessian.show.monitor import write_tensorboard, write_wandb

@@ -20,11 +20,11 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ds_hessian.attach import attach
 from ds_hessian.backends.zero import settings_of
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.hessian import Hessian
+from ds_hessian.hosts import attach
 from ds_hessian.records import HessianSharpness, HessianSpectrum
 from ds_hessian.schedule import Measurements, copied, due, write_monitor
 from ds_hessian.show.monitor import figures_of

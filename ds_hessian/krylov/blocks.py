@@ -58,18 +58,6 @@ class BlockCoupling:
     share: float
     num_matvecs: int
 
-    def table(self) -> str:
-        """One line for each block, and the mean."""
-        width = max(len("mean"), *(len(name) for name in self.names))
-        head = f"{'block':<{width}}  relative error   null  cosine   null"
-        columns = (self.relative_errors, self.null_relative_errors, self.cosines, self.null_cosines)
-        means = [float(np.mean(column)) for column in columns]
-        rows = [*zip(self.names, *columns, strict=True), ("mean", *means)]
-        return "\n".join(
-            [head]
-            + [f"{n:<{width}}  {e:14.3f} {e0:6.3f} {c:7.3f} {c0:6.3f}" for n, e, e0, c, c0 in rows]
-        )
-
 
 def block_coupling(operator: LinearOperator, partition: Partition, v: Tensor) -> BlockCoupling:
     """The masked-probe test.

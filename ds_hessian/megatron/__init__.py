@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ds_hessian.attach import megatron_hessian
 from ds_hessian.backends.megatron.objective import ForwardStep
 from ds_hessian.config import HessianConfig
 from ds_hessian.hessian import Hessian
+from ds_hessian.hosts import megatron_hessian
 from ds_hessian.integrations.megatron_pretrain import PretrainHook, hessian_arguments, with_hessian
 from ds_hessian.records import HessianSpectrum
 

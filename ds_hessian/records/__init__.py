@@ -1,4 +1,4 @@
-"""Results: records with error bars and provenance, and their files."""
+"""Records of results, with error bars and provenance, and their files."""
 
 from ds_hessian.records.analyses import (
     HessianBlockCoupling,
@@ -9,6 +9,7 @@ from ds_hessian.records.analyses import (
     HessianSolution,
     HessianTrace,
 )
+from ds_hessian.records.base import Measured, Record
 from ds_hessian.records.comparison import Comparison
 from ds_hessian.records.density import Density
 from ds_hessian.records.estimate import Estimate, SamplingErrors
@@ -35,7 +36,9 @@ __all__ = [
     "HessianSolution",
     "HessianSpectrum",
     "HessianTrace",
+    "Measured",
     "Provenance",
+    "Record",
     "SamplingErrors",
     "SelfTest",
     "density_of_parts",

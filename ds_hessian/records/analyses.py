@@ -1,15 +1,13 @@
 """Records of single analyses: what the Krylov method found, what it cost, what it was measured on.
 
 Not converging is data in them. Small arrays are the same on every rank; vectors stay sharded.
-All can be saved and loaded (`ds_hessian.records.store`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Self
+from typing import ClassVar
 
 from ds_hessian.krylov import (
     BlockCoupling,
@@ -20,50 +18,22 @@ from ds_hessian.krylov import (
     TraceEstimate,
 )
 from ds_hessian.krylov.records import Array
+from ds_hessian.records.base import Measured
 from ds_hessian.records.estimate import Estimate
-from ds_hessian.records.provenance import Cost, Provenance
+from ds_hessian.records.fields import Axes
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Measured:
-    """What every record of an analysis says.
-
-    Attributes:
-        cost: What it took.
-        provenance: What it was measured on.
-    """
-
-    cost: Cost
-    provenance: Provenance
-
-    def save(self, folder: str | Path) -> Path:
-        """Write `<kind>.json` (to read) and `<kind>.npz` (arrays); returns the folder.
-
-        `<kind>` is `eigenpairs`, `trace`, `solution`, ... Sharded vectors are left out, which
-        `HessianEngine.save` writes too. Call it on one rank.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
-        from ds_hessian.records.store import save
-
-        return save(self, Path(folder))
-
-    @classmethod
-    def load(cls, folder: str | Path) -> Self:
-        """The record that `save` wrote, bit for bit; sharded vectors are `(k, 0)`.
-
-        Raises:
-            ResultError: files are missing, damaged, or of another schema.
-        """
-        from ds_hessian.records.store import load
-
-        return load(cls, Path(folder))
+SYSTEMS = {
+    "dampings": Axes("d", finite=True),
+    "residuals": Axes("d"),
+    "converged": Axes("d", kind="b"),
+    "negative_curvature": Axes("d", kind="b"),
+}
+"""Arrays of every record of damped systems."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HessianEigenpairs(Eigenpairs, Measured):
-    """Extreme eigenpairs of the Hessian; see `ds_hessian.krylov.Eigenpairs`.
+    """Extreme eigenpairs of the Hessian, and where in the model their vectors lie.
 
     Attributes:
         concentrations: {parameter name: `(k,)`} share of each eigenvector's squared norm that lies
@@ -72,18 +42,46 @@ class HessianEigenpairs(Eigenpairs, Measured):
             on these micro-batches only (see `SamplingErrors`); empty if not asked for.
     """
 
+    kind: ClassVar[str] = "eigenpairs"
+    arrays: ClassVar[dict[str, Axes]] = {
+        "values": Axes("k", finite=True),
+        "errors": Axes("k"),
+        "residuals": Axes("k"),
+        "product_errors": Axes("k"),
+        "displacements": Axes("k"),
+        "converged": Axes("k", kind="b"),
+        "concentrations": Axes("k", named=True),
+        "sampling_errors": Axes("k or 0"),
+    }
+    sharded: ClassVar[dict[str, str]] = {"vectors": "k"}
+
     concentrations: Mapping[str, Array]
     sampling_errors: Array
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HessianTrace(TraceEstimate, Measured):
-    """Trace of the Hessian; see `ds_hessian.krylov.TraceEstimate`."""
+    """The trace of the Hessian, and of its diagonal blocks where they were asked for."""
+
+    kind: ClassVar[str] = "trace"
+    arrays: ClassVar[dict[str, Axes]] = {
+        "samples": Axes("samples"),
+        "block_values": Axes("B"),
+        "block_errors": Axes("B"),
+    }
+    labels: ClassVar[dict[str, str]] = {"blocks": "B"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HessianSolution(Solution, Measured):
-    """Solutions of (H + damping I) x = b; see `ds_hessian.krylov.Solution`."""
+    """Solutions of (H + damping I) x = b, one for each damping, and how well each is solved."""
+
+    kind: ClassVar[str] = "solution"
+    arrays: ClassVar[dict[str, Axes]] = SYSTEMS | {
+        "errors": Axes("d"),
+        "steps": Axes("d", kind="i"),
+    }
+    sharded: ClassVar[dict[str, str]] = {"x": "d"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,6 +99,12 @@ class HessianInfluence(DampedSystems, Measured):
         errors: `(d, N)` estimate of each score's error: that of the solution times `|g_i|`.
         query_loss: Mean loss of the query.
     """
+
+    kind: ClassVar[str] = "influence"
+    arrays: ClassVar[dict[str, Axes]] = SYSTEMS | {
+        "scores": Axes("d", "N"),
+        "errors": Axes("d", "N"),
+    }
 
     scores: Array
     errors: Array
@@ -131,6 +135,8 @@ class HessianSharpness(Measured):
         num_matvecs: Products made.
     """
 
+    kind: ClassVar[str] = "sharpness"
+
     eigenvalue_max: Estimate
     preconditioned: Estimate | None
     converged: tuple[bool, ...]
@@ -142,22 +148,25 @@ class HessianSharpness(Measured):
     warm: bool
     num_matvecs: int
 
-    def table(self) -> str:
-        """One line for people."""
-        text = f"largest eigenvalue {self.eigenvalue_max}"
-        if self.preconditioned is not None:
-            text += f", preconditioned {self.preconditioned}"
-        if not all(self.converged):
-            text += " (not converged)"
-        step = self.provenance.step
-        return f"Hessian sharpness at step {step}: {text}; {self.num_matvecs} products"
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HessianBlockCoupling(BlockCoupling, Measured):
-    """The masked-probe test of the Hessian; see `ds_hessian.krylov.BlockCoupling`."""
+    """The masked-probe test: how much of each block's part of Hv the other blocks make."""
+
+    kind: ClassVar[str] = "block_coupling"
+    arrays: ClassVar[dict[str, Axes]] = {
+        "sizes": Axes("B"),
+        "relative_errors": Axes("B"),
+        "cosines": Axes("B"),
+        "noises": Axes("B"),
+        "null_relative_errors": Axes("B"),
+        "null_cosines": Axes("B"),
+    }
+    labels: ClassVar[dict[str, str]] = {"names": "B"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HessianOffBlockShare(OffBlockShare, Measured):
-    """Off-block share of the Hessian's norm; see `ds_hessian.krylov.OffBlockShare`."""
+    """The share of the off-diagonal blocks in the Hessian's squared Frobenius norm."""
+
+    kind: ClassVar[str] = "off_block_share"

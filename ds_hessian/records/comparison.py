@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 from ds_hessian.errors import ResultError
+from ds_hessian.records.base import Record
+from ds_hessian.records.fields import Array
 from ds_hessian.records.spectrum import HessianSpectrum
 
 LOSS = ("data_fingerprint", "num_micro_batches", "dropout")
-"""What in the provenance makes the measured losses different functions."""
+"""Entries of the provenance that make the measured losses different functions."""
 METHOD = ("model_dtype", "precision", "scheme", "displacement", "probe", "seed", "layout")
-"""What in the provenance changes how well a spectrum is known, not what it is of."""
+"""Entries of the provenance that change how well a spectrum is known, not what it is of."""
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class Comparison(Record):
     """At least two spectra with their names, in the order in which they are shown.
 
     Attributes:
@@ -25,9 +28,12 @@ class Comparison:
         ResultError: there are fewer than two.
     """
 
+    kind: ClassVar[str] = "comparison"
+
     spectra: Mapping[str, HessianSpectrum]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if len(self.spectra) < 2:
             raise ResultError(
                 f"a comparison needs at least two spectra, got {', '.join(self.spectra) or 'none'}"
@@ -39,23 +45,35 @@ class Comparison:
         steps = [s.provenance.step for s in self.spectra.values()]
         return len(set(steps)) == len(steps)
 
-    def table(self) -> str:
-        """A row for each spectrum, extreme eigenvalues and trace with their errors, then notes."""
-        rows = [("", "step", "loss", "largest", "smallest", "trace", "outliers")]
-        for name, s in self.spectra.items():
-            loss = "-" if s.loss is None else f"{s.loss:.4g}"
-            extremes = (str(s.eigenvalue_max), str(s.eigenvalue_min), str(s.trace))
-            count = str(len(s.outlier_eigenvalues()))
-            rows.append((name, str(s.provenance.step), loss, *extremes, count))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-            for row in rows
-        ]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes())])
+    def packed(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Return the spectra as JSON values by name, and their arrays as `<number>/<field>`."""
+        contents, arrays = dict[str, Any](), dict[str, Array]()
+        for number, (name, spectrum) in enumerate(self.spectra.items()):
+            contents[name], found = spectrum.packed()
+            arrays |= {f"{number}/{field}": array for field, array in found.items()}
+        return {"spectra": contents}, arrays
+
+    @classmethod
+    def unpacked(cls, content: Mapping[str, Any], arrays: Mapping[str, Array]) -> Self:
+        """Return the comparison that was packed.
+
+        Raises:
+            ResultError: a spectrum is missing, or of another type or shape.
+            NumericsError: a figure that must be finite is not.
+        """
+        contents, spectra = content.get("spectra"), dict[str, HessianSpectrum]()
+        if not isinstance(contents, dict):
+            raise ResultError("it holds no spectra")
+        for number, (name, one) in enumerate(contents.items()):
+            if not isinstance(one, dict):
+                raise ResultError(f"spectrum {name!r} must be a JSON object, got {one!r:.60}")
+            prefix = f"{number}/"
+            own = {f.removeprefix(prefix): a for f, a in arrays.items() if f.startswith(prefix)}
+            spectra[name] = HessianSpectrum.unpacked(one, own)
+        return cls(spectra)
 
     def notes(self) -> tuple[str, ...]:
-        """What else than the weights differs between them."""
+        """Return sentences that name what differs between them beside the weights."""
         losses, methods = self._differing(LOSS), self._differing(METHOD)
         if len({s.n for s in self.spectra.values()}) > 1:
             losses.insert(0, "number of parameters")

@@ -18,55 +18,74 @@ Sources: Chen, Trogdon, Ubaru, ICML 2021, section 3; Wilson, J. Am. Stat. Assoc.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds_hessian.krylov import measure_bounds
 from ds_hessian.krylov.records import COVERAGE
-from ds_hessian.records.density import single_outliers
-
-if TYPE_CHECKING:
-    from ds_hessian.records.spectrum import HessianSpectrum
 
 Array = NDArray[np.float64]
 
 ROUNDING = 32 * 2.0**-24
-"""Of eigenvalues, relative to the largest: that of fp32 vectors."""
+"""Rounding of eigenvalues by fp32 vectors, relative to the largest."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What Lanczos knows from one probe, by m products.
+
+    Attributes:
+        alphas: `(m,)` diagonal of the tridiagonal.
+        betas: `(m,)` off-diagonal of the tridiagonal; the last belongs to the residual.
+        values: `(m,)` Ritz values.
+        weights: `(m,)` their weights.
+        errors: `(m,)` bounds on their errors.
+        product_error: The largest estimated error of a product.
+        single: `(m,)` which Ritz values count as one eigenvalue each.
+    """
+
+    alphas: Array
+    betas: Array
+    values: Array
+    weights: Array
+    errors: Array
+    product_error: float
+    single: NDArray[np.bool_]
 
 
 def cumulative_bounds(
-    spectrum: HessianSpectrum, x: Array, confidence: float
+    probes: Sequence[Probe], n: int, x: Array, confidence: float
 ) -> tuple[Array, Array]:
-    """See `HessianSpectrum.cumulative_bounds`."""
+    """Return bounds on the share of the n eigenvalues at or below x, of the shape of x.
+
+    Raises:
+        ValueError: the confidence is not between 0 and 1.
+    """
     from scipy.special import ndtri  # type: ignore[import-untyped]
 
     if not 0 < confidence < 1:
         raise ValueError(f"the confidence must be between 0 and 1, got {confidence}")
-    single = single_outliers(spectrum.weights, spectrum.outliers(), spectrum.n)
-    probes = [_probe(spectrum, row, single[row], x.ravel()) for row in range(len(single))]
-    low, high, fewest, most = np.mean(probes, axis=0)
-    counted = float(single.sum(1).mean())
-    rest = spectrum.n - counted
+    low, high, fewest, most = np.mean([_bounds(probe, x.ravel()) for probe in probes], axis=0)
+    counted = float(np.mean([probe.single.sum() for probe in probes]))
+    rest = n - counted
     trials = len(probes) * (rest + 2) / 2
     z = float(ndtri((1 + confidence) / 2))
-    lower = (fewest + rest * _wilson(low, trials, -z)) / spectrum.n
-    upper = (most + rest * _wilson(high, trials, z)) / spectrum.n
+    lower = (fewest + rest * _wilson(low, trials, -z)) / n
+    upper = (most + rest * _wilson(high, trials, z)) / n
     return lower.reshape(x.shape), np.minimum(upper, 1.0).reshape(x.shape)
 
 
-def _probe(
-    spectrum: HessianSpectrum, row: int, single: NDArray[np.bool_], x: Array
-) -> tuple[Array, Array, Array, Array]:
+def _bounds(p: Probe, x: Array) -> tuple[Array, Array, Array, Array]:
     """Bounds on a probe's measure without the counted outliers, and on their number, up to x."""
-    s = spectrum
-    scale = max(float(abs(s.ritz_values[row]).max()), float(s.betas[row].max()))
-    moved = max(COVERAGE * float(s.product_errors[row].max()), ROUNDING * scale)
-    low, _ = measure_bounds(s.alphas[row], s.betas[row], x - moved)
-    _, high = measure_bounds(s.alphas[row], s.betas[row], x + moved)
-    values, weights = s.ritz_values[row][single], s.weights[row][single]
-    errors = np.maximum(s.ritz_errors[row][single], moved)
+    scale = max(float(abs(p.values).max()), float(p.betas.max()))
+    moved = max(COVERAGE * p.product_error, ROUNDING * scale)
+    low, _ = measure_bounds(p.alphas, p.betas, x - moved)
+    _, high = measure_bounds(p.alphas, p.betas, x + moved)
+    values, weights = p.values[p.single], p.weights[p.single]
+    errors = np.maximum(p.errors[p.single], moved)
     surely, perhaps = (values + errors) <= x[:, None], (values - errors) <= x[:, None]
     rest = max(1 - float(weights.sum()), np.finfo(np.float64).tiny)
     low = np.clip((low - perhaps @ weights) / rest, 0.0, 1.0)

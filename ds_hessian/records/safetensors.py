@@ -1,8 +1,9 @@
 """Vectors on disk in the safetensors format, one parameter at a time.
 
-The format: the length of the header (8 bytes, little endian), the header (JSON: dtype, shape and
-byte range of each tensor), the bytes. Written here rather than by the package of that name, which
-takes all tensors at once: a model's vectors need not fit into one rank's memory.
+Files are read by the package `safetensors`. They are written here: the package takes all tensors
+at once, and a model's vectors need not fit into one rank's memory. The format: the length of the
+header (8 bytes, little endian), the header (JSON: dtype, shape and byte range of each tensor), the
+bytes.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ds_hessian.errors import ResultError
@@ -74,7 +74,7 @@ class Writer:
 
 
 class Reader:
-    """Reads fp32 tensors of a safetensors file by name.
+    """Reads fp32 tensors of a safetensors file by name, with the package of that name.
 
     Raises:
         ResultError: the file is missing or damaged.
@@ -83,35 +83,26 @@ class Reader:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                self._header = json.loads(file.read(size))
-            self._start = 8 + size
-            self.metadata: dict[str, str] = self._header.pop("__metadata__", {})
-            self.shapes = {name: tuple(entry["shape"]) for name, entry in self._header.items()}
-            end = max((entry["data_offsets"][1] for entry in self._header.values()), default=0)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ResultError(f"{path} is not a readable safetensors file: {error}") from error
-        if path.stat().st_size != self._start + end:
-            raise ResultError(
-                f"{path} is truncated or damaged: it has {path.stat().st_size} bytes, its header "
-                f"tells of {self._start + end}"
-            )
+            self._file = safe_open(path, framework="pt")
+        except OSError as error:
+            raise ResultError(f"cannot read {path}: {error}") from error
+        except SafetensorError as error:
+            raise ResultError(f"{path} is truncated or damaged: {error}") from error
+        slices = {name: self._file.get_slice(name) for name in self._file.keys()}
+        self.metadata: dict[str, str] = self._file.metadata() or {}
+        self.shapes = {name: tuple(found.get_shape()) for name, found in slices.items()}
+        self._dtypes = {name: found.get_dtype() for name, found in slices.items()}
 
     def read(self, name: str) -> Tensor:
-        """One tensor, mapped from the file: its pages are read when they are first used.
+        """Return one tensor, mapped from the file: its pages are read when they are first used.
 
         Writing to it leaves the file as it is.
 
         Raises:
             ResultError: there is none of that name, or it is not fp32.
         """
-        entry = self._header.get(name)
-        if entry is None or entry["dtype"] != "F32":
-            kind = "missing" if entry is None else entry["dtype"]
+        kind = self._dtypes.get(name, "missing")
+        if kind != "F32":
             raise ResultError(f"{self.path} must hold an F32 tensor for parameter {name!r}: {kind}")
-        first, stop = entry["data_offsets"]
-        if first == stop:
-            return torch.zeros(entry["shape"])
-        at, shape = self._start + first, tuple(entry["shape"])
-        return torch.from_numpy(np.memmap(self.path, "<f4", mode="c", offset=at, shape=shape))
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor

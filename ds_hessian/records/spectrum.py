@@ -7,29 +7,41 @@ rank may read it and one of them writes it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ds_hessian.errors import NumericsError, ResultError
 from ds_hessian.krylov import LanczosRun, ritz, trace_estimate
-from ds_hessian.records import density as _density
-from ds_hessian.records.cumulative import cumulative_bounds
-from ds_hessian.records.density import Density
+from ds_hessian.records.advice import Diagnostics, relative_errors
+from ds_hessian.records.base import Measured
+from ds_hessian.records.cumulative import Probe, cumulative_bounds
+from ds_hessian.records.density import (
+    Density,
+    bulk_interval,
+    merge_probes,
+    outlier_mask,
+    reduced_weights,
+    single_outliers,
+    smooth,
+)
 from ds_hessian.records.estimate import Estimate, SamplingErrors
+from ds_hessian.records.fields import Axes
 from ds_hessian.records.provenance import Cost, Provenance
 
 Array = NDArray[np.float64]
 
+LEVELS = 17
+"""Eigenvalues over the bulk at which the stored file gives the cumulative distribution."""
 
 PICTURE = "spectrum.png"
 """Name of the picture in a result folder."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HessianSpectrum:
+class HessianSpectrum(Measured):
     """Spectrum of the Hessian by stochastic Lanczos quadrature; P probes, m products each.
 
     Hessian entries, eigenvalues and alphas are in units of loss per squared parameter. All arrays
@@ -61,6 +73,21 @@ class HessianSpectrum:
         sampling: What other micro-batches would change; None if it was not asked for.
     """
 
+    kind: ClassVar[str] = "spectrum"
+    arrays: ClassVar[dict[str, Axes]] = {
+        "alphas": Axes("P", "m", finite=True),
+        "betas": Axes("P", "m", finite=True),
+        "ritz_values": Axes("P", "m", finite=True),
+        "weights": Axes("P", "m", finite=True),
+        "ritz_errors": Axes("P", "m", finite=True),
+        "product_errors": Axes("P", "m", finite=True),
+        "displacements": Axes("P", "m", finite=True),
+        "nonlinearities": Axes("P", "m"),
+        "fidelities": Axes("P", "m", finite=True),
+        "trials": Axes("P", "m", finite=True),
+        "asymmetries": Axes("P", finite=True),
+    }
+
     n: int
     alphas: Array
     betas: Array
@@ -76,25 +103,15 @@ class HessianSpectrum:
     trace: Estimate
     loss: float | None
     gradient_norm: float | None
-    cost: Cost
-    provenance: Provenance
     sampling: SamplingErrors | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.n, int) and self.n > 0):
             raise ResultError(f"n must be a number of parameters above 0, got {self.n!r}")
-        shape = self.alphas.shape
-        if len(shape) != 2 or 0 in shape:
+        super().__post_init__()
+        if 0 in self.alphas.shape:
+            shape = self.alphas.shape
             raise ResultError(f"alphas must be (num_probes, m), neither of them 0; got {shape}")
-        for name in self.array_names():
-            array = np.array(getattr(self, name), dtype=np.float64)
-            wanted = shape[:1] if name == "asymmetries" else shape
-            if array.shape != wanted:
-                raise ResultError(f"{name} must be {wanted} as the alphas are, got {array.shape}")
-            if name != "nonlinearities" and not np.isfinite(array).all():
-                raise NumericsError(f"{name} must be finite, got {array}")
-            array.setflags(write=False)
-            object.__setattr__(self, name, array)
         scalars = (self.trace.value, self.trace.error, self.loss, self.gradient_norm)
         if not all(value is None or np.isfinite(value) for value in scalars):
             raise NumericsError(f"trace, loss and gradient norm must be finite, got {scalars}")
@@ -142,11 +159,6 @@ class HessianSpectrum:
             sampling=sampling,
         )
 
-    @classmethod
-    def array_names(cls) -> list[str]:
-        """Names of the array fields."""
-        return [field.name for field in fields(cls) if field.type == "Array"]
-
     @property
     def num_probes(self) -> int:
         """Number of probes P."""
@@ -190,9 +202,20 @@ class HessianSpectrum:
 
         Empty where nothing does. Printed by `table`, and logged by the engine.
         """
-        from ds_hessian.records.advice import warnings_of
+        diagnostics = Diagnostics(
+            automatic=self.provenance.displacement == "auto",
+            fidelities=self.fidelities,
+            relative_errors=self.relative_errors,
+            nonlinearities=self.nonlinearities,
+            product_errors=self.product_errors,
+            asymmetries=self.asymmetries,
+        )
+        return diagnostics.warnings()
 
-        return warnings_of(self)
+    @property
+    def relative_errors(self) -> Array:
+        """`(P, m)` estimated error of each product over its norm; 0 where unknown."""
+        return relative_errors(self.product_errors, self.alphas, self.betas)
 
     def density(self, grid: ArrayLike | None = None, width: float | None = None) -> Density:
         """Smoothed spectral density; integrates to 1 over the real line, and nothing rescales it.
@@ -209,9 +232,7 @@ class HessianSpectrum:
             ValueError: the grid is not ascending, or the width not above 0.
         """
         points = None if grid is None else np.asarray(grid, dtype=np.float64)
-        return _density.smooth(
-            self.ritz_values, self.reduced_weights, self.ritz_errors, points, width
-        )
+        return smooth(self.ritz_values, self.reduced_weights, self.ritz_errors, points, width)
 
     @property
     def reduced_weights(self) -> Array:
@@ -224,7 +245,7 @@ class HessianSpectrum:
         equal eigenvalues as one. Smaller multiplicities, up to about ten, count as one.
         (Variance-reduced SLQ: arXiv 2410.21690.)
         """
-        return _density.reduced_weights(self.weights, self.outliers(), self.n)
+        return reduced_weights(self.weights, self.outliers(), self.n)
 
     def cumulative(self, x: ArrayLike) -> Array:
         """Share of eigenvalues at or below x, of the shape of x; needs no smoothing width."""
@@ -242,7 +263,23 @@ class HessianSpectrum:
         Raises:
             ValueError: the confidence is not between 0 and 1.
         """
-        return cumulative_bounds(self, np.asarray(x, dtype=np.float64), confidence)
+        points = np.asarray(x, dtype=np.float64)
+        return cumulative_bounds(self._probes(), self.n, points, confidence)
+
+    def _probes(self) -> list[Probe]:
+        single = single_outliers(self.weights, self.outliers(), self.n)
+        return [
+            Probe(
+                alphas=self.alphas[row],
+                betas=self.betas[row],
+                values=self.ritz_values[row],
+                weights=self.weights[row],
+                errors=self.ritz_errors[row],
+                product_error=float(self.product_errors[row].max()),
+                single=single[row],
+            )
+            for row in range(self.num_probes)
+        ]
 
     def outliers(self) -> NDArray[np.bool_]:
         """`(P, m)` mask of the Ritz values that are single eigenvalues away from the bulk.
@@ -252,64 +289,73 @@ class HessianSpectrum:
         outside of it and has converged: its error is at most a tenth of the distance to the
         nearest other Ritz value, or below 1e-5 of the largest.
         """
-        return _density.outlier_mask(self.ritz_values, self.weights, self.ritz_errors)
+        return outlier_mask(self.ritz_values, self.weights, self.ritz_errors)
 
     def outlier_eigenvalues(self) -> list[Estimate]:
         """The outliers of all probes, each eigenvalue once, in descending order."""
-        found = _density.merge_probes(self.ritz_values, self.ritz_errors, self.outliers())
+        found = merge_probes(self.ritz_values, self.ritz_errors, self.outliers())
         return [Estimate(*pair) for pair in found]
 
-    def save(self, folder: str | Path) -> Path:
-        """Write `spectrum.json` (to read) and `spectrum.npz` (arrays); returns the folder.
+    def bulk(self) -> tuple[float, float]:
+        """Return the ends of the bulk: the union of the intervals that the probes see as theirs."""
+        rows = zip(self.ritz_values, self.weights, strict=True)
+        ends = [bulk_interval(values, weights) for values, weights in rows]
+        return min(low for low, _ in ends), max(high for _, high in ends)
 
-        Files of the same name are replaced, each at once. Call it on one rank.
+    def derived(self) -> dict[str, Any]:
+        """Return the headlines, which follow from the fields, for readers of the file."""
+        cost = self.cost
+        return {
+            "num_probes": self.num_probes,
+            "num_matvecs": self.num_matvecs,
+            "eigenvalue_max": asdict(self.eigenvalue_max),
+            "eigenvalue_min": asdict(self.eigenvalue_min),
+            "mean_eigenvalue": asdict(self.mean_eigenvalue),
+            "outliers": [asdict(outlier) for outlier in self.outlier_eigenvalues()],
+            "diagnostics": {
+                "product_errors": _range(self.product_errors),
+                "displacements": _range(self.displacements),
+                "nonlinearities": _range(self.nonlinearities),
+                "fidelities": _range(self.fidelities),
+                "asymmetry": float(self.asymmetries.max()),
+            },
+            "density": self._derived_density(),
+            "warnings": list(self.warnings),
+            "cost_derived": {
+                "gradients_per_product": cost.gradients_per_product,
+                "product_time_in_gradients": cost.product_time_in_gradients,
+                "lanczos_overhead": cost.lanczos_overhead,
+            },
+        }
 
-        Raises:
-            OSError: the folder cannot be written.
+    def _derived_density(self) -> dict[str, Any]:
+        """Kernel widths, and the cumulative distribution with its bounds at levels of the bulk.
+
+        A loaded record gives any other grid, width or confidence.
         """
-        from ds_hessian.records.store import save
+        density = self.density()
+        rows = zip(self.ritz_values, self.reduced_weights, strict=True)
+        ends = np.array([bulk_interval(*row) for row in rows])
+        values = np.linspace(ends[:, 0].min(), ends[:, 1].max(), LEVELS)
+        lower, upper = self.cumulative_bounds(values)
+        return {
+            "width": _range(density.width),
+            "band": f"95 % over {self.num_probes} probes" if self.num_probes > 1 else None,
+            "mass": density.mass,
+            "cumulative": {
+                "confidence": 0.95,
+                "eigenvalues": values.tolist(),
+                "shares": self.cumulative(values).tolist(),
+                "lower": lower.tolist(),
+                "upper": upper.tolist(),
+            },
+        }
 
-        return save(self, Path(folder))
 
-    @staticmethod
-    def load(folder: str | Path) -> HessianSpectrum:
-        """The record that `save` wrote, bit for bit.
-
-        Raises:
-            ResultError: files are missing, damaged, or of another schema.
-        """
-        from ds_hessian.records.store import load
-
-        return load(HessianSpectrum, Path(folder))
-
-    def plot(self, path: str | Path) -> Path:
-        """Draw the spectrum; the format follows from the name (.png, .pdf, .svg).
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        from ds_hessian.show.spectrum_picture import plot
-
-        return plot(self, Path(path))
-
-    def table(self) -> str:
-        """A short table for people."""
-        from ds_hessian.show.table import table
-
-        return table(self)
-
-    def __eq__(self, other: object) -> bool:
-        """All fields equal, arrays bit for bit (NaN equals itself)."""
-        if not isinstance(other, HessianSpectrum):
-            return NotImplemented
-        arrays = set(self.array_names())
-        for name in (field.name for field in fields(self)):
-            a, b = getattr(self, name), getattr(other, name)
-            if name in arrays:
-                if a.shape != b.shape or a.tobytes() != b.tobytes():
-                    return False
-            elif a != b:
-                return False
-        return True
-
-    __hash__ = None  # type: ignore[assignment]
+def _range(array: Array) -> dict[str, float | None]:
+    """Smallest, median and largest of what was measured; null where nothing was."""
+    known = array[~np.isnan(array)]
+    if not len(known):
+        return {"min": None, "median": None, "max": None}
+    figures = {"min": known.min(), "median": np.median(known), "max": known.max()}
+    return {key: float(value) if np.isfinite(value) else None for key, value in figures.items()}

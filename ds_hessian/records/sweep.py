@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_hessian.errors import NumericsError, ResultError
+from ds_hessian.errors import ResultError
+from ds_hessian.records.base import Measured
 from ds_hessian.records.estimate import Estimate
-from ds_hessian.records.provenance import Cost, Provenance
+from ds_hessian.records.fields import Axes
 
 Array = NDArray[np.float64]
 
-PER_DIRECTION = ("curvatures", "norms", "changes", "nonlinearities", "fidelities")
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DisplacementSweep:
+class DisplacementSweep(Measured):
     """`v'Hv` for D unit directions at k displacements; arrays are fp64 and read-only.
 
     With central differences `curvatures` is the mean of `v'H(w + t v) v` over t in [-h, h]: at
@@ -40,6 +39,17 @@ class DisplacementSweep:
         provenance: What it was measured on.
     """
 
+    kind: ClassVar[str] = "sweep"
+    arrays: ClassVar[dict[str, Axes]] = {
+        "displacements": Axes("k", finite=True),
+        "curvatures": Axes("D", "k", finite=True),
+        "norms": Axes("D", "k", finite=True),
+        "changes": Axes("D", "k"),
+        "nonlinearities": Axes("D", "k"),
+        "fidelities": Axes("D", "k", finite=True),
+    }
+    labels: ClassVar[dict[str, str]] = {"directions": "D"}
+
     n: int
     directions: tuple[str, ...]
     displacements: Array
@@ -50,30 +60,14 @@ class DisplacementSweep:
     fidelities: Array
     loss: float | None
     gradient_norm: float | None
-    cost: Cost
-    provenance: Provenance
 
     def __post_init__(self) -> None:
-        shape = (len(self.directions), len(self.displacements))
-        if 0 in shape or not (np.diff(self.displacements) > 0).all():
+        super().__post_init__()
+        if 0 in self.curvatures.shape or not (np.diff(self.displacements) > 0).all():
             raise ResultError(
                 f"a sweep needs directions and ascending displacements, got {self.directions} and "
                 f"{self.displacements}"
             )
-        for name in self.array_names():
-            array = np.array(getattr(self, name), dtype=np.float64)
-            wanted = shape if name in PER_DIRECTION else shape[1:]
-            if array.shape != wanted:
-                raise ResultError(f"{name} must be {wanted}, got {array.shape}")
-            if name not in ("changes", "nonlinearities") and not np.isfinite(array).all():
-                raise NumericsError(f"{name} must be finite, got {array}")
-            array.setflags(write=False)
-            object.__setattr__(self, name, array)
-
-    @classmethod
-    def array_names(cls) -> list[str]:
-        """Names of the array fields."""
-        return [field.name for field in fields(cls) if field.type == "Array"]
 
     @property
     def relative_changes(self) -> Array:
@@ -105,47 +99,12 @@ class DisplacementSweep:
         start = weighted[:, :1] * h[0] / 2
         return 2 * np.cumsum(np.concatenate([start, pieces], axis=1), axis=1) / h**2
 
-    def save(self, folder: str | Path) -> Path:
-        """Write `sweep.json` (to read) and `sweep.npz` (arrays); returns the folder.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
-        from ds_hessian.records.store import save
-
-        return save(self, Path(folder))
-
-    @staticmethod
-    def load(folder: str | Path) -> DisplacementSweep:
-        """The record that `save` wrote, bit for bit.
-
-        Raises:
-            ResultError: files are missing, damaged, or of another schema.
-        """
-        from ds_hessian.records.store import load
-
-        return load(DisplacementSweep, Path(folder))
-
-    def plot(self, path: str | Path) -> Path:
-        """Draw curvature and change against h; the format follows from the name.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        from ds_hessian.show.sweep_picture import plot_sweep
-
-        return plot_sweep(self, Path(path))
-
-    def __eq__(self, other: object) -> bool:
-        """All fields equal, arrays bit for bit (NaN equals itself)."""
-        if not isinstance(other, DisplacementSweep):
-            return NotImplemented
-        arrays = set(self.array_names())
-        return all(
-            getattr(self, f.name).tobytes() == getattr(other, f.name).tobytes()
-            if f.name in arrays
-            else getattr(self, f.name) == getattr(other, f.name)
-            for f in fields(self)
-        )
-
-    __hash__ = None  # type: ignore[assignment]
+    def derived(self) -> dict[str, Any]:
+        """Return the plateau of each direction, for readers of the file."""
+        return {
+            "plateaus": {
+                name: {"displacement": float(self.displacements[self.best(name)])}
+                | {"curvature": float(self.plateau(name))}
+                for name in self.directions
+            }
+        }

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ds_hessian.records.base import Record
+from ds_hessian.records.provenance import Provenance
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing tested.
+    """One check of a self-test.
 
     Attributes:
-        name: What.
-        value: What was measured; small is good.
-        limit: The most that is good.
-        meaning: What the value is, and what to do where it is too large.
+        name: Name of the check.
+        value: The measured figure; small is good.
+        limit: The largest value that passes.
+        meaning: What the value says, and what to do if it is too large.
     """
 
     name: str
@@ -27,8 +31,8 @@ class Check:
         return self.value <= self.limit
 
 
-@dataclass(frozen=True)
-class SelfTest:
+@dataclass(frozen=True, eq=False)
+class SelfTest(Record):
     """What `HessianEngine.self_test` found; the same on every rank.
 
     Attributes:
@@ -36,30 +40,22 @@ class SelfTest:
         error: Estimated relative error of a product of a random vector.
         displacement: Its h.
         suggestions: Settings to change, each in a sentence; empty where all is well.
+        provenance: What it was made on; None if it was not said.
     """
+
+    kind: ClassVar[str] = "self_test"
 
     checks: tuple[Check, ...]
     error: float
     displacement: float
     suggestions: tuple[str, ...]
+    provenance: Provenance | None = None
 
     @property
     def passed(self) -> bool:
         """Whether every check passed."""
         return all(check.passed for check in self.checks)
 
-    def table(self) -> str:
-        """The verdict in a dozen lines of text."""
-        failed = sum(not check.passed for check in self.checks)
-        verdict = "all is well" if not failed else f"{failed} of {len(self.checks)} checks failed"
-        lines = [f"Hessian self-test: {verdict}"]
-        for check in self.checks:
-            mark = "ok    " if check.passed else "FAILED"
-            lines.append(f"  {mark} {check.name:<14}{check.value:9.1e}  (limit {check.limit:.1e})")
-            if not check.passed:
-                lines.append(f"         {check.meaning}")
-        lines.append(
-            f"  products of random vectors: error {self.error:.1e} at h = {self.displacement:.2e}"
-        )
-        lines += [f"  suggestion: {text}" for text in self.suggestions]
-        return "\n".join(lines)
+    def derived(self) -> dict[str, Any]:
+        """Return the verdict, for readers of the file."""
+        return {"passed": self.passed}

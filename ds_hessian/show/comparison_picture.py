@@ -8,31 +8,26 @@ from typing import Any
 import numpy as np
 
 from ds_hessian.records.comparison import Comparison
-from ds_hessian.records.density import bulk_interval
 from ds_hessian.records.estimate import Estimate
-from ds_hessian.records.spectrum import HessianSpectrum
-from ds_hessian.show.spectrum_picture import BLUE, INK, VERMILLION, ZOOM_FROM, tidy
+from ds_hessian.show.canvas import new_figure, save_figure, tidy
+from ds_hessian.show.spectrum_view import DECADES, ZOOM_FROM
+from ds_hessian.show.style import BLUE, EIGENVALUE, INK, VERMILLION
 
-DECADES = 6
-"""Of density that are shown below the highest peak."""
 MOST_NAMED = 8
 """Spectra that get a legend entry each; more get a colour scale."""
 
 
-def plot_comparison(comparison: Comparison, path: Path) -> Path:
-    """Draw them; the format follows from the name.
+def comparison_picture(comparison: Comparison, path: Path) -> Path:
+    """Draw several spectra.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
     spectra = comparison.spectra
     colors = colormaps["viridis"](np.linspace(0.0, 0.9, len(spectra)))
-    figure = Figure(figsize=(11.5, 6.0), facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11.5, 6.0, layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=[1.5, 1.0])
     _draw_densities(figure.add_subplot(grid[:, 0]), comparison, colors)
     extremes, trace = figure.add_subplot(grid[0, 1]), figure.add_subplot(grid[1, 1])
@@ -44,9 +39,7 @@ def plot_comparison(comparison: Comparison, path: Path) -> Path:
     _draw_series(trace, comparison, [s.trace for s in values], INK, "trace")
     trace.set_ylabel("trace")
     figure.suptitle(f"{len(spectra)} Hessian spectra", x=0.01, ha="left", weight="bold", color=INK)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    return path
+    return save_figure(figure, path)
 
 
 def _draw_densities(axes: Any, comparison: Comparison, colors: Any) -> None:
@@ -60,11 +53,11 @@ def _draw_densities(axes: Any, comparison: Comparison, colors: Any) -> None:
             density.grid, values, color=color, linewidth=1.2, label=name if named else "_hidden"
         )
     low, high = (f(f(d.grid) for d in densities) for f in (min, max))
-    bulk = max(_bulk_size(s) for s in comparison.spectra.values())
-    axes.set_xlabel("eigenvalue (loss per squared parameter)")
+    bulk = max(max(map(abs, s.bulk())) for s in comparison.spectra.values())
+    axes.set_xlabel(EIGENVALUE)
     if bulk > 0 and high - low > ZOOM_FROM * bulk:
         axes.set_xscale("symlog", linthresh=10.0 ** np.round(np.log10(bulk)))  # clear of ticks
-        axes.set_xlabel("eigenvalue (loss per squared parameter), logarithmic beyond the bulk")
+        axes.set_xlabel(f"{EIGENVALUE}, logarithmic beyond the bulk")
     axes.set_yscale("log")
     axes.set_ylim(floor, 2 * top)
     axes.set_ylabel("spectral density")
@@ -73,11 +66,6 @@ def _draw_densities(axes: Any, comparison: Comparison, colors: Any) -> None:
     else:
         _draw_scale(axes, comparison)
     tidy(axes)
-
-
-def _bulk_size(spectrum: HessianSpectrum) -> float:
-    rows = zip(spectrum.ritz_values, spectrum.weights, strict=True)
-    return float(np.abs([bulk_interval(*row) for row in rows]).max())
 
 
 def _draw_scale(axes: Any, comparison: Comparison) -> None:

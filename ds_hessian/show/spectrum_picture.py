@@ -1,43 +1,30 @@
-"""A picture of a spectrum: log density above, Ritz stems below, the bulk enlarged beside them.
-
-Matplotlib is imported on use and through its objects only (no pyplot, no global state, no
-display). Colours are from Okabe and Ito's palette, which the common colour-blindnesses keep apart.
-"""
+"""A picture of a spectrum: log density above, Ritz stems below, the bulk enlarged beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ds_hessian.records.density import Density, bulk_interval
-from ds_hessian.records.estimate import Estimate
-from ds_hessian.show.table import products_line
-
-if TYPE_CHECKING:
-    from ds_hessian.records.spectrum import HessianSpectrum
-
-Interval = tuple[float, float]
-
-BLUE, VERMILLION, GREY, INK = "#0072B2", "#D55E00", "#8A8A8A", "#222222"
-ZOOM_FROM = 5.0
-"""The bulk gets a panel of its own where the whole spectrum is this many times as wide."""
-MOST_LABELS = 8
+from ds_hessian.records.density import Density
+from ds_hessian.records.spectrum import HessianSpectrum
+from ds_hessian.show.canvas import new_figure, save_figure, tidy
+from ds_hessian.show.spectrum_table import products_line
+from ds_hessian.show.spectrum_view import WHOLE, Panel, views_of
+from ds_hessian.show.style import BLUE, EIGENVALUE, GREY, INK, VERMILLION, count, short
 
 
-def plot(spectrum: HessianSpectrum, path: Path) -> Path:
-    """See `HessianSpectrum.plot`."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def spectrum_picture(spectrum: HessianSpectrum, path: Path) -> Path:
+    """Draw a spectrum.
 
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     density = spectrum.density()
-    views = views_of(spectrum, density)
-    zoomed = len(views) > 1
-    figure = Figure(figsize=(10.5 if zoomed else 8.5, 6.0), facecolor="white")
-    FigureCanvasAgg(figure)
+    panels = [Panel.of(spectrum, density, view) for view in views_of(spectrum, density)]
+    zoomed = len(panels) > 1
+    figure = new_figure(10.5 if zoomed else 8.5, 6.0)
     grid = figure.add_gridspec(
         2,
         2 if zoomed else 1,
@@ -50,116 +37,55 @@ def plot(spectrum: HessianSpectrum, path: Path) -> Path:
         hspace=0.07,
         wspace=0.2,
     )
-    for column, view in enumerate(views):
+    for column, panel in enumerate(panels):
         upper = figure.add_subplot(grid[0, column])
         lower = figure.add_subplot(grid[1, column], sharex=upper)
-        _draw_density(upper, spectrum, density, view, labels=column == 0)
-        _draw_stems(lower, spectrum, view)
+        _draw_density(upper, density, panel)
+        _draw_stems(lower, panel)
         if column == 0:
             upper.set_ylabel("spectral density")
             lower.set_ylabel("weight")
         if zoomed:
-            text = "whole spectrum" if column == 0 else "bulk, enlarged"
-            upper.set_title(text, loc="left", fontsize=10, color=INK)
+            upper.set_title(panel.view.name, loc="left", fontsize=10, color=INK)
     _write_around(figure, spectrum, density)
     _move_exponents(figure)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    return path
+    return save_figure(figure, path)
 
 
-def views_of(spectrum: HessianSpectrum, density: Density) -> list[Interval]:
-    """The whole spectrum, and the bulk where that would be too small in it."""
-    whole, bulk = _whole(spectrum, density), _bulk(spectrum, density)
-    return [whole, bulk] if whole[1] - whole[0] > ZOOM_FROM * (bulk[1] - bulk[0]) else [whole]
-
-
-def _whole(spectrum: HessianSpectrum, density: Density) -> Interval:
-    """The range with all values, their kernels, and a margin."""
-    low = float((spectrum.ritz_values - 3.5 * density.width).min())
-    high = float((spectrum.ritz_values + 3.5 * density.width).max())
-    margin = 0.03 * (high - low)
-    return low - margin, high + margin
-
-
-def _bulk(spectrum: HessianSpectrum, density: Density) -> Interval:
-    """The union of the probes' bulks, with a margin; at least a few kernels wide."""
-    rows = zip(spectrum.ritz_values, spectrum.weights, strict=True)
-    ends = [bulk_interval(values, weights) for values, weights in rows]
-    low, high = min(end[0] for end in ends), max(end[1] for end in ends)
-    inside = (spectrum.ritz_values >= low) & (spectrum.ritz_values <= high)
-    margin = max(0.15 * (high - low), 4 * float(np.median(density.width[inside])))
-    return low - margin, high + margin
-
-
-def density_limits(
-    spectrum: HessianSpectrum, density: Density, view: Interval, whole: bool
-) -> Interval:
-    """Lowest and highest density to show in a view: its peaks, and six decades if it is whole."""
-    shown = (density.grid >= view[0]) & (density.grid <= view[1])
-    top = float(density.values[shown].max(initial=0.0)) or 1.0
-    mask = spectrum.outliers()
-    mask &= (spectrum.ritz_values >= view[0]) & (spectrum.ritz_values <= view[1])
-    peaks = np.interp(spectrum.ritz_values[mask], density.grid, density.values)
-    floor = 1e-6 * top if whole else 0.2 * float(density.values[shown].min(initial=top))
-    floor = max(floor, 1e-6 * top)
-    bottom = max(min(floor, 0.1 * float(peaks.min(initial=np.inf))), 1e-14 * top)
-    return bottom, top
-
-
-def _draw_density(
-    axes: Any, spectrum: HessianSpectrum, density: Density, view: Interval, labels: bool
-) -> None:
-    bottom, top = density_limits(spectrum, density, view, whole=labels)
-    values = np.maximum(density.values, bottom * 1e-3)
+def _draw_density(axes: Any, density: Density, panel: Panel) -> None:
+    hidden, whole = panel.bottom * 1e-3, panel.view.name == WHOLE
+    values = np.maximum(density.values, hidden)
     axes.set_yscale("log")
-    axes.fill_between(density.grid, bottom * 1e-3, values, color=BLUE, alpha=0.18, linewidth=0)
+    axes.fill_between(density.grid, hidden, values, color=BLUE, alpha=0.18, linewidth=0)
     band = density.band()
     if band is not None:
-        low, high = (np.maximum(end, bottom * 1e-3) for end in band)
+        low, high = (np.maximum(end, hidden) for end in band)
         axes.fill_between(density.grid, low, high, color=BLUE, alpha=0.35, linewidth=0, zorder=1)
     axes.plot(density.grid, values, color=BLUE, linewidth=1.4)
-    axes.set_xlim(*view)
-    outliers = [o for o in spectrum.outlier_eigenvalues() if view[0] <= o.value <= view[1]]
-    heights = np.interp([o.value for o in outliers], density.grid, density.values)
-    room = 10 ** (0.32 if labels and outliers else 0.1)
-    decades = np.log10(top / bottom)
-    axes.set_ylim(bottom, top * room ** max(1.0, decades / 5))
-    _draw_zero_and_noise(axes, spectrum, view)
-    for outlier, height in zip(outliers, np.maximum(heights, bottom), strict=True):
-        axes.errorbar(
-            outlier.value,
-            height,
-            xerr=outlier.error,
-            fmt="v",
-            color=VERMILLION,
-            markersize=6,
-            elinewidth=1.4,
-            capsize=3,
-            zorder=4,
-        )
-    if labels:
-        _label(axes, outliers, heights, view)
+    axes.set_xlim(*panel.view.interval)
+    room = 10 ** (0.32 if whole and panel.outliers else 0.1)
+    decades = np.log10(panel.top / panel.bottom)
+    axes.set_ylim(panel.bottom, panel.top * room ** max(1.0, decades / 5))
+    _draw_zero_and_noise(axes, panel)
+    _draw_outliers(axes, panel)
+    if whole:
+        _draw_labels(axes, panel)
     _tidy(axes)
     axes.tick_params(labelbottom=False)
 
 
-def _draw_zero_and_noise(axes: Any, spectrum: HessianSpectrum, view: Interval) -> None:
-    """A line at zero, and a band where a value cannot be told from it."""
-    axes.axvline(0.0, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
-    noise = spectrum.product_noise
-    if noise > 2e-3 * (view[1] - view[0]):
-        axes.axvspan(-noise, noise, color=GREY, alpha=0.2, linewidth=0, zorder=0)
+def _draw_outliers(axes: Any, panel: Panel) -> None:
+    style = {"color": VERMILLION, "markersize": 6, "elinewidth": 1.4, "capsize": 3, "zorder": 4}
+    for outlier, height in zip(panel.outliers, panel.heights, strict=True):
+        axes.errorbar(outlier.value, height, xerr=outlier.error, fmt="v", **style)
 
 
-def _label(
-    axes: Any, outliers: list[Estimate], heights: NDArray[np.float64], view: Interval
-) -> None:
+def _draw_labels(axes: Any, panel: Panel) -> None:
     """Values above the markers."""
-    for i in labelled([outlier.value for outlier in outliers], view):
+    for i in panel.labels:
         axes.annotate(
-            short(outliers[i].value),
-            (outliers[i].value, heights[i]),
+            short(panel.outliers[i].value),
+            (panel.outliers[i].value, panel.heights[i]),
             xytext=(0, 8),
             textcoords="offset points",
             ha="center",
@@ -171,28 +97,26 @@ def _label(
         )
 
 
-def labelled(places: Sequence[float], view: Interval, apart: float = 0.035) -> list[int]:
-    """Which get a label, of places on an axis: those furthest from zero, where none overlap."""
-    chosen = list[int]()
-    for i in sorted(range(len(places)), key=lambda i: -abs(places[i])):
-        gaps = [abs(places[i] - places[other]) / (view[1] - view[0]) for other in chosen]
-        if len(chosen) < MOST_LABELS and all(gap >= apart for gap in gaps):
-            chosen.append(i)
-    return chosen
+def _draw_zero_and_noise(axes: Any, panel: Panel) -> None:
+    """A line at zero, and a band where a value cannot be told from it."""
+    if panel.zero:
+        axes.axvline(0.0, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+    if panel.noise is not None:
+        axes.axvspan(*panel.noise, color=GREY, alpha=0.2, linewidth=0, zorder=0)
 
 
-def _draw_stems(axes: Any, spectrum: HessianSpectrum, view: Interval) -> None:
-    values, weights = spectrum.ritz_values, spectrum.weights
-    mask = spectrum.outliers()
-    shown = (values >= view[0]) & (values <= view[1]) & (weights > 0)
-    bottom = float(weights[shown].min(initial=1.0)) / 10
+def _draw_stems(axes: Any, panel: Panel) -> None:
+    stems = panel.stems
     axes.set_yscale("log")
-    for color, chosen, zorder in ((BLUE, shown & ~mask, 2), (VERMILLION, shown & mask, 3)):
-        axes.vlines(values[chosen], bottom, weights[chosen], color=color, linewidth=1.0, alpha=0.8)
-        axes.plot(values[chosen], weights[chosen], "o", color=color, markersize=3.2, zorder=zorder)
-    axes.set_ylim(bottom, 4.0)
-    axes.set_xlabel("eigenvalue (loss per squared parameter)")
-    _draw_zero_and_noise(axes, spectrum, view)
+    for color, values, weights, zorder in (
+        (BLUE, stems.values, stems.weights, 2),
+        (VERMILLION, stems.outlier_values, stems.outlier_weights, 3),
+    ):
+        axes.vlines(values, stems.bottom, weights, color=color, linewidth=1.0, alpha=0.8)
+        axes.plot(values, weights, "o", color=color, markersize=3.2, zorder=zorder)
+    axes.set_ylim(stems.bottom, 4.0)
+    axes.set_xlabel(EIGENVALUE)
+    _draw_zero_and_noise(axes, panel)
     _tidy(axes)
 
 
@@ -213,14 +137,6 @@ def _tidy(axes: Any) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_minor_locator(LogLocator(numticks=1))
     tidy(axes)
-
-
-def tidy(axes: Any) -> None:
-    """The frame and grid of every picture's axes."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(True, color="#E6E6E6", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=9, color=GREY)
 
 
 def _write_around(figure: Any, spectrum: HessianSpectrum, density: Density) -> None:
@@ -257,16 +173,3 @@ def _write_around(figure: Any, spectrum: HessianSpectrum, density: Density) -> N
     ]
     for row, line in enumerate(lines):
         figure.text(0.02, 0.088 - 0.034 * row, line, fontsize=8.5, color=INK)
-
-
-def count(n: int) -> str:
-    """A number of parameters, short: `1.24 B`."""
-    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
-        if n >= size:
-            return f"{n / size:.3g} {unit}"
-    return f"{n:,}"
-
-
-def short(value: float) -> str:
-    """A value to three digits."""
-    return f"{value:.3g}" if abs(value) < 100 or abs(value) >= 1e5 else f"{value:.0f}"

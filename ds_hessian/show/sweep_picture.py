@@ -1,33 +1,26 @@
-"""A picture of a displacement sweep: curvature against h above, what it is worth below.
-
-Matplotlib is imported on use and through its objects only, as in
-`ds_hessian.show.spectrum_picture`.
-"""
+"""A picture of a displacement sweep: curvature against h above, what it is worth below."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ds_hessian.show.spectrum_picture import GREY, INK, tidy
+from ds_hessian.records.sweep import DisplacementSweep
+from ds_hessian.show.canvas import new_figure, save_figure, tidy, write_title
+from ds_hessian.show.style import COLORS, GREY
 
-if TYPE_CHECKING:
-    from ds_hessian.records.sweep import DisplacementSweep
-
-# Okabe and Ito's palette, which the common colour-blindnesses keep apart.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
-def plot_sweep(sweep: DisplacementSweep, path: Path) -> Path:
-    """See `DisplacementSweep.plot`."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def sweep_picture(sweep: DisplacementSweep, path: Path) -> Path:
+    """Draw a sweep.
 
-    figure = Figure(figsize=(8.5, 6.4), facecolor="white")
-    FigureCanvasAgg(figure)
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    figure = new_figure(8.5, 6.4)
     grid = figure.add_gridspec(
         2, 1, height_ratios=[1.5, 1.0], left=0.1, right=0.97, top=0.85, bottom=0.1, hspace=0.1
     )
@@ -37,18 +30,13 @@ def plot_sweep(sweep: DisplacementSweep, path: Path) -> Path:
     _draw_changes(lower, sweep)
     source = sweep.provenance
     loss = "" if sweep.loss is None else f", loss {sweep.loss:.4g}"
-    figure.text(0.02, 0.945, "Curvature against scale", fontsize=15, weight="bold", color=INK)
-    figure.text(
-        0.02,
-        0.9,
+    write_title(
+        figure,
+        "Curvature against scale",
         f"{sweep.n:,} parameters, step {source.step:,}{loss}   |   {source.layout}, "
         f"{source.model_dtype}, {source.num_micro_batches} micro-batches, {source.scheme}",
-        fontsize=10,
-        color=INK,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    return path
+    return save_figure(figure, path)
 
 
 def _draw_curvatures(axes: Any, sweep: DisplacementSweep) -> None:

@@ -19,7 +19,6 @@ from ds_hessian.errors import ResultError
 from ds_hessian.krylov import DampedSystems, Solution, solve
 from ds_hessian.records import (
     Cost,
-    DisplacementSweep,
     Estimate,
     HessianBlockCoupling,
     HessianEigenpairs,
@@ -36,7 +35,14 @@ from ds_hessian.show.page.density import _thinned
 from ds_hessian.show.page.write import sections_of
 from tests.browser import ask, needs_browser
 from tests.krylov.matrices import SPECTRA, Matrix
-from tests.results.makers import COST, PROVENANCE, language_model_like, semicircle, spectrum_of
+from tests.results.makers import (
+    COST,
+    PROVENANCE,
+    language_model_like,
+    semicircle,
+    spectrum_of,
+    sweep,
+)
 
 BLOCKS = ("wte", *(f"h.{number}" for number in range(6)), "ln_f")
 HOSTILE = "<img src=x onerror=broken()> & </script>"  # no name may become part of the page
@@ -98,7 +104,7 @@ def analyses(step: int) -> list[Any]:
             value=0.3, error=0.02, noise=0.001, null=0.93, num_matvecs=8, **measured(step)
         ),
         *systems(step),
-        sweep(step),
+        dataclasses.replace(sweep(), **measured(step)),
         HessianSharpness(
             eigenvalue_max=Estimate(84.5 + step / 100, 2.0),
             preconditioned=Estimate(3000.0 - step / 10, 100.0),
@@ -129,26 +135,6 @@ def systems(step: int) -> list[Any]:
         HessianSolution(**vars(found), **measured(step)),
         HessianInfluence(**fields, scores=scores, errors=errors, query_loss=1.75, **measured(step)),
     ]
-
-
-def sweep(step: int) -> DisplacementSweep:
-    """Noise below, a plateau, and averaging above, along two directions."""
-    h = np.logspace(-5, 1, 19)
-    curvatures = np.array([[30.0], [-0.5]]) * (1 + 1e-4 * np.cos(9 * h) / h) / (1 + h**2)
-    changes = np.abs(np.diff(curvatures, axis=1, prepend=np.nan))
-    return DisplacementSweep(
-        n=1000,
-        directions=("random 0", "gradient"),
-        displacements=h,
-        curvatures=curvatures,
-        norms=abs(curvatures) + 1,
-        changes=changes,
-        nonlinearities=np.full_like(changes, np.nan),
-        fidelities=np.ones_like(changes),
-        loss=2.0,
-        gradient_norm=1.0,
-        **measured(step),
-    )
 
 
 @pytest.fixture(scope="module")

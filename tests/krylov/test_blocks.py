@@ -87,10 +87,8 @@ def test_blocks_by_layer_and_by_pattern() -> None:
         by_pattern(names, {"a": "attention"})
 
 
-def test_a_table_for_people_and_what_is_refused() -> None:
-    operator, partition, _ = symmetric(1.0)
-    text = block_coupling(operator, partition, operator.fresh()(0)).table()
-    assert len(text.splitlines()) == BLOCKS + 2 and "mean" in text
+def test_a_single_block_is_refused() -> None:
+    operator, _, _ = symmetric(1.0)
     single = Partition(operator.layout, operator.space, dict.fromkeys(operator.sizes, "all"))
     with pytest.raises(NumericsError, match="at least 2 blocks"):
         off_block_share(operator, single, operator.fresh())

@@ -15,7 +15,6 @@ import pytest
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.records import HessianSharpness, HessianSpectrum
-from ds_hessian.records.store import load
 from ds_hessian.show.monitor import figures_of
 from tests.backends.test_monitor import wandb_rows
 from tests.ranks import free_port
@@ -106,9 +105,7 @@ def test_spectra_and_sharpness_go_to_megatrons_own_writers(tmp_path: Path, mode:
         step: {
             f"Train/Hessian/{name}": value
             for kind in (HessianSpectrum, HessianSharpness)
-            for name, value in figures_of(
-                load(kind, tmp_path / mode / f"step_{step:06d}")  # type: ignore[type-var]
-            ).items()
+            for name, value in figures_of(kind.load(tmp_path / mode / f"step_{step:06d}")).items()
             if not name.endswith("seconds")  # by the clock of the rank that writes
         }
         for step in steps

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_hessian.krylov import LanczosRun, slq
 from ds_hessian.operators import Product
-from ds_hessian.records import Cost, HessianSpectrum, Provenance
+from ds_hessian.records import Cost, DisplacementSweep, HessianSpectrum, Provenance
 from ds_hessian.vectors import Fragment, Layout, VectorSpace
 
 COST = Cost(
@@ -87,3 +87,24 @@ def language_model_like(n: int) -> np.ndarray:
     values[: n // 50] = rng.exponential(1.5, n // 50)
     values[-5:] = [84.5, 66.7, 29.1, 24.9, 18.5]
     return values
+
+
+def sweep() -> DisplacementSweep:
+    """Noise below, a plateau, and averaging above, along two directions."""
+    h = np.logspace(-5, 1, 19)
+    curvatures = np.array([[30.0], [-0.5]]) * (1 + 1e-4 * np.cos(9 * h) / h) / (1 + h**2)
+    changes = np.abs(np.diff(curvatures, axis=1, prepend=np.nan))
+    return DisplacementSweep(
+        n=1000,
+        directions=("random 0", "gradient"),
+        displacements=h,
+        curvatures=curvatures,
+        norms=abs(curvatures) + 1,
+        changes=changes,
+        nonlinearities=np.full_like(changes, np.nan),
+        fidelities=np.ones_like(changes),
+        loss=2.0,
+        gradient_norm=1.0,
+        cost=COST,
+        provenance=PROVENANCE,
+    )

@@ -25,8 +25,7 @@ def same(record: Any, whole: Any) -> bool:
     """All figures bit for bit, and the costs that are no times."""
     counts = ("products", "gradient_evaluations", "trials")
     return all(
-        getattr(record, name).tobytes() == getattr(whole, name).tobytes()
-        for name in record.array_names()
+        getattr(record, name).tobytes() == getattr(whole, name).tobytes() for name in record.arrays
     ) and all(getattr(record.cost, name) == getattr(whole.cost, name) for name in counts)
 
 

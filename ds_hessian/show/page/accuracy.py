@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_hessian.records.advice import relative_errors
 from ds_hessian.records.density import Array
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.show.page.run import Chart, Figure, Run, Section, State, step_of
-from ds_hessian.show.page.style import GREEN, Series, figure, log_axis, over_steps, positive, titled
-from ds_hessian.show.spectrum_picture import BLUE, GREY, VERMILLION
-from ds_hessian.show.sweep_picture import COLORS
+from ds_hessian.show.page.style import Series, figure, log_axis, over_steps, positive, titled
+from ds_hessian.show.style import BLUE, COLORS, GREEN, GREY, VERMILLION
 
 COST = "Wall-clock time of the spectra; one gradient is over the same micro-batches."
 ACCURACY = (
@@ -72,7 +70,7 @@ def _in_gradients(spectra: list[HessianSpectrum], steps: list[int]) -> Chart:
 
 
 def _errors(spectra: list[HessianSpectrum], steps: list[int]) -> Chart:
-    found = [relative_errors(s) for s in spectra]
+    found = [s.relative_errors for s in spectra]
     series = [
         Series("median", BLUE, steps, [float(np.median(e)) or np.nan for e in found]),
         Series("worst", VERMILLION, steps, [float(e.max()) or np.nan for e in found]),
@@ -93,7 +91,7 @@ def accuracy(run: Run) -> list[Section]:
     states = []
     for label, s in run.labelled(HessianSpectrum):
         charts = [
-            _products("estimated relative error", relative_errors(s)),
+            _products("estimated relative error", s.relative_errors),
             _products("displacement h", s.displacements),
             _products("nonlinearity", s.nonlinearities),
         ]

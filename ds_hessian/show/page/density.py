@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
-from ds_hessian.records.density import Array, Density, bulk_interval
+from ds_hessian.records.density import Array, Density
 from ds_hessian.records.estimate import Estimate
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.show.page.run import Chart, Figure, Run, Section, State
-from ds_hessian.show.page.style import EIGENVALUE, LOG, clear, titled
-from ds_hessian.show.spectrum_picture import (
-    BLUE,
-    GREY,
-    VERMILLION,
-    Interval,
-    density_limits,
-    labelled,
-    short,
-    views_of,
-)
-from ds_hessian.show.table import table_rows
+from ds_hessian.show.page.style import LOG, clear, titled
+from ds_hessian.show.spectrum_table import spectrum_rows
+from ds_hessian.show.spectrum_view import Interval, Panel, Stems, View, outlier_view, views_of
+from ds_hessian.show.style import BLUE, EIGENVALUE, GREY, VERMILLION, short
 
-WHOLE, BULK = "whole spectrum", "bulk, enlarged"
 TEXT = (
     "Smoothed density of the Hessian's eigenvalues on a logarithmic axis (its area is 1), below it "
     "the Ritz values with the share of the spectrum that each stands for. Triangles are outliers: "
@@ -38,7 +27,7 @@ TEXT = (
 def spectra(run: Run) -> list[Section]:
     """A state for each measured step."""
     states = tuple(
-        State(label, (*_loss(s), *table_rows(s)), tuple(_charts(s)))
+        State(label, (*_loss(s), *spectrum_rows(s)), tuple(_charts(s)))
         for label, s in run.labelled(HessianSpectrum)
     )
     return [Section("Spectrum", TEXT, states)] if states else []
@@ -53,38 +42,18 @@ def _loss(spectrum: HessianSpectrum) -> list[tuple[str, str]]:
     return [("loss", ", ".join(found))] if found else []
 
 
-@dataclass(frozen=True)
-class View:
-    """What a figure shows of the spectrum."""
-
-    name: str
-    interval: Interval
-    log: bool = False
-
-    def shows(self, values: ArrayLike) -> NDArray[np.bool_]:
-        """Which of the values lie in it."""
-        return (np.asarray(values) >= self.interval[0]) & (np.asarray(values) <= self.interval[1])
-
-    def place(self, value: float) -> float:
-        """Where a value lies on the axis."""
-        return math.log10(value) if self.log else value
-
-    @property
-    def range(self) -> Interval:
-        """Ends of the axis."""
-        return self.place(self.interval[0]), self.place(self.interval[1])
-
-
 def _charts(spectrum: HessianSpectrum) -> list[Chart]:
     density = spectrum.density(_grid(spectrum))
-    whole, *bulk = views_of(spectrum, density)
-    enlarged = [View(BULK, view) for view in bulk]
-    outliers = _outlier_view(spectrum)
-    if bulk and outliers is not None:
+    whole, *enlarged = views_of(spectrum, density)
+    outliers = outlier_view(spectrum)
+    if enlarged and outliers is not None:
         enlarged.append(outliers)
-    charts = [Chart(_figure(spectrum, density, View(WHOLE, whole)), 460, wide=True)]
     wide = len(enlarged) == 1
-    return charts + [Chart(_figure(spectrum, density, view), 400, wide) for view in enlarged]
+    shapes = [(whole, 460, True), *((view, 400, wide) for view in enlarged)]
+    return [
+        Chart(_figure(density, Panel.of(spectrum, density, view)), height, across)
+        for view, height, across in shapes
+    ]
 
 
 def _grid(spectrum: HessianSpectrum) -> Array:
@@ -95,41 +64,29 @@ def _grid(spectrum: HessianSpectrum) -> Array:
     return np.unique(np.concatenate([around.ravel(), span]))
 
 
-def _outlier_view(spectrum: HessianSpectrum) -> View | None:
-    """The outliers above the bulk, which lie decades apart; None where there are none."""
-    rows = zip(spectrum.ritz_values, spectrum.weights, strict=True)
-    top = max(bulk_interval(*row)[1] for row in rows)
-    shown = [o for o in spectrum.outlier_eigenvalues() if o.value - o.error > max(top, 0.0)]
-    if not shown:
-        return None
-    low = min(0.8 * o.value for o in shown)
-    high = max(1.15 * o.value + 2 * o.error for o in shown)
-    return View("outliers above the bulk, logarithmic", (low, high), log=True)
-
-
-def _figure(spectrum: HessianSpectrum, density: Density, view: View) -> Figure:
+def _figure(density: Density, panel: Panel) -> Figure:
     """Density above, stems below, in one view."""
-    bottom, top = density_limits(spectrum, density, view.interval, whole=view.name == WHOLE)
-    outliers = [o for o in spectrum.outlier_eigenvalues() if view.shows(o.value)]
-    heights = np.interp([o.value for o in outliers], density.grid, density.values)
-    heights = np.maximum(heights, bottom)
+    view, bottom, top = panel.view, panel.bottom, panel.top
     decades = math.log10(top / bottom)
     room = [0.06 * decades]
-    if len(outliers):  # for the label of the highest
-        room.append(0.3 * decades - math.log10(top / heights.max()))
-    stems, lowest = _stems(spectrum, view)
+    if panel.outliers:  # for the label of the highest
+        room.append(0.3 * decades - math.log10(top / panel.heights.max()))
     x = {"range": view.range} | (_log_ticks(view.interval) if view.log else {})
     layout = {
         "xaxis": x | {"anchor": "y", "showticklabels": False},
         "xaxis2": x | titled(EIGENVALUE) | {"anchor": "y2", "matches": "x"},
         "yaxis": _log_axis("spectral density", bottom, top, max(room)) | {"domain": [0.34, 1.0]},
-        "yaxis2": _log_axis("weight", lowest, 1.0, 0.6)
+        "yaxis2": _log_axis("weight", panel.stems.bottom, 1.0, 0.6)
         | {"domain": [0.0, 0.29], "anchor": "x2", "nticks": 4},
         "showlegend": False,
-        "annotations": _labels(outliers, heights, view),
-        "shapes": [] if view.log else _zero_and_noise(spectrum, view.interval),
+        "annotations": _labels(panel),
+        "shapes": _zero_and_noise(panel),
     }
-    data = [*_curves(density, view, bottom), _triangles(outliers, heights), *stems]
+    data = [
+        *_curves(density, view, bottom),
+        _triangles(panel.outliers, panel.heights),
+        *_stems(panel.stems),
+    ]
     return {"data": data, "layout": titled(view.name) | layout}
 
 
@@ -180,24 +137,21 @@ def _thinned(x: Array, curves: Array) -> tuple[Array, Array]:
     return x, curves
 
 
-def _stems(spectrum: HessianSpectrum, view: View) -> tuple[list[dict[str, Any]], float]:
-    """Ritz values with their weights, and where the axis begins."""
-    values, weights = spectrum.ritz_values, spectrum.weights
-    shown = view.shows(values) & (weights > 0)
-    bottom = float(weights[shown].min(initial=1.0)) / 10
-    mask, stems = spectrum.outliers(), list[dict[str, Any]]()
-    for name, color, chosen in (
-        ("Ritz value", BLUE, shown & ~mask),
-        ("outlier", VERMILLION, shown & mask),
+def _stems(stems: Stems) -> list[dict[str, Any]]:
+    """Ritz values with their weights."""
+    traces = list[dict[str, Any]]()
+    for name, color, values, weights in (
+        ("Ritz value", BLUE, stems.values, stems.weights),
+        ("outlier", VERMILLION, stems.outlier_values, stems.outlier_weights),
     ):
         stem: dict[str, Any] = {"symmetric": False, "width": 0, "thickness": 1.0, "color": color}
-        stem |= {"array": np.zeros(chosen.sum()), "arrayminus": weights[chosen] - bottom}
-        stems.append(
+        stem |= {"array": np.zeros(len(values)), "arrayminus": weights - stems.bottom}
+        traces.append(
             {
                 "type": "scatter",
                 "name": name,
-                "x": values[chosen],
-                "y": weights[chosen],
+                "x": values,
+                "y": weights,
                 "mode": "markers",
                 "marker": {"color": color, "size": 4},
                 "error_y": stem,
@@ -206,7 +160,7 @@ def _stems(spectrum: HessianSpectrum, view: View) -> tuple[list[dict[str, Any]],
                 "yaxis": "y2",
             }
         )
-    return stems, bottom
+    return traces
 
 
 def _triangles(outliers: list[Estimate], heights: Array) -> dict[str, Any]:
@@ -224,27 +178,27 @@ def _triangles(outliers: list[Estimate], heights: Array) -> dict[str, Any]:
     }
 
 
-def _labels(outliers: list[Estimate], heights: Array, view: View) -> list[dict[str, Any]]:
-    places = [view.place(o.value) for o in outliers]
+def _labels(panel: Panel) -> list[dict[str, Any]]:
     style = {"textangle": -90, "showarrow": False, "yshift": 9, "yanchor": "bottom"}
     style["font"] = {"color": VERMILLION, "size": 11}
     return [
-        style | {"x": places[i], "y": math.log10(heights[i]), "text": short(outliers[i].value)}
-        for i in labelled(places, view.range, apart=0.04)
+        style
+        | {"x": panel.view.place(panel.outliers[i].value), "y": math.log10(panel.heights[i])}
+        | {"text": short(panel.outliers[i].value)}
+        for i in panel.labels
     ]
 
 
-def _zero_and_noise(spectrum: HessianSpectrum, view: Interval) -> list[dict[str, Any]]:
+def _zero_and_noise(panel: Panel) -> list[dict[str, Any]]:
     """A line at zero, and a band where a value cannot be told from it, in both rows."""
     shapes = list[dict[str, Any]]()
-    noise = spectrum.product_noise
-    low, high = max(-noise, view[0]), min(noise, view[1])
     for axis in ("", "2"):
-        place = {"xref": f"x{axis}", "yref": f"y{axis} domain", "y0": 0, "y1": 1}
-        if view[0] <= 0 <= view[1]:
+        where = {"xref": f"x{axis}", "yref": f"y{axis} domain", "y0": 0, "y1": 1}
+        if panel.zero:
             line = {"color": GREY, "width": 1, "dash": "dash"}
-            shapes.append(place | {"type": "line", "x0": 0, "x1": 0, "line": line})
-        if noise > 2e-3 * (view[1] - view[0]) and low < high:
+            shapes.append(where | {"type": "line", "x0": 0, "x1": 0, "line": line})
+        if panel.noise is not None:
+            low, high = panel.noise
             style = {"type": "rect", "fillcolor": GREY, "opacity": 0.2, "layer": "below"}
-            shapes.append(place | style | {"x0": low, "x1": high, "line": {"width": 0}})
+            shapes.append(where | style | {"x0": low, "x1": high, "line": {"width": 0}})
     return shapes

@@ -14,6 +14,7 @@ from ds_hessian.records.analyses import (
 )
 from ds_hessian.records.density import Array
 from ds_hessian.records.estimate import Estimate
+from ds_hessian.show.layers import layer_shares
 from ds_hessian.show.page.run import Chart, Figure, Run, Section, State, step_of
 from ds_hessian.show.page.style import (
     SHARES,
@@ -25,8 +26,8 @@ from ds_hessian.show.page.style import (
     rows_height,
     titled,
 )
-from ds_hessian.show.spectrum_picture import BLUE, GREY, INK, VERMILLION, short
-from ds_hessian.vectors import by_layer
+from ds_hessian.show.style import BLUE, GREY, INK, VERMILLION, short
+from ds_hessian.show.tables import eigenvalue_rows
 
 EIGENVECTORS = (
     "Share of each eigenvector's squared norm that lies in each layer; a column sums to 100 %."
@@ -47,41 +48,26 @@ def layers(run: Run) -> list[Section]:
     return [*_concentrations(run), *_traces(run), *_couplings(run), *_shares(run)]
 
 
-def concentration(pairs: HessianEigenpairs) -> dict[str, Array]:
-    """{layer: `(k,)` shares}, in the order of the model."""
-    found: dict[str, Array] = {}
-    groups = by_layer(pairs.concentrations)
-    for name, shares in pairs.concentrations.items():
-        found[groups[name]] = found.get(groups[name], np.zeros_like(shares)) + shares
-    return found
-
-
 def _concentrations(run: Run) -> list[Section]:
     records = [(label, r) for label, r in run.labelled(HessianEigenpairs) if r.concentrations]
     if not records:
         return []
     title, sections = "Eigenvectors by layer", []
     if len(records) > 1:
-        names = list(dict.fromkeys(name for _, r in records for name in concentration(r)))
-        table = [[concentration(r).get(name, [np.nan])[0] for _, r in records] for name in names]
+        names = list(dict.fromkeys(name for _, r in records for name in layer_shares(r)))
+        table = [[layer_shares(r).get(name, [np.nan])[0] for _, r in records] for name in names]
         columns = [f"{step_of(r):,}" for _, r in records]
         drawn = _map("the first eigenvector", np.array(table), names, columns, "training step")
         overview = State("", (), (Chart(drawn, rows_height(len(names)), wide=True),))
         sections.append(Section(f"{title}, over training", EIGENVECTORS, (overview,)))
-    states = tuple(State(label, _eigenvalue_rows(r), (_eigenvectors(r),)) for label, r in records)
+    states = tuple(
+        State(label, tuple(eigenvalue_rows(r)), (_eigenvectors(r),)) for label, r in records
+    )
     return [*sections, Section(title, EIGENVECTORS, states)]
 
 
-def _eigenvalue_rows(pairs: HessianEigenpairs) -> tuple[tuple[str, str], ...]:
-    rows = []
-    for i, pair in enumerate(zip(pairs.values, pairs.errors, strict=True)):
-        note = "" if pairs.converged[i] else " (not converged)"
-        rows.append((f"eigenvalue {i + 1}", f"{Estimate(*map(float, pair))}{note}"))
-    return tuple(rows)
-
-
 def _eigenvectors(pairs: HessianEigenpairs) -> Chart:
-    shares = concentration(pairs)
+    shares = layer_shares(pairs)
     columns = [f"{i + 1}: {short(float(value))}" for i, value in enumerate(pairs.values)]
     names, table = list(shares), np.array(list(shares.values()))
     if len(columns) == 1:

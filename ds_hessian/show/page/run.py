@@ -15,6 +15,7 @@ from ds_hessian.records.analyses import (
     HessianSolution,
     HessianTrace,
 )
+from ds_hessian.records.base import Measured
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.records.sweep import DisplacementSweep
 
@@ -22,7 +23,7 @@ R = TypeVar("R")
 Figure = dict[str, Any]
 """`{"data": traces, "layout": axes and titles}`, as plotly.js documents them."""
 
-SHOWN: tuple[type[Any], ...] = (
+SHOWN: tuple[type[Measured], ...] = (
     HessianSpectrum,
     HessianSharpness,
     HessianEigenpairs,
@@ -33,7 +34,7 @@ SHOWN: tuple[type[Any], ...] = (
     HessianInfluence,
     DisplacementSweep,
 )
-"""Kinds of records that have a place on the page."""
+"""Kinds of records that the page shows."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,11 +12,8 @@ from numpy.typing import ArrayLike
 from ds_hessian.records.density import Array
 from ds_hessian.records.estimate import Estimate
 from ds_hessian.show.page.run import Figure
-from ds_hessian.show.spectrum_picture import BLUE, GREY, INK
-from ds_hessian.show.sweep_picture import COLORS
+from ds_hessian.show.style import BLUE, COLORS, GREY, INK
 
-GREEN, PURPLE = COLORS[2:4]
-EIGENVALUE = "eigenvalue (loss per squared parameter)"
 SHARES = [[0.0, "#FFFFFF"], [1.0, BLUE]]
 """Colour scale of shares."""
 AXIS = {

@@ -7,7 +7,7 @@ import numpy as np
 from ds_hessian.records.sweep import DisplacementSweep
 from ds_hessian.show.page.run import Chart, Run, Section, State
 from ds_hessian.show.page.style import Series, over, positive
-from ds_hessian.show.sweep_picture import COLORS
+from ds_hessian.show.style import COLORS
 
 TEXT = (
     "v'Hv along unit directions, averaged over displacements up to ±h, in units of its plateau; "

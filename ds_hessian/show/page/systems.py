@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_hessian.krylov import DampedSystems
 from ds_hessian.records.analyses import HessianInfluence, HessianSolution
-from ds_hessian.records.estimate import Estimate
 from ds_hessian.show.page.run import Chart, Figure, Run, Section, State
 from ds_hessian.show.page.style import (
     Series,
@@ -17,8 +15,8 @@ from ds_hessian.show.page.style import (
     rows_height,
     titled,
 )
-from ds_hessian.show.spectrum_picture import BLUE, VERMILLION
-from ds_hessian.show.sweep_picture import COLORS
+from ds_hessian.show.style import BLUE, COLORS, VERMILLION
+from ds_hessian.show.tables import solution_rows, system_rows
 
 SOLUTIONS = (
     "Solutions of (H + damping I) x = b: the relative residual, measured with one product each, "
@@ -36,33 +34,12 @@ MOST = 20
 def systems(run: Run) -> list[Section]:
     """Sections of solutions and of influence."""
     solved = tuple(
-        State(label, (*_rows(r), *_curvature(r)), _residuals(r))
+        State(label, tuple(solution_rows(r)), _residuals(r))
         for label, r in run.labelled(HessianSolution)
     )
     scored = tuple(_influence(label, r) for label, r in run.labelled(HessianInfluence))
     sections = [Section("Inverse-Hessian solves", SOLUTIONS, solved)] if solved else []
     return sections + ([Section("Influence", INFLUENCE, scored)] if scored else [])
-
-
-def _rows(systems: DampedSystems) -> tuple[tuple[str, str], ...]:
-    """How far each system is solved."""
-    rows = []
-    for i, damping in enumerate(systems.dampings):
-        notes = [f"|r| / |b| = {systems.residuals[i]:.1e}"]
-        if not systems.converged[i]:
-            notes.append("not converged")
-        rows.append((f"damping {damping:.4g}", ", ".join(notes)))
-    indefinite = [f"{d:.4g}" for d in systems.dampings[systems.negative_curvature]]
-    if indefinite:
-        text = f"H + damping I has negative curvature at damping {', '.join(indefinite)}"
-        rows.append(("warning", text))
-    return tuple(rows)
-
-
-def _curvature(solution: HessianSolution) -> tuple[tuple[str, str], ...]:
-    lowest = str(Estimate(*solution.curvature))
-    steps = ", ".join(str(count) for count in solution.steps)
-    return (("method", solution.method), ("steps", steps), ("smallest curvature seen", lowest))
 
 
 def _residuals(solution: HessianSolution) -> tuple[Chart, ...]:
@@ -83,7 +60,7 @@ def _residuals(solution: HessianSolution) -> tuple[Chart, ...]:
 
 
 def _influence(label: str, influence: HessianInfluence) -> State:
-    rows = [("query's loss", f"{influence.query_loss:.4g}"), *_rows(influence)]
+    rows = [("query's loss", f"{influence.query_loss:.4g}"), *system_rows(influence)]
     largest = abs(influence.scores).max(0)
     chosen = np.sort(np.argsort(-largest, kind="stable")[:MOST])
     chosen = chosen[np.argsort(-influence.scores[0, chosen], kind="stable")]

@@ -7,8 +7,8 @@ import numpy as np
 from ds_hessian.records.analyses import HessianSharpness
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.show.page.run import Chart, Run, Section, State, step_of
-from ds_hessian.show.page.style import GREEN, PURPLE, Series, over_steps
-from ds_hessian.show.spectrum_picture import BLUE, GREY, INK, VERMILLION
+from ds_hessian.show.page.style import Series, over_steps
+from ds_hessian.show.style import BLUE, GREEN, GREY, INK, PURPLE, VERMILLION
 
 TEXT = (
     "Bars are bounds for eigenvalues, standard errors for the trace. The largest eigenvalue can be "

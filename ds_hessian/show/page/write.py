@@ -19,7 +19,6 @@ import numpy as np
 from ds_hessian.records.comparison import Comparison
 from ds_hessian.records.provenance import Cost
 from ds_hessian.records.spectrum import HessianSpectrum
-from ds_hessian.records.store import kind_of
 from ds_hessian.show.page.accuracy import accuracy, costs
 from ds_hessian.show.page.density import spectra
 from ds_hessian.show.page.layers import layers
@@ -28,7 +27,7 @@ from ds_hessian.show.page.style import TEMPLATE
 from ds_hessian.show.page.sweeps import sweeps
 from ds_hessian.show.page.systems import systems
 from ds_hessian.show.page.training import training
-from ds_hessian.show.spectrum_picture import count
+from ds_hessian.show.style import count
 
 EXTRA = "the report page needs plotly, which is not installed: pip install 'ds_hessian[report]'"
 
@@ -161,7 +160,7 @@ def _records(run: Run) -> str:
     titles = ("step", "record", "folder", "products", "gradients each", "seconds each", "seconds")
     shown = [(name, record) for name, record in run.records if isinstance(record, SHOWN)]
     rows = [
-        (f"{step_of(record):,}", kind_of(type(record)).replace("_", " "), name, *_cost(record.cost))
+        (f"{step_of(record):,}", record.kind.replace("_", " "), name, *_cost(record.cost))
         for name, record in shown
     ]
     versions = {record.provenance.ds_hessian_version for _, record in shown}

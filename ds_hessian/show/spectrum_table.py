@@ -1,31 +1,22 @@
-"""A spectrum in a dozen lines of text."""
+"""A spectrum in a dozen rows of text."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from ds_hessian.records.spectrum import HessianSpectrum
+from ds_hessian.records.spectrum import HessianSpectrum
 
 Array = NDArray[np.float64]
 
 
-def table(spectrum: HessianSpectrum) -> str:
-    """See `HessianSpectrum.table`."""
-    rows = table_rows(spectrum)
-    return "\n".join([headline(spectrum), *(f"  {name:<20}{text}" for name, text in rows)])
-
-
-def table_rows(spectrum: HessianSpectrum) -> list[tuple[str, str]]:
-    """Name and text of each figure, warnings at the end."""
+def spectrum_rows(spectrum: HessianSpectrum) -> list[tuple[str, str]]:
+    """Return the name and the text of each figure, warnings at the end."""
     return _rows(spectrum) + [("warning", text) for text in spectrum.warnings]
 
 
-def headline(spectrum: HessianSpectrum) -> str:
-    """Step, size and loss in one line."""
+def spectrum_headline(spectrum: HessianSpectrum) -> str:
+    """Return step, size and loss in one line."""
     parts = [f"{spectrum.n:,} parameters"]
     if spectrum.loss is not None:
         parts.append(f"loss {spectrum.loss:.4g}")
@@ -35,7 +26,7 @@ def headline(spectrum: HessianSpectrum) -> str:
 
 
 def products_line(spectrum: HessianSpectrum) -> str:
-    """Number of products and their price."""
+    """Return the number of products and their price."""
     s, cost = spectrum, spectrum.cost
     text = f"{cost.products} ({s.num_probes} x {s.num_matvecs}), {cost.seconds_per_product:.3g} s"
     if cost.product_time_in_gradients is not None:

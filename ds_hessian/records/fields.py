@@ -1,0 +1,223 @@
+"""Fields of records: which of them are arrays and of what shape, and how each is stored.
+
+A record class states its arrays with `Axes`, one entry for each. Every other field is stored as a
+JSON value of its annotated type: numbers, text, tuples, mappings of text, and dataclasses of these.
+Scalars survive exactly (Python writes the shortest decimal that reads back as the same double);
+NaN and infinities, which JSON lacks, are stored as text. Sharded vectors `(k, n_local)` are not
+stored here, only their number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_hessian.errors import NumericsError, ResultError
+
+Array = np.ndarray[Any, Any]
+
+LARGEST_INTEGER = 2**63 - 1
+"""Integers of a record are counts, which fit 64 bits."""
+MOST_VECTORS = 2**20
+"""Sharded vectors of one record."""
+GIVEN = {"f": (np.floating, np.integer), "i": (np.integer,), "b": (np.bool_,)}
+"""Types of entries that an array of each kind may be made from."""
+STORED = {"f": np.float64, "i": np.int64, "b": np.bool_}
+
+
+class Axes:
+    """Names of the axes of an array field: `Axes("P", "m")` is an array of shape `(P, m)`.
+
+    An axis of one name has the same length in all arrays of a record. The array is made fp64
+    (kind "f"), int64 ("i") or boolean ("b"), contiguous and read-only.
+
+    Args:
+        axes: Their names.
+        kind: Type of the entries.
+        finite: Whether every entry must be finite.
+        named: Whether the field is a mapping of names to arrays of this shape.
+    """
+
+    def __init__(
+        self,
+        *axes: str,
+        kind: Literal["f", "i", "b"] = "f",
+        finite: bool = False,
+        named: bool = False,
+    ) -> None:
+        self.axes, self.kind, self.finite, self.named = axes, kind, finite, named
+
+    def __str__(self) -> str:
+        return f"({', '.join(self.axes)})"
+
+
+def settled(record: Any) -> dict[str, Any]:
+    """Return the record's array fields, checked and read-only, by name.
+
+    Raises:
+        ResultError: an array has another type or shape than the record states, or a field that
+            labels an axis, or holds a vector for each of its entries, another length.
+        NumericsError: an array that must be finite is not.
+    """
+    sizes: dict[str, int] = {}
+    found: dict[str, Any] = {}
+    for name, axes in record.arrays.items():
+        value = getattr(record, name)
+        if axes.named:
+            named = {key: _settle(f"{name}[{key!r}]", value[key], axes, sizes) for key in value}
+            found[name] = named
+        else:
+            found[name] = _settle(name, value, axes, sizes)
+    for name, axis in (record.labels | record.sharded).items():
+        if len(getattr(record, name)) != sizes[axis]:
+            raise ResultError(
+                f"{name} must have {sizes[axis]} entries, got {len(getattr(record, name))}"
+            )
+    return found
+
+
+def _settle(name: str, value: Any, axes: Axes, sizes: dict[str, int]) -> Array:
+    given = np.asarray(value)
+    if not issubclass(given.dtype.type, GIVEN[axes.kind]):
+        raise ResultError(f"{name} must hold {STORED[axes.kind].__name__}, got {given.dtype}")
+    array: Array = np.array(given, dtype=STORED[axes.kind], order="C")
+    if array.ndim == len(axes.axes):
+        for axis, size in zip(axes.axes, array.shape, strict=True):
+            sizes.setdefault(axis, size)
+    wanted = tuple(sizes.get(axis, -1) for axis in axes.axes)
+    if array.shape != wanted:
+        raise ResultError(f"{name} must be {wanted}, its {axes}, got {array.shape}")
+    if axes.finite and not np.isfinite(array).all():
+        raise NumericsError(f"{name} must be finite, got {array}")
+    array.setflags(write=False)
+    return array
+
+
+# ---- to and from what is stored
+
+
+def packed(record: Any) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Return a record's fields as JSON values, and its arrays by the name of their field."""
+    content: dict[str, Any] = {}
+    arrays: dict[str, Array] = {}
+    for field in dataclasses.fields(record):
+        name, value = field.name, getattr(record, field.name)
+        if name not in record.arrays:
+            content[name] = len(value) if name in record.sharded else plain(value)
+        elif record.arrays[name].named:
+            content[name], arrays[name] = list(value), np.array([*value.values()])
+        else:
+            arrays[name] = value
+    return content, arrays
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON; numbers that JSON lacks become text, which `float` reads."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [plain(entry) for entry in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def unpacked(kind: type[Any], content: Mapping[str, Any], arrays: Mapping[str, Array]) -> Any:
+    """Make a record of what `packed` returned; its sharded vectors are `(k, 0)`.
+
+    Raises:
+        ResultError: a field is missing, or of another type than the record states.
+    """
+    values = dict[str, Any]()
+    for name, hint in _hints(kind, content):
+        if name in kind.sharded:
+            count = _read(hint, content[name], name)
+            values[name] = torch.zeros(min(max(count, 0), MOST_VECTORS), 0)
+        elif name not in kind.arrays:
+            values[name] = _read(hint, content[name], name)
+        elif name not in arrays:
+            raise ResultError(f"its arrays lack {name}")
+        elif kind.arrays[name].named:
+            keys = _read(tuple[str, ...], content.get(name), name)
+            if arrays[name].ndim == 0 or len(keys) != len(arrays[name]):
+                raise ResultError(f"{name} has {len(keys)} names for {arrays[name].shape} values")
+            values[name] = dict(zip(keys, arrays[name], strict=True))
+        else:
+            values[name] = arrays[name]
+    return kind(**values)
+
+
+def _hints(kind: type[Any], content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields that can be read, with their types: those with a default may be absent."""
+    hints, arrays = get_type_hints(kind), getattr(kind, "arrays", {})
+    for field in dataclasses.fields(kind):
+        absent = field.name not in content and field.name not in arrays
+        default = field.default, field.default_factory
+        if not absent:
+            yield field.name, int if hints[field.name] is Tensor else hints[field.name]
+        elif default == (dataclasses.MISSING, dataclasses.MISSING):
+            raise ResultError(f"it lacks {field.name!r}")
+
+
+def _read(hint: Any, stored: Any, name: str) -> Any:
+    """Return the value of this type that is stored as a JSON value.
+
+    Raises:
+        ResultError: it is of another type.
+    """
+    origin, options = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return _read_any(options, stored, name)
+    if origin is Literal and stored in options:
+        return stored
+    if hint is type(None) and stored is None:
+        return None
+    if origin is tuple and isinstance(stored, list):
+        kinds = options[:1] * len(stored) if options[-1] is Ellipsis else options
+        if len(kinds) == len(stored):
+            return tuple(_read(k, s, name) for k, s in zip(kinds, stored, strict=True))
+    if origin in (dict, Mapping) and isinstance(stored, dict):
+        return {key: _read(options[1], value, f"{name}.{key}") for key, value in stored.items()}
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(stored, dict):
+        return hint(**{n: _read(h, stored[n], f"{name}.{n}") for n, h in _hints(hint, stored)})
+    if hint in (str, bool) and type(stored) is hint:
+        return stored
+    if hint is int and type(stored) is int and abs(stored) <= LARGEST_INTEGER:
+        return stored
+    if hint is float:
+        return _number(stored, name)
+    raise _mistyped(hint, stored, name)
+
+
+def _number(stored: Any, name: str) -> float:
+    if type(stored) is float and math.isfinite(stored):
+        return stored
+    if type(stored) is int and abs(stored) <= LARGEST_INTEGER:
+        return float(stored)
+    if stored in ("nan", "inf", "-inf"):
+        return float(stored)
+    raise _mistyped(float, stored, name)
+
+
+def _read_any(options: tuple[Any, ...], stored: Any, name: str) -> Any:
+    for option in options:
+        try:
+            return _read(option, stored, name)
+        except ResultError:
+            continue
+    raise _mistyped(" or ".join(getattr(o, "__name__", str(o)) for o in options), stored, name)
+
+
+def _mistyped(hint: Any, stored: Any, name: str) -> ResultError:
+    text = repr(stored)
+    text = text if len(text) < 60 else text[:57] + "..."
+    return ResultError(f"{name} must be {getattr(hint, '__name__', hint)}, got {text}")

@@ -1,0 +1,49 @@
+"""Matplotlib figures as all pictures use them.
+
+Matplotlib is imported on use and through its objects only: no pyplot, no global state, no display.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ds_hessian.show.style import GREY, INK
+
+DPI = 130
+
+
+def new_figure(width: float, height: float, **options: Any) -> Any:
+    """Return an empty white figure, in inches.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), facecolor="white", **options)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write the figure in the format of its name; returns the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DPI)
+    return path
+
+
+def tidy(axes: Any) -> None:
+    """Set the frame and the grid that all axes have."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(True, color="#E6E6E6", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=9, color=GREY)
+
+
+def write_title(figure: Any, title: str, about: str) -> None:
+    """Write the title, and below it what was measured on what, at the top of a figure."""
+    inch = 1 / figure.get_figheight()
+    figure.text(0.02, 1 - 0.33 * inch, title, fontsize=15, weight="bold", color=INK)
+    figure.text(0.02, 1 - 0.6 * inch, about, fontsize=10, color=INK)

@@ -1,0 +1,25 @@
+"""What pictures, page and tables have in common: colours, and numbers as short text.
+
+The colours are from Okabe and Ito's palette, which the common colour-blindnesses keep apart.
+"""
+
+from __future__ import annotations
+
+BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+GREY, INK = "#8A8A8A", "#222222"
+COLORS = (BLUE, VERMILLION, GREEN, PURPLE, "#E69F00", "#56B4E9")
+"""Colours of series, in order."""
+EIGENVALUE = "eigenvalue (loss per squared parameter)"
+
+
+def count(n: int) -> str:
+    """Return a number of parameters as short text: `1.24 B`."""
+    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return f"{n:,}"
+
+
+def short(value: float) -> str:
+    """Return a value to three digits."""
+    return f"{value:.3g}" if abs(value) < 100 or abs(value) >= 1e5 else f"{value:.0f}"

@@ -1,0 +1,242 @@
+"""Records as lines of text: a headline, and a row for each figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ds_hessian.krylov import DampedSystems
+from ds_hessian.records.analyses import (
+    HessianBlockCoupling,
+    HessianEigenpairs,
+    HessianInfluence,
+    HessianOffBlockShare,
+    HessianSharpness,
+    HessianSolution,
+    HessianTrace,
+)
+from ds_hessian.records.base import Measured, Record
+from ds_hessian.records.comparison import Comparison
+from ds_hessian.records.estimate import Estimate
+from ds_hessian.records.spectrum import HessianSpectrum
+from ds_hessian.records.sweep import DisplacementSweep
+from ds_hessian.records.verdict import SelfTest
+from ds_hessian.show.layers import layer_shares
+from ds_hessian.show.spectrum_table import spectrum_headline, spectrum_rows
+
+Rows = list[tuple[str, str]]
+
+MOST_ROWS = 12
+"""Rows of a list of blocks or examples; those left out are counted."""
+MOST_LAYERS = 3
+"""Layers that are named for each eigenvector."""
+
+
+def table(record: Record) -> str:
+    """Return the record as lines of text.
+
+    Raises:
+        TypeError: there is no table of this class of records.
+    """
+    make = TABLES.get(type(record))
+    if make is None:
+        raise TypeError(f"no table is known for {type(record).__name__}: add one to TABLES")
+    return make(record)
+
+
+def lined(headline: str, rows: Rows) -> str:
+    """Return a headline, and a line for each row."""
+    width = max(20, *(len(name) + 1 for name, _ in rows))
+    return "\n".join([headline, *(f"  {name:<{width}}{text}" for name, text in rows)])
+
+
+def _measured(title: str, rows: Callable[[Any], Rows]) -> Callable[[Any], str]:
+    """A table whose first line names the step, and whose last rows say what it took."""
+
+    def make(record: Measured) -> str:
+        source, cost = record.provenance, record.cost
+        price = f"{cost.products} products, {cost.seconds_total:.3g} s in all"
+        last = [("cost", price), ("measured on", _measured_on(record))]
+        return lined(f"{title} at step {source.step}", rows(record) + last)
+
+    return make
+
+
+def _measured_on(record: Measured) -> str:
+    source = record.provenance
+    return f"{source.layout}, {source.model_dtype}, {source.num_micro_batches} micro-batches"
+
+
+def _spectrum(spectrum: HessianSpectrum) -> str:
+    return lined(spectrum_headline(spectrum), spectrum_rows(spectrum))
+
+
+def eigenvalue_rows(pairs: HessianEigenpairs) -> Rows:
+    """Return a row for each eigenvalue."""
+    rows = []
+    for i, pair in enumerate(zip(pairs.values, pairs.errors, strict=True)):
+        note = "" if pairs.converged[i] else " (not converged)"
+        rows.append((f"eigenvalue {i + 1}", f"{Estimate(*map(float, pair))}{note}"))
+    return rows
+
+
+def _eigenpairs(pairs: HessianEigenpairs) -> Rows:
+    shares = layer_shares(pairs)
+    rows = eigenvalue_rows(pairs)
+    for i, (name, text) in enumerate(rows):
+        largest = sorted(shares, key=lambda layer: -shares[layer][i])[:MOST_LAYERS]
+        named = ", ".join(f"{layer} {100 * shares[layer][i]:.0f} %" for layer in largest)
+        notes = [f"in {named}"] if named else []
+        if len(pairs.sampling_errors):
+            notes.insert(0, f"sampling error {pairs.sampling_errors[i]:.2g}")
+        rows[i] = (name, ", ".join([text, *notes]))
+    return [*rows, ("products", f"{pairs.num_matvecs}, {pairs.restarts} restarts")]
+
+
+def _trace(trace: HessianTrace) -> Rows:
+    rows = [
+        ("trace", str(Estimate(trace.value, trace.error))),
+        ("99 % interval", f"± {trace.bound:.2g}, the products' errors included"),
+    ]
+    if trace.frobenius is not None:
+        rows.append(("Frobenius norm", str(Estimate(*trace.frobenius))))
+    rows.append(("method", f"{trace.method}, {trace.num_matvecs} products"))
+    pairs = zip(trace.blocks, trace.block_values, trace.block_errors, strict=True)
+    blocks = [(f"block {name}", str(Estimate(float(v), float(e)))) for name, v, e in pairs]
+    return rows + _shortened(blocks, "blocks")
+
+
+def system_rows(systems: DampedSystems) -> Rows:
+    """Return how far each damped system is solved, and a warning where one is indefinite."""
+    rows = []
+    for i, damping in enumerate(systems.dampings):
+        notes = [f"|r| / |b| = {systems.residuals[i]:.1e}"]
+        if not systems.converged[i]:
+            notes.append("not converged")
+        rows.append((f"damping {damping:.4g}", ", ".join(notes)))
+    indefinite = [f"{d:.4g}" for d in systems.dampings[systems.negative_curvature]]
+    if indefinite:
+        text = f"H + damping I has negative curvature at damping {', '.join(indefinite)}"
+        rows.append(("warning", text))
+    return rows
+
+
+def solution_rows(solution: HessianSolution) -> Rows:
+    """Return how far each system is solved, by what, and the smallest curvature seen."""
+    steps = ", ".join(str(count) for count in solution.steps)
+    lowest = str(Estimate(*solution.curvature))
+    return [
+        *system_rows(solution),
+        ("method", solution.method),
+        ("steps", steps),
+        ("smallest curvature seen", lowest),
+    ]
+
+
+def _influence(influence: HessianInfluence) -> Rows:
+    scores, errors = influence.scores[0], influence.errors[0]
+    order = sorted(range(len(scores)), key=lambda i: -abs(scores[i]))
+    rows = [
+        (f"example {i}", f"score {Estimate(float(scores[i]), float(errors[i]))}") for i in order
+    ]
+    return [
+        ("query's loss", f"{influence.query_loss:.4g}"),
+        *system_rows(influence),
+        ("scores", f"of {len(scores)} examples at damping {influence.dampings[0]:.4g}"),
+        *_shortened(rows, "examples"),
+    ]
+
+
+def _sharpness(sharpness: HessianSharpness) -> str:
+    text = f"largest eigenvalue {sharpness.eigenvalue_max}"
+    if sharpness.preconditioned is not None:
+        text += f", preconditioned {sharpness.preconditioned}"
+    if not all(sharpness.converged):
+        text += " (not converged)"
+    step = sharpness.provenance.step
+    return f"Hessian sharpness at step {step}: {text}; {sharpness.num_matvecs} products"
+
+
+def _block_coupling(coupling: HessianBlockCoupling) -> str:
+    """A line for each block, and the mean."""
+    c = coupling
+    width = max(len("mean"), *(len(name) for name in c.names))
+    head = f"{'block':<{width}}  relative error   null  cosine   null"
+    columns = (c.relative_errors, c.null_relative_errors, c.cosines, c.null_cosines)
+    means = [float(np.mean(column)) for column in columns]
+    rows = [*zip(c.names, *columns, strict=True), ("mean", *means)]
+    return "\n".join(
+        [head]
+        + [f"{n:<{width}}  {e:14.3f} {e0:6.3f} {c:7.3f} {c0:6.3f}" for n, e, e0, c, c0 in rows]
+        + [f"{c.share:.3f} of |Hv|^2 is made by off-diagonal blocks; {_measured_on(c)}"]
+    )
+
+
+def _off_block_share(share: HessianOffBlockShare) -> Rows:
+    return [
+        ("off-block share", str(Estimate(share.value, share.error))),
+        ("without structure", f"{share.null:.3f}"),
+        ("products' errors", f"add at most {share.noise:.2g}"),
+    ]
+
+
+def _sweep(sweep: DisplacementSweep) -> Rows:
+    rows = []
+    for name in sweep.directions:
+        h = sweep.displacements[sweep.best(name)]
+        rows.append((f"v'Hv, {name}", f"{sweep.plateau(name)} at h = {h:.2g}"))
+    low, high = sweep.displacements[[0, -1]]
+    return [*rows, ("displacements", f"{len(sweep.displacements)}: {low:.2g} .. {high:.2g}")]
+
+
+def _comparison(comparison: Comparison) -> str:
+    """A row for each spectrum, extreme eigenvalues and trace with their errors, then notes."""
+    rows = [("", "step", "loss", "largest", "smallest", "trace", "outliers")]
+    for name, s in comparison.spectra.items():
+        loss = "-" if s.loss is None else f"{s.loss:.4g}"
+        extremes = (str(s.eigenvalue_max), str(s.eigenvalue_min), str(s.trace))
+        number = str(len(s.outlier_eigenvalues()))
+        rows.append((name, str(s.provenance.step), loss, *extremes, number))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    ]
+    return "\n".join([*lines, *(f"note: {note}" for note in comparison.notes())])
+
+
+def _self_test(verdict: SelfTest) -> str:
+    failed = sum(not check.passed for check in verdict.checks)
+    text = "all is well" if not failed else f"{failed} of {len(verdict.checks)} checks failed"
+    lines = [f"Hessian self-test: {text}"]
+    for check in verdict.checks:
+        mark = "ok    " if check.passed else "FAILED"
+        lines.append(f"  {mark} {check.name:<14}{check.value:9.1e}  (limit {check.limit:.1e})")
+        if not check.passed:
+            lines.append(f"         {check.meaning}")
+    lines.append(
+        f"  products of random vectors: error {verdict.error:.1e} at h = {verdict.displacement:.2e}"
+    )
+    return "\n".join(lines + [f"  suggestion: {text}" for text in verdict.suggestions])
+
+
+def _shortened(rows: Rows, what: str) -> Rows:
+    left = len(rows) - MOST_ROWS
+    return rows if left <= 0 else [*rows[:MOST_ROWS], (f"other {what}", str(left))]
+
+
+TABLES: dict[type[Record], Callable[[Any], str]] = {
+    HessianSpectrum: _spectrum,
+    HessianEigenpairs: _measured("Hessian eigenpairs", _eigenpairs),
+    HessianTrace: _measured("Hessian trace", _trace),
+    HessianSolution: _measured("Inverse-Hessian solve", solution_rows),
+    HessianInfluence: _measured("Influence of examples", _influence),
+    HessianSharpness: _sharpness,
+    HessianBlockCoupling: _block_coupling,
+    HessianOffBlockShare: _measured("Off-block share of the Hessian", _off_block_share),
+    DisplacementSweep: _measured("Curvature against scale", _sweep),
+    Comparison: _comparison,
+    SelfTest: _self_test,
+}
+"""The table of each class of records."""
