@@ -434,8 +434,8 @@ GUARD = (
         ("backends/test_guard.py", "backends/test_stages.py"),
     ),
     Defect(
-        "owner._buffers[name] = value.clone()",
-        "owner._buffers[name] = value",
+        "for owner, name, _, value in self.saved:\n            owner._buffers[name] = value.clone()",
+        "for owner, name, _, value in self.saved:\n            owner._buffers[name] = value",
         "a pass writes into the buffers as they are kept",
         ("backends/test_guard.py", TRAP.format("expert_bias_and_logged_losses_are_as_they_were")),
     ),
@@ -675,8 +675,8 @@ RECORDS = (
         ),
     ),
     Defect(
-        "lower = (fewest + rest * _wilson(low, trials, -z)) / spectrum.n",
-        "lower = (fewest + rest * _wilson(low, trials, 0 * z)) / spectrum.n",
+        "lower = (fewest + rest * _wilson(low, trials, -z)) / n",
+        "lower = (fewest + rest * _wilson(low, trials, 0 * z)) / n",
         "the lower bound holds in half of the cases",
         ("results/test_density.py",),
     ),
@@ -693,8 +693,8 @@ RECORDS = (
         ("results/test_store.py",),
     ),
     Defect(
-        "before = np.pad(spectrum.betas[:, :-1], ((0, 0), (1, 0)))",
-        "before = np.zeros_like(spectrum.betas)",
+        "before = np.pad(betas[:, :-1], ((0, 0), (1, 0)))",
+        "before = np.zeros_like(betas)",
         "the norm of a product lacks the beta before",
         ("results/test_advice.py",),
     ),
@@ -711,9 +711,9 @@ RECORDS = (
         ("operators/test_sweep.py",),
     ),
     Defect(
-        "if path.stat().st_size != self._start + end:",
-        "if path.stat().st_size > self._start + end:",
-        "a truncated file of vectors is read",
+        "offset = stop\n        text",
+        "offset = stop + 4\n        text",
+        "tensors of a file of vectors lie four bytes apart",
         (
             "backends/test_analyses.py::"
             "test_damaged_files_are_refused_and_failed_writes_leave_nothing",
@@ -830,7 +830,7 @@ SCHEDULE = (
         ("test_schedule.py",),
     ),
     Defect(
-        "if engine.module.training:",
+        "if self.model.training:",
         "if True:",
         "micro-batches of a validation are captured",
         ("test_schedule.py",),
