@@ -434,7 +434,8 @@ GUARD = (
         ("backends/test_guard.py", "backends/test_stages.py"),
     ),
     Defect(
-        "for owner, name, _, value in self.saved:\n            owner._buffers[name] = value.clone()",
+        "for owner, name, _, value in self.saved:\n"
+        "            owner._buffers[name] = value.clone()",
         "for owner, name, _, value in self.saved:\n            owner._buffers[name] = value",
         "a pass writes into the buffers as they are kept",
         ("backends/test_guard.py", TRAP.format("expert_bias_and_logged_losses_are_as_they_were")),
