@@ -42,11 +42,6 @@ class Square(nn.Module):
         super().__init__()
         self.w = nn.Parameter(torch.ones(3))
 
-    @property
-    def module(self) -> nn.Module:
-        """As an engine has it."""
-        return self
-
     def forward(self, x: Tensor, scale: dict[str, Tensor]) -> Tensor:
         """A loss."""
         return (x * self.w * scale["by"]).square().mean()
@@ -54,7 +49,7 @@ class Square(nn.Module):
 
 def test_captured_are_the_first_calls_of_training_as_they_were() -> None:
     engine = Square()
-    captured, x, by = Capture(engine, 2), torch.randn(4, 3), torch.randn(3)
+    captured, x, by = Capture(engine, engine, 2), torch.randn(4, 3), torch.randn(3)
     before = x.clone(), by.clone()
     engine.eval()
     engine(x, scale={"by": by})  # a validation

@@ -8,7 +8,6 @@ import re
 import numpy as np
 import pytest
 
-from ds_hessian.records.advice import relative_errors
 from tests.records.makers import language_model_like, spectrum_of
 
 
@@ -46,7 +45,7 @@ def test_errors_are_relative_to_the_norms_of_the_products() -> None:
             for alphas, betas in zip(spectrum.alphas, spectrum.betas, strict=True)
         )
     ]
-    assert np.allclose(relative_errors(spectrum) * norms, spectrum.product_errors, rtol=1e-12)
+    assert np.allclose(spectrum.relative_errors * norms, spectrum.product_errors, rtol=1e-12)
 
 
 def test_an_asymmetry_beyond_the_errors_is_warned_of() -> None:
