@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ds_hessian import vector_files
 from ds_hessian.analyses import (
+    Alignment,
     Analysis,
     BlockCoupling,
     Blocks,
@@ -45,6 +46,7 @@ from ds_hessian.ranks import together
 from ds_hessian.records import (
     PICTURE,
     DisplacementSweep,
+    HessianAlignment,
     HessianBlockCoupling,
     HessianEigenpairs,
     HessianInfluence,
@@ -348,15 +350,7 @@ class Hessian:
     ) -> HessianEigenpairs:
         """The k extreme eigenpairs, with true residuals (`ds_hessian.krylov.eigenpairs`).
 
-        Args:
-            k: Pairs wanted.
-            which: `LM` largest magnitude, `LA` largest, `SA` smallest.
-            tolerance: Bound on the residuals, relative to the largest eigenvalue in magnitude.
-            max_matvecs: Products at most, before one for each pair's residual.
-            basis_size: Vectors kept; None for 2 k + 20.
-            start: Unit start vector `(n_local,)`, such as an eigenvector of an earlier step; None
-                for a random one.
-            overrides: Values of the configuration for this call.
+        The arguments are those of `ds_hessian.analyses.Eigenpairs`.
 
         Raises:
             NumericsError: k or basis_size is impossible, or something is not finite.
@@ -380,12 +374,7 @@ class Hessian:
     ) -> HessianTrace:
         """The trace with its standard error (`ds_hessian.krylov.traces`).
 
-        Args:
-            method: `hutchinson` stores one vector, `hutch++` num_matvecs / 3, `xtrace` half.
-            num_matvecs: Products; None for the configuration's.
-            blocks: Traces of diagonal blocks as well, from the same products (Hutchinson only):
-                `layers`, `parameters`, or {block: regular expression of names}.
-            overrides: Values of the configuration for this call.
+        The arguments are those of `ds_hessian.analyses.Trace`.
 
         Raises:
             ConfigError: an unknown method, or blocks with a method other than Hutchinson.
@@ -406,16 +395,8 @@ class Hessian:
     ) -> HessianSolution:
         """Solutions x of (H + damping I) x = b, for each damping (`ds_hessian.krylov.solve`).
 
-        Args:
-            b: Right-hand side `(n_local,)`.
-            dampings: In loss per squared parameter; all from one Krylov space.
-            method: `cg`, which stops at negative curvature and says so, or `minres`.
-            tolerance: Bound on the relative residual.
-            num_matvecs: Products at most for a Krylov space, which is stored; None for the
-                configuration's.
-            preconditioner: Positive diagonal `(n_local,)`, or `adam` for what Adam divides by,
-                `sqrt(v) + eps` (bias-corrected); then one Krylov space for each damping.
-            overrides: Values of the configuration for this call.
+        The arguments are those of `ds_hessian.analyses.Solve`; a preconditioner of one's own is its
+        diagonal `(n_local,)`.
 
         Raises:
             ConfigError: `adam`, and the optimizer is another or has not made a step yet.
@@ -493,13 +474,7 @@ class Hessian:
         earlier measurement to start from (`ds_hessian.krylov.sharpness`). The first one finds its
         start by Lanczos, with some tens of products more. Two vectors are kept between calls.
 
-        Args:
-            preconditioned: Also for `D^-1/2 H D^-1/2`, with Adam's D, and along Adam's last step;
-                None for where the optimizer is an Adam that has made a step.
-            tolerance: Bound on the residuals, relative to the eigenvalue, whose own error is
-                quadratic in it for an eigenvalue that stands alone.
-            max_matvecs: Products at most, beyond those of the first measurement's start.
-            overrides: Values of the configuration for this call.
+        The arguments are those of `ds_hessian.analyses.Sharpness`.
 
         Raises:
             ConfigError: too few products, or no Adam that has made a step: pass
@@ -519,9 +494,7 @@ class Hessian:
     ) -> HessianBlockCoupling:
         """How far from block diagonal H is: the paper's masked-probe test, B + 1 products.
 
-        Args:
-            blocks: `layers`, `parameters`, or {block: regular expression of names}.
-            overrides: Values of the configuration for this call.
+        The arguments are those of `ds_hessian.analyses.BlockCoupling`.
         """
         return self._measure(BlockCoupling(blocks=blocks), overrides)
 
@@ -533,15 +506,48 @@ class Hessian:
     ) -> HessianOffBlockShare:
         """Share of the off-diagonal blocks in |H|_F^2, two products a probe.
 
-        Args:
-            blocks: As for `block_coupling`.
-            num_probes: Pairs of products.
-            overrides: Values of the configuration for this call.
+        The arguments are those of `ds_hessian.analyses.OffBlockShare`.
 
         Raises:
             NumericsError: fewer than 2 blocks.
         """
         return self._measure(OffBlockShare(blocks=blocks, num_probes=num_probes), overrides)
+
+    def alignment(
+        self,
+        k: int = Alignment.k,
+        earlier: Tensor | str | Path | None = None,
+        which: Which = Alignment.which,
+        update: bool | None = Alignment.update,
+        tolerance: float = Alignment.tolerance,
+        max_matvecs: int = Alignment.max_matvecs,
+        basis_size: int | None = Alignment.basis_size,
+        **overrides: Any,
+    ) -> HessianAlignment:
+        """Share of the gradient and of Adam's last step in the top-k eigenspace, with bars.
+
+        The products are those of `eigenpairs` with k + 1 pairs. Save the record to compare a later
+        step's space with this one's.
+
+        The arguments are those of `ds_hessian.analyses.Alignment`.
+
+        Raises:
+            ConfigError: `update` is asked for without an Adam that has made a step, or the earlier
+                vectors have another shape.
+            NumericsError: k or basis_size is impossible, the earlier vectors are linearly
+                dependent, or something is not finite.
+            ResultError: the file of the earlier space is missing, damaged, or of another model.
+        """
+        analysis = Alignment(
+            k=k,
+            which=which,
+            tolerance=tolerance,
+            max_matvecs=max_matvecs,
+            basis_size=basis_size,
+            update=update,
+            earlier=earlier,
+        )
+        return self._measure(analysis, overrides)
 
     def displacement_sweep(
         self,
