@@ -526,8 +526,8 @@ class Hessian:
     ) -> HessianAlignment:
         """Share of the gradient and of Adam's last step in the top-k eigenspace, with bars.
 
-        The products are those of `eigenpairs` with k + 1 pairs. Save the record to compare a later
-        step's space with this one's.
+        The products are those of `eigenpairs` for k pairs and for one more. Save the record to
+        compare a later step's space with this one's.
 
         The arguments are those of `ds_hessian.analyses.Alignment`.
 

@@ -1,15 +1,20 @@
 """Share of the gradient and of Adam's last step that lies in the top eigenspace, with bars.
 
-Let S be the space of the k wanted eigenvectors, and V what Lanczos found of it, with residual
-`R = H V - V (V'HV)`. Where the k-th value is d above the next eigenvalue, the largest principal
-angle Theta between the two spaces obeys `sin Theta <= |R| / d` (Davis, Kahan, SIAM J. Numer. Anal.
-7 (1970)). A vector at the angle phi to V is at `phi +- Theta` to S, so its share `cos^2 phi` in S
-is between `cos^2 (phi + Theta)` and `cos^2 (phi - Theta)`; principal angles to a third space move
-by Theta at most (Knyazev, Argentati, SIAM J. Matrix Anal. 29 (2006)). The spaces of the first j < k
-vectors lie in S, so the share in each of them is a lower bound too: it counts where the k-th
-eigenvalue is one of several that cannot be told apart.
+Let S be the space of the k wanted eigenvectors, V what Lanczos found of it, with values theta and
+residual `R = H V - V diag(theta)`, and mu the most wanted eigenvalue of H in V's complement. The
+eigenvalues that belong to S's complement are within `2 |R| / sqrt(3)` of those of H there (Weyl),
+so the largest principal angle Theta between the spaces obeys `sin Theta <= |R| / d` with the gap
+`d = theta_k - mu - 2 |R| / sqrt(3)` (Davis, Kahan, SIAM J. Numer. Anal. 7 (1970)). A vector at the
+angle phi to V is at `phi +- Theta` to S, so its share `cos^2 phi` in S is between
+`cos^2 (phi + Theta)` and `cos^2 (phi - Theta)`; principal angles to a third space move by Theta at
+most (Knyazev, Argentati, SIAM J. Matrix Anal. 29 (2006)). The spaces of the first j < k vectors lie
+in S, so the share in each of them is a lower bound too: it counts where the k-th eigenvalue is one
+of several that cannot be told apart.
 
-Cost: the products of `eigenpairs` with k + 1 pairs, and some `k^2 / 2` inner products.
+mu is searched from another random vector: an eigenvector that the first search has missed, one of a
+close pair above all, is then found in the complement, and widens the bars.
+
+Cost: the products of `eigenpairs` with k pairs and with one more, some `k^2 / 2` inner products.
 
 That most of a gradient lies in the top eigenspace: Gur-Ari, Roberts, Dyer, arXiv 1812.04754.
 """
@@ -25,7 +30,7 @@ import numpy as np
 from torch import Tensor
 
 from ds_hessian import krylov
-from ds_hessian.analyses.base import Journaled, transient
+from ds_hessian.analyses.base import Draw, Journaled, transient
 from ds_hessian.analyses.eigenpairs import Eigenpairs, memory_of_eigenpairs
 from ds_hessian.analyses.measurement import Measurement
 from ds_hessian.backends.protocol import Backend
@@ -33,11 +38,14 @@ from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError, NumericsError, UnsupportedError
 from ds_hessian.krylov.records import Array
 from ds_hessian.memory import Item
-from ds_hessian.operators import LinearOperator
+from ds_hessian.operators import LinearOperator, Product
 from ds_hessian.planning import Settings, Share, storage_of
 from ds_hessian.records import Bounded, Estimate, HessianAlignment
 from ds_hessian.vector_files import load_vectors
 from ds_hessian.vectors import VectorSpace
+
+WEYL = 2 / math.sqrt(3)
+"""Largest norm of `[[D, R'], [R, 0]]` for a column `[D, R]` of norm 1."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,7 +57,7 @@ class Alignment(Journaled[HessianAlignment]):
         which: `LA` largest, `LM` largest magnitude, `SA` smallest.
         tolerance: Bound on the residuals, relative to the largest eigenvalue in magnitude.
         max_matvecs: Products at most, before one for each pair's residual.
-        basis_size: Vectors kept; None for 2 k + 22.
+        basis_size: Vectors kept; None for 2 k + 20.
         update: Whether Adam's last step counts too; None for where the optimizer is an Adam that
             has made a step.
         earlier: Space to compare with: a file of vectors, a folder that has the record of an
@@ -72,26 +80,38 @@ class Alignment(Journaled[HessianAlignment]):
 
     @property
     def search(self) -> Eigenpairs:
-        """The search for the space, and for the eigenvalue that follows it."""
+        """The search for the space."""
         return Eigenpairs(
-            k=self.k + 1,
+            k=self.k,
             which=self.which,
             tolerance=self.tolerance,
             max_matvecs=self.max_matvecs,
             basis_size=self.basis_size,
         )
 
+    @property
+    def search_beside(self) -> Eigenpairs:
+        """The search for the most wanted eigenvalue of its complement."""
+        return replace(self.search, k=1, basis_size=None)
+
     def products(self, config: HessianConfig) -> int:
-        """Those of the search."""
-        return self.search.products(config)
+        """Those of both searches."""
+        return self.search.products(config) + self.search_beside.products(config)
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
-        """The search, Adam's step, and the earlier space unless the caller has it."""
+        """Both searches, Adam's step, and the earlier space unless the caller has it."""
         loaded = isinstance(self.earlier, str | Path)
+        first, then = (
+            memory_of_eigenpairs(share, config, search.k, search.size)
+            for search in (self.search, self.search_beside)
+        )
+        stages = {item.stage for item in then}
         return [
             share.vectors("Adam's divisor and step", 2 * (self.update is not False)),
             share.vectors("earlier space", self.k * loaded),
-            *memory_of_eigenpairs(share, config, self.search.k, self.search.size),
+            *first,
+            *(replace(item, stage=f"{item.stage} of the complement") for item in then),
+            *(share.vectors("space", self.k, stage=f"{s} of the complement") for s in stages),
         ]
 
     def with_less(self, config: HessianConfig) -> list[Settings]:
@@ -123,34 +143,33 @@ class Alignment(Journaled[HessianAlignment]):
 
     def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, Any]:
         """Shares, angles and their bars."""
-        subject, space, search = run.subject, run.session.space, self.search
-        found = krylov.eigenpairs(
-            operator,
-            subject.draw(0),
-            min(search.k, space.n),
-            subject.draw,
-            which=search.which,
-            tolerance=search.tolerance,
-            max_matvecs=search.max_matvecs,
-            basis_size=search.basis_size,
-            storage=storage_of(subject.config),
-        )
-        vectors, gradient = found.vectors[: self.k], run.curvature.gradient
-        angles = turning_angles(found, self.k)
+        subject, space = run.subject, run.session.space
+        gradient = run.curvature.gradient
+        found = _searched(operator, self.search, subject.config, subject.draw, 0)
+        vectors = found.vectors
         triangle = _cholesky(_grams(space, vectors, vectors))
+        following = None
+        if self.k < space.n:
+            beside = Complement(operator, vectors, triangle)
+
+            def draw(number: int) -> Tensor:
+                return beside.project(subject.draw(number))
+
+            other = _searched(beside, self.search_beside, subject.config, draw, 1)
+            following = Estimate(float(other.values[0]), float(other.errors[0]))
+        angles = turning_angles(found, following)
         of_gradient = _shares(space, triangle, vectors, gradient, angles)
         of_update = _shares(space, triangle, vectors, self.step, angles)
         between, overlap = np.zeros(0), None
         if isinstance(self.earlier, Tensor):
             between = _principal_angles(space, triangle, vectors, self.earlier)
             overlap = _shared(float((np.cos(between) ** 2).mean()), between, angles[-1])
-        after = found.values[self.k :], found.errors[self.k :]
         return {
             "n": space.n,
             "which": self.which,
-            "values": found.values[: self.k],
-            "errors": found.errors[: self.k],
-            "next_value": Estimate(*(float(x[0]) for x in after)) if len(after[0]) else None,
+            "values": found.values,
+            "errors": found.errors,
+            "next_value": following,
             "angle": float(angles[-1]),
             "gradient": of_gradient[0],
             "gradient_shares": of_gradient[1],
@@ -158,22 +177,81 @@ class Alignment(Journaled[HessianAlignment]):
             "update_shares": of_update[1],
             "principal_angles": between,
             "overlap": overlap,
-            "vectors": vectors.clone(),
+            "vectors": vectors,
             "gradient_norm": run.curvature.gradient_norm,
             "update_norm": None if self.step is None else space.norm(self.step),
             "loss": run.session.loss,
-            "num_matvecs": found.num_matvecs,
+            "num_matvecs": run.curvature.cost.products,
         }
 
 
-def turning_angles(found: krylov.Eigenpairs, k: int) -> Array:
-    """`(k,)` bounds on the angle between the first j vectors and the true space, j = 1 .. k."""
-    height = {"LM": abs(found.values), "LA": found.values, "SA": -found.values}[found.which]
-    following = np.append(height[1:] + found.errors[1:], -math.inf)  # where k = n nothing follows
-    gaps = height - following
+class Complement:
+    """A symmetric operator in the complement of some of its approximate eigenvectors.
+
+    Args:
+        operator: H.
+        vectors: `(k, n_local)`.
+        triangle: `(k, k)` Cholesky factor of their inner products.
+
+    One product of H, and two small all-reduces a product.
+    """
+
+    def __init__(self, operator: LinearOperator, vectors: Tensor, triangle: Array) -> None:
+        self.operator, self.space = operator, operator.space
+        self.vectors, self.triangle = vectors, triangle
+
+    def project(self, x: Tensor) -> Tensor:
+        """Remove from x, in place, what lies in the span of the vectors. Collective."""
+        dots = np.linalg.solve(self.triangle, _grams(self.space, self.vectors, x[None]))
+        for vector, dot in zip(self.vectors, np.linalg.solve(self.triangle.T, dots), strict=True):
+            x.sub_(vector, alpha=float(dot[0]))
+        return x
+
+    def matvec(self, v: Tensor) -> Product:
+        """The product with `v`, a vector of the complement. Its absolute error is that of `Hv`."""
+        product = self.operator.matvec(v)
+        w = self.project(product.vector)
+        squares = self.space.dots([(w, w), (v, v)]).tolist()
+        norm = math.sqrt(squares[0] / squares[1])
+        error = product.error
+        if error is not None and norm > 0:
+            error *= product.norm / norm
+        return replace(product, vector=w, norm=norm, error=error)
+
+
+def _searched(
+    operator: LinearOperator, search: Eigenpairs, config: HessianConfig, draw: Draw, start: int
+) -> krylov.Eigenpairs:
+    first = draw(start)
+    return krylov.eigenpairs(
+        operator,
+        first / operator.space.norm(first),
+        search.k,
+        draw,
+        which=search.which,
+        tolerance=search.tolerance,
+        max_matvecs=search.max_matvecs,
+        basis_size=search.basis_size,
+        storage=storage_of(config),
+    )
+
+
+def turning_angles(found: krylov.Eigenpairs, following: Estimate | None) -> Array:
+    """`(k,)` bounds on the angle between the first j vectors and the true space, j = 1 .. k.
+
+    Args:
+        found: The k pairs.
+        following: The most wanted eigenvalue of their complement; None where there is none.
+    """
+    values = np.append(found.values, [] if following is None else following.value)
+    height = {"LM": abs(values), "LA": values, "SA": -values}[found.which]
     residuals = np.sqrt(np.cumsum(found.errors**2))
+    k = len(residuals)
+    beside = -math.inf if following is None else float(height[k]) + following.error
+    below = np.maximum(np.append(height[1:k], -math.inf), beside) + WEYL * residuals[-1]
+    gaps = height[:k] - below
     sines = np.divide(residuals, gaps, out=np.ones_like(gaps), where=gaps > residuals)
-    angles: Array = np.arcsin(sines)[:k]
+    angles: Array = np.arcsin(sines)
     return angles
 
 

@@ -46,7 +46,9 @@ class HessianAlignment(Measured):
         which: `LA` largest, `LM` largest magnitude, `SA` smallest.
         values: `(k,)` the eigenvalues, the most wanted first.
         errors: `(k,)` bound on the distance of each to the nearest eigenvalue.
-        next_value: The eigenvalue after them; None where k = n.
+        next_value: The most wanted eigenvalue of their complement, searched from another random
+            vector; None where k = n. Where it is no less wanted than the k-th, an eigenvector of
+            the space was missed, or the two belong to one eigenvalue.
         angle: Bound on the largest principal angle between the space that was found and the true
             one, in radians.
         gradient: Share of the gradient; None where it is zero.

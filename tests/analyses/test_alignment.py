@@ -97,6 +97,21 @@ def test_bars_hold_for_spaces_that_are_hardly_found(seed: int) -> None:
     assert math.acos(turned) <= found.angle + 1e-3
 
 
+def test_an_eigenvector_that_was_missed_is_found_in_the_complement() -> None:
+    """One of a close pair, whose other mixture the first search has taken for both."""
+    values = [5.80, 5.79, 4.0, *torch.linspace(1, -1, 27).tolist()]
+    net = Quadratic(values, seed=2)
+    hessian = hessian_of(net)
+    pairs = hessian.eigenpairs(3, "LA", 0.05)
+    assert pairs.converged.all() and pairs.values[2] < 2  # without a sign of the second one
+    found = hessian.alignment(3, tolerance=0.05, update=False)
+    assert found.next_value is not None and found.next_value.value > 5.7 > found.values[-1]
+    assert found.angle == HALF
+    assert holds(found.gradient, shares(net.q[:, :3], net.a @ net.w.detach().double()))
+    exact = hessian.alignment(3, tolerance=1e-4, update=False)
+    assert exact.values == pytest.approx(values[:3], rel=1e-4) and exact.angle < 0.1
+
+
 def test_a_degenerate_eigenvalue_is_not_cut() -> None:
     net = Quadratic([5.0, 3.0, 3.0, 1.0, 0.5, 0.2], seed=3)
     x = net.a @ net.w.detach().double()
@@ -181,7 +196,7 @@ def test_an_earlier_space_that_is_none_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "vectors"),
-    [({"k": 2}, 2 + 26), ({"k": 2, "update": False}, 26), ({"k": 2, "earlier": "out"}, 2 + 2 + 26)],
+    [({"k": 2}, 2 + 24), ({"k": 2, "update": False}, 24), ({"k": 2, "earlier": "out"}, 2 + 2 + 24)],
     ids=str,
 )
 def test_its_plan_is_that_of_the_search_and_of_what_it_compares(
@@ -193,5 +208,5 @@ def test_its_plan_is_that_of_the_search_and_of_what_it_compares(
     plan = plan_job(config, "alignment", settings, **job)
     operator = plan_job(config, "trace", {}, **job)  # with a probe, and trials being compared
     found = (plan.peak("accelerator") - operator.peak("accelerator")) / (4 * n / 64)
-    assert found == pytest.approx(vectors + 3 + 1 - 3, abs=0.03)
-    assert analysis_of("alignment", settings)[0].products(config) == 303
+    assert found == pytest.approx(vectors + 2 + 1 - 3, abs=0.03)
+    assert analysis_of("alignment", settings)[0].products(config) == 302 + 301
