@@ -22,7 +22,7 @@ from numerics import MICRO_BATCHES, ROUNDOFF, TASKS, Batch, Exact, backend_of, n
 from numpy.typing import NDArray
 from torch import nn
 
-from ds_hessian.backends.module import ModuleBackend
+from ds_hessian.backends.plain import ModuleBackend
 
 Grid = NDArray[np.float64]
 GRID = {

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ds_hessian.backends.module import ModuleBackend
+from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.krylov import LanczosRun, lanczos, ritz
 from ds_hessian.operators import FiniteDifferenceHessian, LinearOperator, Product
 from ds_hessian.vectors import random_vector

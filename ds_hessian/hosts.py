@@ -14,26 +14,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_hessian.backends import zero
+import torch
+from torch import nn
+
+from ds_hessian.backends import plain, zero
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.hessian import Hessian
-from ds_hessian.schedule import Schedule
+from ds_hessian.schedule import ModuleSchedule, Schedule
 
 Settings = HessianConfig | Mapping[str, Any] | str | Path | None
 
 
-def attach(job: Any, config: Settings = None) -> Hessian:
+def attach(job: Any, optimizer: Any = None, config: Settings = None) -> Hessian:
     """Give a running job its Hessian.
 
-    On a DeepSpeed engine it is also `engine.hessian`, with `engine.hessian_spectrum`; with an
-    `interval` in the config, measurements are then taken by themselves (`ds_hessian.schedule`).
+    On a DeepSpeed engine it is also `engine.hessian`, with `engine.hessian_spectrum`. With an
+    `interval` in the config, measurements are then taken by themselves (`ds_hessian.schedule`):
+    after an engine's steps, or, for a plain module, when `hessian.step()` says that the optimizer
+    has made one.
 
     Args:
-        job: An engine from `deepspeed.initialize`, or model chunks on megatron-core: one, or the
-            list that its schedules take.
+        job: An engine from `deepspeed.initialize`; model chunks on megatron-core, one or the list
+            that its schedules take; or a plain `nn.Module`, maybe in `DistributedDataParallel`.
+        optimizer: That of a plain module, whose Adam preconditions. Other jobs take the config in
+            its place.
         config: The settings: a `HessianConfig`, or a whole DeepSpeed config (dict or path) with a
-            `"hessian"` section. None for the section of the engine's own config, or defaults.
+            `"hessian"` section; for a plain module also a dict of the settings themselves. None for
+            the section of the engine's own config, or defaults.
 
     Raises:
         ConfigError: the section has an unknown key or an impossible value.
@@ -41,18 +49,22 @@ def attach(job: Any, config: Settings = None) -> Hessian:
 
     Collective.
     """
+    if config is None and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer, config = None, optimizer
     if getattr(job, "hessian", None) is not None:
         raise ConfigError("this engine has its Hessian already: use engine.hessian")
-    hessian = hessian_of(job, config)
-    if not _is_megatron(job):
+    hessian = hessian_of(job, config, optimizer)
+    if _is_engine(job):
         job.hessian = hessian
         job.hessian_spectrum = hessian.spectrum
         if hessian.config.scheduled:
             Schedule(job, hessian).install()
+    elif isinstance(hessian.backend, plain.ModuleBackend) and hessian.config.scheduled:
+        hessian.backend.after_step = ModuleSchedule(job, hessian).after_step
     return hessian
 
 
-def hessian_of(job: Any, config: Settings = None) -> Hessian:
+def hessian_of(job: Any, config: Settings = None, optimizer: Any = None) -> Hessian:
     """The Hessian of a job, which is left as it is; the arguments are those of `attach`.
 
     Raises:
@@ -63,9 +75,18 @@ def hessian_of(job: Any, config: Settings = None) -> Hessian:
     """
     if _is_megatron(job):
         return megatron_hessian(job, _section(config))
-    zero.refuse_unsupported(job)
-    settings = _section(zero.settings_of(job) if config is None else config)
-    return Hessian(zero.ZeroBackend(job), settings)
+    if _is_engine(job):
+        zero.refuse_unsupported(job)
+        settings = _section(zero.settings_of(job) if config is None else config)
+        return Hessian(zero.ZeroBackend(job), settings)
+    if isinstance(job, nn.Module):
+        if isinstance(config, Mapping) and "hessian" not in config:
+            config = HessianConfig.parse(config)
+        return Hessian(plain.ModuleBackend(job, optimizer), _section(config))
+    raise ConfigError(
+        "attach() takes a DeepSpeed engine, model chunks of Megatron or an nn.Module, got "
+        f"{type(job).__name__}"
+    )
 
 
 def megatron_hessian(
@@ -90,6 +111,10 @@ def megatron_hessian(
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     megatron.refuse_unsupported(chunks)
     return Hessian(megatron.MegatronBackend(chunks), config)
+
+
+def _is_engine(job: Any) -> bool:
+    return any(kind.__name__ == "DeepSpeedEngine" for kind in type(job).__mro__)
 
 
 def _is_megatron(job: Any) -> bool:

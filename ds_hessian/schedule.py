@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hessian.backends.objective import Call
 from ds_hessian.config import HessianConfig
@@ -34,15 +34,16 @@ class Capture:
     """Copies of the first calls of an engine's forward in training.
 
     Args:
-        engine: The engine.
+        engine: What training calls.
+        model: Whose mode tells training from evaluation.
         count: Of calls.
 
     Attributes:
         calls: Those seen so far.
     """
 
-    def __init__(self, engine: Any, count: int) -> None:
-        self.count, self.calls = count, list[Call]()
+    def __init__(self, engine: nn.Module, model: nn.Module, count: int) -> None:
+        self.model, self.count, self.calls = model, count, list[Call]()
         self._handle = engine.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
     @property
@@ -55,7 +56,7 @@ class Capture:
         self._handle.remove()
 
     def _on_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if engine.module.training:
+        if self.model.training:
             # The Trainer of transformers has its models divide by the tokens of a whole step, over
             # all ranks; without the argument they return the mean loss of the micro-batch.
             kwargs = {k: v for k, v in kwargs.items() if k != "num_items_in_batch"}
@@ -113,7 +114,7 @@ class Measurements:
             ready: Gives the Hessian, its micro-batches fixed.
             write: Record and picture (None if none was drawn) to the monitor; called on every rank.
         """
-        first = dist.get_rank() == 0
+        first = not dist.is_initialized() or dist.get_rank() == 0
         record: HessianSpectrum | HessianSharpness
         try:
             hessian = ready()
@@ -150,7 +151,7 @@ class Schedule(Measurements):
         """Hook the engine's forward (until enough is captured) and its step."""
         engine = self.engine
         engine.hessian_schedule = self
-        self.captured = Capture(engine, self.config.num_micro_batches)
+        self.captured = Capture(engine, engine.module, self.config.num_micro_batches)
         inner = engine.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -181,6 +182,32 @@ class Schedule(Measurements):
 
     def _write(self, record: HessianSpectrum | HessianSharpness, picture: Path | None) -> None:
         write_monitor(self.engine.monitor, record, picture)
+
+
+class ModuleSchedule(Measurements):
+    """Measures a plain module on the intervals, when `hessian.step()` says that a step was made.
+
+    Args:
+        module: What training calls: the model, or what wraps it.
+        hessian: Its Hessian.
+    """
+
+    def __init__(self, module: nn.Module, hessian: Hessian) -> None:
+        super().__init__()
+        self.hessian = hessian
+        self._captured = Capture(module, hessian.modules[0], hessian.config.num_micro_batches)
+
+    def after_step(self) -> None:
+        """Take what is due. Collective."""
+        step = int(self.hessian.step)
+        for kind in due(self.hessian.config, step):
+            self.take(kind, step, self._ready, lambda record, picture: None)
+
+    def _ready(self) -> Hessian:
+        self._captured.stop()
+        if not self.hessian.ready:
+            self.hessian.use(self._captured.calls)
+        return self.hessian
 
 
 def write_monitor(

@@ -35,7 +35,7 @@ def _test_at_a_step(engine: Any) -> None:
     from ds_hessian.schedule import Capture
 
     section = HessianConfig.from_deepspeed(settings_of(engine)) or HessianConfig()
-    captured = Capture(engine, section.num_micro_batches)
+    captured = Capture(engine, engine.module, section.num_micro_batches)
     step = engine.step
 
     def step_and_test(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """Backends: one folder for each host, and what they share. `protocol` is the contract."""
 
 from ds_hessian.backends.protocol import (
+    DEFAULT_PASSES,
     AdamState,
     Backend,
     Description,
@@ -11,6 +12,7 @@ from ds_hessian.backends.protocol import (
 )
 
 __all__ = [
+    "DEFAULT_PASSES",
     "AdamState",
     "Backend",
     "Description",

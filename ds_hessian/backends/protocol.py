@@ -12,7 +12,7 @@ A measurement goes like this, on every rank:
         session.displace(v, h)                             the weights are now w + h v
         session.add_gradient(out, range(session.num_micro_batches))
 
-A host author writes a folder of `ds_hessian.backends` with these two classes and adds one line to
+A host author writes a folder of `ds_hessian.backends` with these two classes and adds a line to
 `ds_hessian.hosts`. `ds_hessian.backends.sharded` displaces and restores weights, whatever holds
 them; `ds_hessian.backends.guard` keeps what every host has to keep; `ds_hessian.ranks.lockstep`
 lets a failure on one rank end on all of them. docs/extending.md walks through a whole host.

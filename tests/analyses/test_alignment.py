@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hessian.analyses import analysis_of, plan_job
-from ds_hessian.backends.module import ModuleBackend
+from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError, NumericsError, ResultError
 from ds_hessian.hessian import Hessian

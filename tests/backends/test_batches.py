@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ds_hessian.backends.module import ModuleBackend
+from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.errors import ConfigError, MeasurementError
 from tests.backends import jobs
 from tests.ranks import RankPool

@@ -162,7 +162,7 @@ class Summed(nn.Module):
 
 def test_a_captured_micro_batch_has_its_own_mean_loss() -> None:
     engine = Summed()
-    captured, x = Capture(engine, 1), torch.randn(4, 3)
+    captured, x = Capture(engine, engine.module, 1), torch.randn(4, 3)
     engine(x, num_items_in_batch=1000)
     (call,) = captured.calls
     assert torch.equal(engine(*call.args, **call.kwargs), (x * engine.w).square().sum(1).mean())

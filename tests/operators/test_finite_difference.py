@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hessian.backends import Session
-from ds_hessian.backends.module import ModuleBackend
+from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.errors import NumericsError
 from ds_hessian.operators import FiniteDifferenceHessian
 from tests.operators import nets

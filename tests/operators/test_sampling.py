@@ -10,7 +10,7 @@ import torch
 from scipy.stats import t as student
 from torch import Tensor, nn
 
-from ds_hessian.backends.module import ModuleBackend
+from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.errors import ConfigError
 from ds_hessian.operators.sampling import micro_batch_curvatures, standard_error
 from tests.operators.nets import measuring

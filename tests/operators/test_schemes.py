@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_hessian.backends.module import ModuleBackend
+from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.operators import SCHEMES, FiniteDifferenceHessian
 from tests.operators.nets import Exact, backend_of, batches, measuring, mlp, relative, train
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_hessian.backends.module import ModuleBackend
+from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.operators import FiniteDifferenceHessian, default_range, sweep
 from ds_hessian.records import DisplacementSweep
 from tests.operators.nets import batches, loss_of, measuring, mlp, train

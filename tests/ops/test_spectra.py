@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_hessian import ops
-from ds_hessian.backends.module import ModuleBackend
+from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.krylov import LanczosOptions, LanczosRun, Storage, slq
 from ds_hessian.operators import FiniteDifferenceHessian
 from tests.nets import TinyGPT, batch

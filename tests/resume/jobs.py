@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hessian.backends.module import ModuleBackend, ModuleSession
+from ds_hessian.backends.plain.backend import ModuleBackend, ModuleSession
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import HessianError
 from ds_hessian.krylov import (

@@ -1,0 +1,312 @@
+"""A plain `torch.nn.Module`, in one process or replicated over the ranks of a job.
+
+Every rank stores everything; rank 0 owns it. Passes run on stand-ins of the parameters
+(`stand_ins`), past the buckets of `DistributedDataParallel`; the gradient of all micro-batches
+asked for is averaged over the ranks, each of which has its own, by one all-reduce of a vector.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ds_hessian import ops
+from ds_hessian.backends.adam import collect, moments
+from ds_hessian.backends.guard import Guard, guarded
+from ds_hessian.backends.objective import (
+    LossFn,
+    ModelObjective,
+    Totals,
+    reading,
+    refuse_sizes,
+    require_equal_numbers,
+)
+from ds_hessian.backends.plain.stand_ins import kept_attributes, stand_ins, transparent
+from ds_hessian.backends.plain.steps import StepCount
+from ds_hessian.backends.plain.support import refuse_unsupported, unwrapped, wrappers
+from ds_hessian.backends.protocol import (
+    DEFAULT_PASSES,
+    AdamState,
+    Description,
+    Objective,
+    Passes,
+    Precision,
+)
+from ds_hessian.backends.sharded import Shard, ShardedWeights
+from ds_hessian.errors import ConfigError, UnsupportedError
+from ds_hessian.memory import FP32, Item, place_of
+from ds_hessian.ranks import together
+from ds_hessian.ranks.lockstep import Lockstep
+from ds_hessian.vectors import Fragment, Layout, VectorSpace
+
+
+class ModuleBackend:
+    """The `Backend` of a module that every rank has whole.
+
+    Args:
+        module: The model, or `DistributedDataParallel` around it. Its trainable parameters define
+            the space; they may be fp32, bf16 or fp16.
+        optimizer: The training's; for what Adam knows.
+        masters: One tensor for each trainable parameter, from which displacements are written, as a
+            training with fp32 masters of its own has them; None for the weights themselves.
+
+    Attributes:
+        after_step: Called after each optimizer step that `step()` has counted.
+
+    Raises:
+        UnsupportedError: the module is one on which products would be wrong.
+
+    Collective: the constructor.
+    """
+
+    precisions: tuple[Precision, ...] = ("model", "fp32")
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        masters: Sequence[Tensor] | None = None,
+    ) -> None:
+        refuse_unsupported(module)
+        self.module, self.optimizer, self.masters = module, optimizer, masters
+        self.model = unwrapped(module)
+        self.modules: Sequence[nn.Module] = [self.model]
+        named = self._named()
+        self.parameters: Sequence[tuple[str, torch.Size]] = [(n, p.shape) for n, p in named]
+        owned = not dist.is_initialized() or dist.get_rank() == 0
+        self.layout = Layout([Fragment(n, 0, p.numel(), p.shape, owned) for n, p in named])
+        self.space = VectorSpace(self.layout.n_local, self.layout.n_owned, named[0][1].device)
+        self.after_step: Callable[[], None] = lambda: None
+        self._steps = 0
+
+    @property
+    def step(self) -> StepCount:
+        """Optimizer steps made so far; `step()` counts one more. To be set after a resume."""
+        return StepCount.of(self._steps, self._advance)
+
+    @step.setter
+    def step(self, count: int) -> None:
+        self._steps = int(count)
+
+    def _advance(self) -> None:
+        self._steps += 1
+        self.after_step()
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        """Checkpoint names and parameters, as of now; without what `torch.compile` adds."""
+        named = self.model.named_parameters()
+        return [(n.replace("_orig_mod.", ""), p) for n, p in named if p.requires_grad]
+
+    def objective(
+        self,
+        batches: Iterable[object],
+        loss: LossFn | None = None,
+        *,
+        like: Objective | None = None,
+        **sizes: int | None,
+    ) -> ModelObjective:
+        """See `Backend.objective`."""
+        refuse_sizes(sizes)
+        if loss is None and isinstance(like, ModelObjective):
+            loss = like.loss_fn
+        with reading(batches, self.space.device):
+            objective = ModelObjective(batches, loss)
+        require_equal_numbers(objective, self.space)
+        return objective
+
+    @contextmanager
+    def measuring(
+        self, objective: Objective, passes: Passes = DEFAULT_PASSES
+    ) -> Iterator[ModuleSession]:
+        """See `Backend.measuring`. Allowed wherever no forward awaits its backward.
+
+        Raises:
+            ConfigError: other parameters are trainable than when the backend was made.
+            UnsupportedError: the weights differ between the ranks.
+        """
+        assert isinstance(objective, ModelObjective)
+        named, widen = self._named(), passes.precision == "fp32"
+        self._require_same(named)
+        given = self.masters or [p.detach() for _, p in named]
+        sources = {id(p): source for (_, p), source in zip(named, given, strict=True)}
+        with guarded(self.modules, self.space.device, passes) as guard:
+            guard.enter_context(kept_attributes(self.model))
+            guard.enter_context(transparent(wrappers(self.module)))
+            made = guard.enter_context(stand_ins(self.model, sources, widen))
+            trained = [made[id(p)] for _, p in named]
+            shards = [
+                Shard(p.data.view(-1), source.detach().reshape(-1))
+                for p, source in zip(trained, given, strict=True)
+            ]
+            weights = ShardedWeights(shards, self.layout, self.space, lambda: None)
+            lockstep = None
+            if self.space.distributed:
+                lockstep = guard.enter_context(Lockstep(self.space.device))
+            yield ModuleSession(self, objective, guard, trained, weights, lockstep, widen)
+
+    def _require_same(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        here = [(name, p.shape) for name, p in named]
+        if here != list(self.parameters):
+            different = sorted({n for n, _ in set(here) ^ set(self.parameters)})
+            raise ConfigError(
+                "the trainable parameters have changed since attach(): "
+                f"{', '.join(different[:5]) or 'their order'}; attach the module again"
+            )
+        squares = torch.zeros(self.space.world_size, dtype=torch.float64)
+        for _, p in named:
+            wide = p.detach().reshape(-1).float()
+            squares[self.space.rank] += ops.dots([(wide, wide)], wide.numel()).cpu()[0]
+        squares = self.space.reduce(squares)
+        if squares.min() != squares.max():
+            raise UnsupportedError(
+                "ds_hessian does not support a module whose weights differ between the ranks of "
+                "the job; wrap it in DistributedDataParallel, or measure in a process of its own"
+            )
+
+    def describe(self) -> Description:
+        """See `Backend.describe`."""
+        ranks = self.space.world_size
+        kind = "DDP" if isinstance(self.module, DistributedDataParallel) else "torch"
+        return Description(
+            layout=f"{kind}, {ranks} rank{'s' * (ranks > 1)}",
+            model_dtype=str(next(self.model.parameters()).dtype).removeprefix("torch."),
+            versions={"python": platform.python_version(), "torch": torch.__version__},
+        )
+
+    def adam(self) -> AdamState:
+        """See `Backend.adam`. Collective: one all-reduce."""
+        if self.optimizer is None:
+            raise ConfigError(
+                "there is no optimizer to precondition with: pass it, "
+                "ds_hessian.attach(module, optimizer)"
+            )
+        settings = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        state, found = self.optimizer.state, []
+        for _, p in self._named():
+            known = p in state and id(p) in settings
+            found.append(moments(state[p], settings[id(p)], 0, p.numel()) if known else None)
+        return collect(found, self.layout, self.space, self.optimizer)
+
+    def memory(self, precision: Precision = "model") -> list[Item]:
+        """See `Backend.memory`."""
+        place, n = place_of(self.space.device), self.layout.n_local
+        size = FP32 * n if precision == "fp32" else sum(p.nbytes for _, p in self._named())
+        items = [
+            Item("weights for the passes", place, size),
+            Item("gradients of a pass", place, size, ("passes",)),
+        ]
+        if self.space.distributed:
+            items.append(Item("gradients before their reduction", place, FP32 * n, ("passes",)))
+        return items
+
+
+class ModuleSession:
+    """The `Session` of a plain module.
+
+    Args:
+        backend: The module's.
+        objective: The function.
+        guard: What keeps the training state.
+        trained: The stand-ins of the trainable parameters.
+        weights: This rank's, in the stand-ins.
+        lockstep: Of the measurement; None in a single process.
+        widen: Whether the passes run in fp32.
+    """
+
+    def __init__(
+        self,
+        backend: ModuleBackend,
+        objective: ModelObjective,
+        guard: Guard,
+        trained: Sequence[nn.Parameter],
+        weights: ShardedWeights,
+        lockstep: Lockstep | None,
+        widen: bool,
+    ) -> None:
+        self.layout, self.space = backend.layout, backend.space
+        self.num_micro_batches = objective.num_micro_batches
+        self.unit_roundoff = max(torch.finfo(p.dtype).eps / 2 for p in trained)
+        self.gradient_scale: float | None = None
+        self.loss = float("nan")
+        self._backend, self._objective, self._guard = backend, objective, guard
+        self._trained, self._weights = trained, weights
+        self._lockstep, self._widen = lockstep, widen
+        self._states = [guard.initial]  # before micro-batch 0, 1, ...
+        self._totals = Totals()
+        self._buffers = self._first_buffers()
+        device = self.space.device.type
+        guard.callback(
+            backend.model.register_forward_pre_hook(lambda *_: self._note_autocast(device)).remove
+        )
+
+    def _first_buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
+        """What each pass starts from: rank 0's, where `DistributedDataParallel` broadcasts them."""
+        outer = self._backend.module
+        shared = isinstance(outer, DistributedDataParallel) and outer.broadcast_buffers
+        found = []
+        for owner, name, _, value in self._guard.buffers[0].saved:
+            start = value.float() if self._widen and value.is_floating_point() else value.clone()
+            if shared:
+                dist.broadcast(start, src=0)
+            found.append((owner, name, start))
+        return found
+
+    def _note_autocast(self, device: str) -> None:
+        """A loss may run the model under autocast: then the passes compute in that dtype."""
+        if not torch.is_autocast_enabled(device):
+            return
+        if self._widen:
+            raise UnsupportedError(
+                "ds_hessian does not support fp32 passes of a loss_fn that uses torch.autocast; "
+                'leave autocast out of it, or use finite_difference.precision "model"'
+            )
+        roundoff = torch.finfo(torch.get_autocast_dtype(device)).eps / 2
+        self.unit_roundoff = max(self.unit_roundoff, roundoff)
+
+    def displace(self, v: Tensor | None, h: float) -> Tensor:
+        """See `Session.displace`."""
+        return self._weights.displace(v, h)
+
+    def weight_norm(self) -> float:
+        """See `Session.weight_norm`."""
+        return self._weights.norm()
+
+    def add_gradient(self, out: Tensor, micro_batches: range) -> None:
+        """See `Session.add_gradient`."""
+        if not micro_batches:
+            return
+        mine = self.space.zeros() if self.space.distributed else out
+        for index in micro_batches:
+            self._guard.random.set(self._states[index])
+            for owner, name, value in self._buffers:
+                owner._buffers[name] = value.clone()
+            with self._together(f"evaluating micro-batch {index}"):
+                self._evaluate(mine, index)
+            if len(self._states) == index + 1:  # first evaluation: the next one goes on from here
+                self._states.append(self._guard.random.get())
+        if self.space.distributed:
+            dist.all_reduce(mine)
+            out.add_(mine, alpha=1 / self.space.world_size)
+        if self.gradient_scale is None and len(self._totals) == self.num_micro_batches:
+            self.gradient_scale, self.loss = self._totals.reduce(self.space)
+
+    def _together(self, doing: str) -> AbstractContextManager[None]:
+        return together(doing) if self._lockstep is None else self._lockstep.together(doing)
+
+    def _evaluate(self, out: Tensor, index: int) -> None:
+        for p in self._trained:
+            p.grad = None
+        loss, count = self._objective.loss(
+            self._backend.module, index, self.space.device, self._widen
+        )
+        loss.backward()
+        self._totals.add(index, float(loss.detach()), count)
+        for p, (_, part) in zip(self._trained, self.layout, strict=True):
+            if p.grad is not None:
+                out[part].add_(p.grad.reshape(-1))

@@ -1,0 +1,112 @@
+"""Stand-ins: parameters of their own for the passes of a measurement.
+
+While a measurement runs, every trainable parameter of the model is replaced by a new one with the
+same values. Training's parameters are never written, their `grad` is never touched, and what hangs
+on them does not run: the buckets of `DistributedDataParallel`, hooks, an optimizer that steps in
+the backward. So there is nothing to restore. In fp32 passes the stand-ins are fp32 copies.
+
+Wrappers (`DistributedDataParallel`, `torch.compile`) are passed through: their forward calls the
+model's.
+
+Memory: one copy of the weights in the dtype of the passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hessian.errors import UnsupportedError
+
+
+@contextmanager
+def stand_ins(
+    model: nn.Module, sources: dict[int, Tensor], widen: bool
+) -> Iterator[dict[int, nn.Parameter]]:
+    """Run the body with other parameters in the model.
+
+    Args:
+        model: Without its wrappers.
+        sources: `{id of a trainable parameter: what its stand-in copies}`.
+        widen: Whether all floating-point parameters become fp32, frozen ones too.
+
+    Yields:
+        `{id of a parameter: its stand-in}` of the replaced ones.
+    """
+    made = dict[int, nn.Parameter]()
+    with ExitStack() as stack:
+        for module in model.modules():
+            for name, p in list(module._parameters.items()):
+                if p is None or (id(p) not in sources and not (widen and p.is_floating_point())):
+                    continue
+                if id(p) not in made:
+                    made[id(p)] = _stand_in(p, sources.get(id(p), p), widen)
+                    if p.requires_grad:
+                        stack.callback(p.register_hook(_refusal(name)).remove)
+                stack.callback(setattr, module, name, p)
+                setattr(module, name, made[id(p)])
+        yield made
+
+
+def _stand_in(p: nn.Parameter, source: Tensor, widen: bool) -> nn.Parameter:
+    dtype = torch.float32 if widen and p.is_floating_point() else p.dtype
+    copy = torch.empty(p.shape, dtype=dtype, device=p.device)
+    copy.copy_(source.detach().view(p.shape))
+    return nn.Parameter(copy, requires_grad=p.requires_grad)
+
+
+def _refusal(name: str) -> Callable[[Tensor], None]:
+    def refuse(gradient: Tensor) -> None:
+        raise UnsupportedError(
+            f"ds_hessian does not support a parameter ({name!r}) that the loss uses past the "
+            "model, through a reference of its own; read it from the model that loss_fn is given"
+        )
+
+    return refuse
+
+
+@contextmanager
+def transparent(wrappers: Sequence[nn.Module]) -> Iterator[None]:
+    """Run the body with wrappers whose forward is that of what they wrap."""
+    with ExitStack() as stack:
+        for wrapper in wrappers:
+            inner = wrapper._modules.get("module") or wrapper._modules["_orig_mod"]
+            attributes = vars(wrapper)
+            kept = dict(attributes)
+            stack.callback(_put_back, attributes, kept)
+            attributes["forward"] = _through(inner)
+        yield
+
+
+def _through(inner: Any) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    return forward
+
+
+@contextmanager
+def kept_attributes(model: nn.Module) -> Iterator[None]:
+    """Run the body eagerly; afterwards every submodule is bound to the attributes it had.
+
+    Forwards may count, or cache tensors that are made of displaced weights.
+    """
+    kept = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        for attributes, _ in kept:
+            if "_compiled_call_impl" in attributes:  # of module.compile()
+                attributes["_compiled_call_impl"] = None
+        yield
+    finally:
+        for attributes, before in kept:
+            _put_back(attributes, before)
+
+
+def _put_back(attributes: dict[str, Any], kept: dict[str, Any]) -> None:
+    for name in [name for name in attributes if name not in kept]:
+        del attributes[name]
+    attributes.update(kept)

@@ -1,0 +1,165 @@
+"""Every analysis, record, resume, the self-test and the schedule on a plain module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ds_hessian
+from ds_hessian.backends.objective import Call
+from ds_hessian.errors import ConfigError
+from ds_hessian.records import HessianSpectrum
+from tests.nets import TinyGPT, batch
+from tests.operators.nets import Exact, batches, loss_of, mlp, train
+from tests.plain import jobs
+from tests.ranks import RankPool
+
+QUIET = {"progress": False, "plot": False}
+Ranks = Callable[[int], RankPool]
+
+
+@pytest.fixture(scope="module")
+def net() -> nn.Module:
+    return train(mlp(), batches(), 40)
+
+
+@pytest.fixture(scope="module")
+def matrix(net: nn.Module) -> Tensor:
+    """The exact Hessian."""
+    exact = Exact(net, batches())
+    n = sum(p.numel() for p in net.parameters())
+    return torch.stack([exact(e) for e in torch.eye(n)])
+
+
+@pytest.fixture
+def hessian(net: nn.Module) -> Any:
+    return ds_hessian.attach(net, config=QUIET).use(batches(), loss_of)
+
+
+def test_spectra_and_eigenpairs_are_those_of_the_dense_hessian(
+    hessian: Any, matrix: Tensor
+) -> None:
+    values = torch.linalg.eigvalsh(matrix).numpy()
+    spectrum = hessian.spectrum(num_matvecs=20, num_probes=2)
+    assert abs(spectrum.eigenvalue_max.value - values[-1]) < 1e-3 * values[-1]
+    assert spectrum.provenance.layout == "torch, 1 rank"
+    pairs = hessian.eigenpairs(k=2, which="LA")
+    assert np.allclose(sorted(pairs.values), values[-2:], rtol=1e-3)
+
+
+def test_traces_solves_and_tests_of_blocks_are_those_of_the_dense_hessian(
+    hessian: Any, matrix: Tensor
+) -> None:
+    trace = hessian.trace("hutch++", num_matvecs=60)
+    assert abs(trace.value - float(matrix.trace())) < 4 * trace.error
+    b = hessian.random_vector(seed=3)
+    solution = hessian.solve(b, [2.0], method="minres", num_matvecs=80)
+    damped = matrix + 2.0 * torch.eye(len(b), dtype=torch.float64)
+    exact = torch.linalg.solve(damped, b.double())
+    assert (solution.x[0].double() - exact).norm() < 1e-2 * exact.norm()
+    off_diagonal = hessian.off_block_share("parameters", num_probes=8)
+    blocks, begin = torch.zeros_like(matrix), 0
+    for _, shape in hessian.backend.parameters:
+        part = slice(begin, begin + shape.numel())
+        blocks[part, part], begin = matrix[part, part], part.stop
+    exact_share = float((matrix - blocks).square().sum() / matrix.square().sum())
+    assert abs(off_diagonal.value - exact_share) < 4 * off_diagonal.error
+    assert len(hessian.block_coupling("parameters").names) == 6
+
+
+def test_influence_and_sharpness_with_the_optimizers_adam() -> None:
+    torch.manual_seed(0)
+    net = TinyGPT(dropout=0.0)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    hessian: Any = ds_hessian.attach(net, optimizer, QUIET)
+    hessian.use([batch(i, 0) for i in range(2)])
+    with pytest.raises(ConfigError, match="make an optimizer step"):
+        hessian.sharpness()
+    for i in range(3):
+        optimizer.zero_grad()
+        net(*batch(i, 0)).backward()
+        optimizer.step()
+        hessian.step()
+    sharpness = hessian.sharpness()
+    assert sharpness.preconditioned is not None and sharpness.provenance.step == 3
+    query, examples = [batch(9, 0)], [batch(i, 0) for i in range(3)]
+    found = hessian.influence(query, examples, [5.0], num_matvecs=30)
+    assert found.scores.shape == (1, 3) and np.isfinite(found.scores).all()
+
+
+def test_records_vectors_and_the_self_test(hessian: Any, tmp_path: Path) -> None:
+    spectrum = hessian.spectrum(num_matvecs=6)
+    assert HessianSpectrum.load(hessian.save(spectrum, tmp_path)) == spectrum
+    v = hessian.random_vector(seed=1)
+    assert torch.equal(hessian.scatter(hessian.gather(v)), v)
+    path = hessian.save_vectors(v[None], tmp_path / "v.safetensors")
+    assert torch.equal(hessian.load_vectors(path)[0], v)
+    assert hessian.self_test().passed
+    assert "weights for the passes" in hessian.memory_plan().table()
+
+
+def test_an_interrupted_spectrum_is_resumed_to_the_same_bits(
+    hessian: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"num_matvecs": 8, "num_probes": 2}
+    whole = hessian.spectrum(**settings)
+    calls = 0
+
+    def failing(net: nn.Module, given: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 200:
+            raise OSError("preempted")
+        return loss_of(net, given)
+
+    interrupted = ds_hessian.attach(hessian.modules[0], config=QUIET).use(batches(), failing)
+    with pytest.raises(ds_hessian.MeasurementError, match="preempted"):
+        interrupted.spectrum(**settings, resume=str(tmp_path))
+    assert any(tmp_path.rglob("*.safetensors"))
+    resumed = hessian.spectrum(**settings, resume=str(tmp_path))
+    assert np.array_equal(resumed.alphas, whole.alphas)
+    assert np.array_equal(resumed.betas, whole.betas)
+
+
+def test_the_schedule_measures_on_captured_micro_batches(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = TinyGPT()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    settings = {**QUIET, "interval": 2, "num_matvecs": 4, "num_micro_batches": 3}
+    hessian: Any = ds_hessian.attach(net, optimizer, {**settings, "output_path": str(tmp_path)})
+    for i in range(4):
+        optimizer.zero_grad()
+        net(*batch(i, 0)).backward()
+        optimizer.step()
+        hessian.step()
+    assert hessian.step == 4
+    found = [HessianSpectrum.load(tmp_path / f"step_{step:06d}") for step in (2, 4)]
+    assert [s.provenance.step for s in found] == [2, 4]
+    # At step 2 two micro-batches had been seen, which are those of the run from then on.
+    assert [s.provenance.num_micro_batches for s in found] == [2, 2]
+
+
+def test_ddp_has_records_adam_resume_and_a_schedule_too(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2).run(jobs.whole_run, str(tmp_path))
+    assert first == second
+    assert first["steps"] == [2] and first["layout"] == "DDP, 2 ranks" and first["passed"]
+    assert first["resumed"] and first["gathered"]
+
+
+def test_what_is_no_job_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"takes a DeepSpeed engine, model .* got list"):
+        ds_hessian.attach([nn.Linear(2, 2)])
+
+
+def test_a_micro_batch_is_a_call_of_the_model_too() -> None:
+    net = TinyGPT(dropout=0.0)
+    tokens, targets = batch(0, 0)
+    given = [Call((tokens,), {"targets": targets}), Call((tokens, targets), {})]
+    hessian = ds_hessian.attach(net, config=QUIET).use(given)
+    assert hessian.matvec(hessian.random_vector()).norm > 0

@@ -1,0 +1,233 @@
+"""Plain torch: exact products, the same in every layout, and training that does not notice."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_hessian.backends import Passes
+from ds_hessian.backends.plain import ModuleBackend
+from ds_hessian.errors import ConfigError, UnsupportedError
+from ds_hessian.operators import FiniteDifferenceHessian
+from tests.nets import TinyGPT, batch
+from tests.operators.nets import Exact, batches, loss_of, mlp, relative, train
+from tests.plain import jobs
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+DDP: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bucket view": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+    "small buckets": {"bucket_cap_mb": 1e-4},
+    "own buffers": {"broadcast_buffers": False},
+}
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_training_in_one_process_is_bitwise_the_same(accumulate: bool) -> None:
+    assert jobs.is_neutral(None, accumulate=accumulate, odd=True)
+
+
+@pytest.mark.parametrize("name", DDP)
+def test_training_in_ddp_is_bitwise_the_same(ranks: Ranks, name: str) -> None:
+    options = {"odd": name == "unused", "accumulate": name in ("plain", "bucket view")}
+    # A layer without a gradient would leave DDP waiting: only "unused" has one.
+    assert all(ranks(2).run(jobs.is_neutral, DDP[name], **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("precision", ["model", "fp32"])
+def test_products_are_those_of_double_backward(dtype: torch.dtype, precision: Any) -> None:
+    data, net = batches(), train(mlp(), batches(), 40).to(dtype)
+    backend, exact = ModuleBackend(net), Exact(net, data)
+    before = [p.detach().clone() for p in net.parameters()]
+    passes = Passes(precision=precision)
+    with backend.measuring(backend.objective(data, loss_of), passes) as session:
+        operator = FiniteDifferenceHessian(session)
+        v, truth = next(exact.krylov(backend, 1))
+        error = relative(operator.matvec(v).vector, truth)
+    narrow = dtype != torch.float32 and precision == "model"
+    assert error < (0.3 if narrow else 3e-4)
+    assert all(map(torch.equal, before, net.parameters()))
+
+
+class Features(nn.Module):
+    """Tied, frozen and unused parameters, a recurrence, checkpointing, channels-last weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+        self.rnn, self.unused = nn.GRU(4, 6, batch_first=True), nn.Linear(3, 3)
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.linspace(0.5, 1.5, 6), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A scalar."""
+        hidden = torch.tanh(self.conv(x)).flatten(2).transpose(1, 2)
+        hidden = self.rnn(hidden)[0] * self.frozen
+        for reentrant in (True, False):
+            hidden = checkpoint(
+                lambda h: torch.tanh(self.second(torch.tanh(self.first(h)))),
+                hidden,
+                use_reentrant=reentrant,
+            )
+        return hidden.square().mean()
+
+
+def test_tied_frozen_unused_recurrent_checkpointed_and_channels_last_parameters() -> None:
+    torch.manual_seed(0)
+    net = Features()
+    data = [torch.randn(2, 2, 5, 5) for _ in range(2)]
+    wide = copy.deepcopy(net).double()
+    parameters = [p for p in wide.parameters() if p.requires_grad]
+    loss = torch.stack([_plain(wide, x.double()) for x in data]).mean()
+    gradients = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
+    flat = torch.cat([g.reshape(-1) for g in gradients])
+    backend = ModuleBackend(net)
+    assert [name for name, _ in backend.parameters] == [
+        n for n, p in net.named_parameters() if p.requires_grad
+    ]
+    v = torch.nn.functional.normalize(torch.randn(flat.numel()), dim=0)
+    product = torch.autograd.grad(flat @ v.double(), parameters, materialize_grads=True)
+    exact = torch.cat([p.reshape(-1) for p in product])
+    with backend.measuring(backend.objective(data)) as session:
+        operator = FiniteDifferenceHessian(session)
+        assert relative(operator.gradient * operator.scale, flat) < 1e-5
+        assert relative(operator.matvec(v).vector, exact) < 3e-3
+    assert all(p.grad is None for p in net.parameters())
+
+
+def _plain(net: Features, x: Tensor) -> Tensor:
+    hidden = torch.tanh(net.conv(x)).flatten(2).transpose(1, 2)
+    with torch.backends.mkldnn.flags(enabled=False):
+        hidden = net.rnn(hidden)[0] * net.frozen
+    for _ in range(2):
+        hidden = torch.tanh(net.second(torch.tanh(net.first(hidden))))
+    return hidden.square().mean()
+
+
+def close(a: Any, b: Any) -> bool:
+    """Coefficients, up to what the rounding of fp32 gradients makes of sums in another order."""
+    scale = abs(a[0]).max()
+    return all(bool(np.abs(x - y).max() < 1e-4 * scale) for x, y in zip(a, b, strict=True))
+
+
+def test_coefficients_are_those_of_ddp_and_of_zero_0(ranks: Ranks) -> None:
+    (alone,) = ranks(1).run(jobs.gpt, False, 6)
+    wrapped, _ = ranks(2).run(jobs.gpt, True, 6)
+    replicated, _ = ranks(2).run(jobs.gpt, False, 6)
+    zero, _ = ranks(2).run(jobs.zero_0)
+    assert all(np.array_equal(a, b) for a, b in zip(wrapped, replicated, strict=True))
+    assert close(alone, wrapped) and close(alone, zero)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_on_one_rank_ends_on_all(ranks: Ranks, rank: int) -> None:
+    for message, kept in ranks(2).run(jobs.failing, rank):
+        assert f"rank {rank}: OSError: on purpose" in message and kept
+
+
+def test_other_weights_on_each_rank_are_refused(ranks: Ranks) -> None:
+    for message in ranks(2).run(jobs.different_weights):
+        assert "weights differ between the ranks" in message
+
+
+def test_adams_denominator_and_last_step() -> None:
+    torch.manual_seed(0)
+    net = TinyGPT(dropout=0.0)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.0)
+    backend = ModuleBackend(net, optimizer)
+    with pytest.raises(ConfigError, match="make an optimizer step"):
+        backend.adam()
+    for i in range(3):
+        before = torch.cat([p.detach().flatten() for p in net.parameters()])
+        optimizer.zero_grad()
+        net(*batch(i, 0)).backward()
+        optimizer.step()
+    state, after = backend.adam(), torch.cat([p.detach().flatten() for p in net.parameters()])
+    # The difference of two weights near 1 is exact to 6e-8, of a step of 1e-2.
+    assert torch.allclose(state.last_step, after - before, atol=1e-6)
+    with pytest.raises(ConfigError, match="there is no optimizer"):
+        ModuleBackend(net).adam()
+
+
+def test_a_parameter_that_is_used_past_the_model_is_refused() -> None:
+    net = nn.Linear(3, 1)
+    backend = ModuleBackend(net)
+    weight = net.weight
+    objective = backend.objective([torch.ones(2, 3)], lambda model, x: (model(x) * weight).sum())
+    with backend.measuring(objective) as session, pytest.raises(UnsupportedError, match="past the"):
+        FiniteDifferenceHessian(session)
+
+
+def test_a_parameter_frozen_since_is_refused() -> None:
+    net = nn.Linear(3, 1)
+    backend = ModuleBackend(net)
+    objective = backend.objective([torch.ones(2, 3)], lambda model, x: model(x).square().mean())
+    net.bias.requires_grad_(False)
+    with pytest.raises(ConfigError, match="have changed.*bias"), backend.measuring(objective):
+        pass
+
+
+def test_autocast_in_the_loss_is_seen_and_refused_in_fp32() -> None:
+    net = nn.Linear(3, 1)
+    backend = ModuleBackend(net)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().square().mean()
+
+    objective = backend.objective([torch.ones(2, 3)], loss)
+    with backend.measuring(objective) as session:
+        FiniteDifferenceHessian(session)
+        assert session.unit_roundoff == 2.0**-8
+    fp32 = Passes(precision="fp32")
+    refused = pytest.raises(UnsupportedError, match="uses torch.autocast")
+    with backend.measuring(objective, fp32) as session, refused:
+        FiniteDifferenceHessian(session)
+
+
+def test_compiled_modules_are_measured_eagerly_under_the_same_names() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    compiled = torch.compile(net, backend="eager")
+    assert isinstance(compiled, nn.Module)
+    data = [torch.ones(2, 3), torch.zeros(2, 3)]
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        found = model(x).square().mean()
+        assert isinstance(found, Tensor)
+        return found
+
+    found = [jobs.coefficients(module, data, loss) for module in (net, compiled)]
+    assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
+    assert torch.equal(compiled(data[0]), net(data[0]))
+
+
+def test_what_is_not_supported_is_refused_by_name() -> None:
+    net = nn.Linear(3, 1)
+    with pytest.raises(UnsupportedError, match="not support DataParallel"):
+        ModuleBackend(nn.DataParallel(net))
+    with pytest.raises(UnsupportedError, match="not support lazy modules"):
+        ModuleBackend(nn.LazyLinear(3))
+    with pytest.raises(UnsupportedError, match="without trainable parameters"):
+        ModuleBackend(net.requires_grad_(False))
+    with pytest.raises(UnsupportedError, match="not support sparse gradients"):
+        ModuleBackend(nn.Embedding(3, 2, sparse=True))
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "FSDP2"])
+def test_sharded_modules_are_refused_by_name(ranks: Ranks, kind: str) -> None:
+    expected = {"FSDP": "FullyShardedDataParallel", "FSDP2": "DTensors"}[kind]
+    for message in ranks(2).run(jobs.sharded_refusal, kind):
+        assert expected in message
