@@ -36,15 +36,14 @@ Basis basis_of(const std::array<int64_t, 4>& b) {
 using BasisTuple = std::array<int64_t, 4>;
 
 void displace(const std::vector<std::array<int64_t, 5>>& table, Address v, float h, int64_t owned,
-              int rounding, uint64_t seed, Address out, const Place& place) {
+              Address out, const Place& place) {
   std::vector<Shard> shards;
   shards.reserve(table.size());
   for (const auto& s : table)  // (weight, master, length, weight dtype, master dtype)
     shards.push_back({at<void>(static_cast<Address>(s[0])),
                       at<const void>(static_cast<Address>(s[1])), s[2], static_cast<Dtype>(s[3]),
                       static_cast<Dtype>(s[4])});
-  backend::displace(shards, at<const float>(v), h, owned, static_cast<Rounding>(rounding), seed,
-                    at<double>(out), Where(place));
+  backend::displace(shards, at<const float>(v), h, owned, at<double>(out), Where(place));
 }
 
 void dots(const std::vector<std::array<uintptr_t, 2>>& table, int64_t owned, Address out,
@@ -55,23 +54,16 @@ void dots(const std::vector<std::array<uintptr_t, 2>>& table, int64_t owned, Add
   backend::dots(pairs, owned, at<double>(out), Where(place));
 }
 
-void difference(Address plus, Address minus, float scale, Address v, Address previous, Address zero,
-                int64_t n, int64_t owned, Address out, const Place& place) {
-  backend::difference(at<float>(plus), at<const float>(minus), scale, at<const float>(v),
-                      at<const float>(previous), at<const float>(zero), n, owned, at<double>(out),
-                      Where(place));
+void difference(Address plus, Address minus, float scale, Address zero, int64_t n, int64_t owned,
+                Address out, const Place& place) {
+  backend::difference(at<float>(plus), at<const float>(minus), scale, at<const float>(zero), n,
+                      owned, at<double>(out), Where(place));
 }
 
 void curvature_ratio(Address plus, Address minus, Address zero, int64_t owned, Address out,
                      const Place& place) {
   backend::curvature_ratio(at<const float>(plus), at<const float>(minus), at<const float>(zero),
                            owned, at<double>(out), Where(place));
-}
-
-void lanczos_update(Address w, Address v, Address previous, double alpha, double beta, int64_t n,
-                    int64_t owned, Address out, const Place& place) {
-  backend::lanczos_update(at<float>(w), at<const float>(v), at<const float>(previous), alpha, beta,
-                          n, owned, at<double>(out), Where(place));
 }
 
 void normalize_store(Address w, float scale, Address v, Address row, int row_dtype, int64_t n,
@@ -143,7 +135,6 @@ PYBIND11_MODULE(DS_HESSIAN_MODULE, m) {
   m.def("dots", &dots, Release());
   m.def("difference", &difference, Release());
   m.def("curvature_ratio", &curvature_ratio, Release());
-  m.def("lanczos_update", &lanczos_update, Release());
   m.def("normalize_store", &normalize_store, Release());
   m.def("project", &project, Release());
   m.def("subtract", &subtract, Release());

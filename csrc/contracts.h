@@ -5,7 +5,7 @@
 //
 // * A vector is a contiguous fp32 array of `n` elements. Its first `owned` elements are the
 //   coordinates that this rank owns. Updates touch all n, sums run over the owned prefix only.
-// * A basis is `rows` rows of n elements, `stride` elements apart, in its storage dtype.
+// * A basis is `rows` rows of n elements, `stride` elements apart, in fp32 or bf16.
 // * Products of two fp32 values are formed in fp64, where they are exact, and summed in fp64 in an
 //   order that depends on the lengths alone: the same bits on every run and number of threads.
 // * All element indices and offsets are int64_t.
@@ -26,8 +26,6 @@ namespace ds_hessian {
 
 // Codes of ds_hessian/ops/checks.py.
 enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
-
-enum class Rounding : int32_t { kRestore = 0, kNearest = 1, kStochastic = 2 };
 
 struct bf16 {
   uint16_t bits;
@@ -77,30 +75,25 @@ uint32_t required_features();
 // out[i] = <a_i, b_i>.
 void dots(const std::vector<Pair>& pairs, int64_t owned, double* out, const Launch& launch);
 
-// w = cast(master + h v), shard after shard; kRestore writes cast(master) whatever v holds, and v
-// may be null. out = <change, v>, <change, change>, where change is new weight minus old weight.
-void displace(const std::vector<Shard>& shards, const float* v, float h, int64_t owned,
-              Rounding rounding, uint64_t seed, double* out, const Launch& launch);
+// w = cast(master + h v), shard after shard; h = 0 writes cast(master) whatever v holds, and v may
+// be null. out = <change, v> (0 without v), <change, change>, where change is new weight minus old.
+void displace(const std::vector<Shard>& shards, const float* v, float h, int64_t owned, double* out,
+              const Launch& launch);
 
-// plus = (plus - minus) * scale. out = <p, v>, <p, previous>, <p, p>, <s, s>, <s, p> with p the
-// result and s = plus + minus - 2 zero. `previous` and `zero` may be null: their sums are 0.
-void difference(float* plus, const float* minus, float scale, const float* v, const float* previous,
-                const float* zero, int64_t n, int64_t owned, double* out, const Launch& launch);
+// plus = (plus - minus) * scale. out = <p, p>, <s, s> with p the result and s = plus + minus -
+// 2 zero. `zero` may be null: <s, s> is then 0.
+void difference(float* plus, const float* minus, float scale, const float* zero, int64_t n,
+                int64_t owned, double* out, const Launch& launch);
 
 // out = <d, d>, <s, s> with d = plus - minus and s = plus + minus - 2 zero.
 void curvature_ratio(const float* plus, const float* minus, const float* zero, int64_t owned,
                      double* out, const Launch& launch);
 
-// w = w - alpha v - beta previous, rounded once. out = <w, w>. `previous` may be null.
-void lanczos_update(float* w, const float* v, const float* previous, double alpha, double beta,
-                    int64_t n, int64_t owned, double* out, const Launch& launch);
-
-// v = scale w, row = cast(v), v = row where row has 16 bits. out = <v, v>. `row` may be null, v may
-// be w.
+// v = scale w, row = cast(v), v = row where row is bf16. out = <v, v>. `row` may be null, v may be w.
 void normalize_store(const float* w, float scale, float* v, void* row, Dtype row_dtype, int64_t n,
                      int64_t owned, double* out, const Launch& launch);
 
-// out = the `rows` products with w, then <w, w>.
+// out = the `rows` products with w.
 void project(const Basis& basis, const float* w, int64_t owned, double* out, const Launch& launch);
 
 // w = w - basis' coefficients, summed in fp64 and rounded once. out = <w, w>.

@@ -161,14 +161,5 @@ DS_HESSIAN_INLINE void gaussian_pair(uint32_t radius_word, uint32_t angle_word, 
   *sine = static_cast<float>(mul(radius, from_bits(bits_of(y) ^ y_sign)));
 }
 
-// Adds random bits (16 of them: half a word of the Philox block of eight elements, lower half
-// first) below the last bit that a 16-bit format keeps and cuts there. `drop` is 16 for bf16 and 13
-// for fp16.
-DS_HESSIAN_INLINE uint32_t round_stochastically(uint32_t raw, uint32_t random, uint32_t drop) {
-  const uint32_t mask = (1u << drop) - 1u;
-  const uint32_t rounded = (raw + (random & mask)) & ~mask;
-  return (raw & 0x7F800000u) == 0x7F800000u ? raw : rounded;  // NaN and Inf as they are
-}
-
 }  // namespace probe
 }  // namespace ds_hessian

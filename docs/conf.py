@@ -16,6 +16,7 @@ html_css_files = ["site.css"]
 exclude_patterns = ["_build"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"

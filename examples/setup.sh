@@ -4,7 +4,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 export DS_ACCELERATOR=cpu
-stamp=.venv/.ds_hessian-${EXTRAS:-base}-$(cat setup.py examples/setup.sh | cksum | cut -d ' ' -f 1)
+stamp=.venv/.ds_hessian-${EXTRAS:-base}-$(cat setup.py pyproject.toml examples/setup.sh | cksum | cut -d ' ' -f 1)
 if [ ! -e "$stamp" ]; then
     [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
     .venv/bin/python -m pip install --quiet torch==2.13.0 setuptools wheel ninja numpy pybind11 py-cpuinfo

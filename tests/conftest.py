@@ -1,15 +1,85 @@
-"""Pools of ranks that live as long as the test session."""
+"""The two tiers, the build cache of the tests, pools of ranks, and how long each folder takes."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import subprocess
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.ranks import RankPool, pools_of_ranks
 
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = ROOT / ".cache" / "tests"  # kept from run to run
+
+# Which worker of several runs a test: pools of ranks exist once, whatever their number.
+WORKERS = {"megatron_ranks": "megatron", "ranks": "ranks"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also what is marked full")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Of the tests' own, so that a build that is killed with them leaves the user's alone.
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(CACHE / "torch_extensions")
+    os.environ["DS_HESSIAN_CACHE_DIR"] = str(CACHE / "kernels")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    for item in items:
+        names = getattr(item, "fixturenames", ())
+        group = next((group for name, group in WORKERS.items() if name in names), None)
+        if group or item.get_closest_marker("xdist_group") is None:
+            # Without ranks a file is a group: its fixtures are made once.
+            item.add_marker(pytest.mark.xdist_group(group or str(item.path)))
+
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], RankPool]]:
+def built() -> None:
+    """The kernels, and what DeepSpeed builds when it starts, are in the cache: for all that starts
+    processes, which a timeout may kill.
+    """
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # workers start at once
+        subprocess.run([sys.executable, "-m", "tests.build"], cwd=ROOT, check=True)
+
+
+@pytest.fixture(scope="session")
+def ranks(built: None) -> Iterator[Callable[[int], RankPool]]:
     """`ranks(n)`: a pool of n ranks."""
     yield from pools_of_ranks()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Seconds by folder, and by test in a file."""
+    seconds: dict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid] += report.duration
+    if not seconds:
+        return
+    folders: dict[str, list[float]] = defaultdict(list)
+    for name, duration in seconds.items():
+        folders["/".join(name.split("::")[0].split("/")[:2])].append(duration)
+    terminalreporter.section("seconds by folder")
+    for folder, durations in sorted(folders.items(), key=lambda each: -sum(each[1])):
+        terminalreporter.write_line(f"{sum(durations):8.1f}  {len(durations):5} tests  {folder}")
+    CACHE.mkdir(parents=True, exist_ok=True)
+    longest = sorted(seconds.items(), key=lambda each: -each[1])
+    lines = (f"{duration:8.2f}  {name}\n" for name, duration in longest)
+    (CACHE / "durations.txt").write_text("".join(lines))
+    terminalreporter.write_line(f"by test: {(CACHE / 'durations.txt').relative_to(ROOT)}")

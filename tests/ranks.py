@@ -1,4 +1,8 @@
-"""Run functions on several ranks of a real gloo job, without paying for imports every time."""
+"""Run functions on several ranks of a real gloo job, without paying for imports every time.
+
+Ranks are forked from one process that has imported torch, DeepSpeed and Megatron (`imported.py`),
+and take calls until their pool is closed.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +30,32 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: str) -> None:
+def context() -> Any:
+    """How processes of tests are started: forked from one that has imported everything."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["tests.imported"])
+    return found
+
+
+def _serve(
+    rank: int,
+    world_size: int,
+    port: int,
+    pipe: Connection,
+    stacks: str,
+    environment: dict[str, str],
+) -> None:
+    import tests.imported  # noqa: F401  # where the rank is not forked
+
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"))  # noqa: SIM115  # until the end
     os.environ.update(
+        environment,  # of the test process now: it is forked from an older one
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
         LOCAL_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        DS_ACCELERATOR="cpu",
-        OMP_NUM_THREADS="1",  # without it Accelerate sets torch's number of threads, for good
     )
     import logging
 
@@ -51,6 +70,8 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: str)
     # DeepSpeed refuses fp16 on processors without fast fp16 matrix products; torch has slow ones.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.utils.logger.setLevel(logging.ERROR)
+    # Its shared-memory op serves inference alone: loading it asks ninja, and takes 66 MiB.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", verbose=False)
     modules = 0
@@ -78,20 +99,19 @@ class RankPool:
     """`world_size` processes of one job, kept for many calls.
 
     A call that raises leaves the pool usable only if it raised on every rank; a call that hangs
-    kills it.
+    kills it. `starter`: the context of multiprocessing; forked from `context()` unless given.
     """
 
-    def __init__(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.port = port = free_port()
+    def __init__(self, world_size: int, starter: Any = None) -> None:
+        starter, port = starter or context(), free_port()
         self.pipes: list[Connection] = []
         self.processes = []
         self.stacks = tempfile.TemporaryDirectory(prefix="ds_hessian_ranks")
         for rank in range(world_size):
-            mine, theirs = context.Pipe()
-            process = context.Process(
+            mine, theirs = starter.Pipe()
+            process = starter.Process(
                 target=_serve,
-                args=(rank, world_size, port, theirs, self._stack_file(rank)),
+                args=(rank, world_size, port, theirs, self._stack_file(rank), dict(os.environ)),
                 daemon=True,
             )
             process.start()
@@ -110,7 +130,7 @@ class RankPool:
         return Path(self._stack_file(rank)).read_text()
 
     def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any
+        self, function: Callable[..., Any], *args: Any, timeout: float = 600.0, **kwargs: Any
     ) -> list[Any]:
         """Call `function` on every rank; returns the results by rank.
 
@@ -152,9 +172,6 @@ class RankPool:
         for process in self.processes:
             process.kill()
             process.join()
-        # DeepSpeed's shared-memory all-reduce: 66 MiB for each rank, which a killed process leaves.
-        for left in Path("/dev/shm").glob(f"deepspeed_*_{self.port}_*"):
-            left.unlink()
         self.stacks.cleanup()
 
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up and runs every check: formatting, lint, types, tests. Arguments go to pytest.
+# Sets everything up and runs every check: formatting, lint, types and the quick tier of the tests; --all runs all of
+# them. Arguments go to pytest.
 export EXTRAS=dev
 export OPENBLAS_NUM_THREADS=1 # its idle threads poll, and tests have small matrices
 . "$(dirname "${BASH_SOURCE[0]}")/../examples/setup.sh"
@@ -7,4 +8,4 @@ ruff format --check .
 ruff check .
 mypy ds_hessian
 git ls-files "csrc/*" | xargs -r clang-format --dry-run --Werror
-python -m pytest --durations=20 "$@"
+python -m pytest --numprocesses 2 --dist loadgroup "$@"

@@ -140,7 +140,7 @@ void reduce_tiles(int64_t n, int64_t owned, int64_t width, int64_t count, int th
 template <class T>
 void project_of(const Basis& basis, const float* w, int64_t owned, double* out, int threads) {
   reduce_tiles(
-      owned, owned, kColumns, basis.rows + 1, threads, out,
+      owned, owned, kColumns, basis.rows, threads, out,
       [&](int64_t begin, int64_t end, lanes::Sum* sums) {
         alignas(64) double wide[kColumns];
         const int64_t columns = end - begin;
@@ -151,7 +151,6 @@ void project_of(const Basis& basis, const float* w, int64_t owned, double* out, 
             basis.rows,
             [&](int64_t row) { project_rows<kGroup>(rows.from(row), wide, columns, sums + row); },
             [&](int64_t row) { project_rows<1>(rows.from(row), wide, columns, sums + row); });
-        add_square(wide, columns, sums + basis.rows);
       });
 }
 
@@ -201,7 +200,6 @@ class Fused {
     grouped(
         basis_.rows, [&](int64_t row) { step<kGroup>(tile, row, next, columns); },
         [&](int64_t row) { step<1>(tile, row, next, columns); });
-    close();
     narrow_tile(next, columns, w + begin);
     widen_tile(w + begin, columns, next);
     kept_ = kCopy ? copies_.data() : tile;
@@ -215,7 +213,6 @@ class Fused {
     grouped(
         basis_.rows, [&](int64_t row) { products<kGroup, 0>(row, nullptr, 0); },
         [&](int64_t row) { products<1, 0>(row, nullptr, 0); });
-    close();
   }
 
  private:
@@ -238,11 +235,6 @@ class Fused {
   void products(int64_t row, const T* ahead, int64_t ahead_stride) {
     const Rows<T> rows = {kept_ + row * stride_, stride_, ahead, ahead_stride};
     project_rows<kRows, kAhead>(rows, wide_[1 - turn_], columns_, sums_ + row);
-  }
-
-  void close() {
-    if (sums_) add_square(wide_[1 - turn_], columns_, sums_ + basis_.rows);
-    sums_ = nullptr;
   }
 
   const Basis& basis_;
@@ -279,7 +271,7 @@ bool rows_collide(const Basis& basis, int64_t width) {
 template <bool kCopy, class T>
 void subtract_project_with(const Basis& basis, float* w, const double* coefficients, int64_t n,
                            int64_t owned, int64_t width, double* out, int threads) {
-  const int64_t count = basis.rows + 1;
+  const int64_t count = basis.rows;
   std::vector<double> partials(static_cast<size_t>(parallel::block_count(n) * count));
   parallel::blocks(n, threads, [&](int64_t block, int64_t begin, int64_t end) {
     std::vector<lanes::Sum> sums(static_cast<size_t>(count)), unused(static_cast<size_t>(count));
@@ -369,36 +361,28 @@ void combine_of(const Basis& basis, const double* coefficients, int64_t k, float
 
 }  // namespace
 
-#define DS_HESSIAN_DISPATCH(dtype, function, ...) \
-  switch (dtype) {                                \
-    case Dtype::kBFloat16:                        \
-      return function<bf16>(__VA_ARGS__);         \
-    case Dtype::kFloat16:                         \
-      return function<fp16>(__VA_ARGS__);         \
-    default:                                      \
-      return function<float>(__VA_ARGS__);        \
-  }
-
 void project(const Basis& basis, const float* w, int64_t owned, double* out, const Launch& launch) {
-  DS_HESSIAN_DISPATCH(basis.dtype, project_of, basis, w, owned, out, launch.threads)
+  const auto run = basis.dtype == Dtype::kBFloat16 ? project_of<bf16> : project_of<float>;
+  run(basis, w, owned, out, launch.threads);
 }
 
 void subtract(const Basis& basis, float* w, const double* coefficients, int64_t n, int64_t owned,
               double* out, const Launch& launch) {
-  DS_HESSIAN_DISPATCH(basis.dtype, subtract_of, basis, w, coefficients, n, owned, out,
-                      launch.threads)
+  const auto run = basis.dtype == Dtype::kBFloat16 ? subtract_of<bf16> : subtract_of<float>;
+  run(basis, w, coefficients, n, owned, out, launch.threads);
 }
 
 void subtract_project(const Basis& basis, float* w, const double* coefficients, int64_t n,
                       int64_t owned, double* out, const Launch& launch) {
-  DS_HESSIAN_DISPATCH(basis.dtype, subtract_project_of, basis, w, coefficients, n, owned, out,
-                      launch.threads)
+  const auto run =
+      basis.dtype == Dtype::kBFloat16 ? subtract_project_of<bf16> : subtract_project_of<float>;
+  run(basis, w, coefficients, n, owned, out, launch.threads);
 }
 
 void combine(const Basis& basis, const double* coefficients, int64_t k, float* out,
              int64_t out_stride, int64_t n, const Launch& launch) {
-  DS_HESSIAN_DISPATCH(basis.dtype, combine_of, basis, coefficients, k, out, out_stride, n,
-                      launch.threads)
+  const auto run = basis.dtype == Dtype::kBFloat16 ? combine_of<bf16> : combine_of<float>;
+  run(basis, coefficients, k, out, out_stride, n, launch.threads);
 }
 
 }  // namespace cpu

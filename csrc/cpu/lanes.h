@@ -196,19 +196,6 @@ DS_HESSIAN_LANE H8 encode(F8 x, const fp16*) {
 
 DS_HESSIAN_LANE F8 encode(F8 x, const float*) { return x; }
 
-// Stochastic rounding: adds `random`, 16 bits for each lane, below the last bit that the format
-// keeps, and cuts there. Inf stays, its low bits are 0.
-DS_HESSIAN_LANE H8 encode_randomly(F8 x, H8 random, const bf16*) {
-  const U8 added = bits_of(x) + widen(random);
-  return upper_halves(where_nan(x, U8{} + 0x7FC00000u, added));
-}
-
-// The cut number is then rounded to nearest, which changes it where fp16 is subnormal.
-DS_HESSIAN_LANE H8 encode_randomly(F8 x, H8 random, const fp16* type) {
-  const U8 added = bits_of(x) + (widen(random) & 0x1FFFu);
-  return encode(from_bits(where_nan(x, bits_of(x), added & ~0x1FFFu)), type);
-}
-
 // Eight stored elements as fp64, without a detour over a whole register of fp32 where that shows.
 DS_HESSIAN_LANE D8 decode_wide(F8 stored, const float*) { return widen(stored); }
 
@@ -269,13 +256,10 @@ struct Full {
 #endif
   }
   template <class T>
-  DS_HESSIAN_LANE D8 store_encoded(T* to, typename Stored<T>::type stored) const {
+  DS_HESSIAN_LANE D8 store_wide(T* to, F8 x) const {
+    const typename Stored<T>::type stored = encode(x, static_cast<const T*>(to));
     memcpy(to, &stored, sizeof stored);
     return decode_wide(stored, static_cast<const T*>(to));
-  }
-  template <class T>
-  DS_HESSIAN_LANE D8 store_wide(T* to, F8 x) const {
-    return store_encoded(to, encode(x, static_cast<const T*>(to)));
   }
   template <class T>
   DS_HESSIAN_LANE F8 load(const T* from) const {
@@ -316,13 +300,8 @@ struct Partial {
     return widen(load(from));
   }
   template <class T>
-  DS_HESSIAN_LANE D8 store_encoded(T* to, typename Stored<T>::type stored) const {
-    memcpy(to, &stored, static_cast<size_t>(count) * sizeof(T));
-    return wide(static_cast<const T*>(to));
-  }
-  template <class T>
   DS_HESSIAN_LANE D8 store_wide(T* to, F8 x) const {
-    return store_encoded(to, encode(x, static_cast<const T*>(to)));
+    return widen(store(to, x));
   }
   template <class T>
   DS_HESSIAN_LANE F8 load(const T* from) const {

@@ -1,7 +1,6 @@
-// Kernels that pass over vectors once: displacement, difference, Lanczos update, normalisation.
+// Kernels that pass over vectors once: displacement, difference, normalisation.
 #include <cstring>
 
-#include "philox.h"
 #include "reduce.h"
 
 namespace ds_hessian {
@@ -15,38 +14,16 @@ using lanes::Full;
 using lanes::Streaming;
 using lanes::widen;
 
-struct Displacement {
-  const float* v;  // of the first element of the shard; null where only restoring
-  float h;
-  uint64_t seed;
-  int64_t at;  // global index of the first element of the shard
-};
-
-// Elements that random numbers are drawn for at a time: whole groups of Philox blocks, whose
-// numbers and operands stay in the first-level cache.
-constexpr int64_t kDrawn = 512;
-constexpr int64_t kPerBlock = 8;  // elements of a Philox block: 16 bits each, low half first
-constexpr int64_t kPerGroup = kPerBlock * philox::kBlocks;
-
-// kAlong: there is a v. Without, nothing is displaced and nothing projected on it. `random`: 16
-// bits for each element, where they are rounded stochastically.
-template <Rounding kRounding, bool kAlong, class W, class M>
-DS_HESSIAN_LANE void displace_part(W* w, const M* m, const float* v, float h,
-                                   const uint16_t* random, int64_t count, D8* sums) {
+// kMove: the weights become master + h v, else the master. kAlong: there is a v to project on.
+template <bool kMove, bool kAlong, class W, class M>
+void displace_tile(W* w, const M* m, const float* v, float h, int64_t begin, int64_t end,
+                   D8* sums) {
   D8 along = sums[0], square = sums[1];
-  lanes::each(0, count, [&](int64_t i, auto io) {
+  lanes::each(begin, end, [&](int64_t i, auto io) {
     const D8 old = io.wide(w + i);
     F8 value = io.load(m + i);
-    if (kRounding != Rounding::kRestore) value = value + io.load(v + i) * h;
-    D8 stored;
-    if constexpr (kRounding == Rounding::kStochastic) {
-      lanes::H8 bits;
-      memcpy(&bits, random + i, sizeof bits);
-      stored = io.store_encoded(w + i, lanes::encode_randomly(value, bits, w));
-    } else {
-      stored = io.store_wide(w + i, value);
-    }
-    const D8 change = stored - old;
+    if (kMove) value = value + io.load(v + i) * h;
+    const D8 change = io.store_wide(w + i, value) - old;
     if (kAlong) along = lanes::add_product(along, change, io.wide(v + i));
     square = lanes::add_product(square, change, change);
   });
@@ -54,72 +31,47 @@ DS_HESSIAN_LANE void displace_part(W* w, const M* m, const float* v, float h,
   sums[1] = square;
 }
 
-template <Rounding kRounding, bool kAlong, class W, class M>
-void displace_tile(W* w, const M* m, const Displacement& d, int64_t begin, int64_t end, D8* sums) {
-  if constexpr (kRounding != Rounding::kStochastic) {
-    displace_part<kRounding, kAlong>(w + begin, m + begin, kAlong ? d.v + begin : nullptr, d.h,
-                                     nullptr, end - begin, sums);
-  } else if constexpr (std::is_same<W, float>::value) {
-    displace_tile<Rounding::kNearest, kAlong>(w, m, d, begin, end, sums);
-  } else {
-    const philox::Stream stream(d.seed, 0);
-    uint16_t random[kDrawn + kPerGroup];
-    for (int64_t i = begin; i < end; i += kDrawn) {
-      const int64_t count = std::min(kDrawn, end - i), inside = (d.at + i) % kPerBlock;
-      uint64_t block = static_cast<uint64_t>((d.at + i) / kPerBlock);
-      for (int64_t j = 0; j < inside + count; j += kPerGroup, block += philox::kBlocks)
-        stream.draw(block, random + j);
-      displace_part<kRounding, kAlong>(w + i, m + i, d.v + i, d.h, random + inside, count, sums);
-    }
-  }
-}
-
-template <Rounding kRounding, bool kAlong, class W, class M>
-void displace_range(const Shard& shard, const Displacement& d, int64_t begin, int64_t end,
+// `v` begins with the first element of the shard.
+template <bool kMove, bool kAlong, class W, class M>
+void displace_range(const Shard& shard, const float* v, float h, int64_t begin, int64_t end,
                     int64_t owned, lanes::Sum* sums) {
   W* w = static_cast<W*>(shard.weight);
   const M* m = static_cast<const M*>(shard.master);
   parallel::reduce_range<2>(begin, end, owned, sums, [&](int64_t i, int64_t stop, D8* partial) {
-    displace_tile<kRounding, kAlong>(w, m, d, i, stop, partial);
+    displace_tile<kMove, kAlong>(w, m, v, h, i, stop, partial);
   });
 }
 
-typedef void (*DisplaceRange)(const Shard&, const Displacement&, int64_t, int64_t, int64_t,
+typedef void (*DisplaceRange)(const Shard&, const float*, float, int64_t, int64_t, int64_t,
                               lanes::Sum*);
 
-template <Rounding kRounding, bool kAlong, class W>
+template <bool kMove, bool kAlong, class W>
 DisplaceRange pick_master(Dtype master) {
   switch (master) {
     case Dtype::kBFloat16:
-      return displace_range<kRounding, kAlong, W, bf16>;
+      return displace_range<kMove, kAlong, W, bf16>;
     case Dtype::kFloat16:
-      return displace_range<kRounding, kAlong, W, fp16>;
+      return displace_range<kMove, kAlong, W, fp16>;
     default:
-      return displace_range<kRounding, kAlong, W, float>;
+      return displace_range<kMove, kAlong, W, float>;
   }
 }
 
-template <Rounding kRounding, bool kAlong>
+template <bool kMove, bool kAlong>
 DisplaceRange pick(const Shard& shard) {
   switch (shard.weight_dtype) {
     case Dtype::kBFloat16:
-      return pick_master<kRounding, kAlong, bf16>(shard.master_dtype);
+      return pick_master<kMove, kAlong, bf16>(shard.master_dtype);
     case Dtype::kFloat16:
-      return pick_master<kRounding, kAlong, fp16>(shard.master_dtype);
+      return pick_master<kMove, kAlong, fp16>(shard.master_dtype);
     default:
-      return pick_master<kRounding, kAlong, float>(shard.master_dtype);
+      return pick_master<kMove, kAlong, float>(shard.master_dtype);
   }
 }
 
-DisplaceRange pick(const Shard& shard, Rounding rounding, bool along) {
-  switch (rounding) {
-    case Rounding::kRestore:
-      return along ? pick<Rounding::kRestore, true>(shard) : pick<Rounding::kRestore, false>(shard);
-    case Rounding::kNearest:
-      return pick<Rounding::kNearest, true>(shard);
-    default:
-      return pick<Rounding::kStochastic, true>(shard);
-  }
+DisplaceRange pick(const Shard& shard, bool move, bool along) {
+  if (move) return pick<true, true>(shard);
+  return along ? pick<false, true>(shard) : pick<false, false>(shard);
 }
 
 struct Task {  // a block of a shard
@@ -163,16 +115,17 @@ uint32_t required_features() {
   return features;
 }
 
-void displace(const std::vector<Shard>& shards, const float* v, float h, int64_t owned,
-              Rounding rounding, uint64_t seed, double* out, const Launch& launch) {
+void displace(const std::vector<Shard>& shards, const float* v, float h, int64_t owned, double* out,
+              const Launch& launch) {
   const std::vector<Task> tasks = divide(shards);
   std::vector<double> partials(tasks.size() * 2);
   parallel::run(static_cast<int64_t>(tasks.size()), launch.threads, [&](int64_t number) {
     const Task& task = tasks[static_cast<size_t>(number)];
     const Shard& shard = shards[task.shard];
-    const Displacement d = {v ? v + task.offset : nullptr, h, seed, task.offset};
+    const float* along = v ? v + task.offset : nullptr;
     lanes::Sum sums[2];
-    pick(shard, rounding, v != nullptr)(shard, d, task.begin, task.end, owned - task.offset, sums);
+    pick(shard, h != 0, v != nullptr)(shard, along, h, task.begin, task.end, owned - task.offset,
+                                      sums);
     partials[static_cast<size_t>(2 * number)] = sums[0].value();
     partials[static_cast<size_t>(2 * number + 1)] = sums[1].value();
   });
@@ -223,37 +176,31 @@ void dots(const std::vector<Pair>& pairs, int64_t owned, double* out, const Laun
 
 namespace {
 
-template <bool kPrevious, bool kZero>
-void difference_of(float* plus, const float* minus, float scale, const float* v,
-                   const float* previous, const float* zero, int64_t n, int64_t owned, double* out,
-                   int threads) {
-  parallel::reduce<5>(n, owned, threads, out, [=](int64_t begin, int64_t end, D8* out_sums) {
-    D8 sums[5];
-    for (int s = 0; s < 5; ++s) sums[s] = out_sums[s];
+template <bool kZero>
+void difference_of(float* plus, const float* minus, float scale, const float* zero, int64_t n,
+                   int64_t owned, double* out, int threads) {
+  parallel::reduce<2>(n, owned, threads, out, [=](int64_t begin, int64_t end, D8* sums) {
+    D8 square = sums[0], second = sums[1];
     lanes::each(begin, end, [&](int64_t i, auto io) {
       const F8 a = io.load(plus + i), b = io.load(minus + i);
       const D8 p = io.store_wide(plus + i, (a - b) * scale);
-      sums[0] = add_product(sums[0], p, io.wide(v + i));
-      if (kPrevious) sums[1] = add_product(sums[1], p, io.wide(previous + i));
-      sums[2] = add_product(sums[2], p, p);
-      if (kZero) {
-        const D8 z = io.wide(zero + i);
-        const D8 s = widen(a) + widen(b) - (z + z);
-        sums[3] = add_product(sums[3], s, s);
-        sums[4] = add_product(sums[4], s, p);
-      }
+      square = add_product(square, p, p);
+      if (!kZero) return;
+      const D8 z = io.wide(zero + i);
+      const D8 s = widen(a) + widen(b) - (z + z);
+      second = add_product(second, s, s);
     });
-    for (int s = 0; s < 5; ++s) out_sums[s] = sums[s];
+    sums[0] = square;
+    sums[1] = second;
   });
 }
 
 }  // namespace
 
-void difference(float* plus, const float* minus, float scale, const float* v, const float* previous,
-                const float* zero, int64_t n, int64_t owned, double* out, const Launch& launch) {
-  const auto run = previous ? (zero ? difference_of<true, true> : difference_of<true, false>)
-                            : (zero ? difference_of<false, true> : difference_of<false, false>);
-  run(plus, minus, scale, v, previous, zero, n, owned, out, launch.threads);
+void difference(float* plus, const float* minus, float scale, const float* zero, int64_t n,
+                int64_t owned, double* out, const Launch& launch) {
+  const auto run = zero ? difference_of<true> : difference_of<false>;
+  run(plus, minus, scale, zero, n, owned, out, launch.threads);
 }
 
 void curvature_ratio(const float* plus, const float* minus, const float* zero, int64_t owned,
@@ -274,21 +221,6 @@ void curvature_ratio(const float* plus, const float* minus, const float* zero, i
 }
 
 namespace {
-
-template <bool kPrevious>
-void update_of(float* w, const float* v, const float* previous, double alpha, double beta,
-               int64_t n, int64_t owned, double* out, int threads) {
-  parallel::reduce<1>(n, owned, threads, out, [=](int64_t begin, int64_t end, D8* out_sums) {
-    D8 square = out_sums[0];
-    lanes::each(begin, end, [&](int64_t i, auto io) {
-      D8 x = io.wide(w + i) - io.wide(v + i) * alpha;
-      if (kPrevious) x = x - io.wide(previous + i) * beta;
-      x = io.store_wide(w + i, lanes::narrow(x));
-      square = add_product(square, x, x);
-    });
-    out_sums[0] = square;
-  });
-}
 
 template <class Whole, class Row>
 void normalize_of(const float* w, float scale, float* v, Row* row, int64_t n, int64_t owned,
@@ -318,22 +250,12 @@ void normalize_to(const float* w, float scale, float* v, Row* row, int64_t n, in
 
 }  // namespace
 
-void lanczos_update(float* w, const float* v, const float* previous, double alpha, double beta,
-                    int64_t n, int64_t owned, double* out, const Launch& launch) {
-  const auto run = previous ? update_of<true> : update_of<false>;
-  run(w, v, previous, alpha, beta, n, owned, out, launch.threads);
-}
-
 void normalize_store(const float* w, float scale, float* v, void* row, Dtype row_dtype, int64_t n,
                      int64_t owned, double* out, const Launch& launch) {
-  switch (row_dtype) {
-    case Dtype::kBFloat16:
-      return normalize_to(w, scale, v, static_cast<bf16*>(row), n, owned, out, launch.threads);
-    case Dtype::kFloat16:
-      return normalize_to(w, scale, v, static_cast<fp16*>(row), n, owned, out, launch.threads);
-    default:
-      return normalize_to(w, scale, v, static_cast<float*>(row), n, owned, out, launch.threads);
-  }
+  if (row_dtype == Dtype::kBFloat16)
+    normalize_to(w, scale, v, static_cast<bf16*>(row), n, owned, out, launch.threads);
+  else
+    normalize_to(w, scale, v, static_cast<float*>(row), n, owned, out, launch.threads);
 }
 
 void copy(void* to, const void* from, int64_t bytes, const Launch& launch) {

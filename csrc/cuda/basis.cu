@@ -96,19 +96,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-struct Square {
-  static constexpr int kSums = 1;
-  const float* w;
-
-  template <int kCount>
-  __device__ __forceinline__ void run(int64_t i, double (&sums)[1]) const {
-    float x[kCount];
-    load(w + i, x);
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) sums[0] = fma(static_cast<double>(x[j]), x[j], sums[0]);
-  }
-};
-
 template <class T>
 void project_of(const Basis& basis, const float* w, int64_t owned, double* out,
                 const Launch& launch) {
@@ -129,7 +116,6 @@ void project_of(const Basis& basis, const float* w, int64_t owned, double* out,
     check(cudaGetLastError(), "project_kernel");
     finish(launch, grid, rows, out + first, false);
   }
-  stream(Square{w}, divide(owned, {{w, 4}}), out + basis.rows, launch);
 }
 
 template <class T>
@@ -223,7 +209,7 @@ __device__ __forceinline__ void update_tile(const Matrix<T>& basis, const T* til
 }
 
 // Warp k forms the products of rows k, k + kTileWarps, ... of each tile; a lane keeps its share of
-// them in registers until the last tile. partials[block * (rows + 1) + ...].
+// them in registers until the last tile. partials[block * rows + ...].
 template <int kRowsPerWarp, class T>
 __global__ void __launch_bounds__(kTileThreads)
     fused_kernel(Matrix<T> basis, float* w, const double* coefficients, int64_t n, int64_t owned,
@@ -233,7 +219,7 @@ __global__ void __launch_bounds__(kTileThreads)
   double* next = parts + kTileThreads;
   T* tile = reinterpret_cast<T*>(next + kTileThreads);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  double sums[kRowsPerWarp] = {}, square[1] = {0.0};
+  double sums[kRowsPerWarp] = {};
   for (int64_t k = blockIdx.x; k * width < n; k += gridDim.x) {
     const int64_t begin = k * width;
     const int columns = static_cast<int>(min(static_cast<int64_t>(width), n - begin));
@@ -250,11 +236,9 @@ __global__ void __launch_bounds__(kTileThreads)
           sums[q] = fma(static_cast<double>(decode(tile[r * width + c])), x, sums[q]);
       }
     }
-    if (static_cast<int>(threadIdx.x) < counted)
-      square[0] = fma(next[threadIdx.x], next[threadIdx.x], square[0]);
     __syncthreads();  // before the tile is overwritten
   }
-  double* mine = partials + static_cast<int64_t>(blockIdx.x) * (basis.rows + 1);
+  double* mine = partials + static_cast<int64_t>(blockIdx.x) * basis.rows;
 #pragma unroll
   for (int q = 0; q < kRowsPerWarp; ++q) {
     const int r = warp + q * kTileWarps;
@@ -262,7 +246,6 @@ __global__ void __launch_bounds__(kTileThreads)
     const double total = warp_sum(sums[q]);
     if (lane == 0) mine[r] = total;
   }
-  block_sums<kTileThreads>(square, mine + basis.rows);
 }
 
 // How wide a tile may be so that two blocks share a multiprocessor (or one, where it must be):
@@ -300,7 +283,7 @@ void subtract_project_of(const Basis& basis, float* w, const double* coefficient
   const int width = tile_width(basis.rows * static_cast<int64_t>(sizeof(T)), fixed, launch.device);
   if (basis.rows == 0 || basis.rows > kMaxRows ||
       width == 0) {  // the tile does not fit: two passes
-    subtract_of<T>(basis, w, coefficients, n, owned, out, launch);
+    subtract_of<T>(basis, w, coefficients, n, owned, nullptr, launch);
     project_of<T>(basis, w, owned, out, launch);
     return;
   }
@@ -316,7 +299,7 @@ void subtract_project_of(const Basis& basis, float* w, const double* coefficient
   kernel<<<grid, kTileThreads, shared, stream_of(launch)>>>(
       matrix, w, coefficients, n, owned, width, aligned(matrix), launch.workspace);
   check(cudaGetLastError(), "fused_kernel");
-  finish(launch, grid, basis.rows + 1, out, false);
+  finish(launch, grid, basis.rows, out, false);
 }
 
 // out (k, n) = coefficients (k, rows) x basis, tile by tile.
@@ -393,38 +376,32 @@ void combine_of(const Basis& basis, const double* coefficients, int64_t k, float
 
 }  // namespace
 
-#define DS_HESSIAN_DISPATCH(dtype, function, ...) \
-  switch (dtype) {                                \
-    case Dtype::kBFloat16:                        \
-      return function<bf16>(__VA_ARGS__);         \
-    case Dtype::kFloat16:                         \
-      return function<fp16>(__VA_ARGS__);         \
-    default:                                      \
-      return function<float>(__VA_ARGS__);        \
-  }
-
 void project(const Basis& basis, const float* w, int64_t owned, double* out, const Launch& launch) {
   const OnDevice guard(launch.device);
-  DS_HESSIAN_DISPATCH(basis.dtype, project_of, basis, w, owned, out, launch)
+  const auto run = basis.dtype == Dtype::kBFloat16 ? project_of<bf16> : project_of<float>;
+  run(basis, w, owned, out, launch);
 }
 
 void subtract(const Basis& basis, float* w, const double* coefficients, int64_t n, int64_t owned,
               double* out, const Launch& launch) {
   const OnDevice guard(launch.device);
-  DS_HESSIAN_DISPATCH(basis.dtype, subtract_of, basis, w, coefficients, n, owned, out, launch)
+  const auto run = basis.dtype == Dtype::kBFloat16 ? subtract_of<bf16> : subtract_of<float>;
+  run(basis, w, coefficients, n, owned, out, launch);
 }
 
 void subtract_project(const Basis& basis, float* w, const double* coefficients, int64_t n,
                       int64_t owned, double* out, const Launch& launch) {
   const OnDevice guard(launch.device);
-  DS_HESSIAN_DISPATCH(basis.dtype, subtract_project_of, basis, w, coefficients, n, owned, out,
-                      launch)
+  const auto run =
+      basis.dtype == Dtype::kBFloat16 ? subtract_project_of<bf16> : subtract_project_of<float>;
+  run(basis, w, coefficients, n, owned, out, launch);
 }
 
 void combine(const Basis& basis, const double* coefficients, int64_t k, float* out,
              int64_t out_stride, int64_t n, const Launch& launch) {
   const OnDevice guard(launch.device);
-  DS_HESSIAN_DISPATCH(basis.dtype, combine_of, basis, coefficients, k, out, out_stride, n, launch)
+  const auto run = basis.dtype == Dtype::kBFloat16 ? combine_of<bf16> : combine_of<float>;
+  run(basis, coefficients, k, out, out_stride, n, launch);
 }
 
 }  // namespace cuda

@@ -219,14 +219,14 @@ __global__ void __launch_bounds__(kThreads)
   if (Body::kSums > 0) block_sums<kThreads>(sums, partials + blockIdx.x * int64_t{Body::kSums});
 }
 
-// Runs a streaming kernel on the launch's stream; out (if any) receives its sums.
+// Runs a streaming kernel on the launch's stream; out, where it is not null, receives its sums.
 template <class Body>
 void stream(const Body& body, const Division& division, double* out, const Launch& launch) {
   const int64_t items = std::max(division.vectors, division.singles());
   const int grid = grid_for(items, launch.device);
   stream_kernel<<<grid, kThreads, 0, stream_of(launch)>>>(body, division, launch.workspace);
   check(cudaGetLastError(), "stream_kernel");
-  if (Body::kSums > 0) finish(launch, grid, Body::kSums, out, false);
+  if (Body::kSums > 0 && out != nullptr) finish(launch, grid, Body::kSums, out, false);
 }
 
 }  // namespace cuda

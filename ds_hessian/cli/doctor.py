@@ -1,4 +1,4 @@
-"""What of ds_hessian runs on this machine: looked up where it can be, tried where it must be."""
+"""Diagnosis of this machine: the parts of ds_hessian that run here, and those that do not."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError, UnsupportedError
+from ds_hessian.ops import extension_locks
 from ds_hessian.version import __version__
 
 PACKAGES = ("torch", "deepspeed", "numpy", "scipy", "pydantic", "matplotlib")
@@ -46,7 +48,7 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing stands in the way of a measurement."""
+        """True if nothing prevents a measurement."""
         return all(finding.works for finding in self.findings)
 
     def table(self) -> str:
@@ -71,7 +73,10 @@ def examine(config: Path | None = None) -> Diagnosis:
     """
     section = [] if config is None else _section(config)
     return Diagnosis(
-        (*section, *_versions(), *_kernels(), *_dtypes(), *_arithmetic(), *_determinism())
+        (
+            *(*section, *_versions(), *_kernels(), *_builds()),
+            *(*_dtypes(), *_arithmetic(), *_determinism()),
+        )
     )
 
 
@@ -128,6 +133,20 @@ def _kernels() -> list[Finding]:
     ]
 
 
+def _builds() -> list[Finding]:
+    """Whether a killed build has left a lock, on which every start of DeepSpeed would hang."""
+    found = extension_locks.abandoned()
+    return [
+        Finding(
+            "DeepSpeed's builds",
+            lock.parent.name,
+            f"DeepSpeed hangs here without a word: a build was killed; rm {shlex.quote(str(lock))}",
+            works=False,
+        )
+        for lock in found
+    ] or [Finding("DeepSpeed's builds", "locks", "none is left by a killed build")]
+
+
 def _device() -> str:
     from deepspeed.accelerator import get_accelerator
 
@@ -135,7 +154,7 @@ def _device() -> str:
 
 
 def _dtypes() -> list[Finding]:
-    """Whether DeepSpeed trains in each dtype here, and whether gradients repeat bit for bit."""
+    """Train with DeepSpeed in each dtype, and compare the gradients of two passes bit for bit."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator, found = get_accelerator(), []

@@ -1,10 +1,12 @@
-"""Where records lie on disk: a folder of one step, or a run's folder with one for each step."""
+"""Records on disk: a folder of one step, or a run's folder with one for each step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
+
+from click import format_filename
 
 from ds_hessian.errors import ResultError
 from ds_hessian.records import HessianSpectrum
@@ -53,7 +55,7 @@ def run_in(folder: Path) -> Run:
         ResultError: there is no such folder, nothing to show in it, or a record in it is broken.
     """
     records = [
-        (place.name, record) for kind in SHOWN for place, record in records_in(folder, kind).items()
+        (found.name, record) for kind in SHOWN for found, record in records_in(folder, kind).items()
     ]
     return Run(folder.resolve().name, tuple(sorted(records, key=lambda pair: step_of(pair[1]))))
 
@@ -64,4 +66,5 @@ def named_spectra(folders: Iterable[Path]) -> dict[str, HessianSpectrum]:
     Raises:
         ResultError: as `spectra_in`.
     """
-    return {str(place): s for folder in folders for place, s in spectra_in(folder).items()}
+    found = (pair for folder in folders for pair in spectra_in(folder).items())
+    return {format_filename(path): spectrum for path, spectrum in found}

@@ -25,8 +25,10 @@ def main() -> NoReturn:
         status = commands.main(standalone_mode=False)
     except click.ClickException as error:
         _refuse(error.format_message())
-    except (HessianError, OSError) as error:
+    except (HessianError, OSError, ImportError) as error:
         _refuse(str(error))
+    except MemoryError:
+        _refuse("the files are larger than this machine's memory")
     except click.Abort:
         sys.exit(130)
     sys.exit(status or 0)
@@ -54,7 +56,7 @@ def report(folder: Path) -> None:
     from ds_hessian.cli.folders import spectra_in
 
     for place, spectrum in spectra_in(folder).items():
-        click.echo(f"{place}\n{spectrum.table()}\n")
+        click.echo(f"{click.format_filename(place)}\n{spectrum.table()}\n")
 
 
 @commands.command()
@@ -72,7 +74,7 @@ def plot(folder: Path, kind: str) -> None:
     from ds_hessian.cli.folders import spectra_in
 
     for place, spectrum in spectra_in(folder).items():
-        click.echo(spectrum.plot(place / f"spectrum.{kind}"))
+        click.echo(click.format_filename(spectrum.plot(place / f"spectrum.{kind}")))
 
 
 @commands.command()
@@ -94,7 +96,7 @@ def compare(folders: tuple[Path, ...], output: Path) -> None:
         raise click.UsageError(f"--output must end in .png, .svg or .pdf, got {output}")
     comparison = Comparison(named_spectra(folders))
     click.echo(comparison.table())
-    click.echo(f"picture: {comparison.plot(output)}")
+    click.echo(f"picture: {click.format_filename(comparison.plot(output))}")
 
 
 @commands.command()
@@ -110,11 +112,8 @@ def page(folder: Path, output: Path | None) -> None:
     from ds_hessian.cli.folders import run_in
     from ds_hessian.show.page import write_page
 
-    run = run_in(folder)
-    try:
-        click.echo(write_page(run, output or folder / "page.html"))
-    except ImportError as error:
-        raise click.ClickException(str(error)) from error
+    written = write_page(run_in(folder), output or folder / "page.html")
+    click.echo(click.format_filename(written))
 
 
 @commands.command()

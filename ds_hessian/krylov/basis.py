@@ -202,7 +202,7 @@ class Basis:
 
     def project(self, w: Tensor, count: int) -> Tensor:
         """`(count,)` partial sums: dot products of the first rows, as stored, with w."""
-        return self._sum(count, count, lambda at, q: ops.project(q, w[at], self._owned(at))[:-1])
+        return self._sum(count, count, lambda at, q: ops.project(q, w[at], self._owned(at)))
 
     def subtract(self, w: Tensor, dots: Tensor) -> Tensor:
         """`w <- w - projection`, in place, from the reduced `dots` of `project`.
@@ -217,7 +217,7 @@ class Basis:
         c = self._coefficients(dots, w)
         count = len(dots)
         return self._sum(
-            count, count, lambda at, q: ops.subtract_project(q, w[at], c, self._owned(at))[:-1]
+            count, count, lambda at, q: ops.subtract_project(q, w[at], c, self._owned(at))
         )
 
     def _sum(self, count: int, size: int, term: Callable[[slice, Tensor], Tensor]) -> Tensor:

@@ -268,9 +268,9 @@ class FiniteDifferenceHessian:
             base, middle = (self._gradients[b], self.gradient) if b else (self.gradient, None)
             # The gradients are sums; this gives the weighted part of H v at v's own length.
             half = (a - b) * h / (2 * part * self.scale * length)
-            partials = ops.difference(self._gradients[a], base, half, line.v, None, middle, owned)
+            partials = ops.difference(self._gradients[a], base, half, middle, owned)
             if a == inner:
-                _, _, sums["inner"], sums["second"], _ = partials.split(1)
+                sums["inner"], sums["second"] = partials.split(1)
         vector = self._gradients[inner]
         self._gradients[inner] = torch.empty_like(vector)
         for a, _, _ in outer:

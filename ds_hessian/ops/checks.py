@@ -14,7 +14,8 @@ from ds_hessian.errors import KernelError
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of csrc/contracts.h
 
-STORED = (torch.float32, torch.bfloat16, torch.float16)
+WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
+STORED = (torch.float32, torch.bfloat16)  # the rows of a basis
 
 
 def refuse(kernel: str, name: str, required: str, came: str, advice: str) -> KernelError:

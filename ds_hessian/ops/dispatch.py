@@ -9,8 +9,8 @@ Conventions shared by all (`csrc/contracts.h`, and `reference.py` for the twins)
 * Sums are accumulated in fp64 from the exact products of the fp32 inputs, and returned as an fp64
   tensor on the vector's device: partial sums, to be reduced over ranks by the caller. They have the
   same bits on every run and every number of threads.
-* A basis is a `(m, n_local)` tensor of contiguous rows in its storage dtype (fp32, bf16 or fp16); a
-  row is widened to fp32 before use.
+* A basis is a `(m, n_local)` tensor of contiguous rows in its storage dtype, fp32 or bf16; a row is
+  widened to fp32 before use.
 * No output may share memory with another argument, except where it is said.
 
 Cost is given as the number of times each operand is read (R) and written (W). Every kernel raises
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ds_hessian.ops import checks, native, random, reference
-from ds_hessian.ops.checks import DTYPE_CODES, STORED
+from ds_hessian.ops.checks import DTYPE_CODES, STORED, WEIGHTS
 
 _increment_version = getattr(torch.autograd.graph, "increment_version", None)
 
@@ -96,16 +96,15 @@ def displace(
     v: Tensor | None,
     h: float,
     owned: int,
-    seed: int | None = None,
 ) -> Tensor:
     """Write `w = cast(master + h * v)` shard by shard; never accumulates. `h = 0` restores.
 
     `weights` and `masters` are matching lists of flat shards whose lengths add up to `n_local`, in
     the vector's order; each may be fp32, bf16 or fp16. The sum is formed in fp32 and rounded once,
-    to nearest even, or stochastically when `seed` is given (unbiased: a function of (seed, index)).
+    to nearest even.
 
     With `h = 0`, `w = cast(master)` bit for bit: `v`, which may then be None, takes no part in it,
-    even where it is not finite, and rounding is to nearest.
+    even where it is not finite.
 
     Returns:
         `(2,)`: `<change, v>` (0 without v) and `<change, change>` over the owned prefix, where
@@ -114,18 +113,15 @@ def displace(
     """
     n, device = _check_shards(weights, masters, v, h)
     checks.owned("displace", owned, n)
-    if seed is not None:
-        checks.word("displace", "seed", seed)
     module = _module(device)
     if module is None:
-        return reference.displace(weights, masters, v, h, owned, seed)
+        return reference.displace(weights, masters, v, h, owned)
     call = _Call(module, device, 2)
     table = [
         (w.data_ptr(), m.data_ptr(), w.shape[0], DTYPE_CODES[w.dtype], DTYPE_CODES[m.dtype])
         for w, m in zip(weights, masters, strict=True)
     ]
-    rounding = 0 if h == 0 else 1 if seed is None else 2  # Rounding of csrc/contracts.h
-    module.displace(table, _address(v), h, owned, rounding, seed or 0, call.out, call.place)
+    module.displace(table, _address(v), h, owned, call.out, call.place)
     return call.wrote(*weights)
 
 
@@ -144,8 +140,8 @@ def _check_shards(
     anchor = v if v is not None else weights[0] if weights else torch.empty(0)
     device, n = anchor.device, 0
     for i, (w, m) in enumerate(zip(weights, masters, strict=True)):
-        checks.vector("displace", f"weights[{i}]", w, None, device, STORED)
-        checks.vector("displace", f"masters[{i}]", m, w.shape[0], device, STORED)
+        checks.vector("displace", f"weights[{i}]", w, None, device, WEIGHTS)
+        checks.vector("displace", f"masters[{i}]", m, w.shape[0], device, WEIGHTS)
         n += w.shape[0]
     inputs = [(f"masters[{i}]", m) for i, m in enumerate(masters)]
     if v is not None:
@@ -161,51 +157,32 @@ def _check_shards(
 
 @torch.no_grad()
 def difference(
-    g_plus: Tensor,
-    g_minus: Tensor,
-    h: float,
-    v: Tensor,
-    v_previous: Tensor | None,
-    g_zero: Tensor | None,
-    owned: int,
+    g_plus: Tensor, g_minus: Tensor, h: float, g_zero: Tensor | None, owned: int
 ) -> Tensor:
     """Central difference in place: `g_plus <- (g_plus - g_minus) / 2h`.
 
     Returns:
-        `(5,)`: with `p` the result, `<p, v>`, `<p, v_previous>` (0 without one), `<p, p>`,
-        `<s, s>` with `s = g_plus + g_minus - 2 g_zero` (0 without g_zero), and `<s, p>`.
-        R g_plus, g_minus, v, v_previous, g_zero; W g_plus.
+        `(2,)`: `<p, p>` with `p` the result, and `<s, s>` with `s = g_plus + g_minus - 2 g_zero`
+        (0 without g_zero). R g_plus, g_minus, g_zero; W g_plus.
     """
-    inputs = {"g_minus": g_minus, "v": v, "v_previous": v_previous, "g_zero": g_zero}
-    n, device = _check_update("difference", "g_plus", g_plus, inputs, owned)
+    checks.vector("difference", "g_plus", g_plus)
+    n, device = g_plus.shape[0], g_plus.device
+    inputs = [("g_minus", g_minus)] + ([("g_zero", g_zero)] if g_zero is not None else [])
+    for name, tensor in inputs:
+        checks.vector("difference", name, tensor, n, device)
+    checks.owned("difference", owned, n)
+    checks.apart("difference", [("g_plus", g_plus)], inputs)
     if h == 0:
         raise checks.refuse(
             "difference", "h", "a displacement other than 0", "is 0", "pass the step between them"
         )
     module = _module(device)
     if module is None:
-        return reference.difference(g_plus, g_minus, h, v, v_previous, g_zero, owned)
-    call = _Call(module, device, 5)
-    module.difference(
-        *(g_plus.data_ptr(), g_minus.data_ptr(), 1 / (2 * h)),
-        *(v.data_ptr(), _address(v_previous), _address(g_zero)),
-        *(n, owned, call.out, call.place),
-    )
+        return reference.difference(g_plus, g_minus, h, g_zero, owned)
+    call = _Call(module, device, 2)
+    addresses = (g_plus.data_ptr(), g_minus.data_ptr(), 1 / (2 * h), _address(g_zero))
+    module.difference(*addresses, n, owned, call.out, call.place)
     return call.wrote(g_plus)
-
-
-def _check_update(
-    kernel: str, name: str, w: Tensor, inputs: dict[str, Tensor | None], owned: int
-) -> tuple[int, torch.device]:
-    """Checks of a kernel that updates `w` in place from vectors of its length."""
-    checks.vector(kernel, name, w)
-    n, device = w.shape[0], w.device
-    given = [(key, value) for key, value in inputs.items() if value is not None]
-    for key, value in given:
-        checks.vector(kernel, key, value, n, device)
-    checks.owned(kernel, owned, n)
-    checks.apart(kernel, [(name, w)], given)
-    return n, device
 
 
 @torch.no_grad()
@@ -230,29 +207,10 @@ def curvature_ratio(g_plus: Tensor, g_minus: Tensor, g_zero: Tensor, owned: int)
 
 
 @torch.no_grad()
-def lanczos_update(
-    w: Tensor, v: Tensor, v_previous: Tensor | None, alpha: float, beta: float, owned: int
-) -> Tensor:
-    """Three-term recurrence in place: `w <- w - alpha v - beta v_previous`, rounded once.
-
-    Returns `(1,)`: `<w, w>` of the result. R w, v, v_previous; W w.
-    """
-    inputs = {"v": v, "v_previous": v_previous}
-    n, device = _check_update("lanczos_update", "w", w, inputs, owned)
-    module = _module(device)
-    if module is None:
-        return reference.lanczos_update(w, v, v_previous, alpha, beta, owned)
-    call = _Call(module, device, 1)
-    addresses = (w.data_ptr(), v.data_ptr(), _address(v_previous))
-    module.lanczos_update(*addresses, alpha, beta, n, owned, call.out, call.place)
-    return call.wrote(w)
-
-
-@torch.no_grad()
 def normalize_store(w: Tensor, scale: float, v: Tensor, row: Tensor | None, owned: int) -> Tensor:
     """`v <- scale * w`, and its copy rounded to the basis' dtype into `row` (if given).
 
-    With a `row` in a 16-bit dtype, `v` receives the *rounded* values, so that the vector that is
+    With a bf16 `row`, `v` receives the *rounded* values, so that the vector that is
     multiplied next is the vector that is stored. `v` may be `w` itself.
 
     Returns `(1,)`: `<v, v>` of what was written. R w; W v, row.
@@ -280,7 +238,7 @@ def normalize_store(w: Tensor, scale: float, v: Tensor, row: Tensor | None, owne
 
 @torch.no_grad()
 def project(basis: Tensor, w: Tensor, owned: int) -> Tensor:
-    """`(m + 1,)`: the m dot products of the rows of `basis` with `w`, then `<w, w>`. R basis, w."""
+    """`(m,)`: the dot products of the rows of `basis` with `w`. R basis, w."""
     checks.vector("project", "w", w)
     n, device = w.shape[0], w.device
     checks.matrix("project", "basis", basis, n, device)
@@ -288,7 +246,7 @@ def project(basis: Tensor, w: Tensor, owned: int) -> Tensor:
     module = _module(device)
     if module is None:
         return reference.project(basis, w, owned)
-    call = _Call(module, device, basis.shape[0] + 1)
+    call = _Call(module, device, basis.shape[0])
     module.project(_basis(basis), w.data_ptr(), owned, call.out, call.place)
     return call.sums
 
@@ -329,16 +287,16 @@ def subtract(basis: Tensor, w: Tensor, coefficients: Tensor, owned: int) -> Tens
 
 @torch.no_grad()
 def subtract_project(basis: Tensor, w: Tensor, coefficients: Tensor, owned: int) -> Tensor:
-    """`subtract` then `project` of the result, reading the basis once: the middle of CGS2.
+    """`subtract`, then `project` of the result, reading the basis once: the middle of CGS2.
 
-    Returns `(m + 1,)`. R basis, w; W w.
+    Returns `(m,)`: the products of `project`. R basis, w; W w.
     """
     n, device = _check_basis("subtract_project", basis, w, coefficients, owned)
     coefficients = _fp64(coefficients, device)
     module = _module(device)
     if module is None:
         return reference.subtract_project(basis, w, coefficients, owned)
-    call = _Call(module, device, basis.shape[0] + 1)
+    call = _Call(module, device, basis.shape[0])
     addresses = (_basis(basis), w.data_ptr(), coefficients.data_ptr())
     module.subtract_project(*addresses, n, owned, call.out, call.place)
     return call.wrote(w)

@@ -11,27 +11,22 @@ builds are kept.
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import importlib.machinery
 import importlib.util
 import logging
 import os
-import shutil
-import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 import torch
 
 from ds_hessian.errors import ConfigError, KernelError
-from ds_hessian.ops import toolchain
+from ds_hessian.ops import cache, toolchain
 
 logger = logging.getLogger(__name__)
 
@@ -169,14 +164,6 @@ def _require_processor(module: ModuleType) -> None:
         raise toolchain.BuildError(f"it needs the instructions {missing}, which this CPU lacks")
 
 
-def cache_root() -> Path:
-    """Where just-in-time builds are kept."""
-    if chosen := os.environ.get("DS_HESSIAN_CACHE_DIR"):
-        return Path(chosen)
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "ds_hessian" / "ops"
-
-
 def plan(kind: str) -> toolchain.Plan:
     """How the kernels for this kind of device are built here.
 
@@ -192,30 +179,9 @@ def plan(kind: str) -> toolchain.Plan:
     return toolchain.plan_cuda(sorted(archs))
 
 
-def built(made: toolchain.Plan) -> tuple[Path, str]:
-    """The extension of a plan, from the cache or built now, and how it came to be.
-
-    Raises:
-        BuildError: the build failed.
-    """
-    directory = cache_root() / f"{made.backend}-{made.key}"
-    target = directory / made.filename
-    reason = f"built just in time, cached: {target}"
-    if not target.is_file():
-        directory.mkdir(parents=True, exist_ok=True)
-        with _exclusively(directory):
-            if not target.is_file():  # another rank built it while this one waited
-                started = time.perf_counter()
-                _build_into(made, directory)
-                seconds = time.perf_counter() - started
-                reason = f"built just in time in {seconds:.0f} s: {target}"
-                logger.info("ds_hessian kernels for %s %s", made.backend, reason)
-    return target, reason
-
-
 def _just_in_time(kind: str) -> tuple[ModuleType, str]:
     made = plan(kind)
-    target, reason = built(made)
+    target, reason = cache.obtain(made)
     loader = importlib.machinery.ExtensionFileLoader(made.module, str(target))
     spec = importlib.util.spec_from_file_location(made.module, target, loader=loader)
     assert spec is not None
@@ -223,24 +189,3 @@ def _just_in_time(kind: str) -> tuple[ModuleType, str]:
     loader.exec_module(module)
     _require_processor(module)
     return module, reason
-
-
-def _build_into(made: toolchain.Plan, directory: Path) -> None:
-    """Build aside and move the result in: whoever sees the file sees all of it."""
-    scratch = Path(tempfile.mkdtemp(prefix="build-", dir=directory))
-    try:
-        built = toolchain.build(made, scratch)
-        os.replace(built, directory / made.filename)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextmanager
-def _exclusively(directory: Path) -> Iterator[None]:
-    """One process at a time; the lock goes with the process that holds it, also in a crash."""
-    with open(directory / "lock", "w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError as error:  # some network file systems: several ranks then build, harmlessly
-            logger.debug("no file lock in %s: %s", directory, error)
-        yield

@@ -8,8 +8,8 @@ Conventions shared by every kernel (`csrc/contracts.h`):
   coordinate counts once.
 * All sums are accumulated in fp64 from the exact products of the fp32 inputs, and returned as an
   fp64 tensor on the vector's device: partial sums, to be reduced over ranks by the caller.
-* A basis is a `(capacity, n_local)` tensor in its storage dtype (fp32, bf16 or fp16); a row is
-  widened to fp32 before use.
+* A basis is a `(capacity, n_local)` tensor in its storage dtype, fp32 or bf16; a row is widened to
+  fp32 before use.
 
 Cost is given as the number of times each operand is read (R) and written (W) by the fused kernel.
 """
@@ -20,8 +20,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-from ds_hessian.ops.random import philox
 
 CHUNK = 1 << 16  # elements per fp64 temporary: the twins must not double the memory of a vector
 TILE = 1 << 20  # elements of a basis' fp64 temporary, all rows together
@@ -47,16 +45,15 @@ def displace(
     v: Tensor | None,
     h: float,
     owned: int,
-    seed: int | None = None,
 ) -> Tensor:
     """Write `w = cast(master + h * v)` shard by shard; never accumulates. `h = 0` restores.
 
     `weights` and `masters` are matching lists of flat shards whose lengths add up to `n_local`, in
     the vector's order; each may be fp32, bf16 or fp16. The sum is formed in fp32 and rounded once,
-    to nearest even, or stochastically when `seed` is given (unbiased: a function of (seed, index)).
+    to nearest even.
 
     With `h = 0`, `w = cast(master)` bit for bit: `v`, which may then be None, takes no part in it
-    (0 * Inf is not 0, -0 + 0 is not -0), and rounding is to nearest.
+    (0 * Inf is not 0, -0 + 0 is not -0).
 
     Returns:
         `(2,)`: `<change, v>` (0 without v) and `<change, change>` over the owned prefix, where
@@ -75,8 +72,6 @@ def displace(
             new = m_part.float()
             if h != 0 and v is not None:
                 new = new + v[at : at + w_part.numel()] * h
-                if seed is not None:
-                    new = _round_stochastically(new, w.dtype, seed, at)
             w_part.copy_(new)
             change = w_part[:count].double() - old
             products[1] += torch.dot(change, change)
@@ -87,38 +82,25 @@ def displace(
 
 
 def difference(
-    g_plus: Tensor,
-    g_minus: Tensor,
-    h: float,
-    v: Tensor,
-    v_previous: Tensor | None,
-    g_zero: Tensor | None,
-    owned: int,
+    g_plus: Tensor, g_minus: Tensor, h: float, g_zero: Tensor | None, owned: int
 ) -> Tensor:
     """Central difference in place: `g_plus <- (g_plus - g_minus) / 2h`.
 
     Returns:
-        `(5,)`: with `p` the result, `<p, v>`, `<p, v_previous>` (0 without one), `<p, p>`,
-        `<s, s>` with `s = g_plus + g_minus - 2 g_zero` (0 without g_zero), and `<s, p>`.
-        R g_plus, g_minus, v, v_previous, g_zero; W g_plus.
+        `(2,)`: `<p, p>` with `p` the result, and `<s, s>` with `s = g_plus + g_minus - 2 g_zero`
+        (0 without g_zero). R g_plus, g_minus, g_zero; W g_plus.
     """
-    products = torch.zeros(5, dtype=torch.float64, device=g_plus.device)
+    products = torch.zeros(2, dtype=torch.float64, device=g_plus.device)
     for start in range(0, g_plus.numel(), CHUNK):
         part = slice(start, start + CHUNK)
         plus, minus = g_plus[part], g_minus[part]
         count = max(0, min(owned - start, plus.numel()))
-        second = None
         if g_zero is not None:
             second = (plus.double() + minus.double() - 2 * g_zero[part].double())[:count]
+            products[1] += torch.dot(second, second)
         plus.sub_(minus).mul_(1 / (2 * h))
         p = plus[:count].double()
-        products[0] += torch.dot(p, v[part][:count].double())
-        products[2] += torch.dot(p, p)
-        if v_previous is not None:
-            products[1] += torch.dot(p, v_previous[part][:count].double())
-        if second is not None:
-            products[3] += torch.dot(second, second)
-            products[4] += torch.dot(second, p)
+        products[0] += torch.dot(p, p)
     return products
 
 
@@ -137,37 +119,18 @@ def curvature_ratio(g_plus: Tensor, g_minus: Tensor, g_zero: Tensor, owned: int)
     return products
 
 
-def lanczos_update(
-    w: Tensor, v: Tensor, v_previous: Tensor | None, alpha: float, beta: float, owned: int
-) -> Tensor:
-    """Three-term recurrence in place: `w <- w - alpha v - beta v_previous`, rounded once.
-
-    Returns `(1,)`: `<w, w>` of the result. R w, v, v_previous; W w.
-    """
-    for start in range(0, w.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
-        updated = w[part].double() - alpha * v[part].double()
-        if v_previous is not None:
-            updated -= beta * v_previous[part].double()
-        w[part].copy_(updated)
-    return _dot(w[:owned], w[:owned]).reshape(1)
-
-
 def _chunk(rows: int) -> int:
     """Columns at a time, so that all rows of a basis in fp64 are one moderate temporary."""
     return min(CHUNK, max(256, TILE // max(rows, 1)))
 
 
 def project(basis: Tensor, w: Tensor, owned: int) -> Tensor:
-    """`(m + 1,)`: the m dot products of the rows of `basis` with `w`, then `<w, w>`. R basis, w."""
-    rows = basis.shape[0]
-    products = torch.zeros(rows + 1, dtype=torch.float64, device=w.device)
-    chunk = _chunk(rows)
+    """`(m,)`: the dot products of the rows of `basis` with `w`. R basis, w."""
+    products = torch.zeros(basis.shape[0], dtype=torch.float64, device=w.device)
+    chunk = _chunk(basis.shape[0])
     for start in range(0, owned, chunk):
         stop = min(start + chunk, owned)
-        part = w[start:stop].double()
-        products[:rows] += basis[:, start:stop].double() @ part
-        products[rows] += torch.dot(part, part)
+        products += basis[:, start:stop].double() @ w[start:stop].double()
     return products
 
 
@@ -184,9 +147,9 @@ def subtract(basis: Tensor, w: Tensor, coefficients: Tensor, owned: int) -> Tens
 
 
 def subtract_project(basis: Tensor, w: Tensor, coefficients: Tensor, owned: int) -> Tensor:
-    """`subtract` then `project` of the result, reading the basis once: the middle of CGS2.
+    """`subtract`, then `project` of the result, reading the basis once: the middle of CGS2.
 
-    Returns `(m + 1,)`. R basis, w; W w.
+    Returns `(m,)`: the products of `project`. R basis, w; W w.
     """
     subtract(basis, w, coefficients, owned)
     return project(basis, w, owned)
@@ -195,7 +158,7 @@ def subtract_project(basis: Tensor, w: Tensor, coefficients: Tensor, owned: int)
 def normalize_store(w: Tensor, scale: float, v: Tensor, row: Tensor | None, owned: int) -> Tensor:
     """`v <- scale * w`, and its copy rounded to the basis' dtype into `row` (if given).
 
-    With a `row` in a 16-bit dtype, `v` receives the *rounded* values, so that the vector that is
+    With a bf16 `row`, `v` receives the *rounded* values, so that the vector that is
     multiplied next is the vector that is stored. `v` may be `w` itself.
 
     Returns `(1,)`: `<v, v>` of what was written. R w; W v, row.
@@ -217,24 +180,3 @@ def combine(basis: Tensor, coefficients: Tensor, out: Tensor) -> None:
     for start in range(0, basis.shape[1], chunk):
         part = slice(start, start + chunk)
         out[:, part] = coefficients.double() @ basis[:, part].double()
-
-
-def _round_stochastically(x: Tensor, dtype: torch.dtype, seed: int, start: int) -> Tensor:
-    """Round fp32 `x` to `dtype`, up with the probability of its distance to the lower neighbour.
-
-    Element `i` of the vector takes 16 bits of Philox block `i // 8`: of word `i % 8 // 2`, the
-    lower half where `i` is even. No format drops more.
-    """
-    if dtype == torch.float32:
-        return x
-    index = torch.arange(start, start + x.numel(), device=x.device)
-    words = torch.stack(philox(seed, 0, 0, index >> 3), -1)
-    bits = words.gather(-1, ((index >> 1) & 3)[:, None]).squeeze(-1) >> 16 * (index & 1)
-    drop = 16 if dtype == torch.bfloat16 else 13
-    mask = (1 << drop) - 1
-    raw = x.view(torch.int32).to(torch.int64)
-    rounded = (raw + (bits & mask)) & ~mask
-    finite = torch.isfinite(x)
-    # Subnormal fp16 results keep fewer bits than `drop` says: those fall to round-to-nearest in
-    # the final cast, which costs unbiasedness below 6e-5 only.
-    return torch.where(finite, rounded.to(torch.int32).view(torch.float32), x).to(dtype)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_hessian.errors import KernelError
-from ds_hessian.ops import native
+from ds_hessian.ops import cache, native
 from ds_hessian.ops.native import Implementation
 
 
@@ -67,6 +67,6 @@ def report() -> OpsReport:
 
 
 def _cache() -> str:
-    path = str(native.cache_root())
+    path = str(cache.root())
     home = os.path.expanduser("~")
     return "~" + path[len(home) :] if path.startswith(home + os.sep) else path

@@ -1,8 +1,8 @@
-"""Compiles the kernels of `csrc/` into one extension module per backend, with ninja or without.
+"""Compiles the kernels of `csrc/` into one extension module per backend.
 
-Imports the standard library only: `setup.py` runs it (through `build_ext.py`) where neither torch
-nor DeepSpeed is installed, `native.py` runs it at first use. The sources know nothing of torch, so
-the result serves every torch version and is ready in seconds.
+Imports the standard library only: `setup.py` runs it where neither torch nor DeepSpeed is
+installed, `cache.py` runs it at first use. The sources know nothing of torch, so the result serves
+every torch version and is ready in seconds; half a dozen files need no build system.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 import sys
@@ -31,9 +30,6 @@ KERNELS = (
 BINDINGS = ("-O1",)  # compile time: a call converts a dozen integers
 CUDA = ("-std=c++17", "-O3", "--fmad=false", "--expt-relaxed-constexpr", "-lineinfo")
 DEFAULT_CUDA_ARCHS = ("8.0", "9.0")
-CPU_SOURCES = ("basis", "parallel", "probes", "streaming")
-CUDA_SOURCES = ("basis", "probes", "streaming")
-
 
 Compile = tuple[tuple[str, ...], Path]  # a command without its input and output, and its source
 
@@ -134,8 +130,7 @@ def plan_cpu() -> Plan:
     root, compiler = source_root(), find_compiler()
     march = os.environ.get("DS_HESSIAN_MARCH", "native")
     kernels = (compiler, *COMMON, *KERNELS, f"-march={march}", "-DDS_HESSIAN_BACKEND=cpu")
-    compiles: list[Compile] = [(kernels, root / "cpu" / f"{name}.cpp") for name in CPU_SOURCES]
-    compiles.append((_bindings(compiler, "cpu"), root / "bindings.cpp"))
+    compiles = _compiles(kernels, _bindings(compiler, "cpu"), root, "cpu/*.cpp")
     versions = (_version(compiler), _processor() if march == "native" else "")
     link = (compiler, "-shared", "-pthread")
     return _plan("cpu", compiles, link, root, versions)
@@ -158,10 +153,16 @@ def plan_cuda(archs: Sequence[str] = ()) -> Plan:
     targets.append(f"-gencode=arch=compute_{numbers[-1]},code=compute_{numbers[-1]}")
     host = ("-ccbin", compiler, "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
     kernels = (nvcc, *CUDA, *host, *targets, "-DDS_HESSIAN_BACKEND=cuda")
-    compiles: list[Compile] = [(kernels, root / "cuda" / f"{name}.cu") for name in CUDA_SOURCES]
-    compiles.append((_bindings(compiler, "cuda"), root / "bindings.cpp"))
+    compiles = _compiles(kernels, _bindings(compiler, "cuda"), root, "cuda/*.cu")
     link = (nvcc, "-shared", "-ccbin", compiler, "-cudart=static")
     return _plan("cuda", compiles, link, root, (_version(compiler), _version(nvcc)))
+
+
+def _compiles(
+    kernels: tuple[str, ...], bindings: tuple[str, ...], root: Path, pattern: str
+) -> list[Compile]:
+    sources = sorted(root.glob(pattern))
+    return [(bindings, root / "bindings.cpp"), *((kernels, source) for source in sources)]
 
 
 def _bindings(compiler: str, backend: str) -> tuple[str, ...]:
@@ -192,41 +193,16 @@ def build(plan: Plan, directory: Path, jobs: int | None = None) -> Path:
         BuildError: a command failed; the message is the command and what it printed.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    target = directory / plan.filename
-    names = [f"{number}_{source.name}.o" for number, (_, source) in enumerate(plan.compiles)]
-    if ninja := _find_ninja():
-        _write_ninja(plan, directory, names)
-        parallel = [f"-j{jobs}"] if jobs else []
-        _run([ninja, "-C", str(directory), *parallel])
-        return target
+    objects = [directory / f"{i}_{source.name}.o" for i, (_, source) in enumerate(plan.compiles)]
     commands = [
-        [*command, "-c", str(source), "-o", str(directory / name)]
-        for (command, source), name in zip(plan.compiles, names, strict=True)
+        [*command, "-c", str(source), "-o", str(target)]
+        for (command, source), target in zip(plan.compiles, objects, strict=True)
     ]
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         list(pool.map(_run, commands))
-    _run([*plan.link, *(str(directory / name) for name in names), "-o", str(target)])
-    return target
-
-
-def _find_ninja() -> str | None:
-    beside = Path(sys.executable).parent / "ninja"  # a virtual environment need not be on the PATH
-    return str(beside) if beside.is_file() else shutil.which("ninja")
-
-
-def _write_ninja(plan: Plan, directory: Path, names: Sequence[str]) -> None:
-    def quote(text: object) -> str:
-        return str(text).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
-
-    lines = ["ninja_required_version = 1.3"]
-    for number, ((command, source), name) in enumerate(zip(plan.compiles, names, strict=True)):
-        shell = " ".join(shlex.quote(part) for part in command).replace("$", "$$")
-        lines += [f"rule compile{number}", f"  command = {shell} -c $in -o $out"]
-        lines += [f"build {name}: compile{number} {quote(source)}"]
-    shell = " ".join(shlex.quote(part) for part in plan.link).replace("$", "$$")
-    lines += ["rule link", f"  command = {shell} $in -o $out"]
-    lines += [f"build {quote(plan.filename)}: link {' '.join(names)}", ""]
-    (directory / "build.ninja").write_text("\n".join(lines))
+    built = directory / plan.filename
+    _run([*plan.link, *map(str, objects), "-o", str(built)])
+    return built
 
 
 def _run(command: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a spectrum's own diagnostics say against it, and what to do about it."""
+"""Warnings that follow from a spectrum's own diagnostics, each with its advice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ASYMMETRY = 3.0
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """What is known of the products of a spectrum, for P probes with m products each.
+    """Diagnostics of the products of a spectrum: P probes, m products each.
 
     Attributes:
         automatic: Whether each product chose its own displacement.

@@ -1,4 +1,4 @@
-"""What every record is: frozen figures that can be saved, loaded, printed and drawn.
+"""The base of all records: frozen figures that can be saved, loaded, printed and drawn.
 
 Records hold small arrays, the same on every rank, and vectors that stay sharded. They import
 nothing that draws: `table` and `plot` ask the display that the package provides.
@@ -109,7 +109,7 @@ class Record:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two values are equal, arrays and NaN bit for bit."""
+    """Compare two values, arrays bit for bit."""
     if isinstance(a, np.ndarray):
         return bool(a.shape == b.shape and a.tobytes() == b.tobytes())
     if isinstance(a, Tensor):
@@ -121,11 +121,11 @@ def _same(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measured(Record):
-    """What every record of an analysis says.
+    """The base of the records of analyses.
 
     Attributes:
-        cost: What it took.
-        provenance: What it was measured on.
+        cost: Time and products that the analysis took.
+        provenance: The model, the data and the settings that it was measured with.
     """
 
     cost: Cost

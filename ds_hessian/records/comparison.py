@@ -41,7 +41,7 @@ class Comparison(Record):
 
     @property
     def by_step(self) -> bool:
-        """Whether they can be told apart by their training step alone."""
+        """True if no two spectra have the same training step."""
         steps = [s.provenance.step for s in self.spectra.values()]
         return len(set(steps)) == len(steps)
 
@@ -65,8 +65,8 @@ class Comparison(Record):
         if not isinstance(contents, dict):
             raise ResultError("it holds no spectra")
         for number, (name, one) in enumerate(contents.items()):
-            if not isinstance(one, dict):
-                raise ResultError(f"spectrum {name!r} must be a JSON object, got {one!r:.60}")
+            if not (isinstance(one, dict) and name.isprintable()):
+                raise ResultError(f"spectrum {name!a:.60} must be a JSON object, got {one!a:.60}")
             prefix = f"{number}/"
             own = {f.removeprefix(prefix): a for f, a in arrays.items() if f.startswith(prefix)}
             spectra[name] = HessianSpectrum.unpacked(one, own)

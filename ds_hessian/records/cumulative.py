@@ -35,7 +35,7 @@ ROUNDING = 32 * 2.0**-24
 
 @dataclass(frozen=True)
 class Probe:
-    """What Lanczos knows from one probe, by m products.
+    """One probe's Lanczos decomposition after m products.
 
     Attributes:
         alphas: `(m,)` diagonal of the tridiagonal.

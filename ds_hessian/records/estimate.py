@@ -11,7 +11,7 @@ class Estimate:
     """A measured value.
 
     Attributes:
-        value: In the unit of the quantity.
+        value: The value, in the unit of the quantity.
         error: One standard error, or the bound that the quantity's documentation names; same unit.
     """
 
@@ -46,9 +46,9 @@ class SamplingErrors:
     Student's distribution of `micro_batches - 1` degrees of freedom.
 
     Attributes:
-        eigenvalue_max: Of the largest eigenvalue, to first order.
-        eigenvalue_min: Of the smallest eigenvalue, to first order.
-        trace: Of the trace, from the probes' quadratic forms.
+        eigenvalue_max: Standard error of the largest eigenvalue, to first order.
+        eigenvalue_min: Standard error of the smallest eigenvalue, to first order.
+        trace: Standard error of the trace, from the probes' quadratic forms.
         micro_batches: Number of independent draws G: micro-batches of a rank.
     """
 

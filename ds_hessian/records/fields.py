@@ -25,6 +25,8 @@ Array = np.ndarray[Any, Any]
 
 LARGEST_INTEGER = 2**63 - 1
 """Integers of a record are counts, which fit 64 bits."""
+LARGEST = 1e100
+"""Entries of an array are at most this large, so that their squares and sums are numbers."""
 MOST_VECTORS = 2**20
 """Sharded vectors of one record."""
 GIVEN = {"f": (np.floating, np.integer), "i": (np.integer,), "b": (np.bool_,)}
@@ -94,10 +96,19 @@ def _settle(name: str, value: Any, axes: Axes, sizes: dict[str, int]) -> Array:
     wanted = tuple(sizes.get(axis, -1) for axis in axes.axes)
     if array.shape != wanted:
         raise ResultError(f"{name} must be {wanted}, its {axes}, got {array.shape}")
-    if axes.finite and not np.isfinite(array).all():
-        raise NumericsError(f"{name} must be finite, got {array}")
+    if axes.kind == "f":
+        _check_size(name, array, axes)
     array.setflags(write=False)
     return array
+
+
+def _check_size(name: str, array: Array, axes: Axes) -> None:
+    finite = np.isfinite(array)
+    if axes.finite and not finite.all():
+        raise NumericsError(f"{name} must be finite, got {array}")
+    largest = max(np.max(array, where=finite, initial=0), -np.min(array, where=finite, initial=0))
+    if largest > LARGEST:
+        raise NumericsError(f"{name} must be at most {LARGEST:g} in size, got {largest:g}")
 
 
 # ---- to and from what is stored
@@ -186,10 +197,15 @@ def _read(hint: Any, stored: Any, name: str) -> Any:
         if len(kinds) == len(stored):
             return tuple(_read(k, s, name) for k, s in zip(kinds, stored, strict=True))
     if origin in (dict, Mapping) and isinstance(stored, dict):
-        return {key: _read(options[1], value, f"{name}.{key}") for key, value in stored.items()}
+        keys = (_read(options[0], key, name) for key in stored)
+        return {key: _read(options[1], stored[key], f"{name}.{key}") for key in keys}
     if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(stored, dict):
         return hint(**{n: _read(h, stored[n], f"{name}.{n}") for n, h in _hints(hint, stored)})
-    if hint in (str, bool) and type(stored) is hint:
+    if hint is bool and type(stored) is bool:
+        return stored
+    if hint is str and type(stored) is str:
+        if not stored.isprintable():
+            raise ResultError(f"{name} must be printable text, got {stored!a:.60}")
         return stored
     if hint is int and type(stored) is int and abs(stored) <= LARGEST_INTEGER:
         return stored
@@ -218,6 +234,4 @@ def _read_any(options: tuple[Any, ...], stored: Any, name: str) -> Any:
 
 
 def _mistyped(hint: Any, stored: Any, name: str) -> ResultError:
-    text = repr(stored)
-    text = text if len(text) < 60 else text[:57] + "..."
-    return ResultError(f"{name} must be {getattr(hint, '__name__', hint)}, got {text}")
+    return ResultError(f"{name} must be {getattr(hint, '__name__', hint)}, got {stored!a:.60}")

@@ -27,13 +27,13 @@ SAME = ("step", "seed", "probe", "num_micro_batches")
 def density_of_parts(
     parts: Sequence[HessianSpectrum], grid: ArrayLike | None = None, width: float | None = None
 ) -> Density:
-    """The mean density of several parts of the data, and its standard error of sampling.
+    """Return the mean density of several parts of the data, and its standard error of sampling.
 
     Args:
         parts: Spectra of disjoint micro-batches, equally many, at the same weights and with the
             same probes: at least 2; from about 4 on the band is worth looking at.
         grid: Ascending eigenvalues `(k,)`; None for one that resolves every kernel.
-        width: Of every Gaussian; None for the automatic ones of each part.
+        width: Standard deviation of every Gaussian; None for the automatic ones of each part.
 
     Returns:
         A `Density` whose `errors` and `band()` are over the parts. Rows of `width` are parts.

@@ -1,4 +1,4 @@
-"""What a result cost and what it was measured on."""
+"""The cost of a result, and what it was measured on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _now() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What the measurement took on this rank; seconds are wall-clock.
+    """The cost of a measurement on this rank; seconds are wall-clock time.
 
     Attributes:
         seconds_total: The whole measurement.
@@ -63,25 +63,25 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """What was measured, and how: enough to repeat it.
+    """The model, the data and the settings of a measurement: enough to repeat it.
 
     Attributes:
         step: Optimizer steps made before the measurement.
-        seed: Of the probes.
+        seed: Seed of the probes.
         probe: Distribution of the probes.
-        displacement: The setting; what was used is in the record's `displacements`.
+        displacement: The setting; the values used are in the record's `displacements`.
         scheme: Finite-difference formula.
         precision: Arithmetic of the gradients.
         dropout: Whether the modules were in train mode.
-        num_micro_batches: For each data-parallel rank.
+        num_micro_batches: Micro-batches of each data-parallel rank.
         layout: How the model was split, for people: "ZeRO-3, 2 ranks".
-        world_size: Ranks.
-        model_dtype: Of the weights.
+        world_size: Number of ranks.
+        model_dtype: Type of the weights.
         data_fingerprint: Hash of the micro-batches.
-        versions: Of python, torch, deepspeed and others.
-        ds_hessian_version: Of this package.
+        versions: Versions of python, torch, deepspeed and other packages.
+        ds_hessian_version: Version of this package.
         created: When the record was made, ISO 8601, UTC.
-        schema_version: Of the stored form.
+        schema_version: Version of the stored form.
     """
 
     step: int

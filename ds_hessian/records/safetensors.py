@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ds_hessian.errors import ResultError
+from ds_hessian.records.files import replacing
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -28,7 +29,7 @@ class Writer:
     """Writes fp32 tensors in the order of their shapes; the file appears whole, or not at all.
 
     Args:
-        path: Of the file.
+        path: The file to write.
         shapes: {name: shape} of all tensors.
         metadata: Strings to keep beside them.
 
@@ -37,7 +38,6 @@ class Writer:
     """
 
     def __init__(self, path: Path, shapes: Shapes, metadata: Mapping[str, str]) -> None:
-        self.path, self._temporary = path, path.with_name(f".{path.name}.{os.getpid()}.tmp")
         header: dict[str, object] = {"__metadata__": dict(metadata)}
         offset = 0
         for name, shape in shapes.items():
@@ -46,15 +46,18 @@ class Writer:
             offset = stop
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._temporary.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._header = len(text).to_bytes(8, "little") + text
+        self.path = path
 
     def append(self, tensor: Tensor) -> None:
-        """The next tensor."""
+        """Write the next tensor."""
         self._file.write(tensor.detach().cpu().float().contiguous().numpy().tobytes())
 
     def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._file = stack.enter_context(replacing(self.path))
+            self._file.write(self._header)
+            self._opened = stack.pop_all()
         return self
 
     def __exit__(
@@ -63,14 +66,7 @@ class Writer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        self._file.close()
-        if kind is None:
-            os.replace(self._temporary, self.path)
-        else:
-            self._temporary.unlink(missing_ok=True)
+        self._opened.__exit__(kind, error, trace)
 
 
 class Reader:

@@ -33,6 +33,8 @@ from ds_hessian.records.provenance import Cost, Provenance
 
 Array = NDArray[np.float64]
 
+UNITY = 1e-6
+"""Weights of a probe sum to 1 but for rounding, which is far below this."""
 LEVELS = 17
 """Eigenvalues over the bulk at which the stored file gives the cumulative distribution."""
 
@@ -68,9 +70,9 @@ class HessianSpectrum(Measured):
         trace: Sum of all eigenvalues, with the probes' standard error.
         loss: Mean loss over the measured micro-batches; None if not known.
         gradient_norm: |gradient| of that loss; None if not known.
-        cost: What it took.
-        provenance: What it was measured on.
-        sampling: What other micro-batches would change; None if it was not asked for.
+        cost: Time and products that it took.
+        provenance: The model, the data and the settings that it was measured with.
+        sampling: Standard errors of having measured on these micro-batches; None if not asked for.
     """
 
     kind: ClassVar[str] = "spectrum"
@@ -112,9 +114,25 @@ class HessianSpectrum(Measured):
         if 0 in self.alphas.shape:
             shape = self.alphas.shape
             raise ResultError(f"alphas must be (num_probes, m), neither of them 0; got {shape}")
+        self._check()
         scalars = (self.trace.value, self.trace.error, self.loss, self.gradient_norm)
         if not all(value is None or np.isfinite(value) for value in scalars):
             raise NumericsError(f"trace, loss and gradient norm must be finite, got {scalars}")
+
+    def _check(self) -> None:
+        """Refuse figures that no Lanczos run leaves behind.
+
+        Raises:
+            ResultError: weights are no shares, Ritz values do not ascend, or an error is negative.
+        """
+        sums = self.weights.sum(axis=1)
+        if self.weights.min() < 0 or abs(sums - 1).max() > UNITY:
+            raise ResultError(f"weights must be at least 0 and sum to 1 in each row, got {sums}")
+        if (np.diff(self.ritz_values, axis=1) < 0).any():
+            raise ResultError(f"ritz_values must ascend in each row, got {self.ritz_values}")
+        for name in ("betas", "ritz_errors", "product_errors", "asymmetries"):
+            if getattr(self, name).min() < 0:
+                raise ResultError(f"{name} must be at least 0, got {getattr(self, name).min()}")
 
     @classmethod
     def from_runs(
@@ -193,14 +211,14 @@ class HessianSpectrum(Measured):
 
     @property
     def product_noise(self) -> float:
-        """Median absolute error of the products; eigenvalues below it cannot be told from 0."""
+        """Median absolute error of the products; smaller eigenvalues cannot be told from 0."""
         return float(np.median(self.product_errors))
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What speaks against the figures (fidelity, errors, nonlinearity, asymmetry), with advice.
+        """Warnings about the figures (fidelity, errors, nonlinearity, asymmetry), with advice.
 
-        Empty where nothing does. Printed by `table`, and logged by the engine.
+        The tuple is empty if there are none. `table` prints them, and the engine logs them.
         """
         diagnostics = Diagnostics(
             automatic=self.provenance.displacement == "auto",

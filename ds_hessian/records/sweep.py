@@ -31,12 +31,12 @@ class DisplacementSweep(Measured):
         curvatures: `(D, k)` v'Hv, loss per squared parameter.
         norms: `(D, k)` |Hv|.
         changes: `(D, k)` |Hv - Hv'| from the next smaller h; NaN for the first.
-        nonlinearities: `(D, k)` see `Product`; NaN where not measured.
+        nonlinearities: `(D, k)` nonlinearity ratio of each product; NaN where not measured.
         fidelities: `(D, k)` cosine of realised and intended displacement.
         loss: Mean loss at the weights; None if not known.
-        gradient_norm: Of that loss; None if not known.
-        cost: What it took, the search for the directions included.
-        provenance: What it was measured on.
+        gradient_norm: |gradient| of that loss; None if not known.
+        cost: Time and products that it took, the search for the directions included.
+        provenance: The model, the data and the settings that it was measured with.
     """
 
     kind: ClassVar[str] = "sweep"

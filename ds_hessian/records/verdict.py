@@ -1,4 +1,4 @@
-"""Whether a job's Hessian can be trusted: the record of a self-test."""
+"""The record of a self-test, which says whether a job's Hessian can be trusted."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the value is within the limit (NaN is not)."""
+        """True if the value is within the limit; NaN is not."""
         return self.value <= self.limit
 
 
 @dataclass(frozen=True, eq=False)
 class SelfTest(Record):
-    """What `HessianEngine.self_test` found; the same on every rank.
+    """The result of `HessianEngine.self_test`, the same on every rank.
 
     Attributes:
         checks: In the order in which they were made.
         error: Estimated relative error of a product of a random vector.
         displacement: Its h.
         suggestions: Settings to change, each in a sentence; empty where all is well.
-        provenance: What it was made on; None if it was not said.
+        provenance: The model, the data and the settings that it was made with.
     """
 
     kind: ClassVar[str] = "self_test"
@@ -49,11 +49,11 @@ class SelfTest(Record):
     error: float
     displacement: float
     suggestions: tuple[str, ...]
-    provenance: Provenance | None = None
+    provenance: Provenance
 
     @property
     def passed(self) -> bool:
-        """Whether every check passed."""
+        """True if every check passed."""
         return all(check.passed for check in self.checks)
 
     def derived(self) -> dict[str, Any]:

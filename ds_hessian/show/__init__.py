@@ -1,4 +1,4 @@
-"""What people look at: tables, pictures, the page, monitor events, progress.
+"""Records for people: tables, pictures, the page, monitor events, progress.
 
 All of them are functions of records.
 """

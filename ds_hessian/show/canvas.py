@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ds_hessian.records.files import replacing
 from ds_hessian.show.style import GREY, INK
 
 DPI = 130
@@ -28,9 +29,9 @@ def new_figure(width: float, height: float, **options: Any) -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> Path:
-    """Write the figure in the format of its name; returns the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
+    """Write the figure in the format of its name, at once; returns the path."""
+    with replacing(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix(".") or None, dpi=DPI)
     return path
 
 

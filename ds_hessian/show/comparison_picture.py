@@ -76,11 +76,11 @@ def _draw_scale(axes: Any, comparison: Comparison) -> None:
 
     shown = LinearSegmentedColormap.from_list("", colormaps["viridis"](np.linspace(0.0, 0.9, 64)))
     bar = axes.figure.colorbar(ScalarMappable(cmap=shown), ax=axes, location="top", aspect=60)
-    places = np.linspace(0, len(comparison.spectra) - 1, 5).round().astype(int)
+    chosen = np.linspace(0, len(comparison.spectra) - 1, 5).round().astype(int)
     names = list(comparison.spectra)
     if comparison.by_step:
         names = [f"step {s.provenance.step:,}" for s in comparison.spectra.values()]
-    bar.set_ticks(places / (len(names) - 1), labels=[names[place] for place in places])
+    bar.set_ticks(chosen / (len(names) - 1), labels=[names[number] for number in chosen])
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_visible(False)
 

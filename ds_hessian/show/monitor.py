@@ -100,7 +100,7 @@ def write_wandb(
     Args:
         wandb: The module.
         record: What to write.
-        picture: Of it.
+        picture: File of its picture; None if there is none.
         step: W&B's counter where the host logs by optimizer step; None for where it stands.
     """
     content: dict[str, Any] = {tag: value for tag, value, _ in monitor_events(record)}

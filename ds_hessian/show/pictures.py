@@ -64,7 +64,7 @@ PICTURES: dict[type[Record], Callable[[Any, Path], Path]] = {
     Comparison: comparison_picture,
     SelfTest: self_test_picture,
 }
-"""What draws each class of records."""
+"""The function that draws each class of records."""
 FEW = "at one step it is a few numbers, which table() prints; `ds-hessian page` draws them over "
 WITHOUT: dict[type[Record], str] = {
     HessianSharpness: FEW + "training",

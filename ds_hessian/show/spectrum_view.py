@@ -1,4 +1,4 @@
-"""What every picture of a spectrum shows, computed once: intervals, limits, outliers, stems.
+"""Everything that a picture of a spectrum shows, computed once for all renderers.
 
 The renderers (`ds_hessian.show.spectrum_picture` with matplotlib, `ds_hessian.show.page.density`
 with plotly) only draw it.
@@ -65,7 +65,7 @@ class Stems:
 
 @dataclass(frozen=True)
 class Panel:
-    """What is drawn in one view of a spectrum.
+    """Everything that is drawn in one view of a spectrum.
 
     Attributes:
         view: The part of the axis.

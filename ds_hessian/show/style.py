@@ -1,4 +1,4 @@
-"""What pictures, page and tables have in common: colours, and numbers as short text.
+"""Colours of pictures and page, and numbers as short text.
 
 The colours are from Okabe and Ito's palette, which the common colour-blindnesses keep apart.
 """

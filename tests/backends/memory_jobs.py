@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import re
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +15,7 @@ import ds_hessian
 from ds_hessian.memory import Item, MemoryPlan
 from ds_hessian.ops import async_io
 from ds_hessian.planning import free_memory
+from tests.backends.peaks import peaks
 
 WIDTH, DEPTH = 512, 4
 
@@ -80,50 +75,6 @@ def dtype_of(engine: Any) -> torch.dtype:
     return dtype
 
 
-def resident(folder: Path | None = None) -> tuple[int, int, int]:
-    """Bytes that this process has now: of its own memory, in files without a name, and in vectors
-    of its rank in a folder.
-    """
-    own = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
-    assert own is not None
-    files: dict[int, int] = {}  # one may be open more than once
-    for link in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # closed meanwhile
-            if os.readlink(link).endswith(" (deleted)"):
-                found = os.stat(link)
-                files[found.st_ino] = 512 * found.st_blocks
-    kept = 0
-    for path in [] if folder is None else folder.rglob(f"*.rank{dist.get_rank()}.safetensors"):
-        with suppress(OSError):
-            kept += path.stat().st_size
-    return 1024 * int(own[1]), sum(files.values()), kept
-
-
-@contextmanager
-def peak_resident(folder: Path | None = None) -> Iterator[list[int]]:
-    """Over the body, the peaks of each, over what there was before.
-
-    Sampled, because the kernel's own peak (`VmHWM`) has libraries' code in it.
-    """
-    gc.collect()
-    before, done = resident(), threading.Event()
-    peaks = [0, 0, 0]
-
-    def watch() -> None:
-        while not done.is_set():
-            for i, size in enumerate(resident(folder)):
-                peaks[i] = max(peaks[i], size - before[i])
-            time.sleep(0.002)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield peaks
-    finally:
-        done.set()
-        thread.join()
-
-
 def measured_and_planned(
     stage: int, dtype: str, cases: list[tuple[str, dict[str, Any]]]
 ) -> list[tuple[list[int], list[int], float]]:
@@ -137,7 +88,7 @@ def measured_and_planned(
     hessian.spectrum(num_matvecs=2, mode="selective")  # modules are imported, kernels loaded
     hessian.trace("hutchinson", 2)
     hessian.eigenpairs(1, max_matvecs=2)
-    with peak_resident() as training:
+    with peaks() as training:
         engine.backward(engine(data[0]))
     engine.step()
     passes = Item("a training pass", "host", training[0], ("passes",))
@@ -156,10 +107,10 @@ def measured_and_planned(
         elif analysis == "sharpness":  # from Lanczos it may converge before its basis is full
             hessian.sharpness(preconditioned=given["preconditioned"])
             del given["warm"]
-        with peak_resident(folder) as peaks:
+        with peaks(folder) as measured:
             getattr(hessian, analysis)(**given)
         planned = [plan.peak("host"), plan.peak("disk"), plan.peak("resume")]
-        found.append((list(peaks), planned, 4.0 * hessian.backend.space.n_local))
+        found.append((list(measured), planned, 4.0 * hessian.backend.space.n_local))
     engine.destroy()
     return found
 

@@ -23,7 +23,7 @@ Ranks = Callable[[int], RankPool]
 def run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What rank 0 of 2 found, the dense Hessian, and the file of vectors."""
     path = tmp_path_factory.mktemp("vectors") / "top.safetensors"
-    results = ranks(2).run(jobs.analyse, str(path), timeout=400)
+    results = ranks(2).run(jobs.analyse, str(path))
     weights, figures, *rest = results[0]
     dense = DenseHessian(TinyGPT(), weights, [batch(500 + i, 0) for i in range(jobs.TOTAL)])
     for ours, theirs in zip(figures, results[1][1], strict=True):

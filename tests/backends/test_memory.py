@@ -4,7 +4,7 @@ in bf16 on the host and on disk beside the one in fp32.
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from tests.backends import memory_jobs as jobs
+from tests.backends.peaks import counting
 from tests.ranks import RankPool
+from tests.tiers import cells
 
 PLACES = ("accelerator", "host", "disk")
 
@@ -63,20 +65,16 @@ KEPT: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module")
-def fresh() -> Iterator[Callable[[int], RankPool]]:
-    """Ranks in which freed memory is given back at once, so that what is resident is in use.
-
-    glibc otherwise keeps freed blocks of up to 32 MiB: a peak then depends on what came before.
-    """
+def fresh(
+    built: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[int], RankPool]]:
+    """Ranks of their own, which count what they allocate."""
     pools: dict[int, RankPool] = {}
 
     def get(world_size: int) -> RankPool:
         if world_size not in pools:
-            os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 18)
-            try:
-                pools[world_size] = RankPool(world_size)
-            finally:
-                del os.environ["MALLOC_MMAP_THRESHOLD_"]
+            with counting(tmp_path_factory.mktemp("counting")):
+                pools[world_size] = RankPool(world_size, multiprocessing.get_context("spawn"))
         return pools[world_size]
 
     yield get
@@ -85,9 +83,9 @@ def fresh() -> Iterator[Callable[[int], RankPool]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "dtype"), [(3, "fp32"), (3, "bf16"), (2, "bf16"), (1, "fp32"), (0, "fp32")]
+    ("stage", "dtype"),
+    cells([(3, "fp32"), (3, "bf16"), (2, "bf16"), (1, "fp32"), (0, "fp32")], [(2, "bf16")]),
 )
 def test_the_measured_peak_is_within_a_tenth_of_the_plan(
     fresh: Callable[[int], RankPool], stage: int, dtype: str
@@ -96,8 +94,8 @@ def test_the_measured_peak_is_within_a_tenth_of_the_plan(
     compare(fresh(2), stage, dtype, cases)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_measured_peak_of_every_analysis_is_within_a_tenth_of_its_plan(
     fresh: Callable[[int], RankPool],
@@ -106,7 +104,6 @@ def test_the_measured_peak_of_every_analysis_is_within_a_tenth_of_its_plan(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.slow
 def test_what_resume_keeps_is_within_a_tenth_of_the_plan(
     fresh: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
@@ -114,8 +111,8 @@ def test_what_resume_keeps_is_within_a_tenth_of_the_plan(
     compare(fresh(2), 3, "fp32", cases)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.slow
 def test_what_resume_keeps_in_mode_selective_is_at_most_the_plan(
     fresh: Callable[[int], RankPool], tmp_path: Path
 ) -> None:

@@ -28,7 +28,6 @@ def expected(spectra: dict[int, HessianSpectrum]) -> dict[str, dict[int, float]]
     return {name: {step: figures_of(s)[name] for step, s in spectra.items()} for name in names}
 
 
-@pytest.mark.slow
 def test_tensorboard_and_csv_have_every_figure_at_its_step_with_its_bar(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -87,7 +86,6 @@ def wandb_rows(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_wandb_offline_has_every_figure_over_the_optimizer_step(tmp_path: Path) -> None:
     pool = RankPool(2)  # of its own: W&B keeps a run for the process

@@ -46,8 +46,8 @@ def test_the_verdict_names_what_is_wrong(ranks: Ranks, name: str) -> None:
     )
 
 
-@pytest.mark.slow
-def test_the_command_tests_an_unmodified_script(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_the_command_tests_an_unmodified_script(tmp_path: Path, built: None) -> None:
     command = [
         str(Path(sys.executable).with_name("ds-hessian")),  # it runs deepspeed --module
         *("self-test", "--ranks", "2", "--port", str(free_port()), "examples/train_gpt.py"),

@@ -12,6 +12,7 @@ import torch
 from tests.backends import jobs
 from tests.backends.test_zero3 import oracle, relative
 from tests.ranks import RankPool
+from tests.tiers import cells
 
 Ranks = Callable[[int], RankPool]
 
@@ -100,6 +101,11 @@ LOW_ENGINES: dict[str, dict[str, Any]] = {
     "3 autocast": {**zero(3), **AUTOCAST},
 }
 ENGINES = {**FP32_ENGINES, **LOW_ENGINES}
+QUICK = (  # every class of shards, every dtype and placement
+    *("0", "1", "2", "2 not contiguous", "2 optimizer offload", "3", "3 offload", "3 hpZ"),
+    *("0 bf16", "1 bf16 fp32 accumulation", "1 bf16 immediate", "2 bf16", "3 bf16 masters"),
+    *("0 fp16", "2 fp16", "3 bf16 offload", "3 fp16", "2 autocast"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +120,7 @@ def off(found: Any, expected: Any, steps: int) -> float:
     return float(max(abs(a - b)[:steps].max() for a, b in pairs) / abs(expected[0]).max())
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", cells(ENGINES, QUICK))
 def test_products_are_those_of_the_dense_hessian_and_coefficients_those_of_zero3(
     ranks: Ranks, zero3: Any, name: str
 ) -> None:
@@ -135,7 +141,7 @@ def test_products_are_those_of_the_dense_hessian_and_coefficients_those_of_zero3
     assert off_fp32 < (1e-2 if "bf16" in name else 1e-3)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", cells([1, 3], [3]))
 def test_eigenvalues_of_a_trained_bf16_engine(ranks: Ranks, stage: int) -> None:
     weights, (in_model, in_fp32) = ranks(2).run(jobs.bf16_spectra, stage, 20)[0]
     exact = torch.linalg.eigvalsh(oracle(weights).matrix()).numpy()
@@ -156,7 +162,7 @@ def test_1e8_weights_in_bf16_warn_of_a_step_that_is_lost_in_their_rounding(ranks
     assert 0.3 < fidelities[0, 0] < 0.9 and any("fidelity" in text for text in warnings)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", cells(ENGINES, QUICK))
 def test_training_is_bitwise_the_same(ranks: Ranks, name: str) -> None:
     common = {"steps": 6, "gradient_accumulation_steps": 2, **ENGINES[name]}
     modes = [{"mode": "bare", **common}, {"mode": "everywhere", **common}]
@@ -208,14 +214,19 @@ FAILING_ENGINES = {
 ON_ONE_RANK = [("model", 4, (1,)), ("model backward", 2, (0,)), ("loss", 9, (1,))]
 
 
-@pytest.mark.parametrize("name", FAILING_ENGINES)
+QUICK_FAILING = (
+    *("0", "1", "2 overlap", "2 bf16 optimizer offload", "1 bf16 fp32 accumulation", "3 offload"),
+)
+
+
+@pytest.mark.parametrize("name", cells(FAILING_ENGINES, QUICK_FAILING))
 def test_a_failure_on_one_rank_raises_on_both_and_leaves_training_alone(
     ranks: Ranks, name: str
 ) -> None:
     common = {"steps": 8, **FAILING_ENGINES[name]}
     failing = {"mode": "failing", "failures": [[failure] for failure in ON_ONE_RANK], **common}
     modes: list[dict[str, Any]] = [{"mode": "bare", **common}, failing]
-    for differing, errors in ranks(2).run(jobs.compare_training, modes, timeout=400):
+    for differing, errors in ranks(2).run(jobs.compare_training, modes):
         assert differing == [[]]
         for (_, _, (rank,)), message in zip(ON_ONE_RANK, errors[0], strict=True):
             assert f"rank {rank}: Broken: on purpose" in message

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,7 +28,18 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = Path(sys.executable).with_name("ds-hessian")  # what setup.py installs
 
 
-def call(
+def call(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """The command in this process."""
+    command, out, err = ["ds-hessian", *map(str, arguments)], io.StringIO(), io.StringIO()
+    with chdir(cwd), redirect_stdout(out), redirect_stderr(err):
+        with mock.patch.object(sys, "argv", command), pytest.raises(SystemExit) as ended:
+            main()
+    status = ended.value.code
+    assert status is None or isinstance(status, int), status
+    return subprocess.CompletedProcess(command, status or 0, out.getvalue(), err.getvalue())
+
+
+def installed(
     *arguments: str | Path, cwd: Path = ROOT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """The installed command in a process of its own."""
@@ -57,7 +71,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 def test_a_report_has_the_table_of_every_step_in_order(run_folder: Path) -> None:
-    done = call("report", run_folder)
+    done = installed("report", run_folder)
     assert (done.returncode, done.stderr) == (0, "")
     tables = [HessianSpectrum.load(run_folder / f"s{step}").table() for step in (20, 300, 1000)]
     places = [done.stdout.index(table) for table in tables]
@@ -80,15 +94,13 @@ def test_a_page_is_made_of_a_run(run_folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_page_without_plotly_is_refused_in_one_line(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ["plotly", *(name for name in sys.modules if name.startswith("plotly."))]:
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr(sys, "argv", ["ds-hessian", "page", str(run_folder)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    message = r"needs plotly, .* pip install 'ds_hessian\[report\]'"
-    refused_in_one_line(ended.value.code, *capsys.readouterr(), message)
+    refused_in_one_line(
+        call("page", run_folder), r"needs plotly, .* pip install 'ds_hessian\[report\]'"
+    )
 
 
 def test_a_comparison_shows_each_spectrum_with_its_bars(run_folder: Path, tmp_path: Path) -> None:
@@ -110,7 +122,7 @@ def test_a_comparison_shows_each_spectrum_with_its_bars(run_folder: Path, tmp_pa
 
 
 def test_the_doctor_says_what_runs_here() -> None:
-    done = call("doctor", "--config", "examples/ds_config.json")
+    done = installed("doctor", "--config", "examples/ds_config.json")
     assert done.returncode == 0, done.stdout + done.stderr
     found = dict(re.findall(r"^  (\S.*?)  +(.*)$", done.stdout, re.MULTILINE))
     assert found["ds_hessian"] == __version__
@@ -125,9 +137,24 @@ def test_the_doctor_says_what_runs_here() -> None:
 
 def test_the_doctor_fails_where_kernels_are_demanded_and_cannot_be_had(tmp_path: Path) -> None:
     no_compiler = {"PATH": str(tmp_path), "DS_HESSIAN_CACHE_DIR": str(tmp_path / "cache")}
-    done = call("doctor", DS_HESSIAN_OPS="native", CXX="", **no_compiler)
+    done = installed("doctor", DS_HESSIAN_OPS="native", CXX="", **no_compiler)
     assert done.returncode == 1, done.stdout
     assert done.stdout.splitlines()[-1] == "verdict: in the way: cpu"
+
+
+def test_the_doctor_names_a_lock_that_a_killed_build_has_left(tmp_path: Path) -> None:
+    """On which every start of DeepSpeed hangs; not the lock of a build that is running."""
+    folders = [tmp_path / "py311_cpu" / name for name in ("deepspeed_shm_comm", "async_io")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "lock").touch()
+    left, building = (folder / "lock" for folder in folders)
+    with building.open():
+        done = installed("doctor", TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert done.returncode == 1, done.stdout
+    assert "deepspeed_shm_comm        WILL NOT WORK: DeepSpeed hangs here" in done.stdout
+    assert f"rm {left}" in done.stdout and str(building) not in done.stdout
+    assert done.stdout.splitlines()[-1] == "verdict: in the way: deepspeed_shm_comm"
 
 
 # ---- broken input
@@ -195,27 +222,20 @@ BREAKAGES = (
 )
 
 
-def refused_in_one_line(status: object, out: str, err: str, message: str) -> None:
-    assert status == 2 and out == ""
-    assert err.count("\n") == 1 and err.startswith("ds-hessian: ")
-    assert re.search(message, err)
+def refused_in_one_line(done: subprocess.CompletedProcess[str], message: str) -> None:
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("ds-hessian: ")
+    assert re.search(message, done.stderr)
 
 
 @pytest.mark.parametrize("command", ["report", "plot", "page", "compare"])
 @pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda breakage: breakage.__name__)
 def test_broken_results_are_refused_in_one_line(
-    run_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    command: str,
-    breakage: Callable[[Path], str],
+    run_folder: Path, command: str, breakage: Callable[[Path], str]
 ) -> None:
     message = breakage(run_folder / "s20")
-    folders = [str(run_folder / "s20")] + [str(run_folder / "s300")] * (command == "compare")
-    monkeypatch.setattr(sys, "argv", ["ds-hessian", command, *folders])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    refused_in_one_line(ended.value.code, *capsys.readouterr(), message)
+    folders = [run_folder / "s20"] + [run_folder / "s300"] * (command == "compare")
+    refused_in_one_line(call(command, *folders), message)
 
 
 @pytest.mark.parametrize(
@@ -233,12 +253,8 @@ def test_broken_results_are_refused_in_one_line(
 def test_wrong_calls_are_refused_in_one_line(
     tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    done = call(*arguments, cwd=tmp_path)
-    refused_in_one_line(done.returncode, done.stdout, done.stderr, message)
+    refused_in_one_line(call(*arguments, cwd=tmp_path), message)
 
 
 def test_one_spectrum_is_nothing_to_compare(run_folder: Path) -> None:
-    done = call("compare", run_folder / "s20")
-    refused_in_one_line(
-        done.returncode, done.stdout, done.stderr, "at least two spectra, got .*s20"
-    )
+    refused_in_one_line(call("compare", run_folder / "s20"), "at least two spectra, got .*s20")

@@ -15,6 +15,7 @@ import pytest
 
 from ds_hessian.config import SECTION, HessianConfig, describe
 from tests.ranks import free_port
+from tests.tiers import cells
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md")) + [ROOT / "README.md"]
@@ -139,9 +140,11 @@ def _piece(value: ast.expr) -> str:
     return SECTION if named else "\0"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", with_blocks("python"), ids=lambda page: page.name)
-def test_examples_run(page: Path, tmp_path: Path) -> None:
+QUICK = [ROOT / "README.md", ROOT / "docs" / "quickstart.md", ROOT / "docs" / "usage.md"]
+
+
+@pytest.mark.parametrize("page", cells(with_blocks("python"), QUICK), ids=lambda page: page.name)
+def test_examples_run(page: Path, tmp_path: Path, built: None) -> None:
     """All python blocks of a page, in order, in one process that is a job of one rank.
 
     Line numbers in a traceback are those of the page. `ds_config.json` is the page's first JSON

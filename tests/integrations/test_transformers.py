@@ -48,8 +48,7 @@ def share(micro_batch: dict[str, Any]) -> float:
     return RANKS * WINDOW / int(micro_batch["num_items"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.full)])
 def test_the_trainers_hessian_is_that_of_its_loss_and_training_is_bitwise_the_same(
     ranks: Ranks, kind: str
 ) -> None:
@@ -85,7 +84,7 @@ def test_the_trainers_hessian_is_that_of_its_loss_and_training_is_bitwise_the_sa
     assert abs(last.betas[0, 0] - rest) <= 2 * error
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_label_smoothing_is_part_of_the_loss_that_is_measured(ranks: Ranks) -> None:
     """It takes the labels from the model, which then returns no loss of its own."""
     found, there = ranks(2).run(jobs.train, "gpt2", True, label_smoothing_factor=0.3)
@@ -102,7 +101,6 @@ def test_label_smoothing_is_part_of_the_loss_that_is_measured(ranks: Ranks) -> N
     assert found["spectra"][4].loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
-@pytest.mark.slow
 def test_a_loop_on_accelerate_gets_its_spectra_and_trains_bitwise_the_same(ranks: Ranks) -> None:
     for changed, found in ranks(2).run(jobs.both, jobs.accelerate):
         assert (changed, found["failures"]) == ([], {})

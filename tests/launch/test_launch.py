@@ -20,6 +20,8 @@ from ds_hessian.records import HessianSharpness, HessianSpectrum
 from ds_hessian.schedule import Capture
 from tests.ranks import free_port
 
+pytestmark = pytest.mark.usefixtures("built")
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CONFIG = {
@@ -64,7 +66,6 @@ def train(folder: Path, *module: str) -> dict[str, Any]:
     return json.loads((folder / "result.json").read_text())
 
 
-@pytest.mark.slow
 def test_an_unmodified_script_gets_its_spectra_and_trains_bitwise_the_same(tmp_path: Path) -> None:
     plain = train(tmp_path / "plain")
     launched = train(tmp_path / "launched", "--module", "ds_hessian.launch")
@@ -80,7 +81,7 @@ def test_an_unmodified_script_gets_its_spectra_and_trains_bitwise_the_same(tmp_p
         assert spectrum.provenance.step == step and spectrum.provenance.num_micro_batches == 4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_unmodified_script_gets_its_sharpness_alone(tmp_path: Path) -> None:
     section = {"sharpness_interval": 2, "num_micro_batches": 2}
     script = ("--module", "ds_hessian.launch", str(HERE / "plain_script.py"), "--steps", "2")
@@ -90,7 +91,7 @@ def test_an_unmodified_script_gets_its_sharpness_alone(tmp_path: Path) -> None:
     assert sharpness.provenance.step == 2 and sharpness.eigenvalue_max.value > 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_unmodified_trainer_script_is_measured_on_the_mean_loss(tmp_path: Path) -> None:
     """Not on a micro-batch's share of a step's loss, which its model returns in training."""
     pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")

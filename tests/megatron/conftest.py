@@ -23,6 +23,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def megatron_ranks() -> Iterator[Callable[[int], RankPool]]:
+def megatron_ranks(built: None) -> Iterator[Callable[[int], RankPool]]:
     """`megatron_ranks(n)`: a pool of n ranks."""
     yield from pools_of_ranks()

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ds_hessian.memory import Item, MemoryPlan
-from tests.backends.memory_jobs import Tower, batches, peak_resident
+from tests.backends.memory_jobs import Tower, batches
+from tests.backends.peaks import peaks
 from tests.megatron.job import QUIET, Job, groups_of, make_optimizer, wrap
 
 
@@ -48,15 +49,15 @@ def measured_and_planned(
         optimizer.step()
         hessian = MegatronHessian(model, QUIET).use(data, forward_step, **sizes)
         hessian.spectrum(num_matvecs=3, mode="selective")  # modules are imported, kernels loaded
-        with peak_resident() as training:
+        with peaks() as training:
             train()
         optimizer.step()
         passes = Item("a training pass", "host", training[0], ("passes",))
         found = []
         for settings in cases:
             plan = MemoryPlan.of(hessian.memory_plan(**settings).items, [passes])
-            with peak_resident() as peaks:
+            with peaks() as measured:
                 hessian.spectrum(**settings)
             planned = [plan.peak("host"), plan.peak("disk")]
-            found.append((list(peaks), planned, 4.0 * hessian.backend.space.n_local))
+            found.append((list(measured), planned, 4.0 * hessian.backend.space.n_local))
         return found

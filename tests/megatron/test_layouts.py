@@ -13,6 +13,7 @@ from tests.backends import jobs as zero_jobs
 from tests.megatron import job
 from tests.megatron.job import Job, Stored
 from tests.ranks import RankPool
+from tests.tiers import cells
 
 Ranks = Callable[[int], RankPool]
 
@@ -32,6 +33,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "DP distributed optimizer per token": (2, {"distributed": True, "per_token": True}),
     "PP per token": (2, {"pp": 2, "per_token": True}),
 }
+QUICK = (
+    *("DP", "DP distributed optimizer overlap", "TP sequence parallel", "PP interleaved"),
+    *("TP x DP distributed optimizer", "DP distributed optimizer per token", "PP per token"),
+)
 
 
 def whole(ranks: list[Stored]) -> dict[str, Tensor]:
@@ -79,7 +84,7 @@ def one(megatron_ranks: Ranks) -> Callable[[bool], Any]:
     return get
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", cells(LAYOUTS, QUICK))
 def test_fp64_gradients_and_products_are_those_of_a_double_backward(
     megatron_ranks: Ranks, one: Callable[[bool], Any], name: str
 ) -> None:
@@ -93,7 +98,7 @@ def test_fp64_gradients_and_products_are_those_of_a_double_backward(
         assert_replicas_agree([r[vector] for r in runs], 1e-10)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", cells(LAYOUTS, QUICK))
 def test_fp32_spectra_are_those_of_one_process(
     megatron_ranks: Ranks, one: Callable[[bool], Any], name: str
 ) -> None:
@@ -124,7 +129,7 @@ def assert_spectra_are_those_of_one(
     assert runs[0][5] == pytest.approx(single[5], rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["DP distributed optimizer overlap", "TP", "PP"])
+@pytest.mark.parametrize("name", cells(["DP distributed optimizer overlap", "TP", "PP"], ["TP"]))
 def test_bf16_products_are_those_of_fp64_to_the_rounding_of_gradients(
     megatron_ranks: Ranks, one: Callable[[bool], Any], name: str
 ) -> None:
@@ -145,12 +150,15 @@ def converged(megatron_ranks: Ranks) -> Any:
 
 @pytest.mark.parametrize(
     "name, dtype",
-    [
-        ("DP distributed optimizer overlap", "bfloat16"),
-        ("TP sequence parallel", "bfloat16"),
-        ("PP", "bfloat16"),
-        ("PP", "float32"),
-    ],
+    cells(
+        [
+            ("DP distributed optimizer overlap", "bfloat16"),
+            ("TP sequence parallel", "bfloat16"),
+            ("PP", "bfloat16"),
+            ("PP", "float32"),
+        ],
+        [("DP distributed optimizer overlap", "bfloat16")],
+    ),
 )
 def test_products_and_eigenvalues_know_their_own_error(
     megatron_ranks: Ranks, converged: Any, name: str, dtype: str
@@ -183,7 +191,9 @@ def test_products_repeat_bit_for_bit_with_dropout(megatron_ranks: Ranks) -> None
         assert run[3] and run[4]
 
 
-@pytest.mark.parametrize("name", ["DP distributed optimizer overlap", "TP sequence parallel", "PP"])
+@pytest.mark.parametrize(
+    "name", cells(["DP distributed optimizer overlap", "TP sequence parallel", "PP"], ["PP"])
+)
 def test_sweeps_are_those_of_one_process(
     megatron_ranks: Ranks, sweep_of_one: Any, name: str
 ) -> None:
@@ -201,7 +211,7 @@ def sweep_of_one(megatron_ranks: Ranks) -> Any:
 @pytest.mark.parametrize(
     "layout, failed",
     [
-        ({"distributed": True, "overlap": True}, set()),
+        pytest.param({"distributed": True, "overlap": True}, set(), marks=pytest.mark.full),
         ({"tp": 2, "sequence_parallel": True}, set()),
         ({"tp": 2, "dtype": "bfloat16"}, {"fidelity", "error"}),
     ],

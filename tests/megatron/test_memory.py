@@ -16,15 +16,18 @@ __all__ = ["fresh"]  # a fixture
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
-    [Job(), Job(distributed=True), Job(distributed=True, dtype="bfloat16")],
+    [
+        pytest.param(Job(), marks=pytest.mark.full),
+        pytest.param(Job(distributed=True), marks=pytest.mark.full),
+        Job(distributed=True, dtype="bfloat16"),
+    ],
     ids=["DDP", "distributed optimizer", "distributed optimizer bf16"],
 )
 def test_the_measured_peak_is_within_a_tenth_of_the_plan(
     fresh: Callable[[int], RankPool], job: Job
 ) -> None:
     cases = SPECTRA[::5]
-    for found in fresh(2).run(memory_jobs.measured_and_planned, job, cases, timeout=600):
+    for found in fresh(2).run(memory_jobs.measured_and_planned, job, cases):
         within_a_tenth(cases, found)

@@ -71,7 +71,6 @@ def pretrain(mode: str, layout: str, folder: Path, *more: str) -> list[str]:
     return [hash for _, hash in sorted(re.findall(r"FINAL (\d) (\w+)", printed))]
 
 
-@pytest.mark.slow
 @NEEDS_MEGATRON_LM
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pretrain_ends_with_the_same_bits_with_and_without_spectra(
@@ -88,7 +87,6 @@ def test_pretrain_ends_with_the_same_bits_with_and_without_spectra(
         assert (hook.alphas == evaluation.alphas).all() and hook.loss == evaluation.loss
 
 
-@pytest.mark.slow
 @NEEDS_MEGATRON_LM
 @pytest.mark.parametrize("mode", ["hook", "evaluation"])
 def test_spectra_and_sharpness_go_to_megatrons_own_writers(tmp_path: Path, mode: str) -> None:
@@ -127,8 +125,8 @@ def test_spectra_and_sharpness_go_to_megatrons_own_writers(tmp_path: Path, mode:
             assert {name: measured[step][name] for name in expected[step]} == expected[step]
 
 
-@pytest.mark.slow
-def test_the_example_leaves_records_and_pictures(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_the_example_leaves_records_and_pictures(tmp_path: Path, built: None) -> None:
     small = "--steps 2 --interval 1 --num-matvecs 3 --layers 1 --width 16 --context 16".split()
     torchrun(ROOT / "examples" / "megatron_gpt.py", *small, "--output", str(tmp_path))
     for step in ("step_000001", "step_000002"):

@@ -63,7 +63,6 @@ def pretrain(mode: str, stage: int, tensor: int, data: str, folder: Path) -> lis
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     "MEGATRON_DEEPSPEED" not in os.environ,
     reason="set MEGATRON_DEEPSPEED to a tree of Megatron-DeepSpeed to train with its pretrain()",

@@ -10,6 +10,7 @@ import pytest
 from tests.megatron import job
 from tests.megatron.job import MOE, Job
 from tests.ranks import RankPool
+from tests.tiers import cells
 
 Ranks = Callable[[int], RankPool]
 SHARDED = {"distributed": True, "overlap": True}
@@ -26,12 +27,18 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
+QUICK = (
+    *("DP", "DP distributed optimizer", "DP distributed optimizer overlap"),
+    *("TP sequence parallel recompute", "TP bf16", "PP interleaved"),
+)
+
+
 @pytest.fixture(scope="module")
 def gradient_norms() -> dict[str, list[float]]:
     return {}
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", cells(JOBS, QUICK))
 def test_training_with_spectra_in_between_is_bitwise_the_same(
     megatron_ranks: Ranks, gradient_norms: dict[str, list[float]], name: str
 ) -> None:
@@ -81,7 +88,7 @@ FAILURES: dict[str, tuple[int, dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("name", cells(FAILURES, ["DP", "TP", "PP", "EP"]))
 def test_a_failure_on_one_rank_ends_on_all_and_leaves_training_alone(
     megatron_ranks: Ranks, name: str
 ) -> None:

@@ -12,6 +12,7 @@ from tests.megatron import job
 from tests.megatron.job import MOE, Job
 from tests.megatron.test_layouts import assert_replicas_agree, error, whole
 from tests.ranks import RankPool
+from tests.tiers import cells
 
 Ranks = Callable[[int], RankPool]
 
@@ -27,7 +28,7 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
+@pytest.mark.parametrize("name", cells(EXPERT_LAYOUTS, ["EP", "TP x EP"]))
 def test_products_of_experts_are_those_of_a_double_backward(
     megatron_ranks: Ranks, experts: Any, name: str
 ) -> None:

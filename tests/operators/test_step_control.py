@@ -23,6 +23,7 @@ from tests.operators.nets import (
 
 GRID = {False: [10 ** (k / 3) for k in range(-13, 0)], True: [10 ** (k / 3) for k in range(-8, 3)]}
 FIXED = {False: 5e-3, True: 0.2}
+FULL = pytest.mark.full
 
 
 def search(
@@ -104,7 +105,11 @@ def test_a_loss_that_overflows_at_large_steps_is_left_by_smaller_ones() -> None:
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("steps", [0, 40, 400], ids=["untrained", "trained", "memorised"])
+@pytest.mark.parametrize(
+    "steps",
+    [pytest.param(0, marks=FULL), 40, pytest.param(400, marks=FULL)],
+    ids=["untrained", "trained", "memorised"],
+)
 def test_auto_is_near_the_best_constant_of_each_vector(steps: int, bf16: bool) -> None:
     data = batches()
     net = train(mlp(), data, steps)

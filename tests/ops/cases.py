@@ -19,7 +19,8 @@ DEVICES = [
         ],
     ),
 ]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16]  # of the rows of a basis
+WEIGHTS = [*DTYPES, torch.float16]
 # Around the lane count, tiles and blocks of the kernels; the largest takes many blocks.
 LENGTHS = [0, 1, 2, 7, 8, 9, 511, 513, 4097, 32768, 100_003]
 

@@ -12,6 +12,7 @@ from scipy.stats import norm
 from ds_hessian.records.density import automatic_widths, bulk_interval, reduced_weights, smooth
 from tests.krylov.matrices import SPECTRA
 from tests.results.makers import language_model_like, semicircle, spectrum_of
+from tests.tiers import cells
 
 finite = st.floats(-1e3, 1e3, allow_subnormal=False)
 
@@ -170,7 +171,7 @@ def test_one_probe_has_no_band_and_equal_probes_have_none_of_width():
     assert twice.errors is not None and not twice.errors.any()
 
 
-@pytest.mark.parametrize("name", ["semicircle", "marchenko-pastur", "spiked"])
+@pytest.mark.parametrize("name", cells(DENSITIES, ["spiked"]))
 def test_bands_hold_the_smoothed_density_in_95_of_100_cases(name):
     eigenvalues = DENSITIES[name]
     grid = np.linspace(*np.quantile(eigenvalues, [0.05, 0.95]), 9)
@@ -226,8 +227,8 @@ def test_a_spectrum_of_outliers_alone_shares_the_mass_between_them():
 # ---- the cumulative distribution
 
 
-@pytest.mark.parametrize("name", ["semicircle", "marchenko-pastur", "spiked"])
-@pytest.mark.parametrize(("m", "probes"), [(4, 1), (30, 1), (30, 3)])
+@pytest.mark.parametrize("name", cells(DENSITIES, ["marchenko-pastur", "spiked"]))
+@pytest.mark.parametrize(("m", "probes"), cells([(4, 1), (30, 1), (30, 3)], [(4, 1), (30, 3)]))
 def test_cumulative_bounds_hold_in_95_of_100_cases(name, m, probes):
     eigenvalues = DENSITIES[name]
     x = np.append(np.quantile(eigenvalues, np.linspace(0.01, 0.99, 9)) + 1e-4, [-1.5, 2.5, 4.0])

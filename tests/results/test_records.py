@@ -51,7 +51,7 @@ def verdict(**changes: Any) -> SelfTest:
         Check("nonlinearity", math.nan, 0.3, "the step is too long"),
     )
     fields = {"checks": checks, "error": 0.3, "displacement": 1e-3, "suggestions": ("use auto",)}
-    return SelfTest(**(fields | changes))
+    return SelfTest(**(fields | {"provenance": PROVENANCE} | changes))
 
 
 def examples() -> list[Record]:
@@ -61,7 +61,6 @@ def examples() -> list[Record]:
         sweep(),
         Comparison(spectra),
         verdict(),
-        verdict(provenance=PROVENANCE),
         *analyses(),
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import signal
 import time
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tests.ranks import context
 from tests.resume import jobs
 
 
@@ -23,13 +23,6 @@ def start(folder: Path, number: int, kind: str) -> list[Any]:
     for process in processes:
         process.start()
     return processes
-
-
-def context() -> Any:
-    """Whose processes are forked from one that has imported everything."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["tests.resume.jobs"])
-    return found
 
 
 def while_writing(folder: Path, number: int) -> None:

@@ -50,7 +50,6 @@ def test_eigenpairs_go_on_to_the_same_bits(ranks: Ranks, tmp_path: Path) -> None
     assert list((tmp_path / "eigenpairs").iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_killed_job_of_engines_goes_on_to_the_same_bits(
     ranks: Ranks, tmp_path: Path, whole: Any
 ) -> None:

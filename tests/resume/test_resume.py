@@ -20,6 +20,7 @@ from tests.resume import jobs, kills
 
 Ranks = Callable[[int], RankPool]
 ROUNDOFF = 2.0**-24
+FULL = pytest.mark.full
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -32,7 +33,13 @@ def equal(a: Any, b: Any) -> bool:
     )
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="module")
+def whole(ranks: Ranks) -> Any:
+    """The spectrum in one go, without a state."""
+    return ranks(2).run(jobs.spectrum, None)[0]
+
+
+@pytest.mark.full
 def test_a_job_killed_20_times_ends_with_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
     whole = ranks(2).run(jobs.spectrum, None, num_matvecs=jobs.LONG)[0]
     reached, found = kills.until_the_end(tmp_path, "spectrum", 20)
@@ -56,10 +63,10 @@ def test_what_a_killed_job_was_writing_is_removed(ranks: Ranks, tmp_path: Path) 
 @pytest.mark.parametrize(
     "options",
     [
-        LanczosOptions(storage=Storage(torch.bfloat16, "host")),
+        pytest.param(LanczosOptions(storage=Storage(torch.bfloat16, "host")), marks=FULL),
         LanczosOptions("window", 4, Storage(torch.float32, "disk")),
         LanczosOptions("none"),
-        LanczosOptions("selective", 3),
+        pytest.param(LanczosOptions("selective", 3), marks=FULL),
         LanczosOptions("selective", 3, Storage(torch.bfloat16, "disk")),
     ],
     ids=["bf16 on the host", "window on disk", "none", "selective", "selective, bf16 on disk"],
@@ -105,8 +112,7 @@ def test_another_number_of_ranks_goes_on_to_rounding(
     assert len([path for path in (tmp_path / "state").iterdir() if path.is_dir()]) == 1
 
 
-def test_a_spectrum_goes_on_where_ranks_are_fewer(ranks: Ranks, tmp_path: Path) -> None:
-    whole = ranks(2).run(jobs.spectrum, None)[0]
+def test_a_spectrum_goes_on_where_ranks_are_fewer(ranks: Ranks, tmp_path: Path, whole: Any) -> None:
     ranks(2).run(jobs.spectrum, str(tmp_path), 17)
     found = ranks(1).run(jobs.spectrum, str(tmp_path))[0]
     assert found[-1] == jobs.PROBES * jobs.STEPS - 17
@@ -161,9 +167,8 @@ def lose_vector(folder: Path) -> None:
 
 @pytest.mark.parametrize("harm", [damage_state, alter_state, damage_vector, lose_vector])
 def test_a_damaged_state_is_not_read_but_the_one_before(
-    ranks: Ranks, tmp_path: Path, harm: Callable[[Path], None]
+    ranks: Ranks, tmp_path: Path, whole: Any, harm: Callable[[Path], None]
 ) -> None:
-    whole = ranks(2).run(jobs.spectrum, None)[0]
     ranks(2).run(jobs.spectrum, str(tmp_path), 8)
     harm(tmp_path)
     found = ranks(2).run(jobs.spectrum, str(tmp_path))[0]

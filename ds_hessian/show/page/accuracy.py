@@ -1,4 +1,4 @@
-"""What the results cost, and how good the products are that they are made of."""
+"""Cost of the results, and accuracy of the products that they are made of."""
 
 from __future__ import annotations
 

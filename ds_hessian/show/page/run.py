@@ -1,4 +1,4 @@
-"""What a page is made of: the records of a run, and what it shows of them."""
+"""The parts of a page: the records of a run, and the sections that show them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Run:
     """Records with the name of their folder each, in the order of training steps.
 
     Attributes:
-        name: Of the run.
+        name: Name of the run.
         records: `(folder, record)`; kinds other than `SHOWN` are left out.
 
     Raises:
@@ -94,10 +94,10 @@ class Chart:
 
 @dataclass(frozen=True)
 class State:
-    """What a section shows for one choice of its slider.
+    """The content of a section for one choice of its slider.
 
     Attributes:
-        label: Of the choice.
+        label: Text of the choice.
         rows: Name and text of figures; the name `warning` makes them stand out.
         charts: In order.
     """

@@ -1,4 +1,4 @@
-"""What all figures of the page have in common: colours of the pictures, axes, series over steps."""
+"""Axes, series and colours that all figures of the page have in common."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TEMPLATE = {
         "legend": {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "font": {"size": 11}},
     }
 }
-"""What every figure starts from; the page holds it once."""
+"""The template of all figures; the page holds it once."""
 
 
 def clear(color: str, alpha: float) -> str:
@@ -87,7 +87,7 @@ def name_axis(names: Sequence[str]) -> dict[str, Any]:
 
 
 def positive(values: Array) -> Array:
-    """What a logarithmic axis can show of the values; NaN for the rest."""
+    """Return the values that a logarithmic axis can show; NaN for the rest."""
     return np.where(np.isfinite(values) & (values > 0), values, np.nan)
 
 

@@ -16,7 +16,7 @@ TEXT = (
 )
 LENGTH = "displacement h (length in parameter space)"
 HIGHEST = 4.0
-"""Of the axis, in plateaus: noise is many."""
+"""Upper end of the axis, in plateaus: rounding noise can be many."""
 
 
 def sweeps(run: Run) -> list[Section]:

@@ -1,4 +1,4 @@
-"""What (H + damping I) x = b gave: how well it was solved, and the influence of examples."""
+"""Damped systems (H + damping I) x = b: how well each is solved, and the influence of examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures over training steps: eigenvalues, trace, loss, curvatures along the way."""
+"""Figures over training steps: eigenvalues, trace, loss, curvature along gradient and update."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ds_hessian.records.comparison import Comparison
+from ds_hessian.records.files import replacing
 from ds_hessian.records.provenance import Cost
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.show.page.accuracy import accuracy, costs
@@ -54,8 +55,8 @@ def write_page(run: Run, path: Path) -> Path:
         plotly=get_plotlyjs(),
         data=_data(sections),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    with replacing(path) as file:
+        file.write(text.encode())
     return path
 
 
@@ -66,7 +67,7 @@ def sections_of(run: Run) -> list[Section]:
 
 
 def _head(run: Run) -> str:
-    """What was measured on what, and what speaks against it."""
+    """The model, the steps and the layout, and a note for each warning."""
     records = [record for _, record in run.records if isinstance(record, SHOWN)]
     steps, source = sorted({step_of(r) for r in records}), records[-1].provenance
     spectra = run.of(HessianSpectrum)

@@ -1,0 +1,111 @@
+"""Files that appear whole or not at all, whenever the process or the machine stops.
+
+A file is written under an unpredictable name beside its target, flushed to the disk, renamed over
+the target, and the folder is flushed too. The name is made anew (`O_EXCL`) and never followed
+through a symbolic link (`O_NOFOLLOW`). Its writer holds a lock on it; what a killed writer left
+behind has no lock, and the next writer of the same target removes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for writing that replaces `path` when the block ends without an exception.
+
+    The folder is made if there is none. A block that raises leaves the old file as it was.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    file = os.fdopen(os.open(temporary, NEW, 0o666), "wb")
+    try:
+        with file:
+            _lock(file.fileno())
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    flush_folder(path.parent)
+    remove_abandoned(path.parent, temporaries(path.name))
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush a folder to the disk: names that were made or renamed in it survive a power cut.
+
+    Some network file systems cannot, and say so; their servers do it by themselves.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def one_writer(folder: Path) -> Iterator[None]:
+    """Let other writers of the folder wait until the block ends, where the file system has locks.
+
+    A writer that is killed leaves no lock. The folder is made if there is none.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Take the lock of an open file; False if another process has it, or there are no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def temporaries(name: str) -> str:
+    """Return a regular expression of the temporary names of a file."""
+    return rf"\.{re.escape(name)}\.[0-9a-f]{{16}}\.tmp"
+
+
+def remove_abandoned(folder: Path, names: str) -> None:
+    """Remove files in a folder whose names match a regular expression and whose writer is gone."""
+    for entry in folder.iterdir():
+        if re.fullmatch(names, entry.name):
+            _remove_if_abandoned(entry)
+
+
+def _remove_if_abandoned(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return  # removed meanwhile, or not a file of ours
+    try:
+        if _lock(descriptor):
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
