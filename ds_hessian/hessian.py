@@ -151,7 +151,7 @@ class Hessian:
         return self._objective is not None
 
     @contextmanager
-    def measuring(self, **overrides: Any) -> Iterator[Curvature]:
+    def measuring(self, **overrides: object) -> Iterator[Curvature]:
         """Guard several products at once: the gradient at the weights is evaluated only once.
 
         Inside, training must not continue; `matvec` uses the open operator, which is also yielded.
@@ -171,7 +171,7 @@ class Hessian:
             finally:
                 self._open = None
 
-    def _subject(self, overrides: Mapping[str, Any]) -> Subject:
+    def _subject(self, overrides: Mapping[str, object]) -> Subject:
         if self._objective is None:
             raise ConfigError("no micro-batches yet: call hessian.use(batches) first")
         if self._open is not None:
@@ -298,7 +298,7 @@ class Hessian:
 
     # ---- plans
 
-    def memory_plan(self, analysis: str = "spectrum", **settings: Any) -> MemoryPlan:
+    def memory_plan(self, analysis: str = "spectrum", **settings: object) -> MemoryPlan:
         """What an analysis would need on this rank beyond training's memory. Not collective.
 
         Args:
@@ -313,11 +313,11 @@ class Hessian:
 
     # ---- analyses
 
-    def _measure(self, analysis: Analysis[R], overrides: Mapping[str, Any]) -> R:
+    def _measure(self, analysis: Analysis[R], overrides: Mapping[str, object]) -> R:
         return measure(analysis, self._subject(overrides))
 
     def spectrum(
-        self, batches: Batches | None = None, loss_fn: Loss = None, **overrides: Any
+        self, batches: Batches | None = None, loss_fn: Loss = None, **overrides: object
     ) -> HessianSpectrum:
         """Spectral density, extreme eigenvalues and trace by stochastic Lanczos quadrature.
 
@@ -346,7 +346,7 @@ class Hessian:
         max_matvecs: int = Eigenpairs.max_matvecs,
         basis_size: int | None = Eigenpairs.basis_size,
         start: Tensor | None = None,
-        **overrides: Any,
+        **overrides: object,
     ) -> HessianEigenpairs:
         """The k extreme eigenpairs, with true residuals (`ds_hessian.krylov.eigenpairs`).
 
@@ -370,7 +370,7 @@ class Hessian:
         method: Method = Trace.method,
         num_matvecs: int | None = Trace.num_matvecs,
         blocks: Blocks | None = None,
-        **overrides: Any,
+        **overrides: object,
     ) -> HessianTrace:
         """The trace with its standard error (`ds_hessian.krylov.traces`).
 
@@ -391,7 +391,7 @@ class Hessian:
         tolerance: float = Solve.tolerance,
         num_matvecs: int | None = Solve.num_matvecs,
         preconditioner: Tensor | Literal["adam"] | None = None,
-        **overrides: Any,
+        **overrides: object,
     ) -> HessianSolution:
         """Solutions x of (H + damping I) x = b, for each damping (`ds_hessian.krylov.solve`).
 
@@ -423,7 +423,7 @@ class Hessian:
         method: SolveMethod = Influence.method,
         tolerance: float = Influence.tolerance,
         num_matvecs: int | None = Influence.num_matvecs,
-        **overrides: Any,
+        **overrides: object,
     ) -> HessianInfluence:
         """Influence of training examples on the loss of a query.
 
@@ -466,7 +466,7 @@ class Hessian:
         preconditioned: bool | None = Sharpness.preconditioned,
         tolerance: float = Sharpness.tolerance,
         max_matvecs: int = Sharpness.max_matvecs,
-        **overrides: Any,
+        **overrides: object,
     ) -> HessianSharpness:
         """Top eigenvalues of H and of Adam's preconditioned H, and curvatures along the way.
 
@@ -490,7 +490,7 @@ class Hessian:
         return self._measure(analysis, overrides)
 
     def block_coupling(
-        self, blocks: Blocks = BlockCoupling.blocks, **overrides: Any
+        self, blocks: Blocks = BlockCoupling.blocks, **overrides: object
     ) -> HessianBlockCoupling:
         """How far from block diagonal H is: the paper's masked-probe test, B + 1 products.
 
@@ -502,7 +502,7 @@ class Hessian:
         self,
         blocks: Blocks = OffBlockShare.blocks,
         num_probes: int = OffBlockShare.num_probes,
-        **overrides: Any,
+        **overrides: object,
     ) -> HessianOffBlockShare:
         """Share of the off-diagonal blocks in |H|_F^2, two products a probe.
 
@@ -522,7 +522,7 @@ class Hessian:
         tolerance: float = Alignment.tolerance,
         max_matvecs: int = Alignment.max_matvecs,
         basis_size: int | None = Alignment.basis_size,
-        **overrides: Any,
+        **overrides: object,
     ) -> HessianAlignment:
         """Share of the gradient and of Adam's last step in the top-k eigenspace, with bars.
 
@@ -555,7 +555,7 @@ class Hessian:
         displacements: Sequence[float] | None = Sweep.displacements,
         batches: Batches | None = None,
         loss_fn: Loss = None,
-        **overrides: Any,
+        **overrides: object,
     ) -> DisplacementSweep:
         """`v'Hv` and the product's diagnostics over a range of displacements: curvature at scale h.
 
@@ -581,7 +581,7 @@ class Hessian:
         return self._measure(analysis, overrides)
 
     def self_test(
-        self, batches: Batches | None = None, loss_fn: Loss = None, **overrides: Any
+        self, batches: Batches | None = None, loss_fn: Loss = None, **overrides: object
     ) -> Verdict:
         """Whether this job's Hessian can be trusted, and what to set if not; five products' time.
 
