@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numerics import MICRO_BATCHES, ROUNDOFF, TASKS, Batch, Exact, backend_of, nets
+from numerics import COMPUTES, MICRO_BATCHES, TASKS, Batch, Exact, backend_of, nets
 from numpy.typing import NDArray
 from torch import nn
 
-from ds_hessian.backends.plain import ModuleBackend
+from ds_hessian.backends import Session
 
 Grid = NDArray[np.float64]
 GRID = {
@@ -51,21 +51,22 @@ class Curve:
 
 
 def curves(
-    backend: ModuleBackend, v: torch.Tensor, truth: torch.Tensor, grid: Grid
+    session: Session, v: torch.Tensor, truth: torch.Tensor, grid: Grid
 ) -> tuple[Curve, Curve]:
     """Of the first micro-batch, whose errors are not known, and of all."""
     parts = (range(1), range(1, MICRO_BATCHES))
 
     def gradients(h: float) -> list[torch.Tensor]:
-        backend.displace(v, h)
-        total, found = backend.space.zeros(), []
+        session.displace(v, h)
+        total, found = session.space.zeros(), []
         for part in parts:
-            backend.add_gradient(total, part)
+            session.add_gradient(total, part)
             found.append(total.double())
         return found
 
     middle = gradients(0.0)
-    scale = backend.gradient_scale * MICRO_BATCHES
+    assert session.gradient_scale is not None
+    scale = session.gradient_scale * MICRO_BATCHES
     products: tuple[list[torch.Tensor], ...] = ([], [])
     ratios: tuple[list[float], ...] = ([], [])
     for h in grid:
@@ -125,11 +126,11 @@ def tell(
 ) -> dict[str, list[float]]:
     """The figures of a net's first Krylov vectors, and how two of them change between vectors."""
     told: dict[str, list[float]] = defaultdict(list)
-    backend, last = backend_of(net, batches, compute), dict[str, float]()
+    backend, last = backend_of(net, compute), dict[str, float]()
     exact = Exact(net, batches, backend)
-    with backend.measuring():
+    with backend.measuring(backend.objective(batches)) as session:
         for number, (v, truth) in enumerate(exact.krylov(backend, vectors)):
-            found = figures(*curves(backend, v, truth, GRID[compute]), GRID[compute])
+            found = figures(*curves(session, v, truth, GRID[compute]), GRID[compute])
             for kind in ("noise", "bend"):
                 value = found.pop(kind, math.nan)
                 change = value - last.get(kind, math.nan)
@@ -153,7 +154,7 @@ def main() -> None:
         generator = torch.Generator().manual_seed(0)
         batches = [TASKS[name].batch(generator) for _ in range(MICRO_BATCHES)]
         for _, net in nets(TASKS[name], batches):
-            for compute in ROUNDOFF:
+            for compute in COMPUTES:
                 for kind, values in tell(net, batches, compute, args.vectors).items():
                     table[kind] += values
     print("| ln of | mean | standard deviation | 5 % | 95 % | vectors |\n" + "|---" * 6 + "|")

@@ -89,7 +89,8 @@ void difference(float* plus, const float* minus, float scale, const float* zero,
 void curvature_ratio(const float* plus, const float* minus, const float* zero, int64_t owned,
                      double* out, const Launch& launch);
 
-// v = scale w, row = cast(v), v = row where row is bf16. out = <v, v>. `row` may be null, v may be w.
+// v = scale w, row = cast(v), v = row where row is bf16. out = <v, v>. `row` may be null, v may be
+// w.
 void normalize_store(const float* w, float scale, float* v, void* row, Dtype row_dtype, int64_t n,
                      int64_t owned, double* out, const Launch& launch);
 

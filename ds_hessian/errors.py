@@ -2,7 +2,7 @@
 
 A `HessianError` is raised on every rank of the job or on none: whoever raises one has agreed on it
 with the other ranks first (`ds_hessian.ranks.agreement`). What is not one, `LockstepError` of
-`ds_hessian.ranks.lockstep`, says that a rank cannot reach the others, and the job must end.
+`ds_hessian.ranks.agreement`, says that a rank cannot reach the others, and the job must end.
 """
 
 

@@ -17,7 +17,8 @@ from tests.ranks import RankPool, pools_of_ranks
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache" / "tests"  # kept from run to run
 
-# Which worker of several runs a test: pools of ranks exist once, whatever their number.
+# Files whose tests use these fixtures are run by the same worker, for each kind of pool to exist
+# once; a file without them is run by any, but whole: its own fixtures are made once too.
 WORKERS = {"megatron_ranks": "megatron", "ranks": "ranks"}
 
 
@@ -38,12 +39,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+    groups: dict[Path, str] = {}
+    for name, group in WORKERS.items():
+        for item in items:
+            if name in getattr(item, "fixturenames", ()):
+                groups.setdefault(item.path, group)
     for item in items:
-        names = getattr(item, "fixturenames", ())
-        group = next((group for name, group in WORKERS.items() if name in names), None)
-        if group or item.get_closest_marker("xdist_group") is None:
-            # Without ranks a file is a group: its fixtures are made once.
-            item.add_marker(pytest.mark.xdist_group(group or str(item.path)))
+        item.add_marker(pytest.mark.xdist_group(groups.get(item.path, str(item.path))))
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from contextlib import suppress
 
 os.environ.update(
@@ -16,5 +17,5 @@ import deepspeed  # noqa: E402, F401
 
 import ds_hessian  # noqa: E402, F401
 
-with suppress(ImportError):
+with suppress(ImportError), warnings.catch_warnings(action="ignore"):  # what is not installed
     from megatron.core.models.gpt import gpt_model  # noqa: F401

@@ -1,15 +1,15 @@
 // What the CUDA kernels share: element access, grids, and sums in a fixed order.
 //
-// A sum is formed in two stages without atomics: every thread adds up its elements, a block adds up
-// its threads by a fixed tree into `workspace`, and a second kernel adds up the blocks in order.
-// The grid follows from the device and the lengths, so the bits are the same on every run.
+// A sum is formed in two stages without atomics: every thread adds up its elements, in chains of at
+// most 512 that a compensated sum collects, so that the error does not grow with the length; a
+// block adds up its threads by a fixed tree into `workspace`, and a second kernel the blocks, in
+// order. The grid follows from the device and the lengths, so the bits are the same on every run.
 #pragma once
 
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <initializer_list>
 #include <stdexcept>
 #include <string>
 
@@ -20,7 +20,7 @@ namespace ds_hessian {
 namespace cuda {
 
 constexpr int kThreads = 256;
-constexpr int kBlocksPerSm = 8;  // 2048 resident threads, what an SM of sm_80 and sm_90 holds
+constexpr int kBlocksPerSm = 8;  // at most: 2048 threads, what an SM of sm_80 and sm_90 holds
 constexpr int kVector = 8;       // elements of a vector access: 16 bytes of a 16-bit type
 
 inline void check(cudaError_t status, const char* what) {
@@ -59,12 +59,20 @@ inline cudaStream_t stream_of(const Launch& launch) {
   return static_cast<cudaStream_t>(launch.stream);
 }
 
-// Blocks for `items` units of work of one thread each: at most what is resident at once.
-inline int grid_for(int64_t items, int device) {
-  const int64_t wanted = (items + kThreads - 1) / kThreads;
-  const int64_t resident = static_cast<int64_t>(sm_count(device)) * kBlocksPerSm;
+// A grid for `wanted` blocks: at most as many as are resident at once, given the kernel's registers
+// and shared memory.
+template <class Kernel>
+int grid_for(Kernel kernel, int threads, size_t shared, int64_t wanted, int device) {
+  int per_sm = 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, threads, shared),
+        "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  const int64_t resident =
+      static_cast<int64_t>(sm_count(device)) * std::max(1, std::min(per_sm, kBlocksPerSm));
   return static_cast<int>(std::max<int64_t>(1, std::min(wanted, resident)));
 }
+
+// Blocks for `items` units of work of one thread each.
+inline int64_t blocks_for(int64_t items) { return (items + kThreads - 1) / kThreads; }
 
 __device__ __forceinline__ float decode(float x) { return x; }
 __device__ __forceinline__ float decode(bf16 x) {
@@ -108,7 +116,8 @@ __device__ __forceinline__ void load(const T* from, float (&x)[kCount]) {
   }
 }
 
-// Stores x rounded to T, and leaves in x what was stored.
+// Stores x rounded to T, and leaves in x what was stored. Whole words by __stcg: the compiler
+// splits a plain store through the union into one for each element.
 template <int kCount, class T>
 __device__ __forceinline__ void store(T* to, float (&x)[kCount]) {
   if (kCount == kVector) {
@@ -123,7 +132,7 @@ __device__ __forceinline__ void store(T* to, float (&x)[kCount]) {
     }
 #pragma unroll
     for (int k = 0; k < static_cast<int>(sizeof(data) / 16); ++k)
-      reinterpret_cast<uint4*>(to)[k] = data.words[k];
+      __stcg(reinterpret_cast<uint4*>(to) + k, data.words[k]);
   } else {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
@@ -149,7 +158,7 @@ struct Division {
 };
 
 // The head after which all operands are aligned to 16 bytes; no vectors if there is none.
-inline Division divide(int64_t n, std::initializer_list<Operand> operands) {
+inline Division divide(int64_t n, const std::vector<Operand>& operands) {
   for (int64_t head = 0; head < kVector && head <= n; ++head) {
     bool aligned = true;
     for (const Operand& x : operands) {
@@ -161,6 +170,51 @@ inline Division divide(int64_t n, std::initializer_list<Operand> operands) {
   }
   return {n, 0, 0};
 }
+
+// Neumaier's sum: its error does not grow with the number of terms.
+struct Compensated {
+  double sum, lost;
+
+  __device__ __forceinline__ void add(double x) {
+    const double total = sum + x;
+    lost += fabs(sum) >= fabs(x) ? (sum - total) + x : (x - total) + sum;
+    sum = total;
+  }
+  // `lost` is NaN once a term is not finite; the plain sum then says which of Inf and NaN it is.
+  __device__ __forceinline__ double value() const {
+    return fabs(sum) <= 1.7976931348623157e308 ? sum + lost : sum;
+  }
+};
+
+constexpr int kChainLength = 512;  // additions to a plain fp64 sum between two compensated ones
+
+// The sums of one thread of a streaming kernel.
+template <int kSums>
+struct ThreadSums {
+  double plain[kSums] = {};
+  Compensated total[kSums] = {};
+  int terms = 0;
+
+  // To be called after every vector.
+  __device__ __forceinline__ void step() {
+    if (++terms < kChainLength / kVector) return;
+    collect();
+    terms = 0;
+  }
+  __device__ __forceinline__ void collect() {
+#pragma unroll
+    for (int s = 0; s < kSums; ++s) {
+      total[s].add(plain[s]);
+      plain[s] = 0.0;
+    }
+  }
+  // The sums, in `plain`.
+  __device__ __forceinline__ void close() {
+    collect();
+#pragma unroll
+    for (int s = 0; s < kSums; ++s) plain[s] = total[s].value();
+  }
+};
 
 // The sum of x over the lanes of a warp, in lane 0.
 __device__ __forceinline__ double warp_sum(double x) {
@@ -204,26 +258,40 @@ inline void finish(const Launch& launch, int blocks, int64_t count, double* out,
   check(cudaGetLastError(), "finish_kernel");
 }
 
-// A streaming kernel: body.run<kCount>(i, sums) for all elements, then the sums of the block.
-// A Body has kSums and handles kCount elements from i on.
+// body.run<kCount>(i, sums) for all elements of a division that fall to this thread of block
+// `turn`.
+template <class Body, class Sums>
+__device__ __forceinline__ void run_division(const Body& body, const Division& division,
+                                             unsigned turn, Sums& sums) {
+  const int64_t first = static_cast<int64_t>(turn) * kThreads + threadIdx.x;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t k = first; k < division.vectors; k += stride) {
+    body.template run<kVector>(division.head + k * kVector, sums.plain);
+    sums.step();
+  }
+  for (int64_t k = first; k < division.singles(); k += stride) {
+    body.template run<1>(k < division.head ? k : k + division.vectors * kVector, sums.plain);
+    sums.step();
+  }
+}
+
+// A streaming kernel: all elements, then the sums of the block. A Body has kSums and handles kCount
+// elements from i on.
 template <class Body>
 __global__ void __launch_bounds__(kThreads)
     stream_kernel(Body body, Division division, double* partials) {
-  double sums[Body::kSums > 0 ? Body::kSums : 1] = {};
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t k = first; k < division.vectors; k += stride)
-    body.template run<kVector>(division.head + k * kVector, sums);
-  for (int64_t k = first; k < division.singles(); k += stride)
-    body.template run<1>(k < division.head ? k : k + division.vectors * kVector, sums);
-  if (Body::kSums > 0) block_sums<kThreads>(sums, partials + blockIdx.x * int64_t{Body::kSums});
+  ThreadSums<(Body::kSums > 0 ? Body::kSums : 1)> sums;
+  run_division(body, division, blockIdx.x, sums);
+  if (Body::kSums == 0) return;
+  sums.close();
+  block_sums<kThreads>(sums.plain, partials + blockIdx.x * int64_t{Body::kSums});
 }
 
 // Runs a streaming kernel on the launch's stream; out, where it is not null, receives its sums.
 template <class Body>
 void stream(const Body& body, const Division& division, double* out, const Launch& launch) {
   const int64_t items = std::max(division.vectors, division.singles());
-  const int grid = grid_for(items, launch.device);
+  const int grid = grid_for(stream_kernel<Body>, kThreads, 0, blocks_for(items), launch.device);
   stream_kernel<<<grid, kThreads, 0, stream_of(launch)>>>(body, division, launch.workspace);
   check(cudaGetLastError(), "stream_kernel");
   if (Body::kSums > 0 && out != nullptr) finish(launch, grid, Body::kSums, out, false);

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads)
     Kind()(key, stream, block, x);
     const int64_t at = 4 * block - start;
     if (aligned && at >= 0 && at + 4 <= n) {
-      *reinterpret_cast<float4*>(out + at) = make_float4(x[0], x[1], x[2], x[3]);
+      __stcg(reinterpret_cast<float4*>(out + at), make_float4(x[0], x[1], x[2], x[3]));
       continue;
     }
 #pragma unroll
@@ -60,7 +60,8 @@ void fill(float* out, int64_t n, uint64_t key, uint64_t stream, int64_t start,
   if (n == 0) return;
   const OnDevice guard(launch.device);
   const uintptr_t origin = reinterpret_cast<uintptr_t>(out) - static_cast<uintptr_t>(start) * 4;
-  const int grid = grid_for((n + 3) / 4 + 1, launch.device);
+  const int grid =
+      grid_for(fill_kernel<Kind>, kThreads, 0, blocks_for((n + 3) / 4 + 1), launch.device);
   fill_kernel<Kind>
       <<<grid, kThreads, 0, stream_of(launch)>>>(out, n, key, stream, start, origin % 16 == 0);
   check(cudaGetLastError(), "fill_kernel");

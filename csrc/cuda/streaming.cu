@@ -1,4 +1,7 @@
 // Kernels that pass over vectors once: displacement, difference, normalisation.
+#include <algorithm>
+#include <utility>
+
 #include "common.cuh"
 
 namespace ds_hessian {
@@ -10,12 +13,13 @@ __device__ __forceinline__ void add_product(double& sum, double a, double b) {
   sum = fma(a, b, sum);
 }
 
-constexpr int kShardsPerLaunch = 64;  // their table travels in the kernel's arguments
+constexpr int kShardsPerLaunch = 56;  // their table travels in the kernel's arguments
 
 struct Piece {
   void* weight;
   const void* master;
-  int64_t offset;  // of the shard in the vector
+  int64_t offset;   // of the shard in the vector
+  unsigned blocks;  // that the pieces before it occupy
   Division division;
 };
 
@@ -38,7 +42,7 @@ struct Displace {
     const int64_t at = piece.offset + i;
     load(w, before);
     load(static_cast<const M*>(piece.master) + i, x);
-    if (kMove || v) load(v + at, direction);
+    if (v) load(v + at, direction);
 #pragma unroll
     for (int j = 0; j < kCount; ++j)
       if (kMove) x[j] = __fadd_rn(x[j], __fmul_rn(direction[j], h));
@@ -47,28 +51,37 @@ struct Displace {
     for (int j = 0; j < kCount; ++j) {
       if (at + j >= owned) continue;
       const double change = static_cast<double>(x[j]) - static_cast<double>(before[j]);
-      add_product(sums[0], change, direction[j]);
+      if (v) add_product(sums[0], change, direction[j]);  // 0 x Inf is not 0
       add_product(sums[1], change, change);
     }
   }
 };
 
-// Every block passes over all pieces: large ones occupy all blocks, small ones the first few.
+// A piece of a table as a body of `run_division`.
+template <class Body>
+struct OnPiece {
+  const Body& body;
+  const Piece& piece;
+
+  template <int kCount>
+  __device__ __forceinline__ void run(int64_t i, double (&sums)[2]) const {
+    body.template run<kCount>(piece, i, sums);
+  }
+};
+
+// Every block passes over all pieces. Each begins with the block after those that the pieces before
+// it occupy: large ones keep all blocks busy, small ones are spread over them.
 template <class Body>
 __global__ void __launch_bounds__(kThreads)
     displace_kernel(Body body, const __grid_constant__ Pieces table, double* partials) {
-  double sums[2] = {};
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
+  ThreadSums<2> sums;
   for (int p = 0; p < table.count; ++p) {
     const Piece& piece = table.pieces[p];
-    const Division division = piece.division;
-    for (int64_t k = first; k < division.vectors; k += stride)
-      body.template run<kVector>(piece, division.head + k * kVector, sums);
-    for (int64_t k = first; k < division.singles(); k += stride)
-      body.template run<1>(piece, k < division.head ? k : k + division.vectors * kVector, sums);
+    const unsigned turn = (blockIdx.x + gridDim.x - piece.blocks % gridDim.x) % gridDim.x;
+    run_division(OnPiece<Body>{body, piece}, piece.division, turn, sums);
   }
-  block_sums<kThreads>(sums, partials + blockIdx.x * int64_t{2});
+  sums.close();
+  block_sums<kThreads>(sums.plain, partials + blockIdx.x * int64_t{2});
 }
 
 struct DisplaceArguments {
@@ -82,9 +95,10 @@ typedef void (*DisplacePieces)(const Pieces&, int64_t, const DisplaceArguments&,
                                const Launch&);
 
 template <bool kMove, class W, class M>
-void displace_pieces(const Pieces& table, int64_t items, const DisplaceArguments& a, double* out,
+void displace_pieces(const Pieces& table, int64_t blocks, const DisplaceArguments& a, double* out,
                      const Launch& launch) {
-  const int grid = grid_for(items, launch.device);
+  const int grid =
+      grid_for(displace_kernel<Displace<kMove, W, M>>, kThreads, 0, blocks, launch.device);
   const Displace<kMove, W, M> body = {a.v, a.h, a.owned};
   displace_kernel<<<grid, kThreads, 0, stream_of(launch)>>>(body, table, launch.workspace);
   check(cudaGetLastError(), "displace_kernel");
@@ -117,24 +131,56 @@ DisplacePieces pick(const Shard& shard) {
 
 int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
+// Shards in the order of their dtypes, each with its offset in the vector: those of one kind share
+// launches wherever they lie.
+std::vector<std::pair<Shard, int64_t>> sorted(const std::vector<Shard>& shards) {
+  std::vector<std::pair<Shard, int64_t>> placed;
+  int64_t offset = 0;
+  for (const Shard& shard : shards) {
+    placed.emplace_back(shard, offset);
+    offset += shard.length;
+  }
+  std::stable_sort(placed.begin(), placed.end(), [](const auto& a, const auto& b) {
+    return std::make_pair(a.first.weight_dtype, a.first.master_dtype) <
+           std::make_pair(b.first.weight_dtype, b.first.master_dtype);
+  });
+  return placed;
+}
+
 bool alike(const Shard& a, const Shard& b) {
   return a.weight_dtype == b.weight_dtype && a.master_dtype == b.master_dtype;
 }
 
-struct Product {
-  static constexpr int kSums = 1;
-  const float *a, *b;
-  int64_t owned;
+constexpr int kPairs = 4;  // pairs in a launch: their sums stay in registers
+
+template <int kCountPairs>
+struct Products {
+  static constexpr int kSums = kCountPairs;
+  Pair pairs[kCountPairs];
 
   template <int kCount>
-  __device__ __forceinline__ void run(int64_t i, double (&sums)[1]) const {
-    float x[kCount], y[kCount];
-    load(a + i, x);
-    load(b + i, y);
+  __device__ __forceinline__ void run(int64_t i, double (&sums)[kCountPairs]) const {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) add_product(sums[0], x[j], y[j]);
+    for (int p = 0; p < kCountPairs; ++p) {
+      float x[kCount], y[kCount];
+      load(pairs[p].a + i, x);
+      load(pairs[p].b + i, y);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) add_product(sums[p], x[j], y[j]);
+    }
   }
 };
+
+template <int kCountPairs>
+void products(const Pair* pairs, int64_t owned, double* out, const Launch& launch) {
+  Products<kCountPairs> body;
+  std::vector<Operand> operands;
+  for (int p = 0; p < kCountPairs; ++p) {
+    body.pairs[p] = pairs[p];
+    operands.insert(operands.end(), {{pairs[p].a, 4}, {pairs[p].b, 4}});
+  }
+  stream(body, divide(owned, operands), out, launch);
+}
 
 template <bool kZero>
 struct Difference {
@@ -229,32 +275,35 @@ void displace(const std::vector<Shard>& shards, const float* v, float h, int64_t
     check(cudaMemsetAsync(out, 0, 2 * sizeof(double), stream_of(launch)), "cudaMemsetAsync");
     return;
   }
-  int64_t offset = 0;
-  for (size_t i = 0; i < shards.size();) {
-    const Shard& leader = shards[i];
+  const auto placed = sorted(shards);
+  for (size_t i = 0; i < placed.size();) {
+    const Shard& leader = placed[i].first;
     const bool more = i > 0;
     Pieces table;
     table.count = 0;
-    int64_t items = 1;
-    for (; i < shards.size() && table.count < kShardsPerLaunch && alike(leader, shards[i]); ++i) {
-      const Shard& s = shards[i];
+    int64_t blocks = 0;
+    for (; i < placed.size() && table.count < kShardsPerLaunch && alike(leader, placed[i].first);
+         ++i) {
+      const auto& [s, offset] = placed[i];
       const Division division = divide(s.length, {{s.weight, size_of(s.weight_dtype)},
                                                   {s.master, size_of(s.master_dtype)},
                                                   {v ? v + offset : nullptr, 4}});
-      table.pieces[table.count++] = {s.weight, s.master, offset, division};
-      items = std::max({items, division.vectors, division.singles()});
-      offset += s.length;
+      table.pieces[table.count++] = {s.weight, s.master, offset, static_cast<unsigned>(blocks),
+                                     division};
+      blocks += blocks_for(std::max(division.vectors, division.singles()));
     }
     const auto run = h != 0 ? pick<true>(leader) : pick<false>(leader);
-    run(table, items, {v, h, owned, more}, out, launch);
+    run(table, blocks, {v, h, owned, more}, out, launch);
   }
 }
 
 void dots(const std::vector<Pair>& pairs, int64_t owned, double* out, const Launch& launch) {
   const OnDevice guard(launch.device);
-  for (size_t p = 0; p < pairs.size(); ++p) {
-    const Product body = {pairs[p].a, pairs[p].b, owned};
-    stream(body, divide(owned, {{body.a, 4}, {body.b, 4}}), out + p, launch);
+  constexpr decltype(&products<1>) kRuns[kPairs] = {products<1>, products<2>, products<3>,
+                                                    products<4>};
+  for (size_t p = 0; p < pairs.size(); p += kPairs) {
+    const size_t count = std::min(pairs.size() - p, size_t{kPairs});
+    kRuns[count - 1](&pairs[p], owned, out + p, launch);
   }
 }
 

@@ -70,10 +70,9 @@ class ShardedWeights:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Write the weights as they were. Collective."""
+        """Write this rank's weights as they were; to be published by all ranks after it."""
         for weight, master in zip(self.weights, self.masters, strict=True):
             weight.copy_(master)
-        self.publish()
 
     def norm(self) -> float:
         """`|w|` over all ranks. Collective: one all-reduce."""

@@ -42,14 +42,13 @@ class _Call:
     def __init__(self, module: Any, device: torch.device, sums: int) -> None:
         self.sums = torch.empty(sums, dtype=torch.float64, device=device)
         self.out = self.sums.data_ptr()
-        if device.type == "cpu":
-            self.place = (torch.get_num_threads(), 0, 0, 0)
-            return
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        size = max(1, module.workspace_size(sums, index))
+        index, stream = 0, 0
+        if device.type == "cuda":
+            index = device.index if device.index is not None else torch.cuda.current_device()
+            stream = torch.cuda.current_stream(device).cuda_stream
+        size = module.workspace_size(sums, index)
         self.workspace = torch.empty(size, dtype=torch.float64, device=device)
-        stream = torch.cuda.current_stream(device).cuda_stream
-        self.place = (1, index, stream, self.workspace.data_ptr())
+        self.place = (torch.get_num_threads(), index, stream, self.workspace.data_ptr())
 
     def wrote(self, *tensors: Tensor) -> Tensor:
         """Tell autograd, which cannot see a native write, and return the sums."""

@@ -141,7 +141,7 @@ def _load(kind: str) -> Implementation:
         except (ImportError, toolchain.BuildError) as error:
             prebuilt_reason = f"the module built ahead of time does not load ({error}); "
     try:
-        module, reason = _just_in_time(kind)
+        module, reason = load(plan(kind))
     except toolchain.BuildError as error:
         first, _, rest = str(error).partition("\n")
         return Implementation(kind, "torch", prebuilt_reason + _short(first), log=rest)
@@ -179,8 +179,14 @@ def plan(kind: str) -> toolchain.Plan:
     return toolchain.plan_cuda(sorted(archs))
 
 
-def _just_in_time(kind: str) -> tuple[ModuleType, str]:
-    made = plan(kind)
+def load(made: toolchain.Plan) -> tuple[ModuleType, str]:
+    """The extension of a plan, from the cache or built now, and how it came to be.
+
+    Raises:
+        BuildError: the build failed, or this processor lacks instructions that the module uses.
+        ImportError: the module does not load.
+        OSError: the cache cannot be written.
+    """
     target, reason = cache.obtain(made)
     loader = importlib.machinery.ExtensionFileLoader(made.module, str(target))
     spec = importlib.util.spec_from_file_location(made.module, target, loader=loader)

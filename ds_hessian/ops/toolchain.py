@@ -100,7 +100,8 @@ def find_pybind11() -> str:
     raise BuildError("no pybind11 headers: install pybind11 (torch's copy was not found either)")
 
 
-def _version(compiler: str) -> str:
+def version(compiler: str) -> str:
+    """What a compiler says of itself."""
     try:
         done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
@@ -130,8 +131,8 @@ def plan_cpu() -> Plan:
     root, compiler = source_root(), find_compiler()
     march = os.environ.get("DS_HESSIAN_MARCH", "native")
     kernels = (compiler, *COMMON, *KERNELS, f"-march={march}", "-DDS_HESSIAN_BACKEND=cpu")
-    compiles = _compiles(kernels, _bindings(compiler, "cpu"), root, "cpu/*.cpp")
-    versions = (_version(compiler), _processor() if march == "native" else "")
+    compiles = _compiles(kernels, bindings(compiler, "cpu"), root, "cpu/*.cpp")
+    versions = (version(compiler), _processor() if march == "native" else "")
     link = (compiler, "-shared", "-pthread")
     return _plan("cpu", compiles, link, root, versions)
 
@@ -153,9 +154,9 @@ def plan_cuda(archs: Sequence[str] = ()) -> Plan:
     targets.append(f"-gencode=arch=compute_{numbers[-1]},code=compute_{numbers[-1]}")
     host = ("-ccbin", compiler, "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
     kernels = (nvcc, *CUDA, *host, *targets, "-DDS_HESSIAN_BACKEND=cuda")
-    compiles = _compiles(kernels, _bindings(compiler, "cuda"), root, "cuda/*.cu")
+    compiles = _compiles(kernels, bindings(compiler, "cuda"), root, "cuda/*.cu")
     link = (nvcc, "-shared", "-ccbin", compiler, "-cudart=static")
-    return _plan("cuda", compiles, link, root, (_version(compiler), _version(nvcc)))
+    return _plan("cuda", compiles, link, root, (version(compiler), version(nvcc)))
 
 
 def _compiles(
@@ -165,7 +166,8 @@ def _compiles(
     return [(bindings, root / "bindings.cpp"), *((kernels, source) for source in sources)]
 
 
-def _bindings(compiler: str, backend: str) -> tuple[str, ...]:
+def bindings(compiler: str, backend: str) -> tuple[str, ...]:
+    """The command that compiles `bindings.cpp`."""
     defines = (f"-DDS_HESSIAN_BACKEND={backend}", f"-DDS_HESSIAN_MODULE=_native_{backend}")
     includes = ("-isystem", find_pybind11(), "-isystem", sysconfig.get_path("include"))
     return (compiler, *COMMON, *BINDINGS, *defines, *includes)

@@ -1,67 +1,216 @@
 """Failing together: an exception on one rank becomes an exception on every rank.
 
-A rank that raised alone would leave the others waiting in a collective. Code between collectives
-that can fail on one rank only (the user's batches and files) therefore runs inside `together`,
-which asks all ranks how it went before anyone goes on. Code that itself contains collectives needs
-more: see `ds_hessian.ranks.lockstep`.
+A rank that raised alone would leave the others waiting in a collective. Ranks therefore *meet*:
+in `agree`, which asks all of them how it went, and in `reduce`, which sums their figures. Code
+between collectives that can fail on one rank only (the user's batches and files) runs inside
+`together`, which ends in `agree`.
 
-Cost: one all-reduce of an integer, and a gather of the messages where a rank has failed.
+While a `ds_hessian.ranks.lockstep.Lockstep` is entered, a rank may fail anywhere, also between
+collectives of the model: it first follows the others to the next meeting, and fails there. In
+`reduce` it does so by adding NaN: sums that are not numbers make all ranks ask each other. A
+reduction is so no larger and no more frequent than without failures.
+
+Cost: one all-reduce for a meeting, and a gather of the messages where a rank has failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ds_hessian.errors import HessianError, MeasurementError
 
 T = TypeVar("T")
+When = tuple[int, ...]
+
+
+class LockstepError(RuntimeError):
+    """The job cannot go on: a failed rank could not follow the others, which wait for it, or the
+    training state could not be restored. Not a `HessianError`, after which training goes on.
+    """
+
+
+class Follower:
+    """Where a thread of this rank is between meetings; `Lockstep` also follows other ranks there.
+
+    Attributes:
+        depth: Bodies of `together` that the thread is in.
+        follows: Whether a rank that fails comes to the meetings of the others.
+        over: `(depth, error)` once a rank has left the body of that depth by an error that all
+            ranks know: until this one has left it too, it meets nobody, and raises the error.
+    """
+
+    follows = False
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.over: tuple[int, BaseException] | None = None
+
+    def arrive(
+        self, error: BaseException | None, figures: int = 0
+    ) -> tuple[BaseException | None, When]:
+        """Before a meeting: `agree` (0 figures), or `reduce` of so many.
+
+        A rank with an error comes to the next `agree` of the others. Returns the rank's first error
+        since the last meeting, and where it was, to be compared with other ranks' errors.
+        """
+        return error, ()
+
+    def depart(self) -> None:
+        """After a meeting."""
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """A context for a meeting."""
+        return nullcontext()
+
+    def require_open(self, error: BaseException | None = None) -> None:
+        """Raise `error`, or what all ranks know, where a body is over."""
+        if self.over is not None:
+            depth, known = self.over
+            if self.depth < depth:
+                self.over = None
+            raise known if error is None else error
+
+
+class _Active(threading.local):
+    def __init__(self) -> None:
+        self.follower = Follower()
+        self.apart = Follower()
+
+
+active = _Active()
+"""Of this thread: among all ranks, and among those of a group."""
+
+
+def _follower(group: dist.ProcessGroup | None) -> Follower:
+    return active.follower if group is None else active.apart
+
+
+class _Failure(NamedTuple):
+    """What all ranks hear of a rank's error; ordered as the errors happened.
+
+    Attributes:
+        depth: Of the body that it leaves by the error.
+    """
+
+    when: When
+    rank: int
+    depth: int
+    doing: str
+    message: str
+    interrupt: bool
+
+
+def _failure(error: BaseException, when: When, rank: int, depth: int, doing: str) -> _Failure:
+    message = f"{type(error).__name__}: {error}"
+    return _Failure(when, rank, depth, doing, message, _interrupts(error))
 
 
 def agree(
-    error: Exception | None,
+    error: BaseException | None,
     doing: str,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
-    when: tuple[int, ...] = (),
+    as_it_is: bool = False,
 ) -> None:
     """Return if no rank has an error; otherwise raise on all of them.
 
     The message names the lowest of the ranks that failed first; a later failure may be a
-    consequence of theirs. A rank whose own error is a `HessianError` raises that, if it was first.
+    consequence of theirs. A rank raises its own error if that is an interrupt, or if it is a
+    `HessianError` and was first.
 
     Args:
         error: This rank's error.
         doing: What was tried, for the message: "while <doing>, rank 1: ...".
         group: The ranks that tried; None for the default group.
         device: Where the group's collectives take their tensors.
-        when: Orders this rank's error among those of the others.
+        as_it_is: Whether an error that all ranks have alike is raised as it is.
 
     Raises:
         MeasurementError: some rank has an error; where it does, that is the cause.
+        KeyboardInterrupt: some rank was interrupted: its error is no `Exception`.
 
     Collective: every rank of the group.
     """
-    message = None if error is None else f"{type(error).__name__}: {error}"
-    first = when
-    if dist.is_available() and dist.is_initialized():
+    follower = _follower(group)
+    follower.require_open(error)
+    if not (dist.is_available() and dist.is_initialized()):
+        if error is not None:
+            _raise_first([_failure(error, (), 0, 1, doing)], error, (), as_it_is)
+        return
+    failed: list[_Failure] = []
+    with follower.undisturbed():
+        error, when = follower.arrive(error)
         flag = torch.tensor([int(error is not None)], dtype=torch.int32, device=device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        if not flag.item():
-            return
-        found = gather_objects((when, message), group)
-        failed = [(*each, rank) for rank, each in enumerate(found) if each[1] is not None]
-        first, message, rank = min(failed, key=lambda each: (each[0], each[2]))
-        message = f"rank {rank}: {message}"
-    if message is None:
-        return
-    if isinstance(error, HessianError) and when == first:
-        raise error
-    raise MeasurementError(f"while {doing}, {message}") from error
+        if flag.item():
+            mine = None
+            if error is not None:
+                mine = _failure(error, when, dist.get_rank(group), follower.depth + 1, doing)
+            found = gather_objects(mine, group)
+            failed = [failure for failure in found if failure is not None]
+        follower.depart()
+    if failed:
+        alike = len(failed) == len(found) and len({failure.message for failure in failed}) == 1
+        try:
+            _raise_first(failed, error, when, alike and as_it_is)
+        except BaseException as known:
+            depth = min(failure.depth for failure in failed)
+            if follower.depth >= depth:
+                follower.over = depth, known
+            raise
+
+
+def _raise_first(
+    failed: Sequence[_Failure], error: BaseException | None, when: When, as_it_is: bool
+) -> NoReturn:
+    first = min(failed)
+    if error is not None:
+        first_too = isinstance(error, HessianError) and when == first.when
+        if _interrupts(error) or first_too or as_it_is:
+            raise error
+    text = f"while {first.doing}, rank {first.rank}: {first.message}"
+    if any(failure.interrupt for failure in failed):
+        raise KeyboardInterrupt(text) from error
+    raise MeasurementError(text) from error
+
+
+def _interrupts(error: BaseException) -> bool:
+    """Whether it is to end more than the measurement."""
+    return not isinstance(error, Exception)
+
+
+def reduce(figures: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Sum fp64 `figures` `(k,)`, k > 0, over all ranks in one all-reduce; returned on the CPU.
+
+    Args:
+        figures: This rank's, where the group's collectives take their tensors; written to.
+        group: The ranks that sum; None for the default group.
+
+    Raises:
+        MeasurementError: some rank has failed in the measurement that is under way; see `agree`.
+
+    Collective: every rank of the group.
+    """
+    follower = _follower(group)
+    follower.require_open()
+    with follower.undisturbed():
+        error, _ = follower.arrive(None, figures.numel())
+        if error is not None:
+            figures.fill_(math.nan)
+        dist.all_reduce(figures, group=group)
+        follower.depart()
+    total = figures.cpu()
+    if follower.follows and bool(total.isnan().any()):
+        agree(error, "reducing figures", group, figures.device)
+    return total
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -76,32 +225,27 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return found
 
 
-class _Agreed(MeasurementError):
-    """A failure of another rank that all ranks know of already."""
-
-
 def checkpoint(
     doing: str, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
 ) -> None:
     """Inside the body of `together`: go on only if no rank has failed so far.
 
-    For bodies that contain collectives: placed before the first of them, it keeps a rank that
-    failed earlier from leaving the others waiting there.
+    For bodies that contain collectives, or write what must not be written where a rank has failed.
 
     Raises:
         MeasurementError: some rank left the body with an exception before it came here.
 
     Collective: matches the end of `together` on the ranks that failed.
     """
-    try:
-        agree(None, doing, group, device)
-    except MeasurementError as failure:
-        raise _Agreed(str(failure)) from None
+    agree(None, doing, group, device)
 
 
 @contextmanager
 def together(
-    doing: str, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+    doing: str,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    as_it_is: bool = False,
 ) -> Iterator[None]:
     """Run the body; if it raised on any rank, raise on all of them, as `agree` does.
 
@@ -109,18 +253,25 @@ def together(
         doing: What the body does, for the message.
         group: The ranks that run the body; None for the default group.
         device: Where the group's collectives take their tensors.
+        as_it_is: Whether an error that all ranks have alike is raised as it is.
 
     Raises:
         MeasurementError: the body raised on some rank; there, the original is the cause.
+        KeyboardInterrupt: some rank was interrupted in it.
 
     Collective: every rank of the group must enter and leave. A body that contains collectives must
-    not fail between them, and calls `checkpoint` before the first.
+    not fail between them, unless a measurement is under way, and calls `checkpoint` before the
+    first.
     """
-    error: Exception | None = None
+    follower = _follower(group)
+    follower.depth += 1
+    error: BaseException | None = None
     try:
         yield
-    except _Agreed:
+    except LockstepError:
         raise
-    except Exception as caught:  # re-raised by agree, after the other ranks have been told
+    except BaseException as caught:  # raised by agree, after the other ranks have been told
         error = caught
-    agree(error, doing, group, device)
+    finally:
+        follower.depth -= 1
+    agree(error, doing, group, device, as_it_is)

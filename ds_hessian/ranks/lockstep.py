@@ -1,26 +1,29 @@
-"""Keeping ranks together when one of them fails between the collectives of a model.
+"""Keeping ranks together when one of them fails between the collectives of a measurement.
 
 ZeRO gathers parameters and reduces gradients inside the model's forward and backward, tensor and
-expert parallelism reduce and exchange activations there. A rank that leaves them with an exception
-would keep the others waiting in the next collective.
+expert parallelism reduce and exchange activations there, displaced weights are published. A rank
+that leaves them with an exception would keep the others waiting in the next collective.
 
-A pass (`Lockstep.run`) is made of segments (`Lockstep.segment`): all of it, or in a pipeline each
-forward and each backward of a micro-batch. Ranks that are peers make the same sequence of
-collectives in a segment, each in its own groups, of sizes that do not depend on data, or that an
-all-to-all names. So a rank that fails takes part in those that it has not made yet, with zeros,
-until the others have ended the segment, and does the same in all segments to come; what a pipeline
-sends between stages it goes on sending. At the end of the pass all ranks meet in `agree`, where all
-of them raise.
+A measurement is a sequence of passes, each from one meeting of all ranks (`ds_hessian.ranks.agree`
+and `reduce`) to the next. Ranks that are peers make the same sequence of collectives in a pass,
+each in its own groups, of sizes that do not depend on data, or that an exchange names. So a rank
+that fails takes part in those that it has not made yet, with zeros, until the others come to the
+meeting, where all of them raise. In a pipeline, which sends activations between stages, each
+forward and each backward of a micro-batch is a segment of its own (`Lockstep.segment`): a rank that
+fails there follows its peers to the end of the segment, does the same in all segments to come, and
+goes on sending; it raises at the meeting.
 
-What the failed rank has to make it learns from a rank that has got farther. In a segment the host's
-communication object and the functions of `torch.distributed` are replaced by ones that write down
-every collective and hand it on. A thread on each rank looks, when the pass makes no progress,
-whether somebody asks for this log; if so, it publishes the log on the job's TCP store and keeps it
-up to date. Keys, below a prefix for the measurement:
+What the failed rank has to make it learns from a rank that has got farther. While measuring, the
+methods of `torch.distributed.ProcessGroup`, through which all collectives go that are made in
+Python, are replaced by ones that write down every collective of the thread that measures, and of
+the threads in which autograd runs its backward, and hand it on. A thread on each rank looks, when
+the pass makes no progress, whether somebody asks for this log; if so, it publishes the log on the
+job's TCP store and keeps it up to date. Keys, below a prefix for the measurement:
 
     <pass>/<rank>/wanted            somebody needs this rank's log
     <pass>/<rank>/<segment>/<k>     the k-th collective of the rank in a segment
     <pass>/<rank>/<segment>/end     (how many there are, whether the rank finished the segment)
+    <pass>/<rank>/meeting           how many figures the meeting has; None on a rank that has failed
 
 A failed rank reads the logs of its peers in the order of ranks, up to the first that finished the
 segment: all that finish make the same collectives. If none does, it has seen the longest log.
@@ -37,32 +40,31 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import pickle
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from ds_hessian.backends.guard import swap
-from ds_hessian.ranks import agree
+from ds_hessian.ranks.agreement import Follower, LockstepError, active, agree, together
 from ds_hessian.ranks.collectives import (
     COLLECTIVES,
-    EXCHANGE,
+    EXCHANGES,
     OTHERS,
+    SHARED_MEMORY,
     Collective,
-    LockstepError,
     exchanged,
     peers_of,
     written_down,
 )
+from ds_hessian.ranks.interrupts import Interrupts
 
 logger = logging.getLogger(__name__)
 
@@ -85,124 +87,64 @@ class _Segment:
         published: How many of them are on the store.
         ended: Whether the rank has left the segment.
         finished: Whether it left without an exception.
-        told: Whether its end is on the store.
+        announced: Whether its end is on the store.
     """
 
     def __init__(self) -> None:
         self.log: list[Collective] = []
         self.made = self.published = 0
-        self.ended = self.finished = self.told = False
+        self.ended = self.finished = self.announced = False
 
 
 class _Pass:
     """The segments of one rank in one pass.
 
     Attributes:
-        wanted: Whether another rank follows this one.
         progress: Grows with every collective and segment.
-        error: What the rank failed with, and where; see `Lockstep.segment`.
+        wanted: Whether another rank follows this one.
+        meeting: Figures of the meeting at its end; None before.
+        announced: Whether that is on the store.
+        error: What the rank failed with in a segment, and where.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.segments: list[_Segment] = []
+        self.segments = [_Segment()]
         self.progress, self.wanted = 0, False
-        self.error: tuple[Exception, tuple[int, ...]] | None = None
+        self.meeting: int | None = None
+        self.announced = False
+        self.error: tuple[BaseException, tuple[int, ...]] | None = None
+
+    @property
+    def segment(self) -> _Segment:
+        """The last one."""
+        return self.segments[-1]
+
+    def end(self, finished: bool) -> None:
+        """Leave the last segment."""
+        self.segment.finished, self.segment.ended = finished, True
+
+    def begin(self) -> None:
+        """Enter another segment."""
+        self.segments.append(_Segment())
+        self.progress += 1
 
     def key(self, rank: int, *names: str | int) -> str:
-        """See the module's list of keys."""
+        """Of the store; the module's docstring lists them."""
         return "/".join(map(str, (self.number, rank, *names)))
 
 
-class _Recorder:
-    """Takes the place of a host's communication object and of `torch.distributed`'s functions, and
-    writes down each collective of a segment before it is made.
-
-    Args:
-        host: See `Lockstep`.
-        segment: The one that the rank is in, or None.
-        begun: Called when a collective begins in it.
-    """
-
-    def __init__(
-        self,
-        host: tuple[Any, str] | None,
-        segment: Callable[[], _Segment | None],
-        begun: Callable[[], None],
-    ) -> None:
-        self._segment, self._begun, self._inside = segment, begun, threading.local()
-        originals = {n: getattr(dist, n) for n in (*COLLECTIVES, *OTHERS) if hasattr(dist, n)}
-        for name in ("new_group", "isend", "irecv"):  # torch asks whether an operation is these two
-            originals.pop(name)
-        recorded = {n: self._recorded(n, f, by_torch=True) for n, f in originals.items()}
-        ways = {id(function): recorded[name] for name, function in originals.items()}
-        self._places: list[tuple[Any, str, Any]] = [
-            (module, name, ways[id(value)])
-            for module in list(sys.modules.values())
-            if _may_call(getattr(module, "__name__", ""))
-            for name, value in list(getattr(module, "__dict__", {}).items())
-            if id(value) in ways
-        ]
-        if host is not None:
-            self._places.append((*host, _Stand(getattr(*host), self._recorded)))
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Take their places."""
-        with ExitStack() as stack:
-            for owner, name, recorded in self._places:
-                swap(stack, owner, name, recorded)
-            yield
-
-    def _recorded(
-        self, name: str, function: Callable[..., Any], by_torch: bool
-    ) -> Callable[..., Any]:
-        inside = self._inside
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            segment = None if getattr(inside, "one", False) else self._segment()
-            if segment is None:  # one that another is made of, or a pipeline's own
-                return function(*args, **kwargs)
-            segment.log.append(written_down(name, args, kwargs, by_torch))
-            self._begun()
-            inside.one = True
-            try:
-                result = function(*args, **kwargs)
-            finally:
-                inside.one = False
-            segment.made += 1
-            return result
-
-        return call
-
-
-def _may_call(module: str) -> bool:
-    """Whether its functions are taken as the model's: not torch's own, which call each other."""
-    return module == "torch.distributed" or not module.startswith(("torch.", "ds_hessian."))
-
-
-class _Stand:
-    """A host's communication object, of which collectives are recorded."""
-
-    def __init__(self, original: Any, recorded: Callable[..., Callable[..., Any]]) -> None:
-        self._original = original
-        for name in (*COLLECTIVES, *OTHERS):
-            if hasattr(original, name):
-                setattr(self, name, recorded(name, getattr(original, name), by_torch=False))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
-
-
-class Lockstep:
-    """Passes of one measurement in which ranks may fail alone: a context manager around them.
+class Lockstep(Follower):
+    """A measurement in which ranks may fail alone: a context manager around it.
 
     Args:
         device: Where the job's collectives take their tensors.
-        host: `(owner, name)` of the attribute that holds the host's communication object, with
-            methods named as the functions of `torch.distributed`; None where it has none.
+        host: `(owner, name)` of the attribute that holds DeepSpeed's communication object; None
+            where there is none.
         stage: Ranks of the same number are peers: those of a pipeline's stage.
+
+    Attributes:
+        restoring: Whether what was measured has ended, and the training state is being put back.
 
     Collective: the constructor.
     """
@@ -210,30 +152,42 @@ class Lockstep:
     def __init__(
         self, device: torch.device, host: tuple[Any, str] | None = None, stage: int = 0
     ) -> None:
+        super().__init__()
         self.device = device
         distributed = dist.is_available() and dist.is_initialized()
         self.world_size = dist.get_world_size() if distributed else 1
-        self._pass: _Pass | None = None
-        self._passes = 0
+        self.restoring = False
+        self._interrupts = Interrupts()
+        self._pass = _Pass(0)
+        self._raised: BaseException | None = None  # to all ranks, by the latest meeting
+        self._stack, self._thread, self._inside = ExitStack(), 0, False
         if self.world_size == 1:
             return
         self.rank = dist.get_rank()
-        self._host = host
+        self._communication = getattr(*host) if host is not None else None
         self._peers, self._meshed = peers_of(stage)
-        self._recorder = _Recorder(host, self._open_segment, self._progress)
         # A client of its own for each thread: a request waits while another is under way.
-        store = distributed_c10d._get_default_store()
+        world = dist.group.WORLD
+        assert world is not None
+        store = world.get_group_store()
         number = store.add(f"ds_hessian/measurements of rank {self.rank}", 1)
-        stores = [_clone(store) for _ in range(2)]
         prefix = f"ds_hessian/measurement {number}"
-        self._store, self._publisher_store = (dist.PrefixStore(prefix, s) for s in stores)
+        self._store, self._publisher_store = (
+            dist.PrefixStore(prefix, _clone(store)) for _ in range(2)
+        )
         self._posted: set[str] = set()
         self._wake, self._closing = threading.Event(), False
         self._publisher = threading.Thread(target=self._publish, name="ds_hessian", daemon=True)
 
     def __enter__(self) -> Lockstep:
+        self._stack.enter_context(self._interrupts)
         if self.world_size > 1:
+            self._thread = threading.get_ident()
+            self._stack.enter_context(self._recording())
             self._publisher.start()
+            self._stack.callback(self._close)
+            self._stack.callback(setattr, active, "follower", active.follower)
+            active.follower = self
         return self
 
     def __exit__(
@@ -242,52 +196,80 @@ class Lockstep:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.world_size > 1:
-            self._closing = True
-            self._wake.set()
-            self._publisher.join()
-            for key in self._posted:  # all ranks have met since, nobody reads them any more
-                self._store.delete_key(key)
+        with self._stack:
+            if self.world_size > 1 and not isinstance(error, LockstepError):
+                self._require_restored(error)
 
-    def _post(self, store: dist.Store, key: str, value: Any) -> None:
-        self._posted.add(key)
-        store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # the stub says str
+    def _close(self) -> None:
+        self._closing = True
+        self._wake.set()
+        self._publisher.join()
+        for key in self._posted:  # all ranks have met since, nobody reads them any more
+            self._store.delete_key(key)
 
-    # ---- passes
+    # ---- bodies that all ranks leave alike
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """A pass of one segment; see `run`."""
-        with self.run(doing), self.segment():
-            yield
-
-    @contextmanager
-    def run(self, doing: str) -> Iterator[None]:
-        """A pass: if a segment of the body failed on any rank, raise on all of them.
+        """Run the body; if it, or one of its segments, failed on any rank, raise on all of them.
 
         Args:
             doing: What the body does, for the message.
 
         Raises:
-            MeasurementError: a segment failed on some rank; see `agree`.
-            LockstepError: one failed here, and the collectives of other ranks cannot be followed.
+            MeasurementError: it failed on some rank; see `agree`.
+            KeyboardInterrupt: some rank was interrupted.
+            LockstepError: it failed here, and the collectives of other ranks cannot be followed.
 
         Collective: every rank must enter and leave; one small all-reduce.
         """
-        self._passes += 1
-        self._pass = current = _Pass(self._passes)
-        with ExitStack() as stack:
-            if self.world_size > 1:
-                stack.enter_context(self._recorder.recording())
+        with self._noting(), together(doing, device=self.device):
+            yield
+
+    def run(self, doing: str) -> Any:
+        """The same as `together`."""
+        return self.together(doing)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """What is measured, between putting the training state aside and restoring it.
+
+        A host enters the lockstep first, puts the state aside `together`, runs this, and restores
+        the state as it leaves, by the same collectives on all ranks. Interrupts wait from the end
+        of the body to that of the lockstep.
+
+        Raises:
+            Exception: the body failed on some rank: as `together`, or what all ranks have raised.
+
+        Collective: every rank must enter and leave; one small all-reduce.
+        """
+        with self._noting():
             try:
-                yield
-            except LockstepError:
-                raise
-            except Exception as error:  # between segments
-                current.error = current.error or (error, ())
-        failure, where = current.error or (None, ())
-        agree(failure, doing, device=self.device, when=where)
-        self._pass = None
+                with together("measuring", device=self.device, as_it_is=True):
+                    try:
+                        yield
+                    finally:
+                        self._interrupts.hold()
+                        self._stack.callback(self._interrupts.release)
+            finally:
+                self.restoring = True
+
+    def _require_restored(self, error: BaseException | None) -> None:
+        """Agree that nothing was raised but what all ranks have raised in the bodies."""
+        lost = None if error is self._raised else error
+        try:
+            agree(lost, "putting back the training state", device=self.device)
+        except BaseException as failure:
+            raise LockstepError(f"{failure}; the training state is lost, end the job") from error
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Remember what all ranks raise."""
+        try:
+            yield
+        except BaseException as error:
+            self._raised = error
+            raise
 
     @contextmanager
     def segment(self, *where: int) -> Iterator[None]:
@@ -298,69 +280,71 @@ class Lockstep:
                 number of collectives before the failure is added to it.
 
         Raises:
-            LockstepError: see `run`.
+            LockstepError: see `together`.
         """
-        current, segment = self._pass, _Segment()
-        assert current is not None, "a segment is a part of a pass"
-        current.segments.append(segment)
-        current.progress += 1
-        error = None
+        current = self._pass
+        current.end(finished=True)
+        current.begin()
+        error: BaseException | None = None
         try:
             yield
-            segment.finished = True
-        except Exception as caught:  # of this rank, raised by `run`
+        except BaseException as caught:  # raised at the next meeting
             error = caught
-        finally:
-            segment.ended = True
-            if current.wanted:
-                self._wake.set()
-        if error is None:
-            return
-        current.error = current.error or (error, (*where, segment.made))
-        # The frames hold activations and the graph, which others' collectives may need room of.
-        traceback.clear_frames(error.__traceback__)
-        if self.world_size > 1:
-            self._follow(current, segment, error)
+        current.end(finished=error is None)
+        self._progress(current)
+        if error is not None:
+            current.error = current.error or (error, (*where, current.segment.made))
+            if self.world_size > 1:
+                with self._following(error):
+                    self._follow(current)
+        current.begin()
 
     def go_on(self) -> None:
         """At the beginning of a segment: leave it where this rank has failed in an earlier one.
 
         Raises:
-            Exception: what it failed with.
+            BaseException: what it failed with.
         """
-        if self._pass is not None and self._pass.error is not None:
+        if self._pass.error is not None:
             raise self._pass.error[0]
 
-    def _open_segment(self) -> _Segment | None:
-        segments = self._pass.segments if self._pass is not None else []
-        return segments[-1] if segments and not segments[-1].ended else None
+    # ---- meetings: a `Follower`
 
-    def _progress(self) -> None:
+    follows = True
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Interrupts wait until the meeting is over."""
+        return self._interrupts.held()
+
+    def arrive(
+        self, error: BaseException | None, figures: int = 0
+    ) -> tuple[BaseException | None, tuple[int, ...]]:
+        """Before a meeting; a rank with a new error follows the others to their next `agree`."""
         current = self._pass
-        if current is not None:
-            current.progress += 1
-            if current.wanted:
-                self._wake.set()
+        known = current.error is not None and error is current.error[0]
+        if error is not None and not known:
+            current.error = current.error or (error, (current.segment.made,))
+            with self._following(error):
+                self._follow_to_meeting(current)
+        else:
+            current.meeting = figures
+            current.end(finished=True)
+            self._progress(current)
+        return self._pass.error or (None, ())
+
+    def depart(self) -> None:
+        """After a meeting: the next pass."""
+        self._pass = _Pass(self._pass.number + 1)
 
     # ---- a rank that failed
 
-    def _follow(self, current: _Pass, segment: _Segment, error: Exception) -> None:
-        """Take part in what peers still make in a segment.
-
-        Raises:
-            LockstepError: it is not possible.
-        """
+    @contextmanager
+    def _following(self, error: BaseException) -> Iterator[None]:
+        """Follow the others in the body, or end the job."""
+        # The frames hold activations and the graph, which others' collectives may need room of.
+        traceback.clear_frames(error.__traceback__)
         try:
-            number = len(current.segments) - 1
-            self._post(
-                self._store, current.key(self.rank, number, "end"), (len(segment.log), False)
-            )
-            segment.told = True
-            for collective in segment.log[segment.made :]:  # the one that raised
-                self._replay(segment, collective)
-            for leader in self._peers:
-                if leader != self.rank and self._follow_one(current, segment, leader):
-                    return
+            yield
         except Exception as why:
             message = (
                 f"rank {self.rank} failed ({type(error).__name__}: {error}) and cannot take part "
@@ -369,38 +353,88 @@ class Lockstep:
             logger.error(message)
             raise LockstepError(message) from error
 
-    def _follow_one(self, current: _Pass, segment: _Segment, leader: int) -> bool:
+    def _follow_to_meeting(self, current: _Pass) -> None:
+        """Take part in what is left of this pass, and in a reduction at its end."""
+        current.end(finished=False)
+        self._post(self._store, current.key(self.rank, "meeting"), None)
+        leader = self._follow(current)
+        while leader is not None and not self._store.check([current.key(leader, "meeting")]):
+            current.begin()
+            current.end(finished=False)
+            leader = self._follow(current)
+        figures = self._meeting(current)
+        if figures:
+            dist.all_reduce(
+                torch.full((figures,), math.nan, dtype=torch.float64, device=self.device)
+            )
+            self.depart()
+            self._pass.error = current.error
+            self._pass.meeting = 0
+            self._pass.end(finished=True)
+
+    def _meeting(self, current: _Pass) -> int:
+        """The figures of the meeting that ranks which have not failed come to."""
+        for rank in sorted(range(self.world_size), key=lambda rank: rank not in self._peers):
+            if rank != self.rank:
+                (found,) = self._wait(current, rank, "meeting")
+                if found is not None:
+                    return int(found)
+        return 0
+
+    def _follow(self, current: _Pass) -> int | None:
+        """Make what peers make in the last segment; returns one that finished it."""
+        number, segment = len(current.segments) - 1, current.segment
+        end = len(segment.log), False
+        self._post(self._store, current.key(self.rank, number, "end"), end)
+        segment.announced = True
+        for collective in segment.log[segment.made :]:  # the one that raised
+            self._replay(segment, collective)
+        for leader in self._peers:
+            if leader != self.rank and self._follow_one(current, number, leader):
+                return leader
+        return None
+
+    def _follow_one(self, current: _Pass, number: int, leader: int) -> bool:
         """Make what `leader` makes until it leaves the segment; returns whether it finished it."""
+        segment = current.segments[number]
         while True:
-            collective, finished = self._line(current, leader, segment.made)
+            collective, finished = self._line(current, leader, number, segment.made)
             if collective is None:
                 return finished
-            if collective.name == EXCHANGE:
-                ranks = collective.ranks(self._meshed)
+            if collective.name in EXCHANGES:
+                ranks = dist.get_process_group_ranks(collective.own_group(self._meshed))
                 each = [
-                    None if r == self.rank else self._line(current, r, segment.made)[0]
+                    None if r == self.rank else self._line(current, r, number, segment.made)[0]
                     for r in ranks
                 ]
                 collective = exchanged(each, ranks.index(self.rank))
             self._replay(segment, collective)
 
-    def _line(self, current: _Pass, rank: int, k: int) -> tuple[Collective | None, bool]:
-        """The k-th collective of a rank in the segment, once it has begun it; or None, and whether
+    def _line(
+        self, current: _Pass, rank: int, number: int, k: int
+    ) -> tuple[Collective | None, bool]:
+        """The k-th collective of a rank in a segment, once it has begun it; or None, and whether
         it has finished the segment, once it has left with fewer.
         """
-        number = len(current.segments) - 1
+        while True:
+            found = self._wait(current, rank, f"{number}/{k}", f"{number}/end", "meeting")
+            collective, end, meeting = found
+            if collective is not _ABSENT:
+                return collective, False
+            if end is not _ABSENT and k >= end[0]:
+                return None, bool(end[1])
+            if end is _ABSENT and meeting is not _ABSENT:  # the pass has ended before
+                return None, meeting is not None
+
+    def _wait(self, current: _Pass, rank: int, *names: str) -> list[Any]:
+        """Values of a rank's keys, or `_ABSENT`, once there is one; the last is read first."""
         deadline, pause, asked = time.monotonic() + PATIENCE, 0.0, False
         while time.monotonic() < deadline:
-            key = current.key(rank, number, k)
-            if self._store.check([key]):
-                return pickle.loads(self._store.get(key)), False
-            end = current.key(rank, number, "end")
-            if self._store.check([end]):
-                length, finished = pickle.loads(self._store.get(end))
-                if k >= length:
-                    return None, bool(finished)
+            found = [self._read(current.key(rank, name)) for name in reversed(names)]
+            if any(value is not _ABSENT for value in found):
+                return found[::-1]
             if not asked:
-                self._post(self._store, current.key(rank, "wanted"), self.rank)
+                self._post(self._store, current.key(rank, "wanted"), None)
                 asked = True
             time.sleep(pause)
             pause = min(pause + 5e-4, TICK / 4)
@@ -410,25 +444,97 @@ class Lockstep:
         """Take part in a collective with zeros; what comes out is dropped."""
         name = collective.name
         try:
-            if name not in COLLECTIVES:
+            if name in OTHERS:
                 raise LockstepError("its sizes are known to each rank alone")
-            args, kwargs = collective.arguments(self.device, self._meshed)
-            work = getattr(self._owner(collective), name)(*args, **kwargs)
-            if hasattr(work, "wait"):  # async_op was a positional argument
-                work.wait()
+            group = collective.own_group(self._meshed)
+            args, kwargs = collective.arguments(self.device)
+            if name == SHARED_MEMORY:
+                getattr(self._communication, name)(*args, group=group)
+            else:
+                work = getattr(group, name)(*args, **kwargs)
+                if work is not None:
+                    work.wait()
         except Exception as error:
             raise LockstepError(f"{name}, number {segment.made} of the step: {error}") from error
         segment.made += 1
 
-    def _owner(self, collective: Collective) -> Any:
-        if collective.by_torch or self._host is None:
-            return dist
-        return getattr(*self._host)
+    # ---- the record
 
-    # ---- the thread
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Write down each collective of a segment before it is made."""
+        with ExitStack() as stack:
+            for name in (*COLLECTIVES, *OTHERS):
+                if name in vars(dist.ProcessGroup):
+                    # As it is stored: what `getattr` gives would not be bound to a group again.
+                    stack.callback(setattr, dist.ProcessGroup, name, vars(dist.ProcessGroup)[name])
+                    recorded = self._recorded(name, getattr(dist.ProcessGroup, name))
+                    setattr(dist.ProcessGroup, name, recorded)
+            if hasattr(self._communication, SHARED_MEMORY):
+                setattr(self._communication, SHARED_MEMORY, self._shared_memory())
+                stack.callback(delattr, self._communication, SHARED_MEMORY)
+            yield
+
+    def _recorded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if not self._records():
+                return method(group, *args, **kwargs)
+            line = written_down(name, group, args, kwargs)
+            return self._made(line, lambda: method(group, *args, **kwargs))
+
+        return call
+
+    def _shared_memory(self) -> Callable[..., Any]:
+        method = getattr(self._communication, SHARED_MEMORY)
+
+        @functools.wraps(method)
+        def call(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None = None) -> Any:
+            if not self._records():
+                return method(tensor, op, group=group)
+            every = group or dist.group.WORLD
+            assert every is not None
+            line = written_down(SHARED_MEMORY, every, (tensor, op), {})
+            return self._made(line, lambda: method(tensor, op, group=group))
+
+        return call
+
+    def _records(self) -> bool:
+        """Whether a collective of this thread belongs to the measurement, and is none of ours."""
+        mine = threading.get_ident() == self._thread or _by_autograd()
+        return mine and not self._pass.segment.ended and not self._inside
+
+    def _made(self, line: Collective, make: Callable[[], Any]) -> Any:
+        current = self._pass
+        segment = current.segment
+        self.require_open()
+        with self._interrupts.held():
+            segment.log.append(line)
+            self._progress(current)
+            self._inside = True
+            try:
+                result = make()
+            finally:
+                self._inside = False
+            segment.made += 1
+        return result
+
+    def _progress(self, current: _Pass) -> None:
+        current.progress += 1
+        if current.wanted:
+            self._wake.set()
+
+    # ---- the store
+
+    def _post(self, store: dist.Store, key: str, value: Any) -> None:
+        self._posted.add(key)
+        store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # the stub says str
+
+    def _read(self, key: str) -> Any:
+        return pickle.loads(self._store.get(key)) if self._store.check([key]) else _ABSENT
 
     def _publish(self) -> None:
-        """Publish the log where another rank follows it."""
+        """The thread: publish the log where another rank follows it."""
         before: tuple[int, int] = (0, 0)
         tick = max(TICK, self.world_size / REQUESTS)
         try:
@@ -436,30 +542,39 @@ class Lockstep:
                 self._wake.wait(tick)
                 self._wake.clear()
                 current = self._pass
-                if current is None:
-                    continue
                 progress = (current.number, current.progress)
                 if not current.wanted and progress == before:
                     wanted = current.key(self.rank, "wanted")
                     current.wanted = self._publisher_store.check([wanted])
                 before = progress
                 if current.wanted:
-                    for number, segment in enumerate(list(current.segments)):
-                        self._publish_new(current, number, segment)
+                    self._publish_new(current)
         except Exception as error:
             logger.error("the log of collectives cannot be published any more: %s", error)
 
-    def _publish_new(self, current: _Pass, number: int, segment: _Segment) -> None:
-        ended = segment.ended  # before the log's length: it does not grow any more
-        while segment.published < len(segment.log):
-            line = segment.log[segment.published]
-            key = current.key(self.rank, number, segment.published)
-            self._post(self._publisher_store, key, line)
-            segment.published += 1
-        if ended and not segment.told:
-            end = (segment.published, segment.finished)
-            self._post(self._publisher_store, current.key(self.rank, number, "end"), end)
-            segment.told = True
+    def _publish_new(self, current: _Pass) -> None:
+        meeting, store = current.meeting, self._publisher_store  # before the segments: it is last
+        for number, segment in enumerate(list(current.segments)):
+            ended = segment.ended  # before the log's length: it does not grow any more
+            while segment.published < len(segment.log):
+                key = current.key(self.rank, number, segment.published)
+                self._post(store, key, segment.log[segment.published])
+                segment.published += 1
+            if ended and not segment.announced:
+                end = segment.published, segment.finished
+                self._post(store, current.key(self.rank, number, "end"), end)
+                segment.announced = True
+        if meeting is not None and not current.announced:
+            self._post(store, current.key(self.rank, "meeting"), meeting)
+            current.announced = True
+
+
+_ABSENT = object()
+
+
+def _by_autograd() -> bool:
+    """Whether autograd runs this thread: it, and no Python code, has started it."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _clone(store: dist.Store) -> dist.Store:

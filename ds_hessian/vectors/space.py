@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hessian import ops
+from ds_hessian.ranks import reduce
 
 
 class VectorSpace:
@@ -55,9 +56,7 @@ class VectorSpace:
         """Sum fp64 `partials` `(k,)` over all ranks in one all-reduce; returns them on the CPU."""
         self.all_reduces += 1
         partials = partials.to(self.device)
-        if self.distributed:
-            dist.all_reduce(partials, group=self.group)
-        return partials.cpu()
+        return reduce(partials, self.group) if self.distributed else partials.cpu()
 
     def of_rank_0(self, *figures: float) -> list[float]:
         """Rank 0's figures, on every rank, in one all-reduce: for what must be the same bits though

@@ -12,7 +12,7 @@ from torch.distributed import all_reduce as taken_by_name
 
 from ds_hessian.backends.zero.host import communication
 from ds_hessian.errors import HessianError
-from ds_hessian.ranks import agree
+from ds_hessian.ranks import agree, reduce
 from ds_hessian.ranks.lockstep import Lockstep, LockstepError
 from tests.ranks import RankPool
 
@@ -187,7 +187,105 @@ def left_inside() -> str:
 def test_a_collective_that_raises_is_made_up_for(ranks: Ranks) -> None:
     message = "while trying, rank 0: MemoryError: full, "
     results = ranks(2).run(left_inside, timeout=120)
-    assert results == [message + "[3, 2, 2, 1]", message + "[3, 2, 1]"]
+    assert results == [message + "[3, 2]", message + "[3, 2, 1]"]
+
+
+def beside_a_thread() -> tuple[str, int]:
+    """A thread of rank 1 all-reduces on a group of its own, with one of rank 0, while rank 0 fails
+    in a measurement that rank 1 goes on with."""
+    import threading
+
+    own, error = dist.new_group([0, 1]), "no error"
+    sums: list[int] = []
+    may_begin = threading.Event()
+
+    def asynchronous() -> None:
+        may_begin.wait()
+        for _ in range(5):
+            x = torch.ones(1)
+            dist.all_reduce(x, group=own)
+            sums.append(int(x))
+
+    thread = threading.Thread(target=asynchronous)
+    thread.start()
+    try:
+        with (
+            Lockstep(torch.device("cpu"), communication()) as lockstep,
+            lockstep.together("trying"),
+        ):
+            may_begin.set()
+            if dist.get_rank() == 0:
+                raise ValueError("left")
+            thread.join()
+            dist.all_reduce(torch.ones(2))
+    except HessianError as caught:
+        error = str(caught)
+    thread.join()
+    return error, sum(sums)
+
+
+def test_collectives_of_another_thread_are_not_followed(ranks: Ranks) -> None:
+    for result in ranks(2).run(beside_a_thread, timeout=120):
+        assert result == ("while trying, rank 0: ValueError: left", 10)
+
+
+def interrupted() -> str:
+    """Rank 1 gets SIGINT while it waits for rank 0, which is late, in a measurement."""
+    import os
+    import signal
+    import threading
+    import time
+
+    try:
+        with Lockstep(torch.device("cpu"), communication()) as lockstep, lockstep.guarded():
+            if dist.get_rank() == 0:
+                time.sleep(1.0)
+            else:
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            for _ in range(20):
+                dist.all_reduce(torch.ones(2))
+                reduce(torch.ones(2, dtype=torch.float64))
+                time.sleep(0.1)
+    except KeyboardInterrupt as caught:
+        return str(caught)
+    return "no error"
+
+
+def test_an_interrupt_of_one_rank_interrupts_all(ranks: Ranks) -> None:
+    other, mine = ranks(2).run(interrupted, timeout=120)
+    assert other == "while measuring, rank 1: KeyboardInterrupt: " and mine == ""
+
+
+def swallowed(wrapped: bool) -> list[str]:
+    """Rank 1 leaves a measurement; the code of rank 0 catches what it then gets, and goes on."""
+    errors = []
+    for _ in range(2):
+        try:
+            with Lockstep(torch.device("cpu"), communication()) as lockstep, lockstep.guarded():
+                if dist.get_rank() == 1 and not errors:
+                    raise MemoryError("full")
+                for _ in range(3):
+                    try:
+                        dist.all_reduce(torch.ones(1))
+                        with lockstep.together("reducing"):
+                            reduce(torch.ones(1, dtype=torch.float64))
+                    except HessianError as caught:
+                        if wrapped:
+                            raise OSError("wrapped") from caught
+            errors.append("no error")
+        except (HessianError, OSError) as caught:
+            errors.append(f"{type(caught).__name__}: {caught}")
+    return errors
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_measurement_that_a_rank_has_left_is_over_even_where_its_error_is_caught(
+    ranks: Ranks, wrapped: bool
+) -> None:
+    message = "MeasurementError: while measuring, rank 1: MemoryError: full"
+    other, failed = ranks(2).run(swallowed, wrapped, timeout=120)
+    assert failed == [message, "no error"]
+    assert other == ["OSError: wrapped" if wrapped else message, "no error"]
 
 
 def unfollowed(subgroup: bool) -> str:
@@ -200,7 +298,8 @@ def unfollowed(subgroup: bool) -> str:
         if subgroup:
             comm.all_reduce(torch.ones(1), group=group)
         else:
-            comm.all_gather_object([None] * 3, "x")
+            x = torch.ones(1)
+            dist.gather(x, [x, x, x] if dist.get_rank() == 1 else None, dst=1)
 
     try:
         with (
@@ -216,6 +315,7 @@ def unfollowed(subgroup: bool) -> str:
             impossible()
         with pytest.raises(HessianError):
             agree(ValueError("first"), "trying")
+        agree(None, "leaving")
         return str(caught)
     except HessianError:
         return ""
@@ -225,7 +325,7 @@ def unfollowed(subgroup: bool) -> str:
 @pytest.mark.parametrize(
     ("subgroup", "reason"),
     [
-        (False, "all_gather_object, number 0 of the step"),
+        (False, "gather, number 0 of the step"),
         (True, "a group of 2 ranks, and the job's groups"),
     ],
 )
@@ -236,3 +336,34 @@ def test_what_cannot_be_followed_is_refused_with_a_reason(
     assert others == ["", ""]
     assert message.startswith("rank 0 failed (ValueError: first) and cannot take part")
     assert reason in message and message.endswith("end the job")
+
+
+def reduced(place: int | None, own_group: bool = False) -> tuple[list[str], int]:
+    """Sums with a collective of the model between, of which rank 1 leaves before one or amid them.
+
+    Returns the errors of three measurements, the second of which fails, and a later sum.
+    """
+    errors, numbers = [], torch.arange(3, dtype=torch.float64)
+    for measurement in range(3):
+        error = "no error"
+        try:
+            with Lockstep(torch.device("cpu"), communication()) as lockstep, lockstep.guarded():
+                for number in range(4):
+                    if (measurement, number, dist.get_rank()) == (1, place, 1):
+                        raise MemoryError("full")
+                    dist.all_reduce(torch.ones(5 + number))
+                    total = reduce(numbers[: 1 + number % 3].clone())
+                    assert total.tolist() == (2 * numbers[: 1 + number % 3]).tolist()
+        except HessianError as caught:
+            error = str(caught)
+        errors.append(error)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return errors, int(total)
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_rank_that_fails_before_a_reduction_raises_on_all_in_it(ranks: Ranks, place: int) -> None:
+    message = "while measuring, rank 1: MemoryError: full"
+    for errors, total in ranks(2).run(reduced, place, timeout=60):
+        assert errors == ["no error", message, "no error"] and total == 2

@@ -30,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "stage 3": {"zero_optimization": {"stage": 3, "sub_group_size": 400}},
     "stage 3 bf16": {"zero_optimization": {"stage": 3}, **BF16},
 }
-QUICK = ("stage 0", "stage 1 BF16_Optimizer", "stage 2 offload", "stage 3")
+QUICK = ("stage 0", "stage 0 fp16", "stage 1 BF16_Optimizer", "stage 2 offload", "stage 3")
 
 
 @pytest.mark.parametrize("name", cells(LAYOUTS, QUICK))

@@ -104,7 +104,7 @@ ENGINES = {**FP32_ENGINES, **LOW_ENGINES}
 QUICK = (  # every class of shards, every dtype and placement
     *("0", "1", "2", "2 not contiguous", "2 optimizer offload", "3", "3 offload", "3 hpZ"),
     *("0 bf16", "1 bf16 fp32 accumulation", "1 bf16 immediate", "2 bf16", "3 bf16 masters"),
-    *("0 fp16", "2 fp16", "3 bf16 offload", "3 fp16", "2 autocast"),
+    *("0 fp16", "2 fp16", "3 bf16 offload", "3 fp16", "2 autocast", "2 summed gradients"),
 )
 
 

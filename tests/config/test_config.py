@@ -106,6 +106,11 @@ def test_a_wrong_section_is_refused_with_path_reason_and_way_out(section, messag
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("interval", ["interval", "sharpness_interval"])
+def test_either_interval_gives_a_start_step_its_effect(interval):
+    assert HessianConfig.parse({"start_step": 4, interval: 2}).scheduled
+
+
 @pytest.mark.parametrize("value", [0, -1e-3, float("nan"), float("inf"), True, "big", 10**400])
 def test_an_impossible_displacement_is_refused(value):
     with pytest.raises(ConfigError, match=r'displacement: must be "auto" or a finite number'):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class Job:
     overlap: bool = False
     per_token: bool = False
     recompute: bool = False
+    deferred: bool = False  # weight gradients of the output layer
     experts: int = 0
     expert_bias: bool = False
     aux_loss: float = 0.0
@@ -89,7 +91,8 @@ def model_config(job: Job) -> Any:
         bf16=job.dtype == "bfloat16",
         hidden_dropout=job.dropout,
         attention_dropout=job.dropout,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=job.deferred,
+        defer_embedding_wgrad_compute=job.deferred,
         tensor_model_parallel_size=job.tp,
         pipeline_model_parallel_size=job.pp,
         virtual_pipeline_model_parallel_size=job.vpp if job.vpp > 1 else None,
@@ -146,7 +149,7 @@ def gpt(job: Job, config: Any, stage: int = 0) -> Any:
 
     spec = get_gpt_layer_local_spec(num_experts=job.experts or None, moe_grouped_gemm=False)
     where = {"ignore_virtual": job.vpp == 1, "vp_stage": stage if job.vpp > 1 else None}
-    return GPTModel(
+    model = GPTModel(
         config,
         spec,
         vocab_size=VOCABULARY,
@@ -158,6 +161,13 @@ def gpt(job: Job, config: Any, stage: int = 0) -> Any:
         # Megatron's parallel cross entropy is fp32: fp64 takes torch's on gathered logits.
         parallel_output=job.dtype != "float64",
     ).to(job.torch_dtype)
+    if job.deferred:  # by the output layer alone: Transformer Engine's other layers have no buffers
+        alone = copy.copy(config)
+        alone.defer_embedding_wgrad_compute = False
+        for module in model.decoder.modules():
+            if hasattr(module, "config"):
+                module.config = alone
+    return model
 
 
 def build(job: Job) -> list[Any]:
@@ -707,6 +717,24 @@ def gather_in_flight() -> list[tuple[list[Tensor], list[int]]]:
                 session.displace(hessian.random_vector(seed=5), 1.0)
                 displaced = [p.detach().clone() for p in chunks[0].parameters()]
             out.append((displaced, [*counts, len(hooks)]))
+    return out
+
+
+def deferred_weight_gradients() -> list[tuple[Tensor, Tensor, int]]:
+    """Gradient, product and gradients left undone of a pipeline, without and with deferral."""
+    out = []
+    for deferred in (False, True):
+        job = Job(pp=2, deferred=deferred)
+        with running(job) as chunks:
+            from ds_hessian.backends.megatron.host import unwrap
+
+            hessian = hessian_of(chunks, job)
+            with hessian.measuring(displacement=3e-2) as operator:
+                product = hessian.matvec(hessian.random_vector(seed=5))
+            model = unwrap(chunks[0])
+            left = len(getattr(model, "embedding_activation_buffer", None) or ())
+            left += len(getattr(model, "grad_output_buffer", None) or ())
+            out.append((operator.gradient.clone(), product.vector, left))
     return out
 
 

@@ -6,6 +6,8 @@ Tried with megatron-core 0.16.1. Every line stands for one place in it (paths be
 from __future__ import annotations
 
 import logging
+import sys
+import types
 import warnings
 from typing import Any
 
@@ -47,6 +49,10 @@ def _norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) 
     return norm
 
 
+def _add_weight_gradient(inputs: torch.Tensor, gradients: torch.Tensor, out: torch.Tensor) -> None:
+    out.addmm_(gradients.reshape(-1, gradients.shape[-1]).t(), inputs.reshape(-1, inputs.shape[-1]))
+
+
 def install() -> None:
     """Make this process' megatron-core run on CPU; once."""
     global _installed
@@ -85,4 +91,13 @@ def install() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    # The product of a CUDA extension (tensor_parallel/layers.py, utils.py).
+    import megatron.core.tensor_parallel.layers as layers
+
+    if not layers._grad_accum_fusion_available:
+        fused = types.ModuleType("fused_weight_gradient_mlp_cuda")
+        fused.wgrad_gemm_accum_fp32 = _add_weight_gradient  # type: ignore[attr-defined]
+        sys.modules[fused.__name__] = fused
+        layers.fused_weight_gradient_mlp_cuda = fused
+        layers._grad_accum_fusion_available = True
     _OnCpu().__enter__()

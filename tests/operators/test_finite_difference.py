@@ -25,8 +25,11 @@ class Weights(nn.Module):
 
 
 @contextmanager
-def measuring(module: nn.Module, loss: Callable[[Tensor], Tensor]) -> Iterator[Session]:
-    with nets.measuring(ModuleBackend(module), [None], lambda m, _: loss(m.w)) as session:
+def measuring(
+    module: nn.Module, loss: Callable[[Tensor], Tensor], terms: int = 1
+) -> Iterator[Session]:
+    data = [None] * terms
+    with nets.measuring(ModuleBackend(module), data, lambda m, _: loss(m.w)) as session:
         yield session
 
 
@@ -67,6 +70,18 @@ def test_scaling_the_argument_scales_the_product() -> None:
         operator = FiniteDifferenceHessian(session, 1e-2)
         small, large = operator.matvec(1e-3 * v).vector, operator.matvec(1e3 * v).vector
     assert relative(1e6 * small, large) < 1e-5
+
+
+@pytest.mark.parametrize("displacement", [1e-6, 2.0])
+def test_a_given_displacement_is_the_one_that_is_used(displacement: float) -> None:
+    """Also where rounding or truncation makes another one far better, of ten micro-batches."""
+    w = torch.linspace(0.5, 2.0, 20)
+    with measuring(Weights(w), lambda w: (w**4).sum() + w.cos().sum(), terms=10) as session:
+        operator = FiniteDifferenceHessian(session, displacement)
+        for _ in range(3):
+            product, bare = operator.matvec(w), operator.product_at(w, displacement)
+            assert product.displacement == displacement
+            assert torch.equal(product.vector, bare.vector)
 
 
 def test_the_weights_are_bitwise_restored_also_after_an_error() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.operators import FiniteDifferenceHessian, default_range, sweep
 from ds_hessian.records import DisplacementSweep
+from ds_hessian.vectors import random_vector
 from tests.operators.nets import batches, loss_of, measuring, mlp, train
 from tests.results.makers import COST, PROVENANCE
 
@@ -83,6 +84,18 @@ def test_curvature_is_the_average_of_the_hessian_over_the_step(case: str) -> Non
     np.testing.assert_allclose(found.curvatures[0], [flat(x) for x in h], rtol=2e-5)
     # The trapezoidal rule with steps of 12 %: (0.12)^2 / 12 of the curved part.
     np.testing.assert_allclose(found.triangular()[0], [triangular(x) for x in h], rtol=5e-3)
+
+
+def test_figures_do_not_depend_on_the_length_of_the_direction() -> None:
+    """Four times the vector: powers of two change no bit."""
+    data = batches(2)
+    net = train(mlp(), data, 20)
+    backend = ModuleBackend(net)
+    v = random_vector(backend.layout, backend.space, seed=1)
+    found = record(net, {"one": v, "four": 4 * v}, [1e-3, 1e-2, 0.1], loss_of, data)
+    for name in ("curvatures", "norms", "changes", "nonlinearities", "fidelities"):
+        one, four = getattr(found, name)
+        assert np.array_equal(one, four, equal_nan=True), name
 
 
 def test_locally_rough_globally_smooth_is_seen() -> None:

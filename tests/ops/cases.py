@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 U32, U64 = 2.0**-24, 2.0**-53  # unit roundoffs
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-        ],
-    ),
-]
 DTYPES = [torch.float32, torch.bfloat16]  # of the rows of a basis
 WEIGHTS = [*DTYPES, torch.float16]
 # Around the lane count, tiles and blocks of the kernels; the largest takes many blocks.

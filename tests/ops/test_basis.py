@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ds_hessian import ops
 from ds_hessian.ops import reference
-from tests.ops.cases import DEVICES, DTYPES, U64, dot, dot_bound, matrix, relaxed, ulp, vector
+from tests.ops.cases import DTYPES, U64, dot, dot_bound, matrix, relaxed, ulp, vector
 
-on_devices = pytest.mark.parametrize("device", DEVICES)
 lengths = st.one_of(
     st.sampled_from([0, 1, 7, 8, 511, 512, 513, 2049, 33_000]), st.integers(0, 5000)
 )
@@ -42,7 +41,6 @@ def check_update(w: Tensor, before: Tensor, basis: Tensor, c: Tensor) -> None:
     assert (error <= 0.5 * ulp(exact) + 4 * (basis.shape[0] + 1) * U64 * terms).all()
 
 
-@on_devices
 @relaxed
 @given(
     n=lengths, m=rows, dtype=st.sampled_from(DTYPES), skip=st.integers(0, 9), at=st.integers(0, 7)
@@ -55,7 +53,6 @@ def test_project_is_all_fp64_products(device, n, m, dtype, skip, at) -> None:
     assert torch.allclose(sums, twin, rtol=1e-10, atol=1e-9)
 
 
-@on_devices
 @relaxed
 @given(
     n=lengths, m=rows, dtype=st.sampled_from(DTYPES), skip=st.integers(0, 9), at=st.integers(0, 7)
@@ -68,7 +65,6 @@ def test_subtract_is_rounded_once(device, n, m, dtype, skip, at) -> None:
     check_products(sums, w[None, :owned], w[:owned])
 
 
-@on_devices
 @relaxed
 @given(
     n=lengths, m=rows, dtype=st.sampled_from(DTYPES), skip=st.integers(0, 9), at=st.integers(0, 7)
@@ -80,12 +76,9 @@ def test_fused_is_subtract_then_project(device, n, m, dtype, skip, at) -> None:
     check_update(w, before, basis, c)
     check_products(sums, basis[:, :owned], w[:owned])
     ops.subtract(basis, unfused, c, owned)
-    assert ((w.double() - unfused.double()).abs() <= ulp(w)).all()
-    if device == "cpu":
-        assert torch.equal(w, unfused)
+    assert torch.equal(w, unfused)
 
 
-@on_devices
 @pytest.mark.parametrize("m", [1, 4, 5, 129, 400, 700])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_number_of_rows(device, m, dtype) -> None:
@@ -98,7 +91,6 @@ def test_any_number_of_rows(device, m, dtype) -> None:
     check_products(sums, basis[:, :owned], w[:owned])
 
 
-@on_devices
 @relaxed
 @given(n=lengths, m=rows, k=st.integers(0, 9), dtype=st.sampled_from(DTYPES), pad=st.integers(0, 3))
 def test_combinations_are_rounded_once(device, n, m, k, dtype, pad) -> None:
@@ -113,7 +105,6 @@ def test_combinations_are_rounded_once(device, n, m, k, dtype, pad) -> None:
     assert (out[:, n:] == 7.0).all()
 
 
-@on_devices
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cgs2_orthogonalises_to_rounding(device, dtype) -> None:
     """The three passes of a Lanczos step against a basis that is orthonormal in its dtype."""
@@ -129,7 +120,6 @@ def test_cgs2_orthogonalises_to_rounding(device, dtype) -> None:
     assert left <= 2 * float(departure) ** 2 + 4 * 2.0**-24
 
 
-@on_devices
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_shows(device, bad) -> None:
     n, m = 3000, 6

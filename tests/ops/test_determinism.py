@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_hessian import ops
 from ds_hessian.ops import native, toolchain
-from tests.ops.cases import DEVICES, U64, matrix, vector
+from tests.ops.cases import U64, matrix, vector
 
 
 @pytest.fixture
@@ -46,7 +46,6 @@ def everything(device: str) -> list[Tensor]:
     return [*results, a, e, w, row, out, *probes]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_bits_depend_on_neither_the_run_nor_the_threads(device, threads) -> None:
     torch.set_num_threads(1)
     first = everything(device)
@@ -54,6 +53,34 @@ def test_the_bits_depend_on_neither_the_run_nor_the_threads(device, threads) -> 
         torch.set_num_threads(count)
         again = everything(device)
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+def long_product(n: int, kernel: str, device: str) -> float:
+    """<a, a> over n elements, of which the first 2^16 are 1 and the others 2^-27."""
+    a = torch.full((n,), 2.0**-27, device=device)
+    a[: 1 << 16] = 1.0
+    if kernel == "dots":
+        return float(ops.dots([(a, a)], n)[0])
+    if kernel == "difference":
+        return float(ops.difference(a, torch.zeros_like(a), 0.5, None, n)[0])
+    if kernel == "displace":
+        return float(ops.displace([torch.zeros_like(a)], [a], None, 0.0, n)[1])
+    basis, none = a[None], torch.zeros(1, dtype=torch.float64, device=device)
+    if kernel == "project":
+        return float(ops.project(basis, a, n)[0])
+    return float(ops.subtract_project(basis, a.clone(), none, n)[0])
+
+
+@pytest.mark.parametrize(
+    "kernel", ["dots", "difference", "displace", "project", "subtract_project"]
+)
+def test_sums_do_not_lose_small_terms_to_many_large_ones(device, kernel, monkeypatch) -> None:
+    """A term of 2^-54 added to 1 is lost. Each thread of a GPU of one multiprocessor would lose
+    thousands of them; the error of a sum may not grow with its length."""
+    monkeypatch.setenv("CUDASIM_SMS", "1")
+    n = (4 if kernel == "subtract_project" else 40) << 20
+    exact = (1 << 16) + (n - (1 << 16)) * 2.0**-54
+    assert abs(long_product(n, kernel, device) - exact) <= 100 * U64 * exact
 
 
 def test_calls_from_several_python_threads_do_not_mix(threads) -> None:

@@ -53,6 +53,10 @@ CASES = {
         lambda: ops.displace([OVER[:N], OVER[8 : N + 8]], [B, C], torch.ones(2 * N), 1.0, N),
         r"weights\[1\] must be apart from weights\[0\].*224 bytes",
     ),
+    "displace into a longer master": (
+        lambda: ops.displace([A, OVER[40:48]], [OVER[:N], OVER[8:16]], torch.ones(72), 1.0, N),
+        r"weights\[1\] must be apart from masters\[0\].*32 bytes",
+    ),
     "difference h": (lambda: ops.difference(A, B, 0.0, C, N), "other than 0"),
     "difference overlap": (lambda: ops.difference(A, A, 1.0, None, N), "apart from"),
     "difference shifted": (

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ds_hessian import ops
 from ds_hessian.ops import random
-from tests.ops.cases import DEVICES, relaxed
+from tests.ops.cases import relaxed
 
-on_devices = pytest.mark.parametrize("device", DEVICES)
 FILLS = {"gaussian": ops.fill_gaussian, "rademacher": ops.fill_rademacher}
 words = st.one_of(st.sampled_from([0, 1, 2**32 - 1, 2**63, 2**64 - 1]), st.integers(0, 2**64 - 1))
 
@@ -43,7 +42,6 @@ def test_philox_gives_the_published_answers(counter, key, result) -> None:
     assert tuple(int(x) for x in got) == result
 
 
-@on_devices
 def test_kernels_use_the_published_generator(device) -> None:
     signs = ops.fill_rademacher(torch.empty(128, device=device), 0, 0).cpu()
     bits = (signs < 0).to(torch.int64).view(4, 32)
@@ -51,7 +49,6 @@ def test_kernels_use_the_published_generator(device) -> None:
     assert tuple(got) == KNOWN[0][2]
 
 
-@on_devices
 @pytest.mark.parametrize("kind", FILLS)
 @relaxed
 @given(
@@ -72,7 +69,6 @@ def test_ranges_have_the_bits_of_single_variates(device, kind, key, stream, star
     assert (out[:at] == 9.0).all() and out[at + n] == 9.0
 
 
-@on_devices
 @pytest.mark.parametrize("kind", FILLS)
 def test_a_layout_does_not_change_a_probe(device, kind) -> None:
     n = 100_000

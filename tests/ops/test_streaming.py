@@ -13,7 +13,6 @@ from torch import Tensor
 from ds_hessian import ops
 from ds_hessian.ops import reference
 from tests.ops.cases import (
-    DEVICES,
     DTYPES,
     LENGTHS,
     WEIGHTS,
@@ -25,7 +24,6 @@ from tests.ops.cases import (
 
 lengths = st.one_of(st.sampled_from(LENGTHS), st.integers(0, 20_000))
 offsets = st.integers(0, 7)
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def close(sums: Tensor, expected: list[tuple[Tensor, Tensor]]) -> None:
@@ -39,10 +37,10 @@ def close(sums: Tensor, expected: list[tuple[Tensor, Tensor]]) -> None:
 def test_dots_are_fp64_products_of_the_owned_prefix(device, n, skip, a_at, b_at) -> None:
     a, b = vector(n, 1, device, a_at), vector(n, 2, device, b_at)
     owned = max(0, n - skip)
-    sums = ops.dots([(a, b), (b, b), (a, a)], owned)
+    pairs = [(a, b), (b, b), (a, a), (a, b), (b, a), (b, b)]
+    sums = ops.dots(pairs, owned)
     assert sums.dtype == torch.float64 and sums.device == a.device
-    a, b = a[:owned], b[:owned]
-    close(sums, [(a, b), (b, b), (a, a)])
+    close(sums, [(x[:owned], y[:owned]) for x, y in pairs])
 
 
 def displaced(weights, masters, v, h, owned) -> tuple[list[Tensor], Tensor]:
@@ -95,6 +93,27 @@ def test_restoring_is_exact_whatever_v_holds(device, weight) -> None:
     sums = ops.displace([w], [master], None, 0.0, 5000)
     assert torch.equal(w.view(torch.uint8), kept.view(torch.uint8))
     assert sums[0] == 0 and sums[1] > 0
+
+
+def test_without_a_direction_nothing_is_projected_on_it(device) -> None:
+    """Also where the change is not finite: 0 times Inf is not 0."""
+    w = vector(5000, 1, device)
+    w[17] = math.inf
+    along, square = ops.displace([w], [vector(5000, 2, device)], None, 0.0, 5000).tolist()
+    assert along == 0 and square == math.inf
+
+
+def test_shards_of_mixed_dtypes_are_displaced_in_their_order(device) -> None:
+    sizes, types = [5, 3000, 0, 17, 900, 1, 70], [*WEIGHTS, *WEIGHTS, torch.float32]
+    weights = [
+        vector(k, i, device).to(t) for i, (k, t) in enumerate(zip(sizes, types, strict=True))
+    ]
+    masters = [vector(k, 50 + i, device) for i, k in enumerate(sizes)]
+    v, n = vector(sum(sizes), 99, device), sum(sizes)
+    expected, sums = displaced(weights, masters, v, 0.25, n - 3)
+    got = ops.displace(weights, masters, v, 0.25, n - 3)
+    assert all(torch.equal(w, e) for w, e in zip(weights, expected, strict=True))
+    assert torch.allclose(got, sums, rtol=1e-11)
 
 
 @relaxed

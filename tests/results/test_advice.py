@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 
+from ds_hessian.records.advice import relative_errors
 from tests.results.makers import language_model_like, spectrum_of
 
 
@@ -33,6 +34,19 @@ def test_one_poor_product_is_warned_of(name: str, value: float, text: str) -> No
     (warning,) = spectrum.warnings
     assert re.search(text, warning)
     assert warning in spectrum.table()
+
+
+def test_errors_are_relative_to_the_norms_of_the_products() -> None:
+    """Column j of T has the betas on both sides of alpha j."""
+    spectrum = spectrum_of(language_model_like(1000), m=4, probes=2, noise=1e-3)
+    norms = [
+        [np.linalg.norm([*before, alpha, beta]) for before, alpha, beta in columns]
+        for columns in (
+            zip([[], *([b] for b in betas[:-1])], alphas, betas, strict=True)
+            for alphas, betas in zip(spectrum.alphas, spectrum.betas, strict=True)
+        )
+    ]
+    assert np.allclose(relative_errors(spectrum) * norms, spectrum.product_errors, rtol=1e-12)
 
 
 def test_an_asymmetry_beyond_the_errors_is_warned_of() -> None:

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from ds_hessian.records.density import automatic_widths, bulk_interval, reduced_weights, smooth
+from ds_hessian.records.density import (
+    automatic_widths,
+    bulk_interval,
+    merge_probes,
+    reduced_weights,
+    smooth,
+)
 from tests.krylov.matrices import SPECTRA
 from tests.results.makers import language_model_like, semicircle, spectrum_of
 from tests.tiers import cells
@@ -137,6 +143,16 @@ def test_a_low_rank_matrix_has_its_rank_in_outliers_even_if_the_space_is_exhaust
     spectrum = spectrum_of(np.append(np.zeros(1000), np.arange(1.0, 8.0)), m=20)
     values = [float(e) for e in spectrum.outlier_eigenvalues()]
     np.testing.assert_allclose(values, np.arange(7.0, 0.0, -1.0), rtol=1e-5)
+
+
+def test_outliers_of_one_probe_stay_apart_and_those_of_several_become_one():
+    values = np.array([[1.0, 5.00, 5.01], [1.0, 4.0, 5.005]])
+    errors = np.array([[0.1, 0.02, 0.01], [0.1, 0.1, 0.005]])
+    mask = np.array([[False, True, True], [False, False, True]])
+    # The middle one is within the errors of both, and goes to the one that is seen before it.
+    assert merge_probes(values, errors, mask) == [(5.005, 0.005), (5.0, 0.02)]
+    mask[1] = False
+    assert merge_probes(values, errors, mask) == [(5.01, 0.01), (5.0, 0.02)]
 
 
 def test_an_outlier_that_has_not_converged_is_not_reported():

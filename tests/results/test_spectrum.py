@@ -66,6 +66,7 @@ def test_the_trace_lies_within_four_standard_errors():
     assert abs(spectrum.trace.value - eigenvalues.sum()) < 4 * spectrum.trace.error
     assert spectrum.trace.error < 0.05 * eigenvalues.sum()
     assert spectrum.mean_eigenvalue.value * 4000 == pytest.approx(spectrum.trace.value)
+    assert spectrum.mean_eigenvalue.error * 4000 == pytest.approx(spectrum.trace.error)
 
 
 def test_rows_are_the_decompositions_of_their_runs():

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hessian.errors import HessianError, ResultError
 from ds_hessian.records import HessianSpectrum, SamplingErrors
+from ds_hessian.records.safetensors import Writer
 from tests.results.makers import COST, language_model_like, semicircle, spectrum_of
 
 
@@ -92,6 +94,29 @@ def test_a_save_that_fails_leaves_the_old_record_and_no_rubbish(
         dataclasses.replace(spectrum, loss=1.0).save(tmp_path)
     assert HessianSpectrum.load(tmp_path) == spectrum
     assert sorted(p.name for p in tmp_path.iterdir()) == ["spectrum.json", "spectrum.npz"]
+
+
+def test_content_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, spectrum: HessianSpectrum, monkeypatch: pytest.MonkeyPatch
+):
+    flushed, named, fsync, replace = dict[int, int](), list[str](), os.fsync, os.replace
+
+    def seen_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        flushed[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
+
+    def seen_replace(source: Path, target: Path) -> None:
+        found = os.stat(source)
+        assert flushed.get(found.st_ino) == found.st_size > 0
+        replace(source, target)
+        named.append(Path(target).name)
+
+    monkeypatch.setattr(os, "fsync", seen_fsync)
+    monkeypatch.setattr(os, "replace", seen_replace)
+    spectrum.save(tmp_path)
+    with Writer(tmp_path / "v.safetensors", {"a": (3,)}, {}) as writer:
+        writer.append(torch.ones(3))
+    assert sorted(named) == ["spectrum.json", "spectrum.npz", "v.safetensors"]
 
 
 def _edit(folder: Path, **changes: object) -> None:

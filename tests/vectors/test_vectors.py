@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from ds_hessian.errors import ConfigError, HessianError, MeasurementError
 from ds_hessian.ranks import together
-from ds_hessian.vectors import Fragment, Layout, VectorSpace, random_vector
+from ds_hessian.vectors import Box, Fragment, Layout, VectorSpace, probes, random_vector
 from tests.ranks import RankPool
 
 
@@ -26,6 +27,26 @@ def test_a_probe_does_not_depend_on_how_a_parameter_is_cut(kind: str) -> None:
     cuts = [0, 1, 338, 500, 1001]
     pieces = [Fragment("w", a, b - a, shape) for a, b in zip(cuts, cuts[1:], strict=False)]
     assert torch.equal(draw(pieces, kind), whole)
+
+
+@pytest.mark.parametrize("chunk", [7, 64, 1 << 18])
+def test_a_block_draws_what_the_whole_parameter_draws_there(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns of a matrix, and rows of one, drawn in several chunks."""
+    monkeypatch.setattr(probes, "CHUNK", chunk)
+    shape, names = torch.Size([12, 10]), ("w", "u")
+    whole = draw([Fragment(name, 0, 120, shape) for name in names], "gaussian").view(2, 12, 10)
+    boxes = [Box((0, 4), (12, 6)), Box((3, 0), (9, 10))]
+    rests = [Box((0, 0), (12, 4)), Box((0, 0), (3, 10))]
+    blocks = [
+        Fragment.in_block(name, 0, math.prod(box.shape), shape, box)
+        for pair in (boxes, rests)
+        for name, box in zip(names, pair, strict=True)
+    ]
+    columns, rows, *_ = draw(blocks, "gaussian").split([72, 90, 48, 30])
+    assert torch.equal(columns.view(12, 6), whole[0, :, 4:])
+    assert torch.equal(rows.view(9, 10), whole[1, 3:])
 
 
 def test_probes_differ_between_numbers_names_and_indices() -> None:

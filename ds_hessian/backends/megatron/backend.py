@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -144,21 +144,25 @@ class MegatronBackend:
                 'cast by their own configuration; use finite_difference.precision "model"'
             )
         finalize = host.model_config(self.chunks[0]).finalize_model_grads_func
-        with guarded(self.chunks, self.device, passes) as guard:
-            guard.callback(host.keep_logs(self.chunks))
-            guard.callback(host.without_gather_hooks(self.chunks))
-            host.quiet(self.chunks, guard.attributes)
-            # Before the gather hooks come back, which read what `quiet` has switched.
-            guard.callback(guard.attributes.restore)
-            guard.callback(_put_back_gradients, self.chunks, _take_gradients(self.chunks))
-            parts = [Shard(run.weight, run.master) for run in self.runs]
-            publish = self._gather_parameters
-            weights = ShardedWeights(parts, self.layout, self.space, publish)
-            guard.callback(weights.restore)
-            forward = FixedForward(objective.forward_step, self.chunks, guard.random, guard.buffers)
-            lockstep = Lockstep(self.device, stage=host.pipeline_rank())
-            guard.enter_context(lockstep)
-            yield MegatronSession(self, objective, forward, finalize, weights, lockstep)
+        lockstep = Lockstep(self.device, stage=host.pipeline_rank())
+        with lockstep, ExitStack() as stack:
+            with lockstep.together("putting the training state aside"):
+                guard = stack.enter_context(guarded(self.chunks, self.device, passes))
+                stack.callback(host.keep_logs(self.chunks))
+            stack.callback(host.without_gather_hooks(self.chunks))
+            stack.callback(self._gather_parameters)  # on all ranks, wherever one fails
+            with lockstep.together("keeping weights and gradients"):
+                # Undone before the gather hooks come back, which read what `quiet` has switched.
+                stack.callback(guard.attributes.restore)
+                host.quiet(self.chunks, guard.attributes)
+                stack.callback(_put_back_gradients, self.chunks, _take_gradients(self.chunks))
+                parts = [Shard(run.weight, run.master) for run in self.runs]
+                weights = ShardedWeights(parts, self.layout, self.space, self._gather_parameters)
+                stack.callback(weights.restore)
+                step = objective.forward_step
+                forward = FixedForward(step, self.chunks, guard.random, guard.buffers)
+            with lockstep.guarded():
+                yield MegatronSession(self, objective, forward, finalize, weights, lockstep)
 
     def _gather_parameters(self) -> None:
         host.gather_parameters(self.chunks)

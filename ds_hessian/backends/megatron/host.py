@@ -97,22 +97,19 @@ def quiet(chunks: Sequence[Any], attributes: Attributes) -> None:
     """Let the schedule run forward and backward and nothing else, until `attributes.restore()`.
 
     Reductions are left to `reduce_gradients`, where all ranks have agreed that they come; so the
-    overlap is off, and with it the check for NaN inside of it, which raises on one rank alone. In
-    their place is a function that does nothing, and not None: a schedule that has none to call does
-    not make the weight gradients that `defer_embedding_wgrad_compute` has put off either.
+    overlap is off, and with it the check for NaN inside of it, which raises on one rank alone. The
+    output layer's weight gradients are not deferred: the schedule makes them with the reductions,
+    and only of two micro-batches or more (`drain_embedding_wgrad_compute` of 0.16.1).
     """
     for config in {id(c): c for c in map(model_config, chunks)}.values():
         for name in ("timers", "grad_scale_func", "param_sync_func", "grad_sync_func"):
             attributes.set(config, name, None)
-        attributes.set(config, "finalize_model_grads_func", _leave_gradients)
+        attributes.set(config, "finalize_model_grads_func", None)
+        attributes.set(config, "defer_embedding_wgrad_compute", False)
     for ddp in {id(chunk.ddp_config): chunk.ddp_config for chunk in chunks}.values():
         for name in ("overlap_grad_reduce", "check_for_nan_in_grad", "check_for_large_grads"):
             attributes.set(ddp, name, False)
     _disable_reruns(attributes)
-
-
-def _leave_gradients(*args: Any, **kwargs: Any) -> None:
-    """In the place of `finalize_model_grads_func`."""
 
 
 def _disable_reruns(attributes: Attributes) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,6 @@ from ds_hessian.backends.protocol import (
 from ds_hessian.backends.sharded import Shard, ShardedWeights
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import FP32, Item, place_of
-from ds_hessian.ranks import together
 from ds_hessian.ranks.lockstep import Lockstep
 from ds_hessian.vectors import Fragment, Layout, VectorSpace
 
@@ -135,20 +134,21 @@ class ModuleBackend:
         self._require_same(named)
         given = self.masters or [p.detach() for _, p in named]
         sources = {id(p): source for (_, p), source in zip(named, given, strict=True)}
-        with guarded(self.modules, self.space.device, passes) as guard:
-            guard.enter_context(kept_attributes(self.model))
-            guard.enter_context(transparent(wrappers(self.module)))
-            made = guard.enter_context(stand_ins(self.model, sources, widen))
-            trained = [made[id(p)] for _, p in named]
-            shards = [
-                Shard(p.data.view(-1), source.detach().reshape(-1))
-                for p, source in zip(trained, given, strict=True)
-            ]
-            weights = ShardedWeights(shards, self.layout, self.space, lambda: None)
-            lockstep = None
-            if self.space.distributed:
-                lockstep = guard.enter_context(Lockstep(self.space.device))
-            yield ModuleSession(self, objective, guard, trained, weights, lockstep, widen)
+        lockstep = Lockstep(self.space.device)
+        with lockstep, ExitStack() as stack:
+            with lockstep.together("putting the training state aside"):
+                guard = stack.enter_context(guarded(self.modules, self.space.device, passes))
+                stack.enter_context(kept_attributes(self.model))
+                stack.enter_context(transparent(wrappers(self.module)))
+                made = stack.enter_context(stand_ins(self.model, sources, widen))
+                trained = [made[id(p)] for _, p in named]
+                shards = [
+                    Shard(p.data.view(-1), source.detach().reshape(-1))
+                    for p, source in zip(trained, given, strict=True)
+                ]
+                weights = ShardedWeights(shards, self.layout, self.space, lambda: None)
+            with lockstep.guarded():
+                yield ModuleSession(self, objective, guard, trained, weights, lockstep, widen)
 
     def _require_same(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         here = [(name, p.shape) for name, p in named]
@@ -215,7 +215,7 @@ class ModuleSession:
         guard: What keeps the training state.
         trained: The stand-ins of the trainable parameters.
         weights: This rank's, in the stand-ins.
-        lockstep: Of the measurement; None in a single process.
+        lockstep: Of the measurement.
         widen: Whether the passes run in fp32.
     """
 
@@ -226,7 +226,7 @@ class ModuleSession:
         guard: Guard,
         trained: Sequence[nn.Parameter],
         weights: ShardedWeights,
-        lockstep: Lockstep | None,
+        lockstep: Lockstep,
         widen: bool,
     ) -> None:
         self.layout, self.space = backend.layout, backend.space
@@ -286,7 +286,7 @@ class ModuleSession:
             self._guard.random.set(self._states[index])
             for owner, name, value in self._buffers:
                 owner._buffers[name] = value.clone()
-            with self._together(f"evaluating micro-batch {index}"):
+            with self._lockstep.together(f"evaluating micro-batch {index}"):
                 self._evaluate(mine, index)
             if len(self._states) == index + 1:  # first evaluation: the next one goes on from here
                 self._states.append(self._guard.random.get())
@@ -295,9 +295,6 @@ class ModuleSession:
             out.add_(mine, alpha=1 / self.space.world_size)
         if self.gradient_scale is None and len(self._totals) == self.num_micro_batches:
             self.gradient_scale, self.loss = self._totals.reduce(self.space)
-
-    def _together(self, doing: str) -> AbstractContextManager[None]:
-        return together(doing) if self._lockstep is None else self._lockstep.together(doing)
 
     def _evaluate(self, out: Tensor, index: int) -> None:
         for p in self._trained:

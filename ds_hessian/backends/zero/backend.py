@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,7 @@ from ds_hessian.backends.sharded import Shard, ShardedWeights
 from ds_hessian.backends.zero import host
 from ds_hessian.backends.zero.flat import BF16Shards, FlatShards
 from ds_hessian.backends.zero.memory import ZeroFigures, memory_of_zero
+from ds_hessian.backends.zero.refusal import refuse_training
 from ds_hessian.backends.zero.replicated import ReplicatedShards
 from ds_hessian.backends.zero.shards import Piece, Shards
 from ds_hessian.backends.zero.stage3 import Stage3Shards
@@ -149,21 +150,31 @@ class ZeroBackend:
         """See `Backend.measuring`. Allowed wherever no forward awaits its backward."""
         assert isinstance(objective, ModelObjective)
         engine, shards = self.engine, self.shards
-        with guarded(self.modules, self.device, passes) as guard:
-            host.quiet(engine, guard.attributes)
-            guard.enter_context(host.forward_stack())
-            guard.callback(shards.stash())
-            shards.publish()
-            dtype, widen = host.compute_dtype(engine), passes.precision == "fp32"
-            if widen and dtype != torch.float32:
-                guard.enter_context(shards.in_fp32())
-                dtype = torch.float32
-            parts = [Shard(shards.weight(piece), shards.master(piece)) for piece in self.pieces]
-            weights = ShardedWeights(parts, self.layout, self.space, shards.publish)
-            guard.callback(weights.restore)
-            guard.callback(shards.clear_gradients)
-            lockstep = guard.enter_context(Lockstep(self.device, host.communication()))
-            yield ZeroSession(self, objective, guard, weights, lockstep, dtype, widen)
+        lockstep = Lockstep(self.device, host.communication())
+        with lockstep, ExitStack() as stack:
+            with lockstep.together("putting the training state aside"):
+                guard = stack.enter_context(guarded(self.modules, self.device, passes))
+                host.quiet(engine, guard.attributes)
+                refuse_training(engine, guard.attributes)
+                stack.enter_context(host.forward_stack())
+                stack.callback(shards.stash())
+            stack.callback(shards.publish)  # on all ranks, wherever one fails
+            with lockstep.together("keeping the weights"):
+                shards.publish()
+                dtype, widen = host.compute_dtype(engine), passes.precision == "fp32"
+                if widen and dtype != torch.float32:
+                    stack.enter_context(shards.in_fp32())
+                    dtype = torch.float32
+                parts = [Shard(shards.weight(piece), shards.master(piece)) for piece in self.pieces]
+                weights = ShardedWeights(parts, self.layout, self.space, shards.publish)
+                stack.callback(weights.restore)
+                stack.callback(shards.clear_gradients)
+            try:
+                with lockstep.guarded():
+                    yield ZeroSession(self, objective, guard, weights, lockstep, dtype, widen)
+            except BaseException:
+                shards.abandon()  # ranks may have failed in and outside of a pass
+                raise
 
     # ---- the job
 

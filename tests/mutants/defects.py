@@ -1,0 +1,936 @@
+"""The seeded defects: small, plausible, each one line of the product changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STAGE = (
+    "backends/test_stages.py::test_products_are_those_of_the_dense_hessian_and_coefficients_those_"
+    "of_zero3[{}]"
+)
+SAME = "backends/test_stages.py::test_training_is_bitwise_the_same[{}]"
+ZERO3 = "backends/test_zero3.py::test_{}"
+FP64 = (
+    "megatron/test_layouts.py::test_fp64_gradients_and_products_are_those_of_a_double_backward[{}]"
+)
+FP32 = "megatron/test_layouts.py::test_fp32_spectra_are_those_of_one_process[{}]"
+MEGATRON_SAME = (
+    "megatron/test_training.py::test_training_with_spectra_in_between_is_bitwise_the_same[{}]"
+)
+TRAP = "megatron/test_traps.py::test_{}"
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A change of one place in the product.
+
+    Attributes:
+        old: Text that stands in exactly one file of the product, once.
+        new: What stands there instead.
+        story: What is wrong then.
+        tests: Below tests/, as pytest takes them: those that should see it, the cheapest first.
+    """
+
+    old: str
+    new: str
+    story: str
+    tests: tuple[str, ...]
+
+
+CONFIG = (
+    Defect(
+        "SECTION).ratio() > 0.85",
+        "SECTION).ratio() > 1.85",
+        'a misspelt "hessian" section is taken for no section',
+        ("config",),
+    ),
+    Defect(
+        'extra="forbid", strict=True, frozen=True',
+        'extra="forbid", strict=False, frozen=True',
+        'the text "30" is taken for the number 30',
+        ("config",),
+    ),
+    Defect(
+        "for p in touched if p in given]",
+        "for p in touched if p not in section]",
+        "a setting overridden twice is not refused",
+        ("config",),
+    ),
+    Defect(
+        "if self.start_step and not self.scheduled:",
+        "if self.start_step and not self.interval:",
+        "start_step is refused where only sharpness has an interval",
+        ("config",),
+    ),
+    Defect(
+        "nested.update(changes)",
+        "section[name] = changes",
+        "an override of a subsection drops its other keys",
+        ("config",),
+    ),
+    Defect(
+        "if keys.count(key) > 1})",
+        "if keys.count(key) > 2})",
+        "a key that stands twice in the configuration is not refused",
+        ("config",),
+    ),
+)
+
+OPS = (
+    Defect(
+        "reach = max(reach, (end, name))",
+        "reach = (end, name)",
+        "an output within another tensor, after a shorter one, is not seen to overlap",
+        ("ops/test_misuse.py",),
+    ),
+    Defect(
+        "(rows > 1 and tensor.stride(0) < width)",
+        "(rows > 1 and tensor.stride(0) < 0)",
+        "a basis whose rows overlap is accepted",
+        ("ops/test_misuse.py",),
+    ),
+    Defect(
+        "for _ in range(10):\n        high0",
+        "for _ in range(9):\n        high0",
+        "the twin's generator has a round less",
+        ("ops/test_probes.py",),
+    ),
+    Defect(
+        "if h != 0 and v is not None:",
+        "if v is not None:",
+        "the twin restores weights by adding 0 * v, which is not 0 where v is not finite",
+        ("ops/test_streaming.py",),
+    ),
+    Defect(
+        "second = (index & 2) != 0",
+        "second = (index & 1) != 0",
+        "the twin's Gaussian pairs are taken from the wrong words",
+        ("ops/test_probes.py",),
+    ),
+    Defect(
+        "if not tensor.is_inference():",
+        "if tensor.is_inference():",
+        "autograd does not learn of a native write",
+        ("ops/test_misuse.py",),
+    ),
+)
+
+CSRC = (
+    Defect(
+        "lanes::broadcast(-coefficients[r])",
+        "lanes::broadcast(coefficients[r])",
+        "the projection is added instead of subtracted",
+        ("ops/test_basis.py",),
+    ),
+    Defect(
+        "tile(i, stop, i < owned ? sums.data() : unused.data());",
+        "tile(i, stop, sums.data());",
+        "replicas count in the sums of a projection",
+        ("ops/test_basis.py",),
+    ),
+    Defect(
+        "kept_ = kCopy ? copies_.data() : tile;",
+        "kept_ = kCopy ? copies_.data() + stride_ : tile;",
+        "the products of copied rows are those of their neighbours",
+        ("ops/test_basis.py",),
+    ),
+    Defect(
+        "(j + 2 <= k ? two : one)",
+        "(j + 2 < k ? two : one)",
+        "the last of an even number of combinations is not formed",
+        ("ops/test_basis.py",),
+    ),
+    Defect(
+        "static_cast<uint64_t>((start + i - inside) / Kind::kPerBlock)",
+        "static_cast<uint64_t>((i - inside) / Kind::kPerBlock)",
+        "a probe begins at 0 wherever the shard begins",
+        ("ops/test_probes.py",),
+    ),
+    Defect(
+        "const uint64_t y_sign = static_cast<uint64_t>(quarter >> 1) << 63;",
+        "const uint64_t y_sign = static_cast<uint64_t>(quarter & 1u) << 63;",
+        "the sine has the sign of another quarter",
+        ("ops/test_probes.py",),
+    ),
+    Defect(
+        "+ std::min<int64_t>(range, tasks_ % threads_);",
+        ";",
+        "the tasks that do not divide by the threads are left out",
+        ("ops/test_determinism.py",),
+    ),
+    Defect(
+        "const D8 z = io.wide(zero + i);\n                          const D8 d = a - b,"
+        " s = a + b - (z + z);",
+        "const D8 z = io.wide(zero + i);\n                          const D8 d = a - b,"
+        " s = a + b - z;",
+        "the nonlinearity ratio of a trial has the gradient at w once instead of twice",
+        ("ops/test_streaming.py",),
+    ),
+    Defect(
+        "if (i >= owned) continue;",
+        "if (i > owned) continue;",
+        "the first tile of replicas counts in the sums",
+        ("ops/test_streaming.py",),
+    ),
+)
+
+VECTORS = (
+    Defect(
+        "key=lambda i: not fragments[i].owned",
+        "key=lambda i: fragments[i].owned",
+        "replicas come first in a vector",
+        ("vectors",),
+    ),
+    Defect(
+        "index = index * whole + offset + rest // inner",
+        "index = index * whole + rest // inner",
+        "a tensor-parallel block begins at the parameter's first element",
+        (
+            "resume/test_resume.py::test_fragments_of_boxes_and_of_whole_parameters_find_each_other",
+            "vectors",
+            FP64.format("TP sequence parallel"),
+        ),
+    ),
+    Defect(
+        "first = box.offset[0] * shape[1:].numel() if shape else 0",
+        "first = box.offset[0] if shape else 0",
+        "a block of rows begins at the number of its row",
+        (
+            "resume/test_resume.py::test_fragments_of_boxes_and_of_whole_parameters_find_each_other",
+            "vectors",
+            FP64.format("TP sequence parallel"),
+        ),
+    ),
+    Defect(
+        "stream = _hash64(fragment.name, probe)",
+        "stream = _hash64(fragment.name)",
+        "all probes of a seed are the same",
+        ("vectors",),
+    ),
+    Defect(
+        "index = fragment.index(start, stop, space.device)",
+        "index = fragment.index(0, stop - start, space.device)",
+        "every chunk of a large block repeats the first one",
+        ("vectors",),
+    ),
+    Defect(
+        "counts[block] += (part.stop - part.start) * owned",
+        "counts[block] += part.stop - part.start",
+        "replicas count in the sizes of blocks",
+        ("krylov/test_blocks.py", "vectors"),
+    ),
+    Defect(
+        "mine = figures if self.rank == 0 else [0.0] * len(figures)",
+        "mine = figures",
+        "a figure of rank 0 becomes the sum over the ranks",
+        (ZERO3.format("all_ranks_take_the_same_step_though_they_computed_different_ones"),),
+    ),
+    Defect(
+        'name.rpartition(".")[0] or name',
+        "name",
+        "every parameter without a number is a layer of its own",
+        ("krylov/test_blocks.py",),
+    ),
+)
+
+ZERO = (
+    Defect(
+        "max(0, min(length, p.ds_numel - start))",
+        "length",
+        "ZeRO-3's padding is in the vectors",
+        (STAGE.format("3"),),
+    ),
+    Defect(
+        "return 1.0 if averaged else 1.0 / data_parallel(engine)[1]",
+        "return 1.0",
+        "summed gradients are taken for averages",
+        (STAGE.format("2 summed gradients"),),
+    ),
+    Defect(
+        "optimizer.micro_step_id = micro_step - bool(ready)",
+        "optimizer.micro_step_id = micro_step",
+        "an accumulation window of ZeRO-2 goes on one micro-step too late",
+        (SAME.format("2"), SAME.format("1")),
+    ),
+    Defect(
+        "optimizer.grad_partitions_flat_buffer.copy_(buffer)",
+        "pass",
+        "gradients that ZeRO-3 has accumulated are lost",
+        (SAME.format("3"),),
+    ),
+    Defect(
+        '1 - beta**step if settings.get("bias_correction", True) else 1.0',
+        "1.0",
+        "Adam's moments are not corrected for their bias",
+        (
+            "backends/test_sharpness.py::"
+            "test_adams_divisor_and_step_are_those_of_the_training[stage 2 offload]",
+            "backends/test_sharpness.py",
+        ),
+    ),
+    Defect(
+        "low, high = total * rank // ranks, total * (rank + 1) // ranks",
+        "low, high = 0, total",
+        "every rank of stage 0 owns all coordinates",
+        (STAGE.format("0"),),
+    ),
+    Defect(
+        "self._guard.random.set(self._states[index])\n            for buffers in "
+        "self._guard.buffers:\n                buffers.restore()\n            last =",
+        "for buffers in self._guard.buffers:\n                buffers.restore()\n"
+        "            last =",
+        "a micro-batch has other dropout masks in each evaluation",
+        (
+            ZERO3.format("training_with_spectra_in_between_is_bitwise_the_same[default]"),
+            "resume/test_engines.py::test_after_an_error_in_the_loss_it_goes_on_to_the_same_bits",
+            "backends/test_analyses.py",
+        ),
+    ),
+    Defect(
+        "if master is None or not torch.equal(weight, master.to(weight.device, weight.dtype)):",
+        "if master is None:",
+        "weights that differ from their masters are rounded masters after a measurement",
+        (SAME.format("0 bf16"), "backends/test_stages.py"),
+    ),
+    Defect(
+        "offset[dim] = (k * ranks + rank) * block[dim]",
+        "offset[dim] = (rank * stride + k) * block[dim]",
+        "the halves of a gated layer change places between tensor-parallel ranks",
+        (
+            "megatron/test_deepspeed.py::"
+            "test_attributes_of_layers_say_what_their_sharded_state_dict_says",
+        ),
+    ),
+    Defect(
+        "self.optimizer.invalidate_secondary_tensor()",
+        "pass",
+        "forwards under hpZ read the secondary shards of before",
+        (STAGE.format("3 hpZ"),),
+    ),
+    Defect(
+        "return space.world_size / count, loss / count",
+        "return space.world_size / count, loss / terms",
+        "the loss of token-weighted micro-batches is the sum over the number of micro-batches",
+        (ZERO3.format("counts_weight_micro_batches_by_their_tokens"),),
+    ),
+    Defect(
+        'getattr(module, "sparse", False) is True for',
+        'getattr(module, "sparse", False) is None for',
+        "sparse gradients are measured instead of refused",
+        (
+            "backends/test_stages.py::"
+            "test_what_is_not_supported_is_refused_by_name_on_all_ranks[sparse gradients]",
+        ),
+    ),
+    Defect(
+        "return optimizer.fp32_groups_flat[group], before + piece.start, group",
+        "return optimizer.fp32_groups_flat[group], piece.start, group",
+        "Adam's moments of stage 0 in fp16 are those of the group's first parameter",
+        (
+            "backends/test_sharpness.py::"
+            "test_adams_divisor_and_step_are_those_of_the_training[stage 0 fp16]",
+        ),
+    ),
+)
+
+MEGATRON = (
+    Defect(
+        "return not any(numbers[:-1] if sharded else numbers)",
+        "return not any(numbers[:-1])",
+        "data-parallel replicas all count",
+        (FP64.format("DP"), FP32.format("DP")),
+    ),
+    Defect(
+        "factor = 1.0 if self._forward.per_token else float(len(micro_batches))",
+        "factor = 1.0",
+        "a run of several micro-batches counts as one",
+        (FP64.format("DP"),),
+    ),
+    Defect(
+        "first = buffer.data_parallel_group.rank() * size",
+        "first = 0",
+        "every rank has the first shard of the distributed optimizer",
+        (FP64.format("DP distributed optimizer overlap"),),
+    ),
+    Defect(
+        "chunk.start_param_sync(force_sync=True)",
+        "pass",
+        "displaced shards are not gathered",
+        (FP64.format("DP distributed optimizer overlap"),),
+    ),
+    Defect(
+        "if host.first_tensor_rank():",
+        "if True:",
+        "every tensor-parallel rank counts its tokens",
+        (FP64.format("TP per token"),),
+    ),
+    Defect(
+        "self.random.set(self._states[chunk, index])",
+        "pass",
+        "a micro-batch has other dropout masks in each evaluation",
+        ("megatron/test_layouts.py::test_products_repeat_bit_for_bit_with_dropout",),
+    ),
+    Defect(
+        "tracker.update(entries)",
+        "pass",
+        "losses that training has logged are gone",
+        (TRAP.format("what_training_sets_and_logs_neither_changes_a_product_nor_is_changed"),),
+    ),
+    Defect(
+        '"timers", "grad_scale_func", "param_sync_func"',
+        '"timers", "param_sync_func"',
+        "the job's loss scale is in the gradients of a product",
+        (TRAP.format("what_training_sets_and_logs_neither_changes_a_product_nor_is_changed"),),
+    ),
+    Defect(
+        "chunk.disable_forward_pre_hook(param_sync=True)",
+        "chunk.disable_forward_pre_hook(param_sync=False)",
+        "a gather in flight overwrites the displaced weights",
+        (TRAP.format("a_gather_in_flight_is_finished_before_weights_are_written"),),
+    ),
+    Defect(
+        "low, high = max(first, offset), min(last, offset + tensor.data.numel())",
+        "low, high = max(first, offset), last",
+        "a piece runs over the end of its half of a gated layer",
+        (FP64.format("DP"),),
+    ),
+)
+
+GUARD = (
+    Defect(
+        "buffer.copy_(value)",
+        "pass",
+        "what passes write into buffers stays",
+        ("backends/test_guard.py", SAME.format("1")),
+    ),
+    Defect(
+        "m.training = flag",
+        "m.training = flags[0][1]",
+        "all submodules get the mode of the whole module",
+        ("backends/test_guard.py", SAME.format("1")),
+    ),
+    Defect(
+        "np.random.set_state(numpy)",
+        "pass",
+        "numpy's generator is not put back",
+        ("backends/test_guard.py", SAME.format("1")),
+    ),
+    Defect(
+        "for owner, name, value in reversed(self.undo):",
+        "for owner, name, value in self.undo:",
+        "an attribute that was set twice keeps the first of the values set",
+        ("backends/test_guard.py", SAME.format("1")),
+    ),
+    Defect(
+        "owner.__dict__.pop(name, None)",
+        "pass",
+        "an attribute that was not there stays",
+        ("backends/test_guard.py", SAME.format("1")),
+    ),
+    Defect(
+        '"fp32_precision", "ieee") for owner in owners',
+        '"fp32_precision", "tf32") for owner in owners',
+        "passes in fp32 run in TF32",
+        ("backends/test_guard.py", "backends/test_stages.py"),
+    ),
+    Defect(
+        "owner._buffers[name] = value.clone()",
+        "owner._buffers[name] = value",
+        "a pass writes into the buffers as they are kept",
+        ("backends/test_guard.py", TRAP.format("expert_bias_and_logged_losses_are_as_they_were")),
+    ),
+)
+
+RANKS = (
+    Defect(
+        "dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)",
+        "pass",
+        "a rank does not hear of another one's failure",
+        ("vectors/test_vectors.py::test_a_failure_on_one_rank_is_raised_on_all",),
+    ),
+    Defect(
+        "key=lambda each: (each[0], each[2])",
+        "key=lambda each: each[2]",
+        "the lowest of the failed ranks is named, not the one that failed first",
+        (
+            "backends/test_lockstep.py",
+            ZERO3.format(
+                "a_failing_spectrum_raises_everywhere_and_leaves_training_bitwise_alone[2]"
+            ),
+        ),
+    ),
+    Defect(
+        "if isinstance(error, HessianError) and when == first:",
+        "if isinstance(error, HessianError):",
+        "a rank raises a later error of its own instead of the first one",
+        ("vectors/test_vectors.py", "backends/test_lockstep.py"),
+    ),
+    Defect(
+        'raise MeasurementError(f"while {doing}, {message}") from error',
+        'raise MeasurementError(f"while {doing}, {message}") from None',
+        "the cause of a failure is lost",
+        ("vectors/test_vectors.py",),
+    ),
+    Defect(
+        "current.error = current.error or (error, (*where, segment.made))",
+        "current.error = current.error or (error, where)",
+        "failures are not ordered by the collectives before them",
+        (
+            "backends/test_lockstep.py",
+            ZERO3.format(
+                "a_failing_spectrum_raises_everywhere_and_leaves_training_bitwise_alone[2-hpZ]"
+            ),
+        ),
+    ),
+)
+
+OPERATORS = (
+    Defect(
+        "scale = self.scale * len(self._all) / len(self._pilot)",
+        "scale = self.scale",
+        "the products of trials are those of the pilot's share of the loss",
+        ("operators/test_finite_difference.py", "operators/test_step_control.py"),
+    ),
+    Defect(
+        "half = (a - b) * h / (2 * part * self.scale * length)",
+        "half = (a - b) * h / (2 * part * self.scale)",
+        "a product ignores the length of its vector",
+        ("operators/test_finite_difference.py",),
+    ),
+    Defect(
+        "math.copysign(1.0, position - start)",
+        "1.0",
+        "the fidelity has the wrong sign where the step runs backwards",
+        ("operators/test_schemes.py",),
+    ),
+    Defect(
+        "(2, -2, -1 / 3)",
+        "(2, -2, 1 / 3)",
+        "the outer difference of the fourth-order formula has the wrong sign",
+        ("operators/test_schemes.py",),
+    ),
+    Defect(
+        "scale = count * session.gradient_scale / (2 * displacement * length)",
+        "scale = count * session.gradient_scale / (2 * displacement)",
+        "curvatures of micro-batches ignore the length of the vector",
+        ("operators/test_sampling.py",),
+    ),
+    Defect(
+        "return float(samples.std(ddof=1)) / math.sqrt(len(samples))",
+        "return float(samples.std()) / math.sqrt(len(samples))",
+        "the standard error of the micro-batches is too small",
+        ("operators/test_sampling.py",),
+    ),
+    Defect(
+        "curvature=along / length**2,",
+        "curvature=along / length,",
+        "a sweep's curvature depends on the length of the direction",
+        ("operators/test_sweep.py",),
+    ),
+    Defect(
+        "return np.sqrt(3 * np.minimum(noise / (h * size), 1.0) ** 2 + saturating**2)",
+        "return np.sqrt(np.minimum(noise / (h * size), 1.0) ** 2 + saturating**2)",
+        "noise is taken to be sqrt(3) times larger than it is",
+        ("operators/test_step_control.py",),
+    ),
+    Defect(
+        "if self.outlook.excess > REPEAT and self.fixed is None:",
+        "if self.outlook.excess > REPEAT:",
+        "a product at a given displacement is made again at another one",
+        ("operators/test_finite_difference.py::test_a_given_displacement_is_the_one_that_is_used",),
+    ),
+    Defect(
+        "self.noise = Estimate(noise.mean, min(",
+        "Estimate(noise.mean, min(",
+        "a vector learns nothing of the noise of the one before",
+        ("operators/test_step_control.py",),
+    ),
+    Defect(
+        "w = product.vector.add_(inner, alpha=self.shift).mul_(self.scale)",
+        "w = product.vector.add_(inner, alpha=self.shift)",
+        "a preconditioned product is scaled on one side only",
+        ("krylov/test_solves.py",),
+    ),
+)
+
+KRYLOV = (
+    Defect(
+        "errors = COVERAGE * np.hypot(run.product_errors, run.rounding_errors)",
+        "errors = np.hypot(run.product_errors, run.rounding_errors)",
+        "errors of products count once in the bars of Ritz values",
+        ("krylov/test_lanczos.py", "results/test_spectrum.py"),
+    ),
+    Defect(
+        "residual = abs(run.betas[-1] * vectors[-1])",
+        "residual = abs(run.betas[-1] * vectors[0])",
+        "residuals are made of the first components",
+        ("krylov/test_lanczos.py",),
+    ),
+    Defect(
+        "exhausted = beta <= BREAKDOWN * scale or norm <= again",
+        "exhausted = beta <= BREAKDOWN * scale",
+        "a residual of rounding is taken for a direction",
+        ("krylov/test_lanczos.py", "krylov/test_eigenpairs.py"),
+    ),
+    Defect(
+        "seed, probe + (k << 32), kind)",
+        "seed, probe + k, kind)",
+        "an exhausted space goes on with the next probe's vector",
+        ("krylov/test_lanczos.py", "krylov/test_quadrature.py"),
+    ),
+    Defect(
+        "couplings = self.betas[-1] * vectors[-1, keep]",
+        "couplings = self.betas[-1] * vectors[0, keep]",
+        "a thick restart has the wrong arrow",
+        ("krylov/test_eigenpairs.py",),
+    ),
+    Defect(
+        "displacements=displacements[order],",
+        "displacements=displacements,",
+        "the displacements of eigenpairs are in another order than their values",
+        ("krylov/test_eigenpairs.py",),
+    ),
+    Defect(
+        "vectors=found[order.tolist()],",
+        "vectors=found,",
+        "eigenvectors are in another order than their values",
+        ("krylov/test_eigenpairs.py",),
+    ),
+    Defect(
+        "max(float(second) - mean**2, 0.0) / len(runs))",
+        "max(float(second) - mean**2, 0.0))",
+        "the error of the trace does not fall with the number of probes",
+        ("krylov/test_lanczos.py", "results/test_spectrum.py"),
+    ),
+    Defect(
+        "block_errors=inside.std(0, ddof=1) / math.sqrt(num_matvecs),",
+        "block_errors=inside.std(0, ddof=1),",
+        "errors of blocks' traces are those of a single probe",
+        ("krylov/test_traces.py",),
+    ),
+    Defect(
+        "rest = along - 2 * u @ triangle[:, i] + u @ inner @ u",
+        "rest = along - 2 * u @ triangle[:, i]",
+        "XTrace forgets the part of the projected matrix",
+        ("krylov/test_traces.py",),
+    ),
+    Defect(
+        "gaps=[float(abs(pairs.values + shift).min()) for shift in shifts],",
+        "gaps=[float(abs(pairs.values - shift).min()) for shift in shifts],",
+        "the error of a solution is divided by the distance to the wrong shift",
+        ("krylov/test_solves.py",),
+    ),
+    Defect(
+        "error = absolute_error(product) * length",
+        "error = absolute_error(product)",
+        "the doubt of a residual ignores the length of the solution",
+        ("krylov/test_solves.py",),
+    ),
+    Defect(
+        "math.sqrt(max(0.0, 1 - 2 * along + square))",
+        "math.sqrt(max(0.0, 1 - along))",
+        "what rounding changes in a row is wrong",
+        ("krylov/test_storage.py", "krylov/test_lanczos.py"),
+    ),
+    Defect(
+        "energies.append((r2 / 2, (a2 + b2) / 2))",
+        "energies.append((r2, (a2 + b2) / 2))",
+        "the off-block share is twice as large",
+        ("krylov/test_blocks.py",),
+    ),
+    Defect(
+        "r.sub_(x if metric is None else x * metric, alpha=value)",
+        "r.sub_(x, alpha=value)",
+        "the residual of the preconditioned problem is that of the other",
+        ("krylov/test_sharpness.py",),
+    ),
+    Defect(
+        "bounds.append((sums[left], min(float(sums[left + 1]), 1.0)))",
+        "bounds.append((sums[left], min(float(sums[left]), 1.0)))",
+        "the weight at x is left out of the upper bound",
+        ("krylov/test_quadrature.py",),
+    ),
+    Defect(
+        "self._stamp(part[:, columns.stop - columns.start :])",
+        "pass",
+        "a lost write of a rotated basis is not seen",
+        ("krylov/test_storage.py",),
+    ),
+    Defect(
+        "if row != self._held:",
+        "if self._held < 0:",
+        "the row read last is given for any other",
+        ("krylov/test_storage.py",),
+    ),
+)
+
+RECORDS = (
+    Defect(
+        "weights * (1 - count / n) / np.where(",
+        "weights / np.where(",
+        "the mass of the density is above 1 where there are outliers",
+        ("results/test_density.py",),
+    ),
+    Defect(
+        "if near and all(probe != other for _, _, other in last):",
+        "if near:",
+        "two outliers of one probe become one eigenvalue",
+        (
+            "results/test_density.py::"
+            "test_outliers_of_one_probe_stay_apart_and_those_of_several_become_one",
+        ),
+    ),
+    Defect(
+        "lower = (fewest + rest * _wilson(low, trials, -z)) / spectrum.n",
+        "lower = (fewest + rest * _wilson(low, trials, 0 * z)) / spectrum.n",
+        "the lower bound holds in half of the cases",
+        ("results/test_density.py",),
+    ),
+    Defect(
+        "if found != sha256:",
+        "if not found:",
+        "damaged arrays are read",
+        ("results/test_store.py",),
+    ),
+    Defect(
+        "os.fsync(file.fileno())",
+        "pass",
+        "a record is renamed before its content is on the disk",
+        ("results/test_store.py",),
+    ),
+    Defect(
+        "before = np.pad(spectrum.betas[:, :-1], ((0, 0), (1, 0)))",
+        "before = np.zeros_like(spectrum.betas)",
+        "the norm of a product lacks the beta before",
+        ("results/test_advice.py",),
+    ),
+    Defect(
+        "return Estimate(self.trace.value / self.n, self.trace.error / self.n)",
+        "return Estimate(self.trace.value / self.n, self.trace.error)",
+        "the mean eigenvalue has the error of the trace",
+        ("results/test_spectrum.py",),
+    ),
+    Defect(
+        "return 2 * np.cumsum(np.concatenate([start, pieces], axis=1), axis=1) / h**2",
+        "return np.cumsum(np.concatenate([start, pieces], axis=1), axis=1) / h**2",
+        "the triangular average is half of what it is",
+        ("operators/test_sweep.py",),
+    ),
+    Defect(
+        "if path.stat().st_size != self._start + end:",
+        "if path.stat().st_size > self._start + end:",
+        "a truncated file of vectors is read",
+        (
+            "backends/test_analyses.py::"
+            "test_damaged_files_are_refused_and_failed_writes_leave_nothing",
+        ),
+    ),
+    Defect(
+        "os.fsync(self._file.fileno())",
+        "pass",
+        "a file of vectors is renamed before its content is on the disk",
+        ("results/test_store.py::test_content_is_on_the_disk_before_it_has_its_name",),
+    ),
+    Defect(
+        "decimals = max(0, 1 - math.floor(math.log10(error)))",
+        "decimals = max(0, -math.floor(math.log10(error)))",
+        "an estimate is shown to one digit of its error",
+        ("results/test_spectrum.py",),
+    ),
+)
+
+RESUME = (
+    Defect(
+        'f"state.{generation % GENERATIONS}.json"',
+        '"state.0.json"',
+        "the state before is overwritten",
+        (
+            "resume/test_resume.py::test_a_damaged_state_is_not_read_but_the_one_before",
+            "resume/test_resume.py",
+        ),
+    ),
+    Defect(
+        'if _digest(v) != reader.metadata.get("blake2b"):',
+        'if not reader.metadata.get("blake2b"):',
+        "a damaged vector is taken up",
+        (
+            "resume/test_resume.py::test_a_damaged_state_is_not_read_but_the_one_before",
+            "resume/test_journal.py::test_a_damaged_product_is_made_again",
+            "resume/test_resume.py",
+        ),
+    ),
+    Defect(
+        '"norm of the weights": session.weight_norm(),',
+        '"norm of the weights": 0.0,',
+        "the state of other weights is taken up",
+        (
+            "resume/test_resume.py::test_the_state_of_another_measurement_is_refused",
+            "resume/test_resume.py",
+            "resume/test_journal.py::test_a_foreign_state_is_refused",
+        ),
+    ),
+    Defect(
+        "distance = math.sqrt(self.space.n * square / SKETCHES) / there[-1]",
+        "distance = math.sqrt(square / SKETCHES) / there[-1]",
+        "a product of another vector is replayed",
+        ("resume/test_journal.py",),
+    ),
+    Defect(
+        "return replace(product, error=math.hypot(product.error or 0.0, distance))",
+        "return product",
+        "a replayed product of a vector that is off has no larger error",
+        ("resume/test_journal.py",),
+    ),
+    Defect(
+        "self.all_reduces + self.space.all_reduces - self._reduced,",
+        "self.space.all_reduces - self._reduced,",
+        "the cost of the interrupted part is forgotten",
+        ("resume",),
+    ),
+    Defect(
+        "self._random.set(here)",
+        "pass",
+        "the generators stay where a resumed measurement left them",
+        ("resume/test_resume.py::test_random_states_are_those_of_the_beginning",),
+    ),
+    Defect(
+        "[*self._kept, (self._run, names)][-GENERATIONS:]",
+        "[*self._kept, (self._run, names)][-1:]",
+        "vectors of the generation before are removed",
+        (
+            "resume/test_resume.py::test_a_damaged_state_is_not_read_but_the_one_before",
+            "resume/test_resume.py",
+        ),
+    ),
+    Defect(
+        "a, b = part.start - fragment.start, offset - other.start",
+        "a, b = part.start - fragment.start, offset",
+        "another layout reads the wrong coordinates",
+        (
+            "resume/test_resume.py::test_another_number_of_ranks_goes_on_to_rounding",
+            "resume/test_resume.py",
+        ),
+    ),
+    Defect(
+        "checkpoint(self._doing, device=self.space.device)",
+        "pass",
+        "a state is published though a rank could not write its vectors",
+        ("resume",),
+    ),
+    Defect(
+        'operator.load_state_dict(self._found["operator"])',
+        "pass",
+        "what step control has learnt is not taken up",
+        (
+            "resume/test_resume.py::test_every_basis_is_taken_up_to_the_same_bits",
+            "resume/test_resume.py",
+        ),
+    ),
+)
+
+SCHEDULE = (
+    Defect(
+        "if step < config.start_step:",
+        "if step <= config.start_step:",
+        "nothing is measured at the first step that may be",
+        ("test_schedule.py",),
+    ),
+    Defect(
+        "if engine.module.training:",
+        "if True:",
+        "micro-batches of a validation are captured",
+        ("test_schedule.py",),
+    ),
+    Defect(
+        "self.calls.append(Call(copied(args), copied(kwargs)))",
+        "self.calls.append(Call(args, kwargs))",
+        "captured micro-batches change with the user's tensors",
+        ("test_schedule.py",),
+    ),
+    Defect(
+        "if engine.global_steps != before:",
+        "if True:",
+        "it is measured after every micro-batch of an accumulation window",
+        ("launch", ZERO3.format("spectra_and_sharpness_on_schedule")),
+    ),
+    Defect(
+        'if k != "num_items_in_batch"',
+        'if k != "num_items"',
+        "the loss of a captured micro-batch is divided by the tokens of a whole step",
+        ("launch/test_launch.py::test_a_captured_micro_batch_has_its_own_mean_loss", "launch"),
+    ),
+    Defect(
+        "hessian.sharpness(preconditioned=None)",
+        "hessian.sharpness(preconditioned=False)",
+        "scheduled sharpness leaves Adam out",
+        (ZERO3.format("spectra_and_sharpness_on_schedule"),),
+    ),
+)
+
+CLI = (
+    Defect(
+        "return 0 if diagnosis.healthy else 1",
+        "return 0",
+        "the doctor finds something wrong and ends with 0",
+        ("cli/test_cli.py",),
+    ),
+    Defect(
+        '"B": 1e9,',
+        '"B": 1e10,',
+        "7B are 70 billion parameters",
+        ("cli/test_plan.py",),
+    ),
+    Defect(
+        "return dict(sorted(found.items(), key=lambda item: step_of(item[1])))",
+        "return dict(sorted(found.items(), key=lambda item: -step_of(item[1])))",
+        "the steps of a run are shown backwards",
+        ("cli/test_cli.py",),
+    ),
+    Defect(
+        "return 0 if found.missing is None else 1",
+        "return 1 if found.missing is None else 0",
+        "a plan that fits ends with 1",
+        ("cli/test_plan.py",),
+    ),
+    Defect(
+        "price = price_per_hour * job.world_size * time.total / 3600",
+        "price = price_per_hour * time.total / 3600",
+        "a job's price is that of one rank",
+        ("cli/test_plan.py",),
+    ),
+    Defect(
+        'r.node == mine.node or place == "resume"',
+        "r.node == mine.node",
+        "ranks of other nodes are taken to have a resume folder of their own",
+        ("test_memory.py",),
+    ),
+    Defect(
+        "n_local = n if self.stage == 0 else math.ceil(n / self.world_size)",
+        "n_local = math.ceil(n / self.world_size)",
+        "the plan of stage 0 has the vectors of a shard",
+        ("test_memory.py", "cli/test_plan.py"),
+    ),
+    Defect(
+        "basis = 3 * stored * _mean_rows(config, products) * share.n_local / there",
+        "basis = stored * _mean_rows(config, products) * share.n_local / there",
+        "a step is taken to read the basis once",
+        ("test_timing.py",),
+    ),
+)
+
+PARTS: dict[str, tuple[Defect, ...]] = {
+    "config": CONFIG,
+    "ops": OPS,
+    "csrc": CSRC,
+    "vectors": VECTORS,
+    "zero": ZERO,
+    "megatron": MEGATRON,
+    "guard": GUARD,
+    "ranks": RANKS,
+    "operators": OPERATORS,
+    "krylov": KRYLOV,
+    "records": RECORDS,
+    "resume": RESUME,
+    "schedule": SCHEDULE,
+    "cli": CLI,
+}

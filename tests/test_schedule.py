@@ -1,0 +1,70 @@
+"""When automatic measurements are due, and what they capture of training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_hessian.config import HessianConfig
+from ds_hessian.schedule import Capture, due
+
+EVERY_3_AND_2 = {"interval": 3, "sharpness_interval": 2}
+CASES = [
+    ({"interval": 3}, {3: ["spectrum"], 6: ["spectrum"]}),
+    ({"sharpness_interval": 4}, {4: ["sharpness"]}),
+    (
+        EVERY_3_AND_2,
+        {2: ["sharpness"], 3: ["spectrum"], 4: ["sharpness"], 6: ["spectrum", "sharpness"]},
+    ),
+    ({**EVERY_3_AND_2, "start_step": 4}, {4: ["sharpness"], 6: ["spectrum", "sharpness"]}),
+    ({}, {}),
+]
+
+
+@pytest.mark.parametrize(("section", "expected"), CASES)
+def test_measurements_are_due_at_multiples_from_the_start_step_on(
+    section: dict[str, int], expected: dict[int, list[str]]
+) -> None:
+    config = HessianConfig.parse(section)
+    assert {step: due(config, step) for step in range(1, 8) if due(config, step)} == expected
+
+
+def test_a_default_is_the_interval_of_spectra_without_one() -> None:
+    assert due(HessianConfig(), 4, default=2) == ["spectrum"]
+    assert due(HessianConfig.parse({"interval": 3}), 4, default=2) == []
+
+
+class Square(nn.Module):
+    """A model that is its own engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+
+    @property
+    def module(self) -> nn.Module:
+        """As an engine has it."""
+        return self
+
+    def forward(self, x: Tensor, scale: dict[str, Tensor]) -> Tensor:
+        """A loss."""
+        return (x * self.w * scale["by"]).square().mean()
+
+
+def test_captured_are_the_first_calls_of_training_as_they_were() -> None:
+    engine = Square()
+    captured, x, by = Capture(engine, 2), torch.randn(4, 3), torch.randn(3)
+    before = x.clone(), by.clone()
+    engine.eval()
+    engine(x, scale={"by": by})  # a validation
+    engine.train()
+    engine(x, scale={"by": by})
+    assert len(captured.calls) == 1 and not captured.full
+    x.zero_(), by.zero_()  # the next micro-batch takes their place
+    for _ in range(3):
+        engine(x, scale={"by": by})
+    assert captured.full and len(captured.calls) == 2
+    first = captured.calls[0]
+    assert torch.equal(first.args[0], before[0])
+    assert torch.equal(first.kwargs["scale"]["by"], before[1])
