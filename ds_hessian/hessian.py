@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ds_hessian import vector_files
 from ds_hessian.analyses import (
+    Alignment,
     Analysis,
     BlockCoupling,
     Blocks,
@@ -45,6 +46,7 @@ from ds_hessian.ranks import together
 from ds_hessian.records import (
     PICTURE,
     DisplacementSweep,
+    HessianAlignment,
     HessianBlockCoupling,
     HessianEigenpairs,
     HessianInfluence,
@@ -149,7 +151,7 @@ class Hessian:
         return self._objective is not None
 
     @contextmanager
-    def measuring(self, **overrides: Any) -> Iterator[Curvature]:
+    def measuring(self, **overrides: object) -> Iterator[Curvature]:
         """Guard several products at once: the gradient at the weights is evaluated only once.
 
         Inside, training must not continue; `matvec` uses the open operator, which is also yielded.
@@ -169,7 +171,7 @@ class Hessian:
             finally:
                 self._open = None
 
-    def _subject(self, overrides: Mapping[str, Any]) -> Subject:
+    def _subject(self, overrides: Mapping[str, object]) -> Subject:
         if self._objective is None:
             raise ConfigError("no micro-batches yet: call hessian.use(batches) first")
         if self._open is not None:
@@ -296,7 +298,7 @@ class Hessian:
 
     # ---- plans
 
-    def memory_plan(self, analysis: str = "spectrum", **settings: Any) -> MemoryPlan:
+    def memory_plan(self, analysis: str = "spectrum", **settings: object) -> MemoryPlan:
         """What an analysis would need on this rank beyond training's memory. Not collective.
 
         Args:
@@ -311,11 +313,11 @@ class Hessian:
 
     # ---- analyses
 
-    def _measure(self, analysis: Analysis[R], overrides: Mapping[str, Any]) -> R:
+    def _measure(self, analysis: Analysis[R], overrides: Mapping[str, object]) -> R:
         return measure(analysis, self._subject(overrides))
 
     def spectrum(
-        self, batches: Batches | None = None, loss_fn: Loss = None, **overrides: Any
+        self, batches: Batches | None = None, loss_fn: Loss = None, **overrides: object
     ) -> HessianSpectrum:
         """Spectral density, extreme eigenvalues and trace by stochastic Lanczos quadrature.
 
@@ -344,19 +346,11 @@ class Hessian:
         max_matvecs: int = Eigenpairs.max_matvecs,
         basis_size: int | None = Eigenpairs.basis_size,
         start: Tensor | None = None,
-        **overrides: Any,
+        **overrides: object,
     ) -> HessianEigenpairs:
         """The k extreme eigenpairs, with true residuals (`ds_hessian.krylov.eigenpairs`).
 
-        Args:
-            k: Pairs wanted.
-            which: `LM` largest magnitude, `LA` largest, `SA` smallest.
-            tolerance: Bound on the residuals, relative to the largest eigenvalue in magnitude.
-            max_matvecs: Products at most, before one for each pair's residual.
-            basis_size: Vectors kept; None for 2 k + 20.
-            start: Unit start vector `(n_local,)`, such as an eigenvector of an earlier step; None
-                for a random one.
-            overrides: Values of the configuration for this call.
+        The arguments are those of `ds_hessian.analyses.Eigenpairs`.
 
         Raises:
             NumericsError: k or basis_size is impossible, or something is not finite.
@@ -376,16 +370,11 @@ class Hessian:
         method: Method = Trace.method,
         num_matvecs: int | None = Trace.num_matvecs,
         blocks: Blocks | None = None,
-        **overrides: Any,
+        **overrides: object,
     ) -> HessianTrace:
         """The trace with its standard error (`ds_hessian.krylov.traces`).
 
-        Args:
-            method: `hutchinson` stores one vector, `hutch++` num_matvecs / 3, `xtrace` half.
-            num_matvecs: Products; None for the configuration's.
-            blocks: Traces of diagonal blocks as well, from the same products (Hutchinson only):
-                `layers`, `parameters`, or {block: regular expression of names}.
-            overrides: Values of the configuration for this call.
+        The arguments are those of `ds_hessian.analyses.Trace`.
 
         Raises:
             ConfigError: an unknown method, or blocks with a method other than Hutchinson.
@@ -402,20 +391,12 @@ class Hessian:
         tolerance: float = Solve.tolerance,
         num_matvecs: int | None = Solve.num_matvecs,
         preconditioner: Tensor | Literal["adam"] | None = None,
-        **overrides: Any,
+        **overrides: object,
     ) -> HessianSolution:
         """Solutions x of (H + damping I) x = b, for each damping (`ds_hessian.krylov.solve`).
 
-        Args:
-            b: Right-hand side `(n_local,)`.
-            dampings: In loss per squared parameter; all from one Krylov space.
-            method: `cg`, which stops at negative curvature and says so, or `minres`.
-            tolerance: Bound on the relative residual.
-            num_matvecs: Products at most for a Krylov space, which is stored; None for the
-                configuration's.
-            preconditioner: Positive diagonal `(n_local,)`, or `adam` for what Adam divides by,
-                `sqrt(v) + eps` (bias-corrected); then one Krylov space for each damping.
-            overrides: Values of the configuration for this call.
+        The arguments are those of `ds_hessian.analyses.Solve`; a preconditioner of one's own is its
+        diagonal `(n_local,)`.
 
         Raises:
             ConfigError: `adam`, and the optimizer is another or has not made a step yet.
@@ -442,7 +423,7 @@ class Hessian:
         method: SolveMethod = Influence.method,
         tolerance: float = Influence.tolerance,
         num_matvecs: int | None = Influence.num_matvecs,
-        **overrides: Any,
+        **overrides: object,
     ) -> HessianInfluence:
         """Influence of training examples on the loss of a query.
 
@@ -485,7 +466,7 @@ class Hessian:
         preconditioned: bool | None = Sharpness.preconditioned,
         tolerance: float = Sharpness.tolerance,
         max_matvecs: int = Sharpness.max_matvecs,
-        **overrides: Any,
+        **overrides: object,
     ) -> HessianSharpness:
         """Top eigenvalues of H and of Adam's preconditioned H, and curvatures along the way.
 
@@ -493,13 +474,7 @@ class Hessian:
         earlier measurement to start from (`ds_hessian.krylov.sharpness`). The first one finds its
         start by Lanczos, with some tens of products more. Two vectors are kept between calls.
 
-        Args:
-            preconditioned: Also for `D^-1/2 H D^-1/2`, with Adam's D, and along Adam's last step;
-                None for where the optimizer is an Adam that has made a step.
-            tolerance: Bound on the residuals, relative to the eigenvalue, whose own error is
-                quadratic in it for an eigenvalue that stands alone.
-            max_matvecs: Products at most, beyond those of the first measurement's start.
-            overrides: Values of the configuration for this call.
+        The arguments are those of `ds_hessian.analyses.Sharpness`.
 
         Raises:
             ConfigError: too few products, or no Adam that has made a step: pass
@@ -515,13 +490,11 @@ class Hessian:
         return self._measure(analysis, overrides)
 
     def block_coupling(
-        self, blocks: Blocks = BlockCoupling.blocks, **overrides: Any
+        self, blocks: Blocks = BlockCoupling.blocks, **overrides: object
     ) -> HessianBlockCoupling:
         """How far from block diagonal H is: the paper's masked-probe test, B + 1 products.
 
-        Args:
-            blocks: `layers`, `parameters`, or {block: regular expression of names}.
-            overrides: Values of the configuration for this call.
+        The arguments are those of `ds_hessian.analyses.BlockCoupling`.
         """
         return self._measure(BlockCoupling(blocks=blocks), overrides)
 
@@ -529,19 +502,52 @@ class Hessian:
         self,
         blocks: Blocks = OffBlockShare.blocks,
         num_probes: int = OffBlockShare.num_probes,
-        **overrides: Any,
+        **overrides: object,
     ) -> HessianOffBlockShare:
         """Share of the off-diagonal blocks in |H|_F^2, two products a probe.
 
-        Args:
-            blocks: As for `block_coupling`.
-            num_probes: Pairs of products.
-            overrides: Values of the configuration for this call.
+        The arguments are those of `ds_hessian.analyses.OffBlockShare`.
 
         Raises:
             NumericsError: fewer than 2 blocks.
         """
         return self._measure(OffBlockShare(blocks=blocks, num_probes=num_probes), overrides)
+
+    def alignment(
+        self,
+        k: int = Alignment.k,
+        earlier: Tensor | str | Path | None = None,
+        which: Which = Alignment.which,
+        update: bool | None = Alignment.update,
+        tolerance: float = Alignment.tolerance,
+        max_matvecs: int = Alignment.max_matvecs,
+        basis_size: int | None = Alignment.basis_size,
+        **overrides: object,
+    ) -> HessianAlignment:
+        """Share of the gradient and of Adam's last step in the top-k eigenspace, with bars.
+
+        The products are those of `eigenpairs` for k pairs and for one more. Save the record to
+        compare a later step's space with this one's.
+
+        The arguments are those of `ds_hessian.analyses.Alignment`.
+
+        Raises:
+            ConfigError: `update` is asked for without an Adam that has made a step, or the earlier
+                vectors have another shape.
+            NumericsError: k or basis_size is impossible, the earlier vectors are linearly
+                dependent, or something is not finite.
+            ResultError: the file of the earlier space is missing, damaged, or of another model.
+        """
+        analysis = Alignment(
+            k=k,
+            which=which,
+            tolerance=tolerance,
+            max_matvecs=max_matvecs,
+            basis_size=basis_size,
+            update=update,
+            earlier=earlier,
+        )
+        return self._measure(analysis, overrides)
 
     def displacement_sweep(
         self,
@@ -549,7 +555,7 @@ class Hessian:
         displacements: Sequence[float] | None = Sweep.displacements,
         batches: Batches | None = None,
         loss_fn: Loss = None,
-        **overrides: Any,
+        **overrides: object,
     ) -> DisplacementSweep:
         """`v'Hv` and the product's diagnostics over a range of displacements: curvature at scale h.
 
@@ -575,7 +581,7 @@ class Hessian:
         return self._measure(analysis, overrides)
 
     def self_test(
-        self, batches: Batches | None = None, loss_fn: Loss = None, **overrides: Any
+        self, batches: Batches | None = None, loss_fn: Loss = None, **overrides: object
     ) -> Verdict:
         """Whether this job's Hessian can be trusted, and what to set if not; five products' time.
 

@@ -1,5 +1,6 @@
 """What a Hessian is measured for: one file for each analysis."""
 
+from ds_hessian.analyses.alignment import Alignment
 from ds_hessian.analyses.base import Analysis, Blocks, measure, share_of
 from ds_hessian.analyses.blocks import BlockCoupling, OffBlockShare
 from ds_hessian.analyses.eigenpairs import Eigenpairs
@@ -15,6 +16,7 @@ from ds_hessian.analyses.trace import Trace
 
 __all__ = [
     "ANALYSES",
+    "Alignment",
     "Analysis",
     "BlockCoupling",
     "Blocks",

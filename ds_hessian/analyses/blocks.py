@@ -31,7 +31,7 @@ class BlockCoupling(Journaled[HessianBlockCoupling]):
     """The paper's masked-probe test.
 
     Attributes:
-        blocks: The blocks.
+        blocks: `layers`, `parameters`, or {block: regular expression of names}.
         num_blocks: Their number, where the model is not known.
     """
 
@@ -69,7 +69,7 @@ class OffBlockShare(Journaled[HessianOffBlockShare]):
     """Share of the off-diagonal blocks in |H|_F^2.
 
     Attributes:
-        blocks: The blocks.
+        blocks: `layers`, `parameters`, or {block: regular expression of names}.
         num_probes: Pairs of products.
     """
 

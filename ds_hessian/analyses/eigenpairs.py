@@ -41,7 +41,8 @@ class Eigenpairs(Journaled[HessianEigenpairs]):
         tolerance: Bound on the residuals, relative to the largest eigenvalue in magnitude.
         max_matvecs: Products at most, before one for each pair's residual.
         basis_size: Vectors kept; None for 2 k + 20.
-        start: Unit start vector `(n_local,)`; None for a random one.
+        start: Unit start vector `(n_local,)`, such as an eigenvector of an earlier step; None for a
+            random one.
     """
 
     title = "eigenpairs"

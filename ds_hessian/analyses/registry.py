@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ds_hessian.analyses.alignment import Alignment
 from ds_hessian.analyses.base import Analysis
 from ds_hessian.analyses.blocks import BlockCoupling, OffBlockShare
 from ds_hessian.analyses.eigenpairs import Eigenpairs
@@ -30,6 +31,7 @@ ANALYSES: dict[str, type[Analysis[Any]]] = {
         Sharpness,
         BlockCoupling,
         OffBlockShare,
+        Alignment,
         Sweep,
         SelfTest,
     )

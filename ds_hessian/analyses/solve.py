@@ -40,7 +40,8 @@ class Solve(Journaled[HessianSolution]):
         tolerance: Bound on the relative residual.
         num_matvecs: Products at most for a Krylov space, which is stored; None for the
             configuration's.
-        preconditioner: `adam` for what Adam divides by; `diagonal` for one of the caller's own.
+        preconditioner: `adam` for what Adam divides by, `sqrt(v) + eps` (bias-corrected);
+            `diagonal` for one of the caller's own. With either, one Krylov space for each damping.
         b: Right-hand side `(n_local,)`.
         diagonal: Positive diagonal of the preconditioner `(n_local,)`.
     """

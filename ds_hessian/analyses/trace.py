@@ -40,7 +40,8 @@ class Trace(Journaled[HessianTrace]):
     Attributes:
         method: `hutchinson` stores one vector, `hutch++` num_matvecs / 3, `xtrace` half.
         num_matvecs: Products; None for the configuration's.
-        blocks: Blocks whose own traces come from the same products (Hutchinson only).
+        blocks: Blocks whose own traces come from the same products (Hutchinson only): `layers`,
+            `parameters`, or {block: regular expression of names}.
     """
 
     title = "trace"

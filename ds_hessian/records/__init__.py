@@ -1,5 +1,6 @@
 """Records of results, with error bars and provenance, and their files."""
 
+from ds_hessian.records.alignment import Bounded, HessianAlignment
 from ds_hessian.records.analyses import (
     HessianBlockCoupling,
     HessianEigenpairs,
@@ -22,12 +23,14 @@ from ds_hessian.records.verdict import Check, SelfTest
 __all__ = [
     "PICTURE",
     "SCHEMA_VERSION",
+    "Bounded",
     "Check",
     "Comparison",
     "Cost",
     "Density",
     "DisplacementSweep",
     "Estimate",
+    "HessianAlignment",
     "HessianBlockCoupling",
     "HessianEigenpairs",
     "HessianInfluence",

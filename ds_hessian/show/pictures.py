@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_hessian.errors import UnsupportedError
+from ds_hessian.records.alignment import HessianAlignment
 from ds_hessian.records.analyses import (
     HessianBlockCoupling,
     HessianEigenpairs,
@@ -21,6 +22,7 @@ from ds_hessian.records.comparison import Comparison
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.records.sweep import DisplacementSweep
 from ds_hessian.records.verdict import SelfTest
+from ds_hessian.show.alignment_picture import alignment_picture
 from ds_hessian.show.block_pictures import (
     block_coupling_picture,
     eigenpairs_picture,
@@ -57,6 +59,7 @@ PICTURES: dict[type[Record], Callable[[Any, Path], Path]] = {
     HessianBlockCoupling: block_coupling_picture,
     HessianSolution: solution_picture,
     HessianInfluence: influence_picture,
+    HessianAlignment: alignment_picture,
     DisplacementSweep: sweep_picture,
     Comparison: comparison_picture,
     SelfTest: self_test_picture,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ds_hessian.krylov import DampedSystems
+from ds_hessian.records.alignment import HessianAlignment
 from ds_hessian.records.analyses import (
     HessianBlockCoupling,
     HessianEigenpairs,
@@ -226,6 +228,28 @@ def _self_test(verdict: SelfTest) -> str:
     return "\n".join(lines + [f"  suggestion: {text}" for text in verdict.suggestions])
 
 
+def _alignment(alignment: HessianAlignment) -> Rows:
+    pairs = zip(alignment.values, alignment.errors, strict=True)
+    rows = [(f"eigenvalue {i + 1}", str(Estimate(*map(float, p)))) for i, p in enumerate(pairs)]
+    rows = _shortened(rows, "eigenvalues")
+    if alignment.next_value is not None:
+        rows.append(("the next one", str(alignment.next_value)))
+    known = f"known to within {math.degrees(alignment.angle):.2g} degrees"
+    definite = known if alignment.angle < math.pi / 2 else "not told apart from the next directions"
+    rows.append(("their space", definite))
+    chance = f"{len(alignment.values) / alignment.n:.2g}"
+    rows += [
+        (f"share of the {name}", f"{share}, of a random direction {chance}")
+        for name, share in (("gradient", alignment.gradient), ("update", alignment.update))
+        if share is not None
+    ]
+    if alignment.overlap is not None:
+        angles = ", ".join(f"{math.degrees(a):.3g}" for a in alignment.principal_angles[:MOST_ROWS])
+        rows.append(("overlap with before", str(alignment.overlap)))
+        rows.append(("angles in degrees", angles))
+    return rows
+
+
 def _shortened(rows: Rows, what: str) -> Rows:
     left = len(rows) - MOST_ROWS
     return rows if left <= 0 else [*rows[:MOST_ROWS], (f"other {what}", str(left))]
@@ -237,6 +261,7 @@ TABLES: dict[type[Record], Callable[[Any], str]] = {
     HessianTrace: _measured("Hessian trace", _trace),
     HessianSolution: _measured("Inverse-Hessian solve", solution_rows),
     HessianInfluence: _measured("Influence of examples", _influence),
+    HessianAlignment: _measured("Alignment with the top eigenspace", _alignment),
     HessianSharpness: _sharpness,
     HessianBlockCoupling: _block_coupling,
     HessianOffBlockShare: _measured("Off-block share of the Hessian", _off_block_share),

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ def test_the_verdict_names_what_is_wrong(ranks: Ranks, name: str) -> None:
     module, config, overrides, wrong = CASES[name]
     first, second = ranks(2).run(jobs.self_tests, module, config, overrides)
     failed = {check.name for check in first.checks if not check.passed}
-    assert repr(first) == repr(second)
+    # But for the fingerprint of each rank's own micro-batches, the verdict is the same.
+    assert repr(replace(first, provenance=None)) == repr(replace(second, provenance=None))
     assert wrong <= failed if wrong else not failed, first.table()
     assert first.passed == (not wrong)
     assert ("precision" in " ".join(first.suggestions)) == (

@@ -15,7 +15,9 @@ import torch
 from ds_hessian.errors import ResultError
 from ds_hessian.krylov import block_coupling, eigenpairs, hutchinson, off_block_share, solve
 from ds_hessian.records import (
+    Bounded,
     Estimate,
+    HessianAlignment,
     HessianBlockCoupling,
     HessianEigenpairs,
     HessianInfluence,
@@ -55,7 +57,43 @@ def records() -> list[Any]:
         "warm": False,
         "num_matvecs": 4,
     }
+    alignment = {
+        "n": 60,
+        "which": "LA",
+        "values": np.array([3.0, 2.0]),
+        "errors": np.array([0.1, 0.2]),
+        "vectors": torch.zeros(2, 5),
+        "gradient_norm": 2.0,
+        "loss": 1.0,
+        "num_matvecs": 40,
+    }
     return [
+        HessianAlignment(
+            **alignment,
+            next_value=Estimate(1.0, 1 / 3),
+            angle=0.1,
+            gradient=Bounded(0.5, 0.4, 2 / 3),
+            gradient_shares=np.array([0.1, 0.4]),
+            update=Bounded(0.1, 0.0, 1.0),
+            update_shares=np.array([0.1, 0.0]),
+            update_norm=1e-3,
+            principal_angles=np.array([0.1, 0.2]),
+            overlap=Bounded(0.97, 0.9, 1.0),
+            **MEASURED,
+        ),
+        HessianAlignment(
+            **alignment,
+            next_value=None,
+            angle=math.pi / 2,
+            gradient=None,
+            gradient_shares=np.zeros(0),
+            update=None,
+            update_shares=np.zeros(0),
+            update_norm=None,
+            principal_angles=np.zeros(0),
+            overlap=None,
+            **MEASURED,
+        ),
         HessianEigenpairs(
             **vars(pairs), concentrations=shares, sampling_errors=np.zeros(0), **MEASURED
         ),
@@ -105,7 +143,7 @@ def test_files_are_named_after_the_record_and_strict_json(tmp_path: Path) -> Non
 
     for record in RECORDS:
         record.save(tmp_path)
-    kinds = "block_coupling eigenpairs influence off_block_share sharpness solution trace".split()
+    kinds = sorted({record.kind for record in RECORDS})
     assert sorted({path.stem for path in tmp_path.iterdir()}) == kinds
     for kind in kinds:
         text = (tmp_path / f"{kind}.json").read_text()

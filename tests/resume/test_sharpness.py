@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from ds_hessian.backends.module import ModuleBackend
 
 from ds_hessian.analyses.sharpness import Followed
+from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.hessian import Hessian
