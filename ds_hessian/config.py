@@ -66,9 +66,10 @@ class ReorthogonalizationConfig(_Section):
 
     mode: Literal["full", "selective", "window", "none"] = _field(
         "full",
-        "Against what, twice, in every step: the whole basis (no ghosts of outliers); the last two "
-        "vectors and converged Ritz vectors (none either, and the basis is rarely read); the last "
-        "`window` vectors, or the last two (ghosts, but no basis to store: for densities).",
+        "The vectors to which each step is made orthogonal, twice: the whole basis (no ghosts of "
+        "outliers); the last two vectors and converged Ritz vectors (no ghosts either, and the "
+        "basis is rarely read); the last `window` vectors, or the last two (ghosts, but no basis "
+        "to store: for densities).",
     )
     window: int = _field(
         10,
@@ -87,12 +88,12 @@ class BasisConfig(_Section):
     )
     device: Literal["accelerator", "host", "disk"] = _field(
         "accelerator",
-        "Where the basis lies: with the parameters; in (pinned) host memory; or in a nameless file "
-        "in `folder`, which vanishes with the process.",
+        "Memory of the basis: that of the parameters; (pinned) host memory; or a nameless file in "
+        "`folder`, which vanishes with the process.",
     )
     folder: Annotated[str, BeforeValidator(_path_text), Field(min_length=1)] | None = _field(
         None,
-        "Of the basis on `disk`; null for the system's temporary folder.",
+        "Folder of the basis on `disk`; null for the system's temporary folder.",
         "a path that is not empty, or null",
     )
 
@@ -112,7 +113,7 @@ class HessianConfig(_Section):
     )
     interval: int = _field(
         0,
-        "Take a spectrum every so many optimizer steps; 0: only on request.",
+        "Measure a spectrum every so many optimizer steps; 0: only on request.",
         "an integer, at least 0",
         ge=0,
     )
@@ -189,7 +190,7 @@ class HessianConfig(_Section):
     resume: Annotated[str, BeforeValidator(_path_text), Field(min_length=1)] | None = _field(
         None,
         "Folder, seen by all ranks, in which the state of a spectrum or another analysis is kept "
-        "after each product; a job that was killed takes it up from there. Null keeps none.",
+        "after each product; a job that was killed continues from it. Null keeps none.",
         "a path that is not empty, or null",
     )
     progress: bool = _field(True, "Show progress on rank 0.", "true or false")

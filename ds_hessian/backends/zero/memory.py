@@ -61,9 +61,9 @@ def memory_of_zero(job: ZeroFigures, precision: Precision = "model") -> list[Ite
     pending = job.gradient_bytes * job.n_local if job.stage == 3 else 0
     if job.whole_gradients:
         pending = FP32 * job.n
-    items.append(Item("training's gradients, put aside", masters, pending))
+    items.append(Item("training's gradients, saved", masters, pending))
     if job.offloads_optimizer:
-        items.append(Item("training's offloaded gradients, put aside", "host", vector))
+        items.append(Item("training's offloaded gradients, saved", "host", vector))
     if precision == "fp32" and job.weight_bytes < FP32:
         copied = job.n_local if job.stage == 3 else job.n
         items.append(Item("weights in fp32", weights, FP32 * copied))
