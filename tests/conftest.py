@@ -31,6 +31,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TORCH_EXTENSIONS_DIR"] = str(CACHE / "torch_extensions")
     os.environ["DS_HESSIAN_CACHE_DIR"] = str(CACHE / "kernels")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Before torch is imported, here and in the workers: threads of several processes on two cores
+    # wait for each other, and tests have small matrices.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(tryfirst=True)
