@@ -17,10 +17,6 @@ from tests.ranks import RankPool, pools_of_ranks
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache" / "tests"  # kept from run to run
 
-# Files whose tests use these fixtures are run by the same worker, for each kind of pool to exist
-# once; a file without them is run by any, but whole: its own fixtures are made once too.
-WORKERS = {"megatron_ranks": "megatron", "ranks": "ranks"}
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also what is marked full")
@@ -37,7 +33,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all"):
         left_out = [item for item in items if item.get_closest_marker("full")]
