@@ -38,13 +38,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
-    groups: dict[Path, str] = {}
-    for name, group in WORKERS.items():
-        for item in items:
-            if name in getattr(item, "fixturenames", ()):
-                groups.setdefault(item.path, group)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(groups.get(item.path, str(item.path))))
 
 
 @pytest.fixture(scope="session")
