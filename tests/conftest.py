@@ -17,10 +17,6 @@ from tests.ranks import RankPool, pools_of_ranks
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache" / "tests"  # kept from run to run
 
-# Files whose tests use these fixtures are run by the same worker, for each kind of pool to exist
-# once; a file without them is run by any, but whole: its own fixtures are made once too.
-WORKERS = {"megatron_ranks": "megatron", "ranks": "ranks"}
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also what is marked full")
@@ -31,21 +27,17 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TORCH_EXTENSIONS_DIR"] = str(CACHE / "torch_extensions")
     os.environ["DS_HESSIAN_CACHE_DIR"] = str(CACHE / "kernels")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Before torch is imported, here and in the workers: threads of several processes on two cores
+    # wait for each other, and tests have small matrices.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all"):
         left_out = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
-    groups: dict[Path, str] = {}
-    for name, group in WORKERS.items():
-        for item in items:
-            if name in getattr(item, "fixturenames", ()):
-                groups.setdefault(item.path, group)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(groups.get(item.path, str(item.path))))
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,9 @@
 # Sets everything up and runs every check: formatting, lint, types and the quick tier of the tests; --all runs all of
 # them. Arguments go to pytest.
 export EXTRAS=dev
-export OPENBLAS_NUM_THREADS=1 # its idle threads poll, and tests have small matrices
 . "$(dirname "${BASH_SOURCE[0]}")/../examples/setup.sh"
 ruff format --check .
 ruff check .
 mypy ds_hessian
 git ls-files "csrc/*" | xargs -r clang-format --dry-run --Werror
-python -m pytest --numprocesses 2 --dist loadgroup "$@"
+python -m pytest --numprocesses 2 --dist loadfile "$@"

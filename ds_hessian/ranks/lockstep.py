@@ -257,10 +257,15 @@ class Lockstep(Follower):
     def _require_restored(self, error: BaseException | None) -> None:
         """Agree that nothing was raised but what all ranks have raised in the bodies."""
         lost = None if error is self._raised else error
-        try:
-            agree(lost, "putting back the training state", device=self.device)
-        except BaseException as failure:
-            raise LockstepError(f"{failure}; the training state is lost, end the job") from error
+        last = self._pass.number
+        for _ in range(2):  # again where the first fails before this rank has met the others
+            if self._pass.number == last:
+                try:
+                    agree(lost, "putting back the training state", device=self.device)
+                except BaseException as failure:
+                    lost = failure
+        if lost is not None:
+            raise LockstepError(f"{lost}; the training state is lost, end the job") from error
 
     @contextmanager
     def _noting(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ import torch
 from ds_hessian.errors import ResultError
 from ds_hessian.records.safetensors import Reader, Writer
 from tests.backends import jobs
-from tests.nets import DenseHessian, TinyGPT, batch
+from tests.nets import DenseHessian, TinyGPT, batch, merged
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -25,7 +25,7 @@ def run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("vectors") / "top.safetensors"
     results = ranks(2).run(jobs.analyse, str(path))
     weights, figures, *rest = results[0]
-    dense = DenseHessian(TinyGPT(), weights, [batch(500 + i, 0) for i in range(jobs.TOTAL)])
+    dense = DenseHessian(TinyGPT(), weights, merged([batch(500 + i, 0) for i in range(jobs.TOTAL)]))
     for ours, theirs in zip(figures, results[1][1], strict=True):
         assert repr({**ours, "cost": 0}) == repr({**theirs, "cost": 0})  # the same on every rank
     assert all(r[-1] for r in results)

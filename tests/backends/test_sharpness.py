@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.backends import jobs
-from tests.nets import DenseHessian, TinyGPT, batch
+from tests.nets import DenseHessian, TinyGPT, batch, merged
 from tests.ranks import RankPool
 from tests.tiers import cells
 
@@ -60,7 +60,7 @@ def run(ranks: Ranks) -> Any:
 
 
 def dense_at(weights: Any) -> tuple[DenseHessian, torch.Tensor]:
-    dense = DenseHessian(TinyGPT(), weights, [batch(500 + i, 0) for i in range(jobs.TOTAL)])
+    dense = DenseHessian(TinyGPT(), weights, merged([batch(500 + i, 0) for i in range(jobs.TOTAL)]))
     return dense, dense.matrix()
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ds_hessian.records import HessianSharpness
 from tests.backends import jobs
-from tests.nets import DenseHessian, TinyGPT, batch
+from tests.nets import DenseHessian, TinyGPT, batch, merged
 from tests.ranks import RankPool
 from tests.tiers import cells
 
@@ -20,7 +20,7 @@ Ranks = Callable[[int], RankPool]
 
 
 def oracle(weights: dict[str, torch.Tensor]) -> DenseHessian:
-    return DenseHessian(TinyGPT(), weights, [batch(500 + i, 0) for i in range(jobs.TOTAL)])
+    return DenseHessian(TinyGPT(), weights, merged([batch(500 + i, 0) for i in range(jobs.TOTAL)]))
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
