@@ -149,7 +149,7 @@ class MegatronBackend:
         finalize = host.model_config(self.chunks[0]).finalize_model_grads_func
         lockstep = Lockstep(self.device, stage=host.pipeline_rank())
         with lockstep, ExitStack() as stack:
-            with lockstep.together("putting the training state aside"):
+            with lockstep.together("saving the training state"):
                 guard = stack.enter_context(guarded(self.chunks, self.device, passes))
                 stack.callback(host.keep_logs(self.chunks))
             stack.callback(host.without_gather_hooks(self.chunks))

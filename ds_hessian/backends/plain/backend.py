@@ -136,7 +136,7 @@ class ModuleBackend:
         sources = {id(p): source for (_, p), source in zip(named, given, strict=True)}
         lockstep = Lockstep(self.space.device)
         with lockstep, ExitStack() as stack:
-            with lockstep.together("putting the training state aside"):
+            with lockstep.together("saving the training state"):
                 guard = stack.enter_context(guarded(self.modules, self.space.device, passes))
                 stack.enter_context(kept_attributes(self.model))
                 stack.enter_context(transparent(wrappers(self.module)))

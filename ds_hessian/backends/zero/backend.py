@@ -152,7 +152,7 @@ class ZeroBackend:
         engine, shards = self.engine, self.shards
         lockstep = Lockstep(self.device, host.communication())
         with lockstep, ExitStack() as stack:
-            with lockstep.together("putting the training state aside"):
+            with lockstep.together("saving the training state"):
                 guard = stack.enter_context(guarded(self.modules, self.device, passes))
                 host.quiet(engine, guard.attributes)
                 refuse_training(engine, guard.attributes)
