@@ -1,4 +1,4 @@
-"""`initialize` and `attach`: the only place that looks at what it was given and picks a host.
+"""`initialize` and `attach`: the only module that inspects a job and chooses its backend.
 
     engine, optimizer, _, scheduler = ds_hessian.initialize(model=model, config=config, ...)
     spectrum = engine.hessian_spectrum(batches)
@@ -10,9 +10,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
@@ -23,22 +23,27 @@ from ds_hessian.errors import ConfigError
 from ds_hessian.hessian import Hessian
 from ds_hessian.schedule import ModuleSchedule, Schedule
 
-Settings = HessianConfig | Mapping[str, Any] | str | Path | None
+if TYPE_CHECKING:
+    from ds_hessian.backends.megatron.host import Chunk
+    from ds_hessian.backends.zero.host import DeepSpeedEngine
+
+    Job: TypeAlias = DeepSpeedEngine | Chunk | Sequence[Chunk] | nn.Module
+
+Settings = HessianConfig | Mapping[str, object] | str | Path | None
 
 
-def attach(job: Any, optimizer: Any = None, config: Settings = None) -> Hessian:
+def attach(job: Job, optimizer: Any = None, config: Settings = None) -> Hessian:
     """Give a running job its Hessian.
 
     On a DeepSpeed engine it is also `engine.hessian`, with `engine.hessian_spectrum`. With an
-    `interval` in the config, measurements are then taken by themselves (`ds_hessian.schedule`):
-    after an engine's steps, or, for a plain module, when `hessian.step()` says that the optimizer
-    has made one.
+    `interval` in the config, measurements are then taken automatically (`ds_hessian.schedule`):
+    after an engine's steps, or, for a plain module, when `hessian.step()` counts a step.
 
     Args:
         job: An engine from `deepspeed.initialize`; model chunks on megatron-core, one or the list
             that its schedules take; or a plain `nn.Module`, maybe in `DistributedDataParallel`.
-        optimizer: That of a plain module, whose Adam preconditions. Other jobs take the config in
-            its place.
+        optimizer: The optimizer of a plain module, whose Adam state preconditions. Other jobs take
+            the config as this argument.
         config: The settings: a `HessianConfig`, or a whole DeepSpeed config (dict or path) with a
             `"hessian"` section; for a plain module also a dict of the settings themselves. None for
             the section of the engine's own config, or defaults.
@@ -60,12 +65,15 @@ def attach(job: Any, optimizer: Any = None, config: Settings = None) -> Hessian:
         if hessian.config.scheduled:
             Schedule(job, hessian).install()
     elif isinstance(hessian.backend, plain.ModuleBackend) and hessian.config.scheduled:
+        assert isinstance(job, nn.Module)
         hessian.backend.after_step = ModuleSchedule(job, hessian).after_step
     return hessian
 
 
-def hessian_of(job: Any, config: Settings = None, optimizer: Any = None) -> Hessian:
-    """The Hessian of a job, which is left as it is; the arguments are those of `attach`.
+def hessian_of(
+    job: Job, config: Settings = None, optimizer: torch.optim.Optimizer | None = None
+) -> Hessian:
+    """Return the Hessian of a job, which is not changed; the arguments are those of `attach`.
 
     Raises:
         ConfigError: the section has an unknown key or an impossible value.
@@ -90,16 +98,16 @@ def hessian_of(job: Any, config: Settings = None, optimizer: Any = None) -> Hess
 
 
 def megatron_hessian(
-    model: Any, config: HessianConfig | Mapping[str, Any] | None = None
+    model: Chunk | Sequence[Chunk], config: HessianConfig | Mapping[str, object] | None = None
 ) -> Hessian:
-    """The Hessian of model chunks on megatron-core.
+    """Return the Hessian of model chunks on megatron-core.
 
     Args:
         model: The chunks: one, or the list that the schedules take.
         config: The settings, or a dictionary of them; None for the defaults.
 
     Raises:
-        ConfigError: a setting is unknown or impossible, or there are other chunks than the job's.
+        ConfigError: a setting is unknown or impossible, or the chunks are not those of the job.
         UnsupportedError: the job uses a feature on which products would be wrong.
 
     Collective.
@@ -113,11 +121,11 @@ def megatron_hessian(
     return Hessian(megatron.MegatronBackend(chunks), config)
 
 
-def _is_engine(job: Any) -> bool:
+def _is_engine(job: object) -> TypeGuard[DeepSpeedEngine]:
     return any(kind.__name__ == "DeepSpeedEngine" for kind in type(job).__mro__)
 
 
-def _is_megatron(job: Any) -> bool:
+def _is_megatron(job: object) -> TypeGuard[Chunk | Sequence[Chunk]]:
     chunks = job if isinstance(job, (list, tuple)) else [job]
     return any(type(chunk).__module__.startswith("megatron.") for chunk in chunks)
 
@@ -129,7 +137,7 @@ def _section(config: Settings) -> HessianConfig:
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """`deepspeed.initialize` with the same arguments and return value.
+    """Call `deepspeed.initialize`, with the same arguments and return value.
 
     If the config has an enabled `"hessian"` section, the engine comes with its Hessian attached.
     The section is checked before DeepSpeed builds anything.

@@ -2,8 +2,8 @@
 
     deepspeed --module ds_hessian.launch train.py --its-arguments --deepspeed_config ds_config.json
 
-The script runs as without, but `deepspeed.initialize` gives engines with their Hessian attached, so
-that spectra are taken every `interval` steps (`ds_hessian.schedule`): on micro-batches captured
+The script runs unchanged, but `deepspeed.initialize` returns engines with their Hessian attached,
+so that spectra are taken every `interval` steps (`ds_hessian.schedule`): on micro-batches captured
 from training, never drawn from the script's iterator. Training stays bit for bit the same.
 """
 
@@ -15,26 +15,29 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from ds_hessian.backends.zero.host import DeepSpeedEngine
 
 logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Run a script whose engines take spectra by themselves; ends the process.
+    """Run a script whose engines take spectra automatically, and end the process.
 
     Args:
         arguments: `[--local_rank=N] script.py ...`, as the deepspeed launcher gives them.
 
     Raises:
-        ConfigError: the "hessian" section of the script's configuration is wrong, or measures
-            nothing by itself.
+        ConfigError: the "hessian" section of the script's configuration is wrong, or schedules
+            no measurement.
     """
     run_script("ds_hessian.launch", arguments, attach_scheduled)
     sys.exit(0)
 
 
-def attach_scheduled(engine: Any) -> None:
+def attach_scheduled(engine: DeepSpeedEngine) -> None:
     """Give an engine its Hessian if its configuration asks for measurements.
 
     A job's second engine and further ones with the same `output_path` would overwrite the first
@@ -60,14 +63,16 @@ def attach_scheduled(engine: Any) -> None:
     attach(engine, section)
 
 
-def run_script(module: str, arguments: Sequence[str], on_engine: Callable[[Any], None]) -> None:
+def run_script(
+    module: str, arguments: Sequence[str], on_engine: Callable[[DeepSpeedEngine], None]
+) -> None:
     """Run a script as `__main__`, with a call for each engine that it makes.
 
     Args:
-        module: That this is the command line of, for the usage message.
+        module: The module whose command line this is, for the usage message.
         arguments: `[--local_rank=N] script.py ...`, as the deepspeed launcher gives them.
         on_engine: Called with each engine that `deepspeed.initialize` returns, before the script
-            has it.
+            gets it.
     """
     import deepspeed
 
@@ -80,12 +85,12 @@ def run_script(module: str, arguments: Sequence[str], on_engine: Callable[[Any],
     initialize = deepspeed.initialize
 
     @functools.wraps(initialize)
-    def initialize_and_tell(*args: Any, **kwargs: Any) -> Any:
-        result = initialize(*args, **kwargs)
+    def initialize_and_report(*args: object, **kwargs: object) -> Sequence[object]:
+        result: Sequence[DeepSpeedEngine] = initialize(*args, **kwargs)
         on_engine(result[0])
         return result
 
-    deepspeed.initialize = initialize_and_tell
+    deepspeed.initialize = initialize_and_report
     sys.argv = [script[0], *local, *script[1:]]
     sys.path[0] = str(Path(script[0]).resolve().parent)  # as python does: its imports lie there
     runpy.run_path(script[0], run_name="__main__")

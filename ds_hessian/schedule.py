@@ -1,4 +1,4 @@
-"""Measurements by themselves, every so many optimizer steps, on micro-batches fixed for the run.
+"""Automatic measurements, every so many optimizer steps, on micro-batches fixed for the run.
 
 Spectra every `interval` steps, sharpness every `sharpness_interval`; both, where both are due.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from ds_hessian.hessian import Hessian
 from ds_hessian.records import PICTURE, HessianSharpness, HessianSpectrum
 from ds_hessian.show.monitor import monitor_events, write_tensorboard, write_wandb
 
+if TYPE_CHECKING:
+    from ds_hessian.backends.zero.host import DeepSpeedEngine, Private
+
 logger = logging.getLogger(__name__)
 
 
@@ -34,12 +37,12 @@ class Capture:
     """Copies of the first calls of an engine's forward in training.
 
     Args:
-        engine: What training calls.
-        model: Whose mode tells training from evaluation.
-        count: Of calls.
+        engine: The module that training calls.
+        model: The module whose mode distinguishes training from evaluation.
+        count: The number of calls to copy.
 
     Attributes:
-        calls: Those seen so far.
+        calls: The calls copied so far.
     """
 
     def __init__(self, engine: nn.Module, model: nn.Module, count: int) -> None:
@@ -48,14 +51,16 @@ class Capture:
 
     @property
     def full(self) -> bool:
-        """Whether there are as many as were asked for."""
+        """True if there are as many calls as were requested."""
         return len(self.calls) == self.count
 
     def stop(self) -> None:
-        """Capture no more."""
+        """Stop capturing."""
         self._handle.remove()
 
-    def _on_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _on_forward(
+        self, engine: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         if self.model.training:
             # The Trainer of transformers has its models divide by the tokens of a whole step, over
             # all ranks; without the argument they return the mean loss of the micro-batch.
@@ -69,12 +74,12 @@ Kind = Literal["spectrum", "sharpness"]
 
 
 def due(config: HessianConfig, step: int, default: int = 0) -> list[Kind]:
-    """What is to be measured after this optimizer step.
+    """Return the kinds of measurement due after this optimizer step.
 
     Args:
-        config: Has the intervals.
-        step: Optimizer steps made so far.
-        default: Interval of spectra where the configuration has none.
+        config: The settings, with the intervals.
+        step: The number of optimizer steps made so far.
+        default: The interval of spectra where the configuration has none.
     """
     intervals: dict[Kind, int] = {
         "spectrum": config.interval or default,
@@ -86,12 +91,12 @@ def due(config: HessianConfig, step: int, default: int = 0) -> list[Kind]:
 
 
 class Measurements:
-    """What automatic measurements found.
+    """The results of automatic measurements.
 
     Attributes:
-        spectra: `{step: record}` of the spectra that were taken.
-        sharpness: `{step: record}` of the sharpness that was measured.
-        failures: `{step: error}` of what was not; of several at a step, the last.
+        spectra: `{step: record}` of the spectra.
+        sharpness: `{step: record}` of the sharpness.
+        failures: `{step: error}` of failed measurements; of several at a step, the last.
     """
 
     def __init__(self) -> None:
@@ -106,19 +111,20 @@ class Measurements:
         ready: Callable[[], Hessian],
         write: Callable[[HessianSpectrum | HessianSharpness, Path | None], None],
     ) -> None:
-        """Measure now, save the record, and tell the host's monitor. Collective.
+        """Measure now, save the record, and write it to the host's monitor. Collective.
 
         Args:
-            kind: What to measure.
-            step: Optimizer steps made so far.
-            ready: Gives the Hessian, its micro-batches fixed.
-            write: Record and picture (None if none was drawn) to the monitor; called on every rank.
+            kind: The measurement to make.
+            step: The number of optimizer steps made so far.
+            ready: A function that returns the Hessian, its micro-batches fixed.
+            write: A function that writes record and picture (None if none was drawn) to the
+                monitor; called on every rank.
         """
         first = not dist.is_initialized() or dist.get_rank() == 0
         record: HessianSpectrum | HessianSharpness
         try:
             hessian = ready()
-            with hessian.retiring():  # a state that a kill left must not end later measurements
+            with hessian.retiring():  # a killed run's state must not end later measurements
                 if kind == "spectrum":
                     record = hessian.spectrum()
                 else:
@@ -142,7 +148,7 @@ class Measurements:
 class Schedule(Measurements):
     """Captures micro-batches from training and measures on the intervals."""
 
-    def __init__(self, engine: Any, hessian: Hessian) -> None:
+    def __init__(self, engine: DeepSpeedEngine, hessian: Hessian) -> None:
         super().__init__()
         self.engine, self.hessian, self.config = engine, hessian, hessian.config
         self.captured: Capture | None = None
@@ -154,7 +160,7 @@ class Schedule(Measurements):
         self.captured = Capture(engine, engine.module, self.config.num_micro_batches)
         inner = engine.step
 
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(*args: object, **kwargs: object) -> object:
             before = engine.global_steps
             result = inner(*args, **kwargs)
             if engine.global_steps != before:
@@ -165,11 +171,11 @@ class Schedule(Measurements):
         engine.step = step
 
     def due(self, step: int) -> list[Kind]:
-        """What belongs after this optimizer step."""
+        """Return the kinds of measurement due after this optimizer step."""
         return due(self.config, step)
 
     def measure(self, kind: Kind = "spectrum") -> None:
-        """Measure now, save the record, and tell the monitor."""
+        """Measure now, save the record, and write it to the monitor."""
         self.take(kind, self.engine.global_steps, self._ready, self._write)
 
     def _ready(self) -> Hessian:
@@ -185,10 +191,10 @@ class Schedule(Measurements):
 
 
 class ModuleSchedule(Measurements):
-    """Measures a plain module on the intervals, when `hessian.step()` says that a step was made.
+    """Measures a plain module on the intervals, when `hessian.step()` counts a step.
 
     Args:
-        module: What training calls: the model, or what wraps it.
+        module: The module that training calls: the model, or its wrapper.
         hessian: Its Hessian.
     """
 
@@ -198,7 +204,7 @@ class ModuleSchedule(Measurements):
         self._captured = Capture(module, hessian.modules[0], hessian.config.num_micro_batches)
 
     def after_step(self) -> None:
-        """Take what is due. Collective."""
+        """Make the measurements that are due. Collective."""
         step = int(self.hessian.step)
         for kind in due(self.hessian.config, step):
             self.take(kind, step, self._ready, lambda record, picture: None)
@@ -211,9 +217,12 @@ class ModuleSchedule(Measurements):
 
 
 def write_monitor(
-    monitor: Any, record: HessianSpectrum | HessianSharpness, picture: Path | None
+    monitor: Private, record: HessianSpectrum | HessianSharpness, picture: Path | None
 ) -> None:
-    """To every tool of DeepSpeed's monitor, which are on rank 0; the picture where it can be."""
+    """Write a record to every tool of DeepSpeed's monitor (they are on rank 0).
+
+    TensorBoard and W&B get the picture too.
+    """
     if monitor.tb_monitor is not None:
         write_tensorboard(monitor.tb_monitor.summary_writer, record, picture)
     if monitor.wandb_monitor is not None:
@@ -226,7 +235,7 @@ def write_monitor(
 
 
 def copied(value: Any) -> Any:
-    """Tensors copied (the user may write the next batch into them), containers rebuilt."""
+    """Copy tensors, into which the user may write the next batch, and rebuild containers."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):

@@ -1,24 +1,28 @@
-"""Is this job's Hessian to be trusted? A self-test of an unmodified script.
+"""A self-test of an unmodified script: can the Hessian of this job be trusted?
 
     deepspeed --module ds_hessian.self_test train.py --its-arguments
 
 runs the script until the first optimizer step after `num_micro_batches` micro-batches have been
-seen, tests on these, prints the verdict and ends the job, with exit status 0 if all is well and 1
-if not. The script's config may have a `"hessian"` section; it is respected. In a program, the same
-is `engine.hessian.self_test(batches)`; `ds_hessian.analyses.self_test` says what is tested.
+seen, runs the tests on these, prints the verdict and ends the job, with exit status 0 if all tests
+pass and 1 if not. The script's config may have a `"hessian"` section; it is respected. In a
+program, the same is `engine.hessian.self_test(batches)`; `ds_hessian.analyses.self_test` describes
+the tests.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ds_hessian.launch import run_script
 
+if TYPE_CHECKING:
+    from ds_hessian.backends.zero.host import DeepSpeedEngine
+
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script and test its engine; ends the process.
+    """Run a script and test its engine, and end the process.
 
     Args:
         arguments: `[--local_rank=N] script.py ...`, as the deepspeed launcher gives them.
@@ -27,8 +31,8 @@ def main(arguments: Sequence[str]) -> None:
     sys.exit("the script ended before enough micro-batches were seen for the self-test")
 
 
-def _test_at_a_step(engine: Any) -> None:
-    """Have an engine tested at its first step with enough micro-batches, which ends the job."""
+def _test_at_a_step(engine: DeepSpeedEngine) -> None:
+    """Test an engine at its first step with enough micro-batches, and end the job there."""
     from ds_hessian.backends.zero import settings_of
     from ds_hessian.config import HessianConfig
     from ds_hessian.hosts import hessian_of
@@ -38,7 +42,7 @@ def _test_at_a_step(engine: Any) -> None:
     captured = Capture(engine, engine.module, section.num_micro_batches)
     step = engine.step
 
-    def step_and_test(*args: Any, **kwargs: Any) -> Any:
+    def step_and_test(*args: object, **kwargs: object) -> object:
         before = engine.global_steps
         out = step(*args, **kwargs)
         if captured.full and engine.global_steps != before:

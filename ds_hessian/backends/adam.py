@@ -1,4 +1,4 @@
-"""What an Adam optimizer knows of the curvature, read from its state."""
+"""An Adam optimizer's estimate of the curvature, read from its state."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ds_hessian.vectors import Layout, VectorSpace
 def moments(
     state: Mapping[str, Any], settings: Mapping[str, Any], offset: int, numel: int
 ) -> AdamState | None:
-    """Denominator and last step of a run of one tensor that an optimizer steps.
+    """Return denominator and last step for a run of one tensor that an optimizer steps.
 
     `D = sqrt(v / (1 - beta2^t)) + eps` and `-lr m / (1 - beta1^t) / D`, flat, in fp32.
 
     Args:
         state: The optimizer's state of the tensor.
-        settings: The parameter group that it is in.
-        offset: Where the run begins in the flattened tensor.
-        numel: Its length.
+        settings: The parameter group of the tensor.
+        offset: Index of the run's first element in the flattened tensor.
+        numel: Length of the run.
 
     Returns:
         None where the state is not that of an Adam.
@@ -44,15 +44,15 @@ def moments(
 
 
 def collect(
-    found: list[AdamState | None], layout: Layout, space: VectorSpace, optimizer: Any
+    found: list[AdamState | None], layout: Layout, space: VectorSpace, optimizer: object
 ) -> AdamState:
-    """The state in the coordinates of the space.
+    """Assemble the state in the coordinates of the space.
 
     Args:
         found: `moments` of each fragment of the layout, in its order.
-        layout: Of this rank.
-        space: The space.
-        optimizer: For the message.
+        layout: The layout of this rank's vectors.
+        space: Their space.
+        optimizer: The optimizer, which a message names.
 
     Raises:
         ConfigError: the optimizer is not Adam, or has not made a step yet.

@@ -1,6 +1,6 @@
-"""The guard: what every host keeps while a measurement runs, and puts back after it.
+"""The guard: it saves the training state common to all hosts, and restores it after a measurement.
 
-`guarded` keeps random states, module buffers, train flags, the grad mode and, for passes in fp32,
+`guarded` saves random states, module buffers, train flags, the grad mode and, for passes in fp32,
 the switches of reduced fp32 arithmetic. A host pushes its own entries to the same stack; they are
 undone in reverse order, also when something raises.
 """
@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,16 @@ TRACKERS = (
     "megatron.core.tensor_parallel",
 )
 """Modules whose `get_cuda_rng_tracker` has the random states of tensor- and expert-parallel
-regions: whoever runs Megatron's layers, those of megatron-core or of its copy in
-Megatron-DeepSpeed, they draw from these."""
+regions, from which Megatron's layers draw, in megatron-core or in Megatron-DeepSpeed."""
 
-Generator = tuple[Callable[[], Any], Callable[[Any], object]]
+GeneratorState = Any
+"""The state of a random generator: opaque, and only ever given back to its generator."""
+
+Generator = tuple[Callable[[], GeneratorState], Callable[[GeneratorState], object]]
 
 
 def trackers() -> tuple[Generator, ...]:
-    """`(get, set)` of the states of each tracker that something has imported.
+    """Return `(get, set)` of the states of each tracker that has been imported.
 
     `set_states` stores the dict itself and `fork` edits it, so it is given a new one every time. A
     tracker without states is left alone: setting them would mark it as initialised.
@@ -41,11 +44,11 @@ def trackers() -> tuple[Generator, ...]:
     return tuple(_tracked(sys.modules[name]) for name in TRACKERS if name in sys.modules)
 
 
-def _tracked(module: Any) -> Generator:
-    def get() -> dict[str, Any]:
+def _tracked(module: ModuleType) -> Generator:
+    def get() -> dict[str, Tensor]:
         return dict(module.get_cuda_rng_tracker().get_states())
 
-    def put(states: dict[str, Any]) -> None:
+    def put(states: dict[str, Tensor]) -> None:
         tracker = module.get_cuda_rng_tracker()
         if states or tracker.get_states():
             tracker.set_states(dict(states))
@@ -54,7 +57,7 @@ def _tracked(module: Any) -> Generator:
 
 
 def has_plain_random_states() -> bool:
-    """False with the generators of CUDA graphs, which are objects and not states."""
+    """Return False with the generators of CUDA graphs, which are objects and not states."""
     states = [get() for get, _ in trackers()]
     return all(isinstance(state, Tensor) for each in states for state in each.values())
 
@@ -63,8 +66,8 @@ class RandomState:
     """The generators of python, numpy, torch on the CPU and the current accelerator device.
 
     Args:
-        device: The device whose generator counts, beside the CPU's.
-        extra: `(get, set)` pairs for generators that a host keeps itself. What `get` returns must
+        device: The device whose generator is included, beside the CPU's.
+        extra: `(get, set)` pairs for generators of a host's own. The value that `get` returns must
             not change afterwards.
     """
 
@@ -76,8 +79,8 @@ class RandomState:
         self.device = device
         self.extra = extra
 
-    def get(self) -> tuple[Any, ...]:
-        """The states of all generators now."""
+    def get(self) -> tuple[GeneratorState, ...]:
+        """Return the states of all generators."""
         accelerator = None
         if self.device.type != "cpu":
             accelerator = torch.get_device_module(self.device).get_rng_state(self.device)
@@ -89,8 +92,8 @@ class RandomState:
             tuple(get() for get, _ in self.extra),
         )
 
-    def set(self, state: tuple[Any, ...]) -> None:
-        """Put the generators where `get` found them."""
+    def set(self, state: tuple[GeneratorState, ...]) -> None:
+        """Restore the states that `get` returned."""
         python, numpy, cpu, accelerator, extra = state
         random.setstate(python)
         np.random.set_state(numpy)
@@ -103,11 +106,11 @@ class RandomState:
 
 @contextmanager
 def kept_random_states(device: torch.device, *generators: torch.Generator) -> Iterator[None]:
-    """Run the body, and put the generators back to where they were.
+    """Run the body, and restore the states of the generators after it.
 
     Args:
-        device: See `RandomState`.
-        generators: Further ones that the body may draw from.
+        device: The device whose generator is restored, beside the CPU's.
+        generators: Further generators that the body may draw from.
     """
     own: tuple[Generator, ...] = tuple((g.get_state, g.set_state) for g in generators)
     random_state = RandomState(device, trackers() + own)
@@ -119,7 +122,7 @@ def kept_random_states(device: torch.device, *generators: torch.Generator) -> It
 
 
 class Buffers:
-    """A module's buffers as they were: contents, and which tensor each name is bound to."""
+    """A copy of a module's buffers: their contents, and the tensor that each name is bound to."""
 
     def __init__(self, module: nn.Module) -> None:
         self.saved: list[tuple[nn.Module, str, Tensor, Tensor]] = []
@@ -129,13 +132,13 @@ class Buffers:
                     self.saved.append((owner, name, buffer, buffer.detach().clone()))
 
     def renew(self) -> None:
-        """Bind fresh copies, for a pass to write into; what other passes have saved stays."""
+        """Bind new copies for a pass to write into; tensors that other passes saved stay."""
         for owner, name, _, value in self.saved:
             owner._buffers[name] = value.clone()
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put contents and bindings back."""
+        """Restore contents and bindings."""
         for owner, name, buffer, value in self.saved:
             buffer.copy_(value)
             owner._buffers[name] = buffer
@@ -143,7 +146,7 @@ class Buffers:
 
 @contextmanager
 def training_flags(module: nn.Module, train: bool) -> Iterator[None]:
-    """Run the body in train or eval mode; afterwards every submodule has its own flag again."""
+    """Run the body in train or eval mode, and restore every submodule's own flag after it."""
     flags = [(m, m.training) for m in module.modules()]
     module.train(train)
     try:
@@ -153,7 +156,7 @@ def training_flags(module: nn.Module, train: bool) -> Iterator[None]:
             m.training = flag
 
 
-def swap(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+def swap(stack: ExitStack, owner: object, name: str, value: object) -> None:
     """Set an attribute (or property) for as long as the stack lives."""
     stack.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
@@ -161,9 +164,9 @@ def swap(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 @contextmanager
 def full_fp32() -> Iterator[None]:
-    """Run the body with fp32 arithmetic where it says fp32: TF32 and its like are off."""
+    """Run the body with true fp32 arithmetic: TF32 and similar modes are off."""
     backends: Any = torch.backends
-    switches: list[tuple[Any, str, Any]] = [
+    switches: list[tuple[object, str, object]] = [
         (owner, "allow_tf32", False) for owner in (backends.cuda.matmul, backends.cudnn)
     ]
     if hasattr(backends.cuda.matmul, "fp32_precision"):  # which from torch 2.9 on replaces these
@@ -177,23 +180,23 @@ def full_fp32() -> Iterator[None]:
 
 
 class Attributes:
-    """Attributes set for a while: remembered when first touched, put back in reverse order."""
+    """Temporary values of attributes: the old ones are saved, and restored in reverse order."""
 
     def __init__(self) -> None:
-        self.undo: list[tuple[Any, str, Any]] = []
+        self.undo: list[tuple[object, str, object]] = []
 
-    def keep(self, owner: Any, *names: str) -> None:
-        """Remember the attributes as they are (or that there is none)."""
+    def keep(self, owner: object, *names: str) -> None:
+        """Save the attributes' values, or their absence."""
         for name in names:
             self.undo.append((owner, name, owner.__dict__.get(name, _MISSING)))
 
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        """Remember the attribute and set it."""
+    def set(self, owner: object, name: str, value: object) -> None:
+        """Save the attribute's value and set it."""
         self.keep(owner, name)
         setattr(owner, name, value)
 
     def restore(self) -> None:
-        """Put all attributes back."""
+        """Restore all attributes."""
         for owner, name, value in reversed(self.undo):
             if value is _MISSING:
                 owner.__dict__.pop(name, None)
@@ -203,13 +206,13 @@ class Attributes:
 
 
 class Guard(ExitStack):
-    """The stack of what a measurement puts back.
+    """The stack of callbacks that restore the training state after a measurement.
 
     Attributes:
-        random: The generators.
+        random: The random generators.
         initial: Their states when the measurement began.
-        buffers: Of each module.
-        attributes: For a host's own switches.
+        buffers: The buffers of each module.
+        attributes: The attributes that a host switches.
     """
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
@@ -222,11 +225,13 @@ class Guard(ExitStack):
 
 @contextmanager
 def guarded(modules: Sequence[nn.Module], device: torch.device, passes: Passes) -> Iterator[Guard]:
-    """Keep what every host keeps; the body may push more to the yielded stack.
+    """Save the state common to all hosts, and restore it after the body.
+
+    The body may push further callbacks to the yielded stack.
 
     Args:
-        modules: What holds this rank's weights.
-        device: See `RandomState`.
+        modules: The modules that hold this rank's weights.
+        device: The device whose random generator is restored, beside the CPU's.
         passes: How the passes run.
     """
     with Guard(modules, device) as guard:

@@ -1,4 +1,4 @@
-"""The loss whose Hessian is taken: fixed micro-batches, and how a model's loss is read off them.
+"""The loss whose Hessian is taken: fixed micro-batches, and how a model's loss is computed on them.
 
     L(w) = mean over micro-batches and data-parallel ranks of the micro-batch's own mean loss
 
@@ -32,17 +32,17 @@ class MicroBatches:
     """This rank's micro-batches.
 
     Args:
-        batches: Any iterable of them, read here.
+        batches: Any iterable of micro-batches, read here.
 
     Attributes:
-        batches: A list of them.
-        num_micro_batches: The same on every rank.
+        batches: The list of micro-batches.
+        num_micro_batches: Their number, the same on every rank.
 
     Raises:
         ConfigError: there is one micro-batch instead of an iterable of them.
     """
 
-    def __init__(self, batches: Iterable[Any]) -> None:
+    def __init__(self, batches: Iterable[object]) -> None:
         if isinstance(batches, (Tensor, Mapping)) or not isinstance(batches, Iterable):
             raise ConfigError(
                 f"batches must be a list (or loader) of micro-batches, got one {_kind(batches)}; "
@@ -52,11 +52,11 @@ class MicroBatches:
         self.num_micro_batches = len(self.batches)
 
     def fingerprint(self) -> str:
-        """A short hash of this rank's micro-batches, for provenance."""
+        """Return a short hash of this rank's micro-batches, for provenance."""
         return _digest(self.batches)
 
     def digests(self) -> list[str]:
-        """One hash for each micro-batch of this rank."""
+        """Return a hash of each micro-batch of this rank."""
         return [_digest([batch]) for batch in self.batches]
 
 
@@ -66,23 +66,24 @@ class ModelObjective(MicroBatches):
     Args:
         batches: This rank's micro-batches. A batch is a mapping (passed as keywords), a tuple or
             list (positional) or a tensor; tensors are moved to the model's device when used.
-        loss_fn: See `LossFn`; None where the model returns its loss: a scalar tensor, a tuple that
-            begins with one, or an output with a `loss`.
+        loss_fn: A function of (model, batch), as `LossFn` describes; None where the model
+            returns its loss: a scalar tensor, a tuple that begins with one, or an output with a
+            `loss`.
 
     Raises:
         ConfigError: there is no micro-batch.
     """
 
-    def __init__(self, batches: Iterable[Any], loss_fn: LossFn | None = None) -> None:
+    def __init__(self, batches: Iterable[object], loss_fn: LossFn | None = None) -> None:
         super().__init__(batches)
         if not self.batches:
             raise ConfigError("batches is empty: at least one micro-batch is needed on every rank")
         self.loss_fn = loss_fn
 
     def loss(
-        self, model: Any, index: int, device: torch.device, widen: bool = False
+        self, model: Callable[..., object], index: int, device: torch.device, widen: bool = False
     ) -> tuple[Tensor, float | None]:
-        """Loss of micro-batch `index` and, for a summed loss, its count (else None).
+        """Return the loss of micro-batch `index` and, for a summed loss, its count (else None).
 
         With `widen`, bf16 and fp16 tensors of the micro-batch are passed as fp32.
 
@@ -91,6 +92,7 @@ class ModelObjective(MicroBatches):
             NumericsError: the loss is not finite.
         """
         batch = _to(self.batches[index], device, widen)
+        loss: object
         count: float | None = None
         if self.loss_fn is not None:
             result = self.loss_fn(model, batch)
@@ -110,15 +112,15 @@ class ModelObjective(MicroBatches):
 
 
 @contextmanager
-def reading(batches: Iterable[Any], device: torch.device) -> Iterator[None]:
-    """Read batches in the body: on all ranks or on none, and without moving a generator.
+def reading(batches: Iterable[object], device: torch.device) -> Iterator[None]:
+    """Read batches in the body, on all ranks or on none, leaving all random states unchanged.
 
     Iterating a `DataLoader` draws the seed of its shuffle and of its workers from torch's
     generator, or from one of its own.
 
     Args:
-        batches: What is read.
-        device: Of the job.
+        batches: The iterable that is read.
+        device: The device of the job's collectives.
 
     Raises:
         MeasurementError: the body raised on some rank.
@@ -137,7 +139,7 @@ def require_equal_numbers(objective: MicroBatches, space: VectorSpace) -> None:
     """Raise if ranks have different numbers of micro-batches.
 
     Raises:
-        ConfigError: says how many they have.
+        ConfigError: lists the numbers.
 
     Collective: one all-reduce.
     """
@@ -151,7 +153,7 @@ def require_equal_numbers(objective: MicroBatches, space: VectorSpace) -> None:
         )
 
 
-def refuse_sizes(sizes: Mapping[str, Any]) -> None:
+def refuse_sizes(sizes: Mapping[str, object]) -> None:
     """Raise for arguments that only Megatron's schedules take.
 
     Raises:
@@ -176,14 +178,14 @@ class Totals:
         return len(self.losses)
 
     def add(self, index: int, loss: float, count: float | None) -> None:
-        """Note the first evaluation of a micro-batch."""
+        """Record the first evaluation of a micro-batch."""
         if index not in self.losses:
             self.losses[index] = loss
             if count is not None:
                 self.counts[index] = count
 
     def reduce(self, space: VectorSpace) -> tuple[float, float]:
-        """What the sum of rank-averaged gradients must be multiplied with, and the mean loss.
+        """Return the factor for the sum of rank-averaged gradients, and the mean loss.
 
         Raises:
             ConfigError: some micro-batches have counts and others have none, or all counts are 0.
@@ -207,11 +209,11 @@ class Totals:
 class Call:
     """Arguments of one call of the model, captured from training."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         self.args, self.kwargs = args, kwargs
 
 
-def _call(model: Any, batch: Any) -> Any:
+def _call(model: Callable[..., object], batch: object) -> object:
     if isinstance(batch, Call):
         return model(*batch.args, **batch.kwargs)
     if isinstance(batch, Mapping):
@@ -221,17 +223,18 @@ def _call(model: Any, batch: Any) -> Any:
     return model(batch)
 
 
-def _loss_of(output: Any) -> Any:
+def _loss_of(output: object) -> object:
     if isinstance(output, Mapping) and "loss" in output:
         return output["loss"]
-    if getattr(output, "loss", None) is not None:
-        return output.loss
+    loss: object = getattr(output, "loss", None)
+    if loss is not None:
+        return loss
     if isinstance(output, (tuple, list)) and output:
         return output[0]
     return output
 
 
-def _summed(pair: tuple[Any, ...]) -> tuple[Any, float]:
+def _summed(pair: tuple[Tensor, Tensor | int | float]) -> tuple[Tensor, float]:
     if len(pair) != 2:
         raise ConfigError(
             f"loss_fn must return a loss or a pair (summed loss, count), got {len(pair)} values"
@@ -243,8 +246,8 @@ def _summed(pair: tuple[Any, ...]) -> tuple[Any, float]:
 
 
 def _to(value: Any, device: torch.device, widen: bool) -> Any:
-    """Tensors inside nested containers on `device`; the containers are new, the tensors are not
-    copied if they lie there already.
+    """Return nested containers with their tensors on `device`; the containers are new, tensors
+    that are on the device already are not copied.
     """
     if isinstance(value, Tensor):
         narrow = value.dtype in (torch.bfloat16, torch.float16)
@@ -260,7 +263,7 @@ def _to(value: Any, device: torch.device, widen: bool) -> Any:
     return value
 
 
-def _digest(batches: Sequence[Any]) -> str:
+def _digest(batches: Sequence[object]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for tensor in _tensors(batches):
         digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
@@ -269,7 +272,7 @@ def _digest(batches: Sequence[Any]) -> str:
     return digest.hexdigest()
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
+def _tensors(value: object) -> Iterable[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Call):
@@ -282,7 +285,7 @@ def _tensors(value: Any) -> Iterable[Tensor]:
             yield from _tensors(item)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}, requires_grad={value.requires_grad}"
     return type(value).__name__

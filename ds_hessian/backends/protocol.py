@@ -1,7 +1,7 @@
 """The whole contract that a host of ds_hessian fulfils.
 
 A host is a way of training: DeepSpeed's engines, megatron-core's chunks, a plain module. For each
-there is one `Backend`, which says what the job's parameters are and guards measurements of it, and
+there is one `Backend`, which lists the job's parameters and guards measurements of it, and
 one kind of `Session`, which lives as long as a measurement. Everything else in the package is
 written against these two.
 
@@ -14,8 +14,9 @@ A measurement goes like this, on every rank:
 
 A host author writes a folder of `ds_hessian.backends` with these two classes and adds a line to
 `ds_hessian.hosts`. `ds_hessian.backends.sharded` displaces and restores weights, whatever holds
-them; `ds_hessian.backends.guard` keeps what every host has to keep; `ds_hessian.ranks.lockstep`
-lets a failure on one rank end on all of them. docs/extending.md walks through a whole host.
+them; `ds_hessian.backends.guard` saves and restores what is common to all hosts;
+`ds_hessian.ranks.lockstep` makes a failure on one rank an error on all of them. docs/extending.md
+walks through a whole host.
 
 What a host promises:
 
@@ -28,7 +29,7 @@ What a host promises:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -44,7 +45,7 @@ Precision = Literal["model", "fp32"]
 
 @dataclass(frozen=True)
 class Passes:
-    """How the forward and backward passes of a measurement run.
+    """The mode of the forward and backward passes of a measurement.
 
     Attributes:
         dropout: Whether the modules are in train mode, else in eval mode.
@@ -60,12 +61,12 @@ DEFAULT_PASSES = Passes()
 
 @dataclass(frozen=True)
 class Description:
-    """What a record says of the job.
+    """The description of a job that a record stores.
 
     Attributes:
         layout: The host and its parallel layout, such as `"ZeRO-3, 8 ranks"`.
-        model_dtype: Of the weights, such as `"bfloat16"`.
-        versions: `{package: version}` of the host, torch and Python.
+        model_dtype: The dtype of the weights, such as `"bfloat16"`.
+        versions: `{package: version}` for the host, torch and Python.
     """
 
     layout: str
@@ -77,8 +78,8 @@ class AdamState(NamedTuple):
     """State of an Adam optimizer, in the coordinates of the space.
 
     Attributes:
-        denominator: What Adam divides by, `sqrt(v / (1 - beta2^t)) + eps`, `(n_local,)` fp32.
-        last_step: Its last step without weight decay, `(n_local,)` fp32.
+        denominator: Adam divides by it: `sqrt(v / (1 - beta2^t)) + eps`, `(n_local,)` fp32.
+        last_step: Adam's last step without weight decay, `(n_local,)` fp32.
     """
 
     denominator: Tensor
@@ -95,11 +96,11 @@ class Objective(Protocol):
     num_micro_batches: int
 
     def fingerprint(self) -> str:
-        """A short hash of this rank's micro-batches, for provenance."""
+        """Return a short hash of this rank's micro-batches, for provenance."""
         ...
 
     def digests(self) -> list[str]:
-        """One hash for each micro-batch of this rank, by which a resumed run knows its data."""
+        """Return a hash of each micro-batch of this rank, to check the data of a resumed run."""
         ...
 
 
@@ -109,11 +110,12 @@ class Session(Protocol):
     Attributes:
         layout: The fragments that this rank stores, in the order of its vectors.
         space: Inner products over all ranks.
-        num_micro_batches: Units of the objective that can be evaluated alone, on every rank. Where
-            a schedule runs groups of micro-batches, a unit is a group.
+        num_micro_batches: The number of units of the objective that can be evaluated alone, the
+            same on every rank. Where a schedule runs groups of micro-batches, a unit is a group.
         unit_roundoff: Half of `torch.finfo(dtype).eps`, with the dtype in which the passes compute.
-        gradient_scale: See `add_gradient`; None until every unit has been evaluated once.
-        loss: The mean loss at the weights, from then on; NaN before.
+        gradient_scale: The factor from the sum of the terms of `add_gradient` to the gradient of
+            the loss; None until every unit has been evaluated once.
+        loss: The mean loss at the weights; NaN until every unit has been evaluated once.
     """
 
     layout: Layout
@@ -128,11 +130,11 @@ class Session(Protocol):
 
         Args:
             v: `(n_local,)` fp32.
-            h: In units of the parameters, for a unit vector.
+            h: The displacement, in units of the parameters for a unit vector.
 
         Returns:
             `(2,)` fp64: this rank's partial `<change, v>` and `<change, change>`, where `change` is
-            what the call did to the stored weights; see `ds_hessian.ops.displace`.
+            the difference that the call made to the stored weights; see `ds_hessian.ops.displace`.
 
         Collective.
         """
@@ -157,7 +159,7 @@ class Session(Protocol):
         ...
 
     def weight_norm(self) -> float:
-        """`|w|` over all ranks. Collective: one all-reduce."""
+        """Return `|w|` over all ranks. Collective: one all-reduce."""
         ...
 
 
@@ -171,8 +173,8 @@ class Backend(Protocol):
         space: Inner products over all ranks; its `device` is where vectors live.
         parameters: `(checkpoint name, unsharded shape)` of the trainable parameters of the whole
             model, the same on every rank.
-        modules: What holds this rank's weights.
-        precisions: What `Passes.precision` may be here.
+        modules: The modules that hold this rank's weights.
+        precisions: The values of `Passes.precision` that this host supports.
     """
 
     layout: Layout
@@ -183,13 +185,13 @@ class Backend(Protocol):
 
     @property
     def step(self) -> int:
-        """Optimizer steps made so far. Not collective."""
+        """Return the number of optimizer steps made so far. Not collective."""
         ...
 
     def objective(
         self,
-        batches: Iterable[Any],
-        loss: Any = None,
+        batches: Iterable[object],
+        loss: Callable[..., Any] | None = None,
         *,
         like: Objective | None = None,
         **sizes: int | None,
@@ -202,12 +204,12 @@ class Backend(Protocol):
         Args:
             batches: This rank's micro-batches; all of them count.
             loss: `loss_fn(model, batch)` (DeepSpeed, torch) or `forward_step` (Megatron).
-            like: What is None here is taken from this objective.
+            like: An objective from which arguments that are None are taken.
             sizes: `seq_length` and `micro_batch_size` (Megatron); other hosts refuse them by name.
 
         Raises:
             ConfigError: no batches, different numbers of them on different ranks, or an argument
-                that cannot be.
+                that is not valid.
             MeasurementError: the iterable raised on some rank.
         """
         ...
@@ -227,11 +229,11 @@ class Backend(Protocol):
         ...
 
     def describe(self) -> Description:
-        """What a record says of the job. Not collective."""
+        """Return the description that a record stores. Not collective."""
         ...
 
     def adam(self) -> AdamState:
-        """State of the job's Adam.
+        """Return the state of the job's Adam optimizer.
 
         Raises:
             ConfigError: the optimizer is not Adam, or has not made a step yet.
@@ -240,9 +242,9 @@ class Backend(Protocol):
         ...
 
     def memory(self, precision: Precision = "model") -> list[Item]:
-        """What this rank holds in a session beyond training's memory. Not collective.
+        """Return what this rank holds in a session beyond training's memory. Not collective.
 
         Args:
-            precision: Of the passes.
+            precision: The precision of the passes.
         """
         ...

@@ -1,9 +1,9 @@
-"""The weights that a rank displaces, and what they are displaced from and put back to.
+"""The weights that a rank displaces, and the masters from which they are written and restored.
 
 Displaced weights are written from masters, rounded once, and never added to. Where a weight is the
-rounded fp32 master that the optimizer keeps, that is its master here; where there is none, or
-somebody has edited the weight since, a copy of the weight is: it is what training goes on with.
-Restoring is a displacement by nothing, exact by construction.
+rounded fp32 master that the optimizer keeps, that is its master here. Where there is none, or the
+weight has been edited since, a copy of the weight is its master, since training continues from the
+weight. Restoring is a displacement by zero, exact by construction.
 
 Memory: a copy of the weights without a master.
 """
@@ -25,7 +25,7 @@ class Shard:
     """The weights of one fragment of the layout.
 
     Attributes:
-        weight: Flat view of what is displaced, in the dtype of the passes.
+        weight: Flat view of the weights that are displaced, in the dtype of the passes.
         master: Flat view of the optimizer's master weights; None where it has none.
     """
 
@@ -38,13 +38,14 @@ class ShardedWeights:
 
     Args:
         shards: One for each fragment of the layout, in its order.
-        layout: Of this rank.
-        space: The space.
-        publish: Makes every rank's next forward read what was written. Collective.
+        layout: The layout of this rank's vectors.
+        space: Their space.
+        publish: A function that makes every rank's next forward read the written weights.
+            Collective.
 
     Attributes:
         weights: Flat views, in the order of the layout.
-        masters: What they are written from.
+        masters: The tensors from which the weights are written.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class ShardedWeights:
         self.masters = [_master(shard) for shard in shards]
 
     def displace(self, v: Tensor | None, h: float) -> Tensor:
-        """See `Session.displace`."""
+        """Write `w + h v` into the weights of all ranks, as `Session.displace` specifies."""
         direction = self.space.zeros() if v is None else v
         if self.weights:  # elsewhere than the vectors where parameters are offloaded
             direction = direction.to(self.weights[0].device)
@@ -70,12 +71,12 @@ class ShardedWeights:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Write this rank's weights as they were; to be published by all ranks after it."""
+        """Write this rank's weights from the masters; all ranks must publish afterwards."""
         for weight, master in zip(self.weights, self.masters, strict=True):
             weight.copy_(master)
 
     def norm(self) -> float:
-        """`|w|` over all ranks. Collective: one all-reduce."""
+        """Return `|w|` over all ranks. Collective: one all-reduce."""
         device = self.space.device
         owned = zip(self.masters, self.layout.fragments, strict=True)
         squares = [_square(master).to(device) for master, f in owned if f.owned]

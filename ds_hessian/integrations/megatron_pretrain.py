@@ -21,10 +21,14 @@ import functools
 import inspect
 import json
 import sys
-from argparse import ArgumentParser
-from collections.abc import Callable, Iterator
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
+
+from torch import Tensor, nn
+from typing_extensions import override
 
 from ds_hessian.backends.megatron.objective import ForwardStep
 from ds_hessian.backends.zero import of_first_tensor_rank
@@ -35,6 +39,16 @@ from ds_hessian.hosts import hessian_of, megatron_hessian
 from ds_hessian.records import HessianSharpness, HessianSpectrum
 from ds_hessian.schedule import Kind, Measurements, due
 from ds_hessian.show.monitor import write_tensorboard, write_wandb
+
+if TYPE_CHECKING:
+    from ds_hessian.backends.megatron.host import Chunk
+    from ds_hessian.backends.zero.host import DeepSpeedEngine
+
+    Model: TypeAlias = DeepSpeedEngine | Chunk | Sequence[Chunk]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+ArgumentsProvider = Callable[[ArgumentParser], ArgumentParser]
 
 
 def hessian_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -48,15 +62,16 @@ def hessian_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     try:
-        return json.loads(text)
+        value: object = json.loads(text)
+        return value
     except ValueError:
         return text
 
 
-def config_from(args: Any) -> HessianConfig:
-    """The settings given on the command line, over the defaults.
+def config_from(args: Namespace) -> HessianConfig:
+    """Return the settings given on the command line, over the defaults.
 
     Raises:
         ConfigError: a value is impossible.
@@ -82,11 +97,11 @@ class PretrainHook(Measurements):
         super().__init__()
         self._config: HessianConfig | None = None
         self._hessian: Hessian | None = None
-        self._recorded: dict[int, list[Any]] = {}
+        self._recorded: dict[int, list[object]] = {}
 
     @property
     def config(self) -> HessianConfig:
-        """From Megatron-LM's arguments, read at the first use."""
+        """The settings in Megatron-LM's arguments, read at the first use."""
         if self._config is None:
             from megatron.training import get_args
 
@@ -94,11 +109,13 @@ class PretrainHook(Measurements):
         return self._config
 
     def record(self, forward_step: ForwardStep) -> ForwardStep:
-        """The forward step for `pretrain`: the same, but micro-batches of training are copied."""
+        """Return the forward step for `pretrain`, which also copies micro-batches of training."""
         self._forward_step = forward_step
 
         @functools.wraps(forward_step)
-        def recording(data_iterator: Any, model: Any, *rest: Any) -> Any:
+        def recording(
+            data_iterator: Iterator[object] | None, model: nn.Module, *rest: object
+        ) -> tuple[object, Callable[..., object]]:
             kept = self._recorded.setdefault(id(model), [])
             if model.training and data_iterator is not None and len(kept) < self._wanted():
                 data_iterator = _Recorder(data_iterator, kept)
@@ -109,8 +126,8 @@ class PretrainHook(Measurements):
     def _wanted(self) -> int:
         return self.config.num_micro_batches if self._hessian is None else 0
 
-    def at_evaluation(self, model: Any) -> None:
-        """A `non_loss_data_func`: measures at each evaluation, or those on the interval."""
+    def at_evaluation(self, model: Model) -> None:
+        """Measure at each evaluation, or at those on the interval; a `non_loss_data_func`."""
         from megatron.training import get_args
 
         iteration = int(get_args().curr_iteration) + 1
@@ -118,25 +135,25 @@ class PretrainHook(Measurements):
             for kind in due(self.config, iteration, default=1):
                 self.measure(model, iteration, kind)
 
-    def measure(self, model: Any, iteration: int, kind: Kind = "spectrum") -> None:
-        """Measure now, save the record, and tell Megatron's writers. Collective."""
+    def measure(self, model: Model, iteration: int, kind: Kind = "spectrum") -> None:
+        """Measure now, save the record, and pass it to Megatron's writers. Collective."""
         self.take(kind, iteration, functools.partial(self._ready, model, iteration), _write)
 
-    def _ready(self, model: Any, iteration: int) -> Hessian:
+    def _ready(self, model: Model, iteration: int) -> Hessian:
         if self._hessian is None:
             self._hessian = self._first(model)
         self._at(self._hessian, iteration)
         return self._hessian
 
     def _at(self, hessian: Hessian, iteration: int) -> None:
-        """Tell the Hessian the iteration, which nothing in megatron-core counts."""
+        """Set the Hessian's step to the iteration, which nothing in megatron-core counts."""
         hessian.step = iteration
 
-    def _batches(self) -> list[Any]:
+    def _batches(self) -> list[object]:
         # A rank's chunks read the same data where more than one reads any.
         return next((kept for kept in self._recorded.values() if kept), [])
 
-    def _first(self, model: Any) -> Hessian:
+    def _first(self, model: Model) -> Hessian:
         from megatron.training import get_args
 
         args = get_args()
@@ -148,7 +165,7 @@ class PretrainHook(Measurements):
         )
 
     @contextlib.contextmanager
-    def installed(self, training: Any) -> Iterator[None]:
+    def installed(self, training: ModuleType) -> Iterator[None]:
         """Measure on the interval, after `post_training_step_callbacks` of the module `training`.
 
         Raises:
@@ -164,7 +181,7 @@ class PretrainHook(Measurements):
         signature = inspect.signature(inner)
 
         @functools.wraps(inner)
-        def callbacks(*args: Any, **kwargs: Any) -> Any:
+        def callbacks(*args: object, **kwargs: object) -> object:
             given = signature.bind(*args, **kwargs).arguments
             for kind in due(self.config, given["iteration"]):
                 with _interval_timer_stopped():
@@ -179,49 +196,54 @@ class PretrainHook(Measurements):
 
 
 class EnginePretrainHook(PretrainHook):
-    """The same in Megatron-DeepSpeed, whose model is a DeepSpeed engine with an mpu.
+    """A hook for Megatron-DeepSpeed, whose model is a DeepSpeed engine with an mpu.
 
-    It measures where that calls back after a step (`megatron.profiler.on_step_end`).
+    It measures in the callbacks after a step (`megatron.profiler.on_step_end`).
     """
 
-    _engine: Any = None
+    _engine: DeepSpeedEngine | None = None
 
+    @override
     def record(self, forward_step: ForwardStep) -> ForwardStep:
-        """See `PretrainHook.record`."""
         recording = super().record(forward_step)
 
         @functools.wraps(forward_step)
-        def remembering(data_iterator: Any, model: Any, *rest: Any) -> Any:
+        def remembering(
+            data_iterator: Iterator[object] | None, model: DeepSpeedEngine, *rest: object
+        ) -> tuple[object, Callable[..., object]]:
             self._engine = model
             return recording(data_iterator, model, *rest)
 
         return remembering
 
-    def _first(self, model: Any) -> Hessian:
+    def _first(self, model: Model) -> Hessian:
         if not hasattr(model, "zero_optimization_stage"):
             raise UnsupportedError(
                 "ds_hessian needs a DeepSpeed engine in Megatron-DeepSpeed, by --deepspeed and "
                 "--no-pipeline-parallel"
             )
         # Only the first tensor-parallel rank reads data.
-        batches = of_first_tensor_rank(model, self._batches())
-        return hessian_of(model, self.config).use(batches, self._loss)
+        engine: DeepSpeedEngine = model
+        batches = of_first_tensor_rank(engine, self._batches())
+        return hessian_of(engine, self.config).use(batches, self._loss)
 
     def _at(self, hessian: Hessian, iteration: int) -> None:
         """Do nothing: the engine counts its steps."""
 
-    def _loss(self, model: Any, batch: Any) -> Any:
+    def _loss(self, model: DeepSpeedEngine, batch: object) -> Tensor:
         output, loss_func = self._forward_step(iter([batch]), model)
-        return loss_func(output)[0]
+        loss: Tensor = loss_func(output)[0]
+        return loss
 
     @contextlib.contextmanager
-    def installed(self, training: Any) -> Iterator[None]:
+    def installed(self, training: ModuleType) -> Iterator[None]:
         """Measure on the interval, after the steps of `training`, the module of `pretrain`."""
 
         def after_step() -> None:
             iteration = int(training.get_args().iteration)
             for kind in due(self.config, iteration):
                 with _interval_timer_stopped():
+                    assert self._engine is not None
                     self.measure(self._engine, iteration, kind)
 
         training.on_step_end.append(after_step)
@@ -231,17 +253,16 @@ class EnginePretrainHook(PretrainHook):
             training.on_step_end.remove(after_step)
 
 
-def with_hessian(pretrain: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron-LM's `pretrain` with spectra every `--hessian-interval` iterations, and that of
-    Megatron-DeepSpeed.
+def with_hessian(pretrain: Callable[P, T]) -> Callable[P, T]:
+    """Wrap `pretrain` of Megatron-LM or Megatron-DeepSpeed with scheduled measurements.
 
-    Takes and returns what `pretrain` does, in every version since 0.12: the arguments that matter
-    are found by name.
+    Spectra are taken every `--hessian-interval` iterations. The wrapper takes and returns what
+    `pretrain` does, in every version since 0.12: the arguments that matter are found by name.
     """
     signature = inspect.signature(pretrain)
 
     @functools.wraps(pretrain)
-    def measured(*args: Any, **kwargs: Any) -> Any:
+    def measured(*args: P.args, **kwargs: P.kwargs) -> T:
         training = sys.modules[pretrain.__module__]
         hook = EnginePretrainHook() if hasattr(training, "on_step_end") else PretrainHook()
         bound = signature.bind(*args, **kwargs)
@@ -255,23 +276,23 @@ def with_hessian(pretrain: Callable[..., Any]) -> Callable[..., Any]:
     return measured
 
 
-def _both(provider: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-    def add(parser: Any) -> Any:
+def _both(provider: ArgumentsProvider | None) -> ArgumentsProvider:
+    def add(parser: ArgumentParser) -> ArgumentParser:
         return hessian_arguments(parser if provider is None else provider(parser))
 
     return add
 
 
 class _Recorder:
-    """An iterator that keeps copies of what it gives."""
+    """An iterator that copies each item into a list before it returns it."""
 
-    def __init__(self, inner: Any, kept: list[Any]) -> None:
+    def __init__(self, inner: Iterator[object], kept: list[object]) -> None:
         self.inner, self.kept = inner, kept
 
     def __iter__(self) -> _Recorder:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         batch = next(self.inner)
         self.kept.append(copy.deepcopy(batch))
         return batch
@@ -279,7 +300,7 @@ class _Recorder:
 
 @contextlib.contextmanager
 def _interval_timer_stopped() -> Iterator[None]:
-    """Megatron-LM's throughput is of training alone, as around its evaluation."""
+    """Stop the timer of Megatron-LM's throughput in the body, as Megatron-LM does in evaluation."""
     from megatron.training import get_timers
 
     timers = get_timers()
@@ -291,7 +312,7 @@ def _interval_timer_stopped() -> Iterator[None]:
 
 
 def _write(record: HessianSpectrum | HessianSharpness, picture: Path | None) -> None:
-    """To TensorBoard and W&B, on the rank where Megatron-LM has them."""
+    """Write a record to TensorBoard and W&B, on the rank where Megatron-LM has them."""
     from megatron.training import get_tensorboard_writer, get_wandb_writer
 
     board, wandb = get_tensorboard_writer(), get_wandb_writer()

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
+from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ds_hessian.backends.zero import settings_of
@@ -29,32 +30,51 @@ from ds_hessian.records import HessianSharpness, HessianSpectrum
 from ds_hessian.schedule import Measurements, copied, due, write_monitor
 from ds_hessian.show.monitor import figures_of
 
+if TYPE_CHECKING:
+    from ds_hessian.backends.zero.host import DeepSpeedEngine
+
+
+class _MicroBatch(TypedDict):
+    """A captured micro-batch.
+
+    Attributes:
+        inputs: The inputs of the model.
+        num_items: The number of tokens by which the Trainer divides; None where it does not.
+        repeats: The factor from the loss of one micro-batch to the sum over a window.
+    """
+
+    inputs: dict[str, object]
+    num_items: Tensor | int | None
+    repeats: int
+
 
 class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
-    """Takes spectra every `interval` optimizer steps of a Trainer.
+    """A callback that takes spectra every `interval` optimizer steps of a Trainer.
 
     An automatic measurement never ends the training: what it raises is logged on rank 0 and kept in
     `failures`. Spectra are kept in `spectra`, by step.
 
     Args:
-        trainer: That it is a callback of.
+        trainer: The Trainer to which the callback is added.
         config: The settings; None for the "hessian" section of the Trainer's DeepSpeed config.
 
     Attributes:
-        micro_batches: Those captured: `inputs` of the model, `num_items`, the tokens that the
-            Trainer divides by (None where it does not), and `repeats`, the factor between the loss
-            of one and the sum over an accumulation window.
+        micro_batches: The micro-batches captured so far.
     """
 
     def __init__(self, trainer: Trainer, config: HessianConfig | None = None) -> None:
         super().__init__()
         self.trainer, self._given = trainer, config
-        self.micro_batches: list[dict[str, Any]] = []
-        self._engine: Any = None
+        self.micro_batches: list[_MicroBatch] = []
+        self._engine: DeepSpeedEngine | None = None
         self._hessian: Hessian | None = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Give the Trainer's engine its Hessian, and begin to copy micro-batches.
 
@@ -67,7 +87,7 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
                 "HessianCallback needs a Trainer that runs DeepSpeed; give its TrainingArguments a "
                 "deepspeed configuration"
             )
-        engine: Any = self.trainer.model_wrapped
+        engine: DeepSpeedEngine = self.trainer.model_wrapped
         section = HessianConfig.from_deepspeed(settings_of(engine))
         config = self._given or section or HessianConfig()
         if not config.scheduled:
@@ -88,15 +108,23 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
             self._capture()
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Leave the Trainer as it was."""
         self._stop()
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
-        """Measure what is due. Collective."""
+        """Make the measurements that are due. Collective."""
         assert self._hessian is not None
         step = self._hessian.step
         should_log = control.should_log  # which trainer.log resets, and the Trainer needs
@@ -109,7 +137,9 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         inner = self._compute_loss
 
         @functools.wraps(inner)
-        def capturing(model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Any:
+        def capturing(
+            model: nn.Module, inputs: dict[str, object], *rest: Any, **named: Any
+        ) -> object:
             if model.training:
                 num_items = named.get("num_items_in_batch")
                 self.micro_batches.append(
@@ -125,8 +155,8 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
 
         self.trainer.__dict__["compute_loss"] = capturing
 
-    def _repeats(self, num_items: Any) -> int:
-        """A loss that is a share of a window's counts as often as the window has micro-batches.
+    def _repeats(self, num_items: Tensor | int | None) -> int:
+        """Return how often a loss counts: a share of a window's, once for each micro-batch of it.
 
         `Trainer.training_step` divides the loss by their number unless it is a share already.
         """
@@ -147,12 +177,13 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
             self._hessian.use(self.micro_batches, self._loss)
         return self._hessian
 
-    def _loss(self, engine: Any, micro_batch: dict[str, Any]) -> Any:
+    def _loss(self, engine: DeepSpeedEngine, micro_batch: _MicroBatch) -> Tensor:
         with self.trainer.compute_loss_context_manager():
             inputs, num_items = dict(micro_batch["inputs"]), micro_batch["num_items"]
-            loss = self._compute_loss(engine, inputs, num_items_in_batch=num_items)
+            loss: Any = self._compute_loss(engine, inputs, num_items_in_batch=num_items)
         return loss * micro_batch["repeats"]
 
     def _write(self, record: HessianSpectrum | HessianSharpness, picture: Path | None) -> None:
+        assert self._engine is not None
         write_monitor(self._engine.monitor, record, picture)
         self.trainer.log({f"hessian/{name}": value for name, value in figures_of(record).items()})

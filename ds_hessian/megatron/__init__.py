@@ -8,7 +8,7 @@ spectrum = hessian_spectrum(model, forward_step, batches, seq_length=..., micro_
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from ds_hessian.backends.megatron.objective import ForwardStep
 from ds_hessian.config import HessianConfig
@@ -25,15 +25,18 @@ __all__ = [
     "with_hessian",
 ]
 
-Chunks = Any | Sequence[Any]
+if TYPE_CHECKING:
+    from ds_hessian.backends.megatron.host import Chunk
+
+Chunks: TypeAlias = "Chunk | Sequence[Chunk]"
 """The model chunks, each in megatron-core's `DistributedDataParallel`: one, or the list that the
 schedule takes."""
 
 
 def MegatronHessian(
-    model: Chunks, config: HessianConfig | Mapping[str, Any] | None = None
+    model: Chunks, config: HessianConfig | Mapping[str, object] | None = None
 ) -> Hessian:
-    """The Hessian of a Megatron job.
+    """Return the Hessian of a Megatron job.
 
     Where its methods take `batches` and `loss_fn`, they are the micro-batches and the forward step
     of `use`, which on Megatron takes the sizes too: `use(batches, forward_step, seq_length=...,
@@ -48,7 +51,7 @@ def MegatronHessian(
         config: A `HessianConfig` or its settings as a dictionary; None for the defaults.
 
     Raises:
-        ConfigError: a setting is unknown or impossible, or there are other chunks than the job's.
+        ConfigError: a setting is unknown or impossible, or the chunks are not those of the job.
         UnsupportedError: the job uses a feature on which products would be wrong.
 
     Collective.
@@ -59,25 +62,25 @@ def MegatronHessian(
 def hessian_spectrum(
     model: Chunks,
     forward_step: ForwardStep,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
     seq_length: int,
     micro_batch_size: int,
-    config: HessianConfig | Mapping[str, Any] | None = None,
+    config: HessianConfig | Mapping[str, object] | None = None,
     step: int = 0,
 ) -> HessianSpectrum:
-    """Spectrum of the Hessian of a Megatron job, once.
+    """Measure the spectrum of the Hessian of a Megatron job once.
 
     Args:
         model: The model chunks.
         forward_step: As Megatron's schedules take it: `forward_step(data_iterator, model)` returns
             `(output, loss_func)`.
-        batches: What `next(data_iterator)` gives in `forward_step`; all of them count. An empty
+        batches: The values of `next(data_iterator)` in `forward_step`; all of them count. An empty
             list on ranks whose `forward_step` reads nothing.
         seq_length: Sequence length of a micro-batch, as the schedules take it.
         micro_batch_size: Sequences in a micro-batch.
         config: A `HessianConfig` or its settings as a dictionary; None for the defaults.
-        step: Optimizer steps made so far, for the record.
+        step: The number of optimizer steps made so far, for the record.
 
     Returns:
         The record, the same on every rank. Nothing is written to disk.

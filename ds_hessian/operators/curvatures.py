@@ -1,4 +1,4 @@
-"""Which curvature a measurement is of."""
+"""The kinds of curvature that can be measured."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CurvatureName = Literal["hessian"]
 def curvature(
     session: Session, settings: FiniteDifferenceConfig, name: CurvatureName = "hessian"
 ) -> Curvature:
-    """The curvature of that name at the session's weights.
+    """Return the curvature of that name at the session's weights.
 
     Args:
         session: The measurement.
-        settings: How differences of gradients are taken.
+        settings: The settings of the differences of gradients.
         name: `"hessian"`, by finite differences.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How many gradients a product takes on average, from plain figures."""
+"""The average number of gradients in a product, from plain figures."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
 from ds_hessian.operators.finite_difference import PILOT
 
 FIRST = {"auto": 4.0, "fixed": 2.5}
-"""Trials of the first vector that are thrown away, on average; of a fixed displacement they only
+"""Average number of discarded trials of the first vector; with a fixed displacement they only
 estimate the error."""
 
 OTHERS = 0.06
-"""Trials thrown away of a later vector, beside the one above h where that is due."""
+"""Average number of discarded trials of a later vector, beside the one above h if that is due."""
 
 REPEATED = 0.02
-"""Share of the products that are made once more, where the pilot is not all micro-batches."""
+"""Share of the products that are repeated, if the pilot is not all micro-batches."""
 
 
 def expected_evaluations(
@@ -26,7 +26,7 @@ def expected_evaluations(
     scheme: SchemeName = "central",
     displacement: float | Literal["auto"] = "auto",
 ) -> float:
-    """Gradients over all micro-batches for each of `num_products` products, trials included.
+    """Return the gradients over all micro-batches per product, trials included.
 
     The averages are those of small nets (tests/test_timing.py) and of benchmarks/plan.py; a net
     whose curvature changes much from vector to vector takes more.

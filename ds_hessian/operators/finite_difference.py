@@ -6,11 +6,11 @@
 
 Cost of a product, in gradients over all micro-batches: 2 (forward 1, fourth_order 4) and, for
 trials of the displacement on a *pilot* of one micro-batch in eight, some 0.1 - 0.2 more; rarely a
-second product, where the pilot turns out to be unlike the rest. Each trial costs three small
+second product, where the pilot turns out to differ from the rest. Each trial costs three small
 all-reduces, a product four. Memory per rank, in vectors of `n_local` fp32: one for each gradient of
 a trial, two for those at w (of all micro-batches and of the pilot) and two for the products of
 trials: forward and central 6, fourth_order 8, which has one more for a moment in each trial. A
-finished product takes the place of its first gradient.
+finished product overwrites its first gradient.
 
 Source: the paper's equation (1); `ds_hessian.operators.displacement.schemes`; the step is that of
 `ds_hessian.operators.displacement.control`.
@@ -36,7 +36,7 @@ from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
 from ds_hessian.operators.protocol import OperatorCost, Product
 
 PILOT = 8
-"""One of so many micro-batches, rounded up, is in the pilot."""
+"""The pilot has one in PILOT micro-batches, rounded up."""
 
 
 class _Line:
@@ -49,8 +49,8 @@ class _Line:
     Attributes:
         v: The vector.
         length: Its norm.
-        change: `(2,)`, what `displace` returned of the last step between inner nodes.
-        sign: Of that step.
+        change: `(2,)`, the value of `displace` for the last step between inner nodes.
+        sign: The sign of that step.
 
     Raises:
         NumericsError: v is zero or not finite.
@@ -68,7 +68,7 @@ class _Line:
         self._position: float | None = None  # in units of v; None where it is not known
 
     def is_at(self, position: float) -> bool:
-        """Whether the weights are `w + position v`."""
+        """Return whether the weights are `w + position v`."""
         return self._position == position
 
     def move(self, position: float, inner: bool) -> None:
@@ -86,7 +86,7 @@ class FiniteDifferenceHessian:
 
     Args:
         session: The measurement.
-        displacement: `"auto"`, or h itself: the length of the step in parameter space.
+        displacement: `"auto"`, or the value of h: the length of the step in parameter space.
         scheme: The difference formula; see `ds_hessian.operators.displacement.schemes`.
 
     Raises:
@@ -126,7 +126,7 @@ class FiniteDifferenceHessian:
         )
 
     def _start(self) -> tuple[Tensor, Tensor]:
-        """The gradients at w of all micro-batches and the pilot; fixes the scale of the loss."""
+        """Return the gradients at w of all micro-batches and of the pilot; set the loss's scale."""
         session, started = self.session, time.perf_counter()
         session.displace(None, 0.0)
         gradient = self.space.zeros()
@@ -144,22 +144,22 @@ class FiniteDifferenceHessian:
 
     @property
     def gradient_norm(self) -> float:
-        """|g(w)| of the loss, over all ranks."""
+        """The norm |g(w)| of the gradient of the loss, over all ranks."""
         return self.space.norm(self.gradient) * self.scale
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next product depends on beside weights and micro-batches, and the cost so far;
-        JSON values.
+        """Return the cost so far, and what the next product depends on beside weights and
+        micro-batches, as JSON values.
         """
         return {"steps": self._controller.state_dict(), "cost": asdict(self.cost)}
 
     def load_state_dict(self, figures: Mapping[str, Any]) -> None:
-        """Go on from another operator's `state_dict`; of the same Hessian."""
+        """Continue from the `state_dict` of another operator of the same Hessian."""
         self._controller.load_state_dict(figures["steps"])
         self.cost = OperatorCost(**figures["cost"])
 
     def matvec(self, v: Tensor) -> Product:
-        """`H v`; see `Product`. `v` `(n_local,)` fp32, of any length but zero.
+        """Return `H v` and estimates of its error, for `v` `(n_local,)` fp32 of nonzero length.
 
         Raises:
             NumericsError: v is zero or not finite, or the product is not finite.
@@ -179,10 +179,10 @@ class FiniteDifferenceHessian:
         return replace(raw, noise=noise, error=error, trials=trials)
 
     def product_at(self, v: Tensor, h: float) -> Product:
-        """The bare difference at displacement h, whatever it is worth: no trial, no estimate.
+        """Return the plain difference at displacement h, without trials or estimates of its error.
 
         Raises:
-            NumericsError: as `matvec`.
+            NumericsError: v is zero or not finite, or the product is not finite.
         """
         started = time.perf_counter()
         product = self._difference(_Line(self.session, v), h)
@@ -202,7 +202,7 @@ class FiniteDifferenceHessian:
             gradient.zero_()
 
     def _evaluate(self, line: _Line, h: float, micro_batches: range, points: Sequence[int]) -> None:
-        """Add these micro-batches' gradients at all points, beginning where the weights are."""
+        """Add these micro-batches' gradients at all points, beginning at the current one."""
         if not micro_batches:
             return
         step = h / line.length
@@ -218,9 +218,10 @@ class FiniteDifferenceHessian:
     # ---- trials
 
     def _search(self, line: _Line) -> tuple[float, int]:
-        """Trials on the pilot until one is accepted, which the product then finishes.
+        """Make trials on the pilot until one is accepted, which the product then finishes.
 
-        Returns h and the number of trials thrown away.
+        Returns:
+            h, and the number of discarded trials.
         """
         trials = list[Trial]()
         (h,) = self.space.of_rank_0(self._controller.first_h())
@@ -236,7 +237,7 @@ class FiniteDifferenceHessian:
             h = better
 
     def _judge(self, h: float, before: list[Trial]) -> Trial:
-        """The pilot's product for a unit vector, compared with the trial before."""
+        """Return the trial of the pilot's product, compared with the trial before."""
         inner = (self._gradients[1], self._gradients[-1], self._pilot_gradient)
         d2, s2 = self.space.reduce(ops.curvature_ratio(*inner, self.space.n_owned)).tolist()
         last, product = self._trial, self._pilot_product(h)
@@ -260,7 +261,7 @@ class FiniteDifferenceHessian:
     # ---- products
 
     def _assemble(self, line: _Line, h: float) -> Product:
-        """The product from the gradients, without figures on its error."""
+        """Assemble the product from the gradients, without estimates of its error."""
         owned, length = self.space.n_owned, line.length
         sums = {"along": line.change[:1], "moved": line.change[1:]}
         (inner, _, weight), *outer = self.scheme.differences
@@ -297,19 +298,19 @@ class FiniteDifferenceHessian:
         )
 
     def _reduce(self, partials: Mapping[str, Tensor]) -> dict[str, float]:
-        """Global sums by name, of this rank's, in one all-reduce."""
+        """Sum this rank's named partial sums over all ranks, in one all-reduce."""
         sums = self.space.reduce(torch.cat([part.reshape(1) for part in partials.values()]))
         return dict(zip(partials, sums.tolist(), strict=True))
 
 
 def _outcome(product: Product) -> Trial:
-    """What a product says of noise and bend."""
+    """Return the figures of a product as a trial of the whole slice."""
     bent = math.nan if product.nonlinearity is None else product.nonlinearity
     return Trial(product.displacement, product.norm, bent)
 
 
 def _distance(a: float, b: float, dot: float) -> float:
-    """`|x - y|` from the norms and the inner product (in fp64: exact to 1e-8 of the norms)."""
+    """Return `|x - y|` from norms and inner product (in fp64: exact to 1e-8 of the norms)."""
     square = a * a + b * b - 2 * dot
     return math.sqrt(max(square, 0.0)) if math.isfinite(square) else math.inf
 

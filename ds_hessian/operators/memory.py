@@ -1,4 +1,4 @@
-"""What the finite-difference Hessian holds; counted from `finite_difference`'s own tensors."""
+"""The memory of the finite-difference Hessian; counted from `finite_difference`'s own tensors."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
 
 
 def memory_of_operator(n_local: int, place: Place, scheme: SchemeName = "central") -> list[Item]:
-    """Items of a `FiniteDifferenceHessian`.
+    """Return the items of a `FiniteDifferenceHessian`.
 
     Args:
         n_local: Coordinates on this rank.
-        place: Where its vectors are.
+        place: The memory that holds its vectors.
         scheme: The difference formula.
     """
     formula, vector = SCHEMES[scheme], FP32 * n_local
@@ -27,9 +27,9 @@ def memory_of_operator(n_local: int, place: Place, scheme: SchemeName = "central
 
 
 def memory_of_sweep(n_local: int, place: Place) -> list[Item]:
-    """Items of `sweep`, beside its operator's and the direction."""
+    """Return the items of `sweep`, beside its operator's and the direction."""
     vector = FP32 * n_local
-    # In passes the last product takes the place of the trial before, which a sweep has not.
+    # In passes the last product is in the memory of the trial before, which a sweep does not have.
     return [
         Item("product before", place, vector, ("orthogonalization", "storing")),
         Item("difference of the products", place, vector, ("orthogonalization",)),

@@ -1,4 +1,4 @@
-"""Linear operators: what Krylov methods and analyses know of a Hessian."""
+"""Linear operators: the interface of a Hessian to Krylov methods and analyses."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ds_hessian.vectors import VectorSpace
 
 @dataclass(frozen=True)
 class Product:
-    """One product `H v`, and how far to trust it.
+    """One product `H v`, with estimates of its error.
 
     Attributes:
         vector: `H v`, `(n_local,)` fp32, in units of loss per squared parameter times those of v.
         norm: `|H v| / |v|`, over all ranks.
-        displacement: h, the length of the step in parameter space to either side (not relative).
+        displacement: The length h of the step in parameter space to either side (not relative).
         nonlinearity: `|g(w+h) + g(w-h) - 2 g(w)| / |g(w+h) - g(w-h)|`; None with forward
             differences, which have no g(w-h).
         noise: The part of `error` that comes from rounding; None if it was not measured.
         fidelity: Cosine between the realised displacement of the stored weights and v.
-        error: Estimated relative error of `vector`; None if there is nothing to base it on.
+        error: Estimated relative error of `vector`; None if it cannot be estimated.
         trials: Pilot evaluations (two gradients of one micro-batch each) beyond the product's own.
     """
 
@@ -40,13 +40,13 @@ class Product:
 
 @dataclass
 class OperatorCost:
-    """What an operator has spent so far. Seconds are wall-clock, on this rank.
+    """The cost of an operator so far. Seconds are wall-clock, on this rank.
 
     Attributes:
         gradient_seconds: One gradient over all micro-batches (measured at w).
         product_seconds: All products, trials included.
-        products: Their number.
-        gradient_evaluations: Gradients spent in products, in units of the full slice.
+        products: The number of products.
+        gradient_evaluations: Gradients evaluated in products, in units of all micro-batches.
         trials: Pilot evaluations that were not accepted.
     """
 
@@ -63,7 +63,7 @@ class LinearOperator(Protocol):
     space: VectorSpace
 
     def matvec(self, v: Tensor) -> Product:
-        """The product with `v` `(n_local,)`; any length but zero.
+        """Return the product with `v` `(n_local,)` of any nonzero length.
 
         Collective: every rank calls it with its shard of the same vector.
         """
@@ -74,10 +74,10 @@ class Curvature(LinearOperator, Protocol):
     """The curvature of a job's loss at its weights, in one session.
 
     Attributes:
-        session: The measurement that it is part of.
+        session: The measurement to which it belongs.
         gradient: The gradient of the loss at the weights, divided by `scale`, `(n_local,)` fp32.
-        scale: See `Session.gradient_scale`.
-        cost: What it has spent so far.
+        scale: The session's `gradient_scale`.
+        cost: The cost of its products so far.
     """
 
     session: Session
@@ -87,11 +87,11 @@ class Curvature(LinearOperator, Protocol):
 
     @property
     def gradient_norm(self) -> float:
-        """Norm of the gradient of the loss. Collective."""
+        """The norm of the gradient of the loss. Collective."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next product depends on beside weights and micro-batches; JSON values."""
+        """Return, as JSON values, what the next product needs beside weights and micro-batches."""
         ...
 
     def load_state_dict(self, figures: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What other micro-batches would change: the spread of `v'Hv` over the micro-batches at hand.
+"""The sampling error of `v'Hv`, from its spread over the micro-batches of the measurement.
 
 H is a mean over G micro-batches of each rank, H = mean of H_i, so v'Hv is the mean of G numbers
 `v'H_i v`. Where the micro-batches are independent draws of the data, the standard error of a mean,
@@ -25,16 +25,16 @@ from ds_hessian.errors import ConfigError, NumericsError
 
 
 def micro_batch_curvatures(session: Session, v: Tensor, displacement: float) -> NDArray[np.float64]:
-    """`v'H_i v / v'v` for micro-batch i of all ranks together, `(G,)`; their mean is `v'Hv / v'v`.
+    """Return `v'H_i v / v'v` for micro-batch i of all ranks, `(G,)`; the mean is `v'Hv / v'v`.
 
-    Central differences of the slope along v. To be called after every micro-batch
-    has been evaluated once. A micro-batch counts as G times its part in the mean loss:
-    with token weighting, different counts are part of the spread.
+    They are central differences of the slope along v. Call this after every micro-batch has been
+    evaluated once. A micro-batch counts as G times its part in the mean loss: with token
+    weighting, different counts are part of the spread.
 
     Args:
         session: The measurement.
         v: `(n_local,)`, of any length but zero.
-        displacement: h, such as that of a product with v.
+        displacement: The displacement h, such as that of a product with v.
 
     Raises:
         ConfigError: a single micro-batch, which has no spread.
@@ -69,7 +69,7 @@ def require_several(session: Session) -> None:
     """Raise if there is a single micro-batch.
 
     Raises:
-        ConfigError: it has no spread.
+        ConfigError: a single micro-batch has no spread.
     """
     if session.num_micro_batches < 2:
         raise ConfigError(
@@ -79,5 +79,5 @@ def require_several(session: Session) -> None:
 
 
 def standard_error(samples: NDArray[np.float64]) -> float:
-    """Of the mean of independent samples `(G,)`."""
+    """Return the standard error of the mean of independent samples `(G,)`."""
     return float(samples.std(ddof=1)) / math.sqrt(len(samples))

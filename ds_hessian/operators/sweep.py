@@ -1,11 +1,11 @@
 """Curvature against scale: one direction, products at many displacements.
 
-The difference of gradients over a finite h is an average of the Hessian along the way,
+The difference of gradients over a finite h is an average of the Hessian along the path,
 
     v' (g(w + h v) - g(w - h v)) / 2h  =  1/2h  integral of v' H(w + t v) v  over t in [-h, h],
 
 so that v'Hv as a function of h is a measurement of the loss surface at scale h, between the noise
-at small h and where the loss ends to be defined. Cost: one product for each displacement (with
+at small h and where the loss ceases to be defined. Cost: one product for each displacement (with
 central differences two gradients); one vector more than the operator's.
 """
 
@@ -31,8 +31,8 @@ class SweepPoint:
         curvature: `v'Hv`, in loss per squared parameter.
         norm: `|Hv|`.
         change: `|Hv - Hv'|` from the next smaller displacement; NaN for the smallest.
-        nonlinearity: See `Product`; NaN where not measured.
-        fidelity: See `Product`.
+        nonlinearity: The nonlinearity ratio of `Product`; NaN where not measured.
+        fidelity: The fidelity of `Product`.
     """
 
     curvature: float
@@ -43,7 +43,7 @@ class SweepPoint:
 
 
 def default_range(session: Session) -> list[float]:
-    """Three displacements in each decade, from rounding noise to |w|. Collective.
+    """Return three displacements in each decade, from rounding noise to |w|. Collective.
 
     u^(1/3) |w| is about the best one (the paper's remark 3.2), u^(2/3) |w| then deep in the noise.
     """
@@ -54,10 +54,10 @@ def default_range(session: Session) -> list[float]:
 
 
 def sweep(operator: Curvature, v: Tensor, displacements: Sequence[float]) -> list[SweepPoint]:
-    """Products with `v` `(n_local,)` at ascending displacements.
+    """Take products with `v` `(n_local,)` at ascending displacements.
 
     Raises:
-        ConfigError: the curvature is not by finite differences.
+        ConfigError: the curvature is not computed by finite differences.
         NumericsError: v is zero or not finite, or a product is not finite.
 
     Collective.

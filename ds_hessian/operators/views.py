@@ -1,4 +1,4 @@
-"""Operators made of another one."""
+"""Operators that wrap another one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Congruent:
     curvatures that Adam's steps see.
 
     Args:
-        operator: H.
-        scale: Diagonal of S, `(n_local,)` fp32.
-        shift: Added to H, in its units.
+        operator: The operator H.
+        scale: The diagonal of S, `(n_local,)` fp32.
+        shift: The shift of H, in its units.
 
     One product of H and one small all-reduce a product.
     """
@@ -28,8 +28,8 @@ class Congruent:
         self.space = operator.space
 
     def matvec(self, v: Tensor) -> Product:
-        """See `LinearOperator`. The relative error is that of the product of H, whose error is
-        taken to be scaled by S as the product is.
+        """Return the product with `v` `(n_local,)`. The relative error is that of the product of H,
+        whose error is assumed to be scaled by S like the product.
         """
         inner = v * self.scale
         product = self.operator.matvec(inner)

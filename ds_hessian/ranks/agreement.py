@@ -1,13 +1,13 @@
 """Failing together: an exception on one rank becomes an exception on every rank.
 
 A rank that raised alone would leave the others waiting in a collective. Ranks therefore *meet*:
-in `agree`, which asks all of them how it went, and in `reduce`, which sums their figures. Code
+in `agree`, which collects whether any has failed, and in `reduce`, which sums their figures. Code
 between collectives that can fail on one rank only (the user's batches and files) runs inside
 `together`, which ends in `agree`.
 
 While a `ds_hessian.ranks.lockstep.Lockstep` is entered, a rank may fail anywhere, also between
 collectives of the model: it first follows the others to the next meeting, and fails there. In
-`reduce` it does so by adding NaN: sums that are not numbers make all ranks ask each other. A
+`reduce` it does so by adding NaN: sums that are not numbers make all ranks call `agree`. A
 reduction is so no larger and no more frequent than without failures.
 
 Cost: one all-reduce for a meeting, and a gather of the messages where a rank has failed.
@@ -32,19 +32,20 @@ When = tuple[int, ...]
 
 
 class LockstepError(RuntimeError):
-    """The job cannot go on: a failed rank could not follow the others, which wait for it, or the
-    training state could not be restored. Not a `HessianError`, after which training goes on.
+    """The job cannot continue: a failed rank could not follow the others, which wait for it, or the
+    training state could not be restored. Not a `HessianError`, after which training continues.
     """
 
 
 class Follower:
-    """Where a thread of this rank is between meetings; `Lockstep` also follows other ranks there.
+    """The state of a thread of this rank between meetings; `Lockstep` also follows other ranks.
 
     Attributes:
-        depth: Bodies of `together` that the thread is in.
-        follows: Whether a rank that fails comes to the meetings of the others.
+        depth: The number of bodies of `together` that the thread is in.
+        follows: Whether a rank that fails joins the meetings of the others.
         over: `(depth, error)` once a rank has left the body of that depth by an error that all
-            ranks know: until this one has left it too, it meets nobody, and raises the error.
+            ranks know. Until this rank has left the body too, it joins no meeting, and raises the
+            error.
     """
 
     follows = False
@@ -56,22 +57,22 @@ class Follower:
     def arrive(
         self, error: BaseException | None, figures: int = 0
     ) -> tuple[BaseException | None, When]:
-        """Before a meeting: `agree` (0 figures), or `reduce` of so many.
+        """Prepare for a meeting: `agree` (0 figures), or `reduce` of so many.
 
-        A rank with an error comes to the next `agree` of the others. Returns the rank's first error
-        since the last meeting, and where it was, to be compared with other ranks' errors.
+        A rank with an error joins the next `agree` of the others. Return the rank's first error
+        since the last meeting, and its position, to be compared with other ranks' errors.
         """
         return error, ()
 
     def depart(self) -> None:
-        """After a meeting."""
+        """End a meeting."""
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """A context for a meeting."""
+        """Return a context for a meeting."""
         return nullcontext()
 
     def require_open(self, error: BaseException | None = None) -> None:
-        """Raise `error`, or what all ranks know, where a body is over."""
+        """Raise `error`, or the error that all ranks know, if a body is over."""
         if self.over is not None:
             depth, known = self.over
             if self.depth < depth:
@@ -86,7 +87,7 @@ class _Active(threading.local):
 
 
 active = _Active()
-"""Of this thread: among all ranks, and among those of a group."""
+"""The followers of this thread: among all ranks, and among those of a group."""
 
 
 def _follower(group: dist.ProcessGroup | None) -> Follower:
@@ -94,10 +95,10 @@ def _follower(group: dist.ProcessGroup | None) -> Follower:
 
 
 class _Failure(NamedTuple):
-    """What all ranks hear of a rank's error; ordered as the errors happened.
+    """The report of a rank's error to all ranks; ordered as the errors happened.
 
     Attributes:
-        depth: Of the body that it leaves by the error.
+        depth: The depth of the body that the rank leaves by the error.
     """
 
     when: When
@@ -128,10 +129,10 @@ def agree(
 
     Args:
         error: This rank's error.
-        doing: What was tried, for the message: "while <doing>, rank 1: ...".
+        doing: The action that was tried, for the message: "while <doing>, rank 1: ...".
         group: The ranks that tried; None for the default group.
-        device: Where the group's collectives take their tensors.
-        as_it_is: Whether an error that all ranks have alike is raised as it is.
+        device: The device of the tensors of the group's collectives.
+        as_it_is: Whether an error that all ranks share is raised unchanged.
 
     Raises:
         MeasurementError: some rank has an error; where it does, that is the cause.
@@ -183,7 +184,7 @@ def _raise_first(
 
 
 def _interrupts(error: BaseException) -> bool:
-    """Whether it is to end more than the measurement."""
+    """Return whether an error ends more than the measurement."""
     return not isinstance(error, Exception)
 
 
@@ -191,11 +192,11 @@ def reduce(figures: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Sum fp64 `figures` `(k,)`, k > 0, over all ranks in one all-reduce; returned on the CPU.
 
     Args:
-        figures: This rank's, where the group's collectives take their tensors; written to.
+        figures: This rank's figures, on the device of the group's collectives; overwritten.
         group: The ranks that sum; None for the default group.
 
     Raises:
-        MeasurementError: some rank has failed in the measurement that is under way; see `agree`.
+        MeasurementError: some rank has failed in the current measurement; see `agree`.
 
     Collective: every rank of the group.
     """
@@ -214,7 +215,7 @@ def reduce(figures: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's (small) value, by rank, the same list on all of them.
+    """Return the list of every rank's (small) value, by rank, the same on all of them.
 
     Collective: every rank of the group.
     """
@@ -228,12 +229,12 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def checkpoint(
     doing: str, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
 ) -> None:
-    """Inside the body of `together`: go on only if no rank has failed so far.
+    """Continue in the body of `together` only if no rank has failed so far.
 
     For bodies that contain collectives, or write what must not be written where a rank has failed.
 
     Raises:
-        MeasurementError: some rank left the body with an exception before it came here.
+        MeasurementError: some rank left the body with an exception before this call.
 
     Collective: matches the end of `together` on the ranks that failed.
     """
@@ -250,10 +251,10 @@ def together(
     """Run the body; if it raised on any rank, raise on all of them, as `agree` does.
 
     Args:
-        doing: What the body does, for the message.
+        doing: The action of the body, for the message.
         group: The ranks that run the body; None for the default group.
-        device: Where the group's collectives take their tensors.
-        as_it_is: Whether an error that all ranks have alike is raised as it is.
+        device: The device of the tensors of the group's collectives.
+        as_it_is: Whether an error that all ranks share is raised unchanged.
 
     Raises:
         MeasurementError: the body raised on some rank; there, the original is the cause.
@@ -270,7 +271,7 @@ def together(
         yield
     except LockstepError:
         raise
-    except BaseException as caught:  # raised by agree, after the other ranks have been told
+    except BaseException as caught:  # raised by agree, after the other ranks know of it
         error = caught
     finally:
         follower.depth -= 1

@@ -1,8 +1,8 @@
-"""Collectives as one rank describes them to another, which takes part in its own groups.
+"""Descriptions of one rank's collectives, by which another takes part in its own groups.
 
 A group of a part of the ranks can be followed where the job's groups are a mesh: the same on all
 ranks of a pipeline's stage but for who is in them, as those of data-parallel and tensor-parallel
-ranks. The k-th group that a rank is in, in the order of their making, is then the k-th of all its
+ranks. The k-th group that a rank is in, in the order of their creation, is then the k-th of all its
 ranks, and does there what the k-th group of another rank does.
 """
 
@@ -62,11 +62,11 @@ class _Options(NamedTuple):
     """Options of a collective."""
 
     kind: str
-    values: dict[str, Any]
+    values: dict[str, object]
 
 
 class _Group(NamedTuple):
-    """A process group: its name, which all its ranks have, and its place among those of a rank."""
+    """A process group: its name, the same on all ranks, and its position among a rank's groups."""
 
     name: str
     position: int
@@ -79,13 +79,13 @@ class Collective(NamedTuple):
     name: str
     group: _Group
     args: list[Any]
-    kwargs: dict[str, Any]
+    kwargs: dict[str, object]
 
-    def arguments(self, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
-        """To take part in it, with zeros for tensors.
+    def arguments(self, device: torch.device) -> tuple[list[object], dict[str, object]]:
+        """Return arguments with which to take part in it, with zeros for tensors.
 
         Args:
-            device: Of the tensors that are not on the CPU.
+            device: The device of the tensors that are not on the CPU.
         """
         return (
             [_made_up(a, device) for a in self.args],
@@ -93,10 +93,10 @@ class Collective(NamedTuple):
         )
 
     def own_group(self, meshed: bool) -> dist.ProcessGroup:
-        """This rank's group that corresponds to the collective's.
+        """Return this rank's group that corresponds to the collective's.
 
         Args:
-            meshed: See `peers_of`.
+            meshed: Whether the groups are a mesh, as `peers_of` returns it.
 
         Raises:
             LockstepError: there is none.
@@ -111,20 +111,21 @@ class Collective(NamedTuple):
 
 
 def written_down(
-    name: str, group: dist.ProcessGroup, args: Sequence[Any], kwargs: dict[str, Any]
+    name: str, group: dist.ProcessGroup, args: Sequence[object], kwargs: dict[str, object]
 ) -> Collective:
-    """A call of a method of a process group, for other ranks."""
+    """Describe a call of a method of a process group for other ranks."""
     own = _Group(group.group_name, _groups().index(group), group.size())
-    return Collective(name, own, _described(args), {k: _described(v) for k, v in kwargs.items()})
+    described = {k: _described(v) for k, v in kwargs.items()}
+    return Collective(name, own, [_described(value) for value in args], described)
 
 
 def exchanged(each: Sequence[Collective | None], number: int) -> Collective:
-    """This rank's part in an exchange that the other ranks of the group have written down.
+    """Return this rank's part in an exchange that the other ranks of the group have recorded.
 
     Args:
-        each: Of the ranks of the group; None for this one, and for those that take no part of
-            their own either: they and this one exchange nothing.
-        number: Of this rank in the group.
+        each: The exchange as each rank of the group has recorded it; None for this rank, and for
+            others that have failed: they and this one exchange nothing.
+        number: The number of this rank in the group.
     """
     given = {j: line.args for j, line in enumerate(each) if line is not None}
     received, sent = (
@@ -141,13 +142,15 @@ _OUTPUT, _INPUT, _SPLITS = 0, 1, 2
 
 
 def _rows(args: list[Any], of: int, ranks: int) -> list[int]:
-    """What one rank exchanges with each."""
+    """Return the number of rows that one rank exchanges with each."""
     return args[_SPLITS + of] or [args[of].shape[0] // ranks] * ranks
 
 
 def peers_of(stage: int) -> tuple[list[int], bool]:
-    """The ranks of the same stage, and whether their groups are a mesh: the k-th group of this rank
-    is the k-th of all of them that are in it, and each of them is in a k-th group of the same size.
+    """Return the ranks of the same stage, and whether their groups are a mesh.
+
+    In a mesh the k-th group of this rank is the k-th of all of them that are in it, and each of
+    them is in a k-th group of the same size.
 
     Collective.
     """
@@ -165,11 +168,11 @@ def peers_of(stage: int) -> tuple[list[int], bool]:
 
 
 def _groups() -> list[dist.ProcessGroup]:
-    """Those that this rank is in, in the order of their making; torch has no public list."""
+    """Return this rank's groups in the order of creation; torch has no public list."""
     return list(distributed_c10d._world.pg_map)
 
 
-def _described(value: Any) -> Any:
+def _described(value: object) -> object:
     if isinstance(value, Tensor):
         return _Blank(value.shape, value.dtype, value.is_cpu)
     if isinstance(value, (list, tuple)):
@@ -181,11 +184,11 @@ def _described(value: Any) -> Any:
     return value
 
 
-def _made_up(value: Any, device: torch.device) -> Any:
-    """An argument with zeros for tensors."""
+def _made_up(value: object, device: torch.device) -> object:
+    """Return an argument with zeros for tensors."""
     if isinstance(value, _Blank):
-        place = "cpu" if value.on_cpu else device
-        return torch.zeros(value.shape, dtype=value.dtype, device=place)
+        home = "cpu" if value.on_cpu else device
+        return torch.zeros(value.shape, dtype=value.dtype, device=home)
     if isinstance(value, _Options):
         options = getattr(distributed_c10d, value.kind)()
         for name, setting in value.values.items():

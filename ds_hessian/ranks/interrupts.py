@@ -1,4 +1,4 @@
-"""Signals that wait: an interrupt comes between two collectives, not in the middle of one."""
+"""Deferred signals: an interrupt is handled between two collectives, not during one."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-"""What people, schedulers and launchers send, and training scripts turn into exceptions."""
+"""Signals that users, schedulers and launchers send, and training scripts turn into exceptions."""
 
-Handler = Callable[[int, FrameType | None], Any]
+Handler = Callable[[int, FrameType | None], object]
 
 
 class Interrupts:
@@ -42,7 +41,7 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Handlers wait until the end of the body."""
+        """Hold handlers back until the end of the body."""
         self.hold()
         try:
             yield
@@ -50,11 +49,11 @@ class Interrupts:
             self.release()
 
     def hold(self) -> None:
-        """Handlers wait until `release`."""
+        """Hold handlers back until `release`."""
         self._depth += 1
 
     def release(self) -> None:
-        """Run the handlers that wait, unless others hold them back still; they may raise."""
+        """Run the handlers that were held back, if no other hold is active; they may raise."""
         self._depth -= 1
         while self._waiting and not self._depth:
             number = self._waiting.pop(0)

@@ -11,16 +11,16 @@ that fails takes part in those that it has not made yet, with zeros, until the o
 meeting, where all of them raise. In a pipeline, which sends activations between stages, each
 forward and each backward of a micro-batch is a segment of its own (`Lockstep.segment`): a rank that
 fails there follows its peers to the end of the segment, does the same in all segments to come, and
-goes on sending; it raises at the meeting.
+continues to send; it raises at the meeting.
 
-What the failed rank has to make it learns from a rank that has got farther. While measuring, the
-methods of `torch.distributed.ProcessGroup`, through which all collectives go that are made in
-Python, are replaced by ones that write down every collective of the thread that measures, and of
-the threads in which autograd runs its backward, and hand it on. A thread on each rank looks, when
-the pass makes no progress, whether somebody asks for this log; if so, it publishes the log on the
-job's TCP store and keeps it up to date. Keys, below a prefix for the measurement:
+The failed rank learns which collectives to make from a rank that is ahead of it. While measuring,
+the methods of `torch.distributed.ProcessGroup`, which all collectives made in Python call, are
+replaced by ones that record every collective of the thread that measures, and of the threads in
+which autograd runs its backward, and then make it. A thread on each rank checks, when the pass
+makes no progress, whether another rank requests this log; if so, it publishes the log on the job's
+TCP store and keeps it up to date. Keys, below a prefix for the measurement:
 
-    <pass>/<rank>/wanted            somebody needs this rank's log
+    <pass>/<rank>/wanted            another rank needs this rank's log
     <pass>/<rank>/<segment>/<k>     the k-th collective of the rank in a segment
     <pass>/<rank>/<segment>/end     (how many there are, whether the rank finished the segment)
     <pass>/<rank>/meeting           how many figures the meeting has; None on a rank that has failed
@@ -47,8 +47,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import TracebackType
-from typing import Any
+from types import ModuleType, TracebackType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -67,12 +67,13 @@ from ds_hessian.ranks.collectives import (
 from ds_hessian.ranks.interrupts import Interrupts
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 TICK = 0.1
-"""Seconds between looks at the store on a rank that makes no progress."""
+"""Seconds between checks of the store on a rank that makes no progress."""
 
 REQUESTS = 1000.0
-"""Of these looks, as many per second from all ranks together; larger jobs look less often."""
+"""The most checks of the store per second by all ranks together; larger jobs check less often."""
 
 PATIENCE = 600.0
 """Seconds that a failed rank waits for news of another: NCCL's own timeout."""
@@ -82,9 +83,9 @@ class _Segment:
     """The collectives of one rank in one segment.
 
     Attributes:
-        log: Those that it began.
-        made: How many of them did not raise.
-        published: How many of them are on the store.
+        log: The collectives that the rank began.
+        made: The number of them that did not raise.
+        published: The number of them that are on the store.
         ended: Whether the rank has left the segment.
         finished: Whether it left without an exception.
         announced: Whether its end is on the store.
@@ -100,11 +101,11 @@ class _Pass:
     """The segments of one rank in one pass.
 
     Attributes:
-        progress: Grows with every collective and segment.
+        progress: A counter of collectives and segments.
         wanted: Whether another rank follows this one.
-        meeting: Figures of the meeting at its end; None before.
-        announced: Whether that is on the store.
-        error: What the rank failed with in a segment, and where.
+        meeting: The number of figures of the meeting at its end; None before it.
+        announced: Whether the meeting is on the store.
+        error: The error by which the rank failed in a segment, and its position.
     """
 
     def __init__(self, number: int) -> None:
@@ -117,7 +118,7 @@ class _Pass:
 
     @property
     def segment(self) -> _Segment:
-        """The last one."""
+        """The last segment."""
         return self.segments[-1]
 
     def end(self, finished: bool) -> None:
@@ -130,7 +131,7 @@ class _Pass:
         self.progress += 1
 
     def key(self, rank: int, *names: str | int) -> str:
-        """Of the store; the module's docstring lists them."""
+        """Return a key of the store; the module's docstring lists them."""
         return "/".join(map(str, (self.number, rank, *names)))
 
 
@@ -138,19 +139,19 @@ class Lockstep(Follower):
     """A measurement in which ranks may fail alone: a context manager around it.
 
     Args:
-        device: Where the job's collectives take their tensors.
+        device: The device of the tensors of the job's collectives.
         host: `(owner, name)` of the attribute that holds DeepSpeed's communication object; None
             where there is none.
-        stage: Ranks of the same number are peers: those of a pipeline's stage.
+        stage: The number of this rank's pipeline stage, whose ranks are its peers.
 
     Attributes:
-        restoring: Whether what was measured has ended, and the training state is being put back.
+        restoring: Whether the measurement has ended, and the training state is being restored.
 
     Collective: the constructor.
     """
 
     def __init__(
-        self, device: torch.device, host: tuple[Any, str] | None = None, stage: int = 0
+        self, device: torch.device, host: tuple[ModuleType, str] | None = None, stage: int = 0
     ) -> None:
         super().__init__()
         self.device = device
@@ -204,7 +205,7 @@ class Lockstep(Follower):
         self._closing = True
         self._wake.set()
         self._publisher.join()
-        for key in self._posted:  # all ranks have met since, nobody reads them any more
+        for key in self._posted:  # all ranks have met since, no rank reads them any more
             self._store.delete_key(key)
 
     # ---- bodies that all ranks leave alike
@@ -214,7 +215,7 @@ class Lockstep(Follower):
         """Run the body; if it, or one of its segments, failed on any rank, raise on all of them.
 
         Args:
-            doing: What the body does, for the message.
+            doing: The action of the body, for the message.
 
         Raises:
             MeasurementError: it failed on some rank; see `agree`.
@@ -226,20 +227,20 @@ class Lockstep(Follower):
         with self._noting(), together(doing, device=self.device):
             yield
 
-    def run(self, doing: str) -> Any:
-        """The same as `together`."""
+    def run(self, doing: str) -> AbstractContextManager[None]:
+        """Return the context of `together`."""
         return self.together(doing)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """What is measured, between putting the training state aside and restoring it.
+        """Run the body between saving the training state and restoring it.
 
-        A host enters the lockstep first, puts the state aside `together`, runs this, and restores
+        A host enters the lockstep first, saves the state `together`, runs this, and restores
         the state as it leaves, by the same collectives on all ranks. Interrupts wait from the end
         of the body to that of the lockstep.
 
         Raises:
-            Exception: the body failed on some rank: as `together`, or what all ranks have raised.
+            Exception: the body failed on some rank: as in `together`, or the error of all ranks.
 
         Collective: every rank must enter and leave; one small all-reduce.
         """
@@ -255,7 +256,7 @@ class Lockstep(Follower):
                 self.restoring = True
 
     def _require_restored(self, error: BaseException | None) -> None:
-        """Agree that nothing was raised but what all ranks have raised in the bodies."""
+        """Agree that nothing was raised but the error that all ranks have raised in the bodies."""
         lost = None if error is self._raised else error
         last = self._pass.number
         for _ in range(2):  # again where the first fails before this rank has met the others
@@ -269,7 +270,7 @@ class Lockstep(Follower):
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Remember what all ranks raise."""
+        """Save the error that all ranks raise."""
         try:
             yield
         except BaseException as error:
@@ -278,11 +279,11 @@ class Lockstep(Follower):
 
     @contextmanager
     def segment(self, *where: int) -> Iterator[None]:
-        """A part of the pass that may raise on some ranks, and then ends without an exception.
+        """Run a part of the pass that may raise on some ranks; it ends without an exception.
 
         Args:
-            where: Orders failures: the smallest tuple of all ranks' is the one that is named. The
-                number of collectives before the failure is added to it.
+            where: The key by which failures are ordered: the failure with the smallest tuple is
+                reported. The number of collectives before the failure is added to it.
 
         Raises:
             LockstepError: see `together`.
@@ -305,10 +306,10 @@ class Lockstep(Follower):
         current.begin()
 
     def go_on(self) -> None:
-        """At the beginning of a segment: leave it where this rank has failed in an earlier one.
+        """Leave a segment at its beginning if this rank has failed in an earlier one.
 
         Raises:
-            BaseException: what it failed with.
+            BaseException: the error of that segment.
         """
         if self._pass.error is not None:
             raise self._pass.error[0]
@@ -318,13 +319,13 @@ class Lockstep(Follower):
     follows = True
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Interrupts wait until the meeting is over."""
+        """Return a context that holds interrupts back until the meeting is over."""
         return self._interrupts.held()
 
     def arrive(
         self, error: BaseException | None, figures: int = 0
     ) -> tuple[BaseException | None, tuple[int, ...]]:
-        """Before a meeting; a rank with a new error follows the others to their next `agree`."""
+        """Prepare for a meeting; a rank with a new error follows the others to their `agree`."""
         current = self._pass
         known = current.error is not None and error is current.error[0]
         if error is not None and not known:
@@ -338,7 +339,7 @@ class Lockstep(Follower):
         return self._pass.error or (None, ())
 
     def depart(self) -> None:
-        """After a meeting: the next pass."""
+        """End a meeting, and begin the next pass."""
         self._pass = _Pass(self._pass.number + 1)
 
     # ---- a rank that failed
@@ -359,7 +360,7 @@ class Lockstep(Follower):
             raise LockstepError(message) from error
 
     def _follow_to_meeting(self, current: _Pass) -> None:
-        """Take part in what is left of this pass, and in a reduction at its end."""
+        """Take part in the rest of this pass, and in a reduction at its end."""
         current.end(finished=False)
         self._post(self._store, current.key(self.rank, "meeting"), None)
         leader = self._follow(current)
@@ -378,7 +379,7 @@ class Lockstep(Follower):
             self._pass.end(finished=True)
 
     def _meeting(self, current: _Pass) -> int:
-        """The figures of the meeting that ranks which have not failed come to."""
+        """Return the number of figures of the meeting of the ranks that have not failed."""
         for rank in sorted(range(self.world_size), key=lambda rank: rank not in self._peers):
             if rank != self.rank:
                 (found,) = self._wait(current, rank, "meeting")
@@ -387,7 +388,7 @@ class Lockstep(Follower):
         return 0
 
     def _follow(self, current: _Pass) -> int | None:
-        """Make what peers make in the last segment; returns one that finished it."""
+        """Make the collectives of peers in the last segment; return a peer that finished it."""
         number, segment = len(current.segments) - 1, current.segment
         end = len(segment.log), False
         self._post(self._store, current.key(self.rank, number, "end"), end)
@@ -400,7 +401,7 @@ class Lockstep(Follower):
         return None
 
     def _follow_one(self, current: _Pass, number: int, leader: int) -> bool:
-        """Make what `leader` makes until it leaves the segment; returns whether it finished it."""
+        """Make the collectives of `leader` in the segment; return whether it finished this."""
         segment = current.segments[number]
         while True:
             collective, finished = self._line(current, leader, number, segment.made)
@@ -418,8 +419,10 @@ class Lockstep(Follower):
     def _line(
         self, current: _Pass, rank: int, number: int, k: int
     ) -> tuple[Collective | None, bool]:
-        """The k-th collective of a rank in a segment, once it has begun it; or None, and whether
-        it has finished the segment, once it has left with fewer.
+        """Return the k-th collective of a rank in a segment, once the rank has begun it.
+
+        Once the rank has left the segment with fewer, return None, and whether it has finished the
+        segment.
         """
         while True:
             found = self._wait(current, rank, f"{number}/{k}", f"{number}/end", "meeting")
@@ -432,7 +435,10 @@ class Lockstep(Follower):
                 return None, meeting is not None
 
     def _wait(self, current: _Pass, rank: int, *names: str) -> list[Any]:
-        """Values of a rank's keys, or `_ABSENT`, once there is one; the last is read first."""
+        """Return the values of a rank's keys, or `_ABSENT`, once there is one.
+
+        The last key is read first.
+        """
         deadline, pause, asked = time.monotonic() + PATIENCE, 0.0, False
         while time.monotonic() < deadline:
             found = [self._read(current.key(rank, name)) for name in reversed(names)]
@@ -446,7 +452,7 @@ class Lockstep(Follower):
         raise LockstepError(f"no news of rank {rank} for {PATIENCE:.0f} s")
 
     def _replay(self, segment: _Segment, collective: Collective) -> None:
-        """Take part in a collective with zeros; what comes out is dropped."""
+        """Take part in a collective with zeros; the result is dropped."""
         name = collective.name
         try:
             if name in OTHERS:
@@ -467,7 +473,7 @@ class Lockstep(Follower):
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        """Write down each collective of a segment before it is made."""
+        """Record each collective of a segment before it is made."""
         with ExitStack() as stack:
             for name in (*COLLECTIVES, *OTHERS):
                 if name in vars(dist.ProcessGroup):
@@ -480,9 +486,9 @@ class Lockstep(Follower):
                 stack.callback(delattr, self._communication, SHARED_MEMORY)
             yield
 
-    def _recorded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _recorded(self, name: str, method: Callable[..., T]) -> Callable[..., T]:
         @functools.wraps(method)
-        def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        def call(group: dist.ProcessGroup, *args: object, **kwargs: object) -> T:
             if not self._records():
                 return method(group, *args, **kwargs)
             line = written_down(name, group, args, kwargs)
@@ -490,11 +496,13 @@ class Lockstep(Follower):
 
         return call
 
-    def _shared_memory(self) -> Callable[..., Any]:
-        method = getattr(self._communication, SHARED_MEMORY)
+    def _shared_memory(self) -> Callable[..., object]:
+        method: Callable[..., object] = getattr(self._communication, SHARED_MEMORY)
 
         @functools.wraps(method)
-        def call(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None = None) -> Any:
+        def call(
+            tensor: torch.Tensor, op: object, group: dist.ProcessGroup | None = None
+        ) -> object:
             if not self._records():
                 return method(tensor, op, group=group)
             every = group or dist.group.WORLD
@@ -505,11 +513,11 @@ class Lockstep(Follower):
         return call
 
     def _records(self) -> bool:
-        """Whether a collective of this thread belongs to the measurement, and is none of ours."""
+        """Return whether a collective of this thread belongs to the job's part of a measurement."""
         mine = threading.get_ident() == self._thread or _by_autograd()
         return mine and not self._pass.segment.ended and not self._inside
 
-    def _made(self, line: Collective, make: Callable[[], Any]) -> Any:
+    def _made(self, line: Collective, make: Callable[[], T]) -> T:
         current = self._pass
         segment = current.segment
         self.require_open()
@@ -531,7 +539,7 @@ class Lockstep(Follower):
 
     # ---- the store
 
-    def _post(self, store: dist.Store, key: str, value: Any) -> None:
+    def _post(self, store: dist.Store, key: str, value: object) -> None:
         self._posted.add(key)
         store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # the stub says str
 
@@ -539,7 +547,7 @@ class Lockstep(Follower):
         return pickle.loads(self._store.get(key)) if self._store.check([key]) else _ABSENT
 
     def _publish(self) -> None:
-        """The thread: publish the log where another rank follows it."""
+        """Publish the log if another rank follows it; the body of the thread."""
         before: tuple[int, int] = (0, 0)
         tick = max(TICK, self.world_size / REQUESTS)
         try:
@@ -578,10 +586,10 @@ _ABSENT = object()
 
 
 def _by_autograd() -> bool:
-    """Whether autograd runs this thread: it, and no Python code, has started it."""
+    """Return whether autograd runs this thread, which no Python code has started."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _clone(store: dist.Store) -> dist.Store:
-    """A client of its own, where the store has such (torch 2.6)."""
+    """Return a client of its own, if the store supports it (torch 2.6)."""
     return store.clone() if hasattr(store, "clone") else store

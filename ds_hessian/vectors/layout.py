@@ -1,4 +1,4 @@
-"""Which coordinates of the model a rank stores, and where they lie in its vectors."""
+"""The coordinates of the model that a rank stores, and their positions in its vectors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Box:
     """A block of a parameter, as tensor or expert parallelism cuts it.
 
     Attributes:
-        offset: Of the block's first element, in each dim of the unsharded parameter.
-        shape: Of the block.
+        offset: Index of the block's first element in each dim of the unsharded parameter.
+        shape: Shape of the block.
     """
 
     offset: tuple[int, ...]
@@ -47,7 +47,7 @@ class Fragment:
     def in_block(
         cls, name: str, start: int, numel: int, shape: torch.Size, box: Box, owned: bool = True
     ) -> Fragment:
-        """A run in a block of the parameter; without a box where that is a run of the parameter."""
+        """Make a run in a block of the parameter; without a box if it is a run of the parameter."""
         if box.shape[1:] == shape[1:]:  # rows: one after the other there too
             first = box.offset[0] * shape[1:].numel() if shape else 0
             return cls(name, first + start, numel, shape, owned)
@@ -56,7 +56,7 @@ class Fragment:
     def index(
         self, first: int = 0, last: int | None = None, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """Flat indices, in the unsharded parameter, of coordinates `first` to `last`, int64.
+        """Return flat int64 indices, in the unsharded parameter, of coordinates `first` to `last`.
 
         They do not depend on the parameter's first dim, so a vocabulary's padding changes none.
         """
@@ -87,7 +87,7 @@ class Layout:
         self.n_owned = sum(f.numel for f in fragments if f.owned)
 
     def __iter__(self) -> Iterator[tuple[Fragment, slice]]:
-        """Each fragment with the part of a vector that holds it."""
+        """Yield each fragment with the part of a vector that holds it."""
         offset = 0
         for fragment in self.fragments:
             yield fragment, slice(offset, offset + fragment.numel)

@@ -20,7 +20,7 @@ from ds_hessian.vectors.space import VectorSpace
 
 
 def by_layer(names: Iterable[str]) -> dict[str, str]:
-    """{parameter name: block}: transformer layers, and everything else by its module.
+    """Return {parameter name: block}: transformer layers, and everything else by its module.
 
     A name's block ends with its first number (`model.layers.3.mlp.up.weight` is in
     `model.layers.3`); a name without one belongs to its module (`embed.weight` to `embed`).
@@ -33,7 +33,7 @@ def by_layer(names: Iterable[str]) -> dict[str, str]:
 
 
 def by_pattern(names: Iterable[str], patterns: Mapping[str, str]) -> dict[str, str]:
-    """{parameter name: block}, the first block whose regular expression is found in the name.
+    """Return {parameter name: block}, with the first block whose regular expression matches.
 
     Names without a match form the block `other`.
 
@@ -56,13 +56,13 @@ class Partition:
     """The coordinates of a space in blocks.
 
     Args:
-        layout: Of this rank's vectors.
-        space: Of the vectors.
+        layout: The layout of this rank's vectors.
+        space: Their space.
         blocks: {parameter name: block}, all parameters of the model, the same on every rank.
 
     Attributes:
-        names: Of the B blocks, in order of appearance.
-        sizes: `(B,)` coordinates of each, over all ranks.
+        names: The names of the B blocks, in order of appearance.
+        sizes: The number of coordinates of each, `(B,)`, over all ranks.
 
     Collective: the constructor and `dots`.
     """
@@ -78,7 +78,7 @@ class Partition:
         self.sizes = self.space.reduce(counts).numpy()
 
     def dots(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> NDArray[np.float64]:
-        """`(B, len(pairs))`: inner products within each block, in one all-reduce."""
+        """Return inner products within each block, `(B, len(pairs))`, in one all-reduce."""
         partials = torch.zeros(
             len(self.names), len(pairs), dtype=torch.float64, device=self.space.device
         )
@@ -89,12 +89,12 @@ class Partition:
         return self.space.reduce(partials.view(-1)).view(partials.shape).numpy()
 
     def scale(self, v: Tensor, factors: Sequence[float] | NDArray[np.float64]) -> Tensor:
-        """A copy of v with each block multiplied by its factor."""
+        """Return a copy of v with each block multiplied by its factor."""
         out = v.clone()
         for block, part, _ in self._parts:
             out[part] *= float(factors[block])
         return out
 
     def only(self, v: Tensor, block: int) -> Tensor:
-        """A copy of v that is zero outside of one block."""
+        """Return a copy of v that is zero outside of one block."""
         return self.scale(v, np.eye(len(self.names))[block])

@@ -17,13 +17,13 @@ from ds_hessian.vectors.layout import Layout
 from ds_hessian.vectors.space import VectorSpace
 
 CHUNK = 1 << 18
-"""Coordinates of a box at a time: the temporaries of each take some 200 bytes."""
+"""Coordinates of a box that are filled at a time: each takes some 200 bytes of temporaries."""
 
 ProbeKind = Literal["gaussian", "rademacher"]
 
 
 def _hash64(*parts: object) -> int:
-    """A stable 64-bit number for the parts (Python's own hash differs between processes)."""
+    """Return a stable 64-bit number for the parts (Python's own hash differs between processes)."""
     text = "\0".join(str(part) for part in parts).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
@@ -31,7 +31,7 @@ def _hash64(*parts: object) -> int:
 def random_vector(
     layout: Layout, space: VectorSpace, seed: int, probe: int = 0, kind: ProbeKind = "gaussian"
 ) -> Tensor:
-    """Probe number `probe` of `seed`, `(n_local,)` fp32, of unit length over all ranks.
+    """Return probe number `probe` of `seed`, `(n_local,)` fp32, of unit length over all ranks.
 
     Gaussian probes are uniform on the sphere; Rademacher probes have entries +-1/sqrt(n).
 

@@ -23,7 +23,7 @@ class VectorSpace:
     Args:
         n_local: Number of coordinates that this rank stores.
         n_owned: How many of them (a prefix) count in sums.
-        device: Where vectors live.
+        device: The device that stores the vectors.
         group: Process group of all ranks that share the space; None for the default group, or for
             a single process where torch.distributed is not initialised.
 
@@ -53,30 +53,30 @@ class VectorSpace:
         self.all_reduces = 0
 
     def reduce(self, partials: Tensor) -> Tensor:
-        """Sum fp64 `partials` `(k,)` over all ranks in one all-reduce; returns them on the CPU."""
+        """Sum fp64 `partials` `(k,)` over all ranks in one all-reduce; return them on the CPU."""
         self.all_reduces += 1
         partials = partials.to(self.device)
         return reduce(partials, self.group) if self.distributed else partials.cpu()
 
     def of_rank_0(self, *figures: float) -> list[float]:
-        """Rank 0's figures, on every rank, in one all-reduce: for what must be the same bits though
-        the ranks' processors may round the arithmetic before it differently.
+        """Return rank 0's figures on every rank, in one all-reduce: for figures that must have the
+        same bits although the ranks' processors may round the preceding arithmetic differently.
         """
         mine = figures if self.rank == 0 else [0.0] * len(figures)
         return list(self.reduce(torch.tensor(mine, dtype=torch.float64)).tolist())
 
     def dots(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Global inner products of pairs of vectors, `(len(pairs),)` fp64, in one all-reduce."""
+        """Return global inner products of pairs, `(len(pairs),)` fp64, in one all-reduce."""
         return self.reduce(ops.dots(pairs, self.n_owned))
 
     def dot(self, a: Tensor, b: Tensor) -> float:
-        """Global inner product `<a, b>`."""
+        """Return the global inner product `<a, b>`."""
         return float(self.dots([(a, b)])[0])
 
     def norm(self, a: Tensor) -> float:
-        """Global Euclidean norm."""
+        """Return the global Euclidean norm."""
         return self.dot(a, a) ** 0.5
 
     def zeros(self) -> Tensor:
-        """A new zero vector, `(n_local,)` fp32."""
+        """Return a new zero vector, `(n_local,)` fp32."""
         return torch.zeros(self.n_local, dtype=torch.float32, device=self.device)

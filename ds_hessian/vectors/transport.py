@@ -1,4 +1,4 @@
-"""Parameters on their way between the ranks' shards and rank 0, one at a time and in full."""
+"""Transfer of parameters between the ranks' shards and rank 0, one whole parameter at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ds_hessian.vectors.space import VectorSpace
 def collected(
     layout: Layout, space: VectorSpace, v: Tensor, name: str, shape: Sequence[int]
 ) -> Tensor:
-    """A parameter's coordinates of v in its unsharded shape, complete on rank 0.
+    """Collect a parameter's coordinates of v in its unsharded shape, complete on rank 0.
 
     Args:
         layout: Layout of this rank's vectors.
@@ -44,7 +44,7 @@ def distribute(layout: Layout, space: VectorSpace, v: Tensor, name: str, whole: 
         space: Their space.
         v: `(n_local,)`, written in place.
         name: Checkpoint name of the parameter.
-        whole: Its values in its unsharded shape; on other ranks than 0 overwritten.
+        whole: Its values in its unsharded shape; overwritten on ranks other than 0.
 
     Collective: one broadcast.
     """

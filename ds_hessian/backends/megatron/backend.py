@@ -13,7 +13,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,9 @@ from ds_hessian.ranks import gather_objects, together
 from ds_hessian.ranks.lockstep import Lockstep
 from ds_hessian.vectors import Layout, VectorSpace
 
+if TYPE_CHECKING:
+    from ds_hessian.backends.megatron.host import Chunk
+
 
 class MegatronBackend:
     """The `Backend` of a Megatron job.
@@ -49,13 +52,13 @@ class MegatronBackend:
 
     Attributes:
         runs: This rank's coordinates, in the order of the layout.
-        group: Micro-batches that the schedule cannot run apart.
-        step: Optimizer steps made so far, for the record; set it before measuring.
+        group: The number of micro-batches that the schedule can only run together.
+        step: The number of optimizer steps made so far, for the record; set it before measuring.
 
     Collective: the constructor.
     """
 
-    def __init__(self, chunks: Sequence[Any]) -> None:
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
         self.chunks = list(chunks)
         self.modules: Sequence[nn.Module] = self.chunks
         self.device = next(self.chunks[0].parameters()).device
@@ -76,30 +79,30 @@ class MegatronBackend:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, and of the passes."""
+        """The dtype of the weights and of the passes."""
         return next(self.chunks[0].parameters()).dtype
 
     # ---- the function
 
     def objective(
         self,
-        batches: Iterable[Any],
+        batches: Iterable[object],
         loss: ForwardStep | None = None,
         *,
         like: Objective | None = None,
         **sizes: int | None,
     ) -> PipelineObjective:
-        """See `Backend.objective`.
+        """Read this rank's micro-batches, and check them on all ranks.
 
         Args:
-            batches: What `next(data_iterator)` gives in the forward step. An empty list on ranks
+            batches: The values of `next(data_iterator)` in the forward step. An empty list on ranks
                 whose forward step reads nothing.
             loss: The forward step.
-            like: What is None here is taken from this objective.
+            like: An objective from which arguments that are None are taken.
             sizes: `seq_length` and `micro_batch_size`, as the schedules take them.
 
         Raises:
-            ConfigError: an argument is missing or cannot be, ranks that have micro-batches have
+            ConfigError: an argument is missing or not valid, ranks that have micro-batches have
                 different numbers of them, none has any, or an interleaved pipeline needs another
                 number.
         """
@@ -112,7 +115,7 @@ class MegatronBackend:
         return objective
 
     def _common_number(self, mine: int) -> int:
-        """The number of micro-batches of all ranks that have some."""
+        """Return the number of micro-batches, on which all ranks that have some must agree."""
         counts = torch.zeros(self.space.world_size, dtype=torch.float64)
         counts[self.space.rank] = mine
         present = [int(c) for c in self.space.reduce(counts) if c > 0]
@@ -132,10 +135,10 @@ class MegatronBackend:
     def measuring(
         self, objective: Objective, passes: Passes = DEFAULT_PASSES
     ) -> Iterator[MegatronSession]:
-        """See `Backend.measuring`.
+        """Save the training state, and yield a session.
 
-        Allowed between an optimizer step and the next forward: the gradient buffers, which training
-        clears there, come back zeroed.
+        This is allowed between an optimizer step and the next forward: the gradient buffers, which
+        training clears there, are zero afterwards.
         """
         assert isinstance(objective, PipelineObjective)
         if passes.precision not in self.precisions:
@@ -146,7 +149,7 @@ class MegatronBackend:
         finalize = host.model_config(self.chunks[0]).finalize_model_grads_func
         lockstep = Lockstep(self.device, stage=host.pipeline_rank())
         with lockstep, ExitStack() as stack:
-            with lockstep.together("putting the training state aside"):
+            with lockstep.together("saving the training state"):
                 guard = stack.enter_context(guarded(self.chunks, self.device, passes))
                 stack.callback(host.keep_logs(self.chunks))
             stack.callback(host.without_gather_hooks(self.chunks))
@@ -155,7 +158,7 @@ class MegatronBackend:
                 # Undone before the gather hooks come back, which read what `quiet` has switched.
                 stack.callback(guard.attributes.restore)
                 host.quiet(self.chunks, guard.attributes)
-                stack.callback(_put_back_gradients, self.chunks, _take_gradients(self.chunks))
+                stack.callback(_restore_gradients, self.chunks, _take_gradients(self.chunks))
                 parts = [Shard(run.weight, run.master) for run in self.runs]
                 weights = ShardedWeights(parts, self.layout, self.space, self._gather_parameters)
                 stack.callback(weights.restore)
@@ -170,7 +173,7 @@ class MegatronBackend:
     # ---- the job
 
     def describe(self) -> Description:
-        """See `Backend.describe`."""
+        """Describe the job: its parallel sizes, its dtype and the versions of its packages."""
         sizes = ", ".join(f"{axis} {size}" for axis, size in host.mesh().items())
         sharded = self.chunks[0].ddp_config.use_distributed_optimizer
         kind = "distributed optimizer" if sharded else "DDP"
@@ -185,7 +188,7 @@ class MegatronBackend:
         )
 
     def adam(self) -> AdamState:
-        """See `Backend.adam`; not supported, as the chunks do not know their optimizer."""
+        """Refuse: the chunks do not know their optimizer."""
         raise UnsupportedError(
             "ds_hessian does not support Adam's moments on Megatron, whose model chunks do not "
             "know their optimizer: give solve a preconditioner of your own, and sharpness "
@@ -193,7 +196,7 @@ class MegatronBackend:
         )
 
     def memory(self, precision: Precision = "model") -> list[Item]:
-        """See `Backend.memory`."""
+        """Return what a session of the job holds beyond training's memory."""
         alone = sum(run.weight.nbytes for run in self.runs if run.master is None)
         return [Item("weights as they were", place_of(self.device), alone)]
 
@@ -202,12 +205,12 @@ class MegatronSession:
     """The `Session` of a Megatron job.
 
     Args:
-        backend: The job's.
+        backend: The backend of the job.
         objective: The function.
-        forward: The job's forward step on it, the same each time.
+        forward: The job's forward step on it, the same function in each evaluation.
         finalize: The job's `finalize_model_grads_func`.
-        weights: This rank's.
-        lockstep: Of the measurement.
+        weights: This rank's weights.
+        lockstep: The lockstep of the measurement.
     """
 
     def __init__(
@@ -215,7 +218,7 @@ class MegatronSession:
         backend: MegatronBackend,
         objective: PipelineObjective,
         forward: FixedForward,
-        finalize: Callable[..., Any] | None,
+        finalize: Callable[..., None] | None,
         weights: ShardedWeights,
         lockstep: Lockstep,
     ) -> None:
@@ -230,15 +233,15 @@ class MegatronSession:
         self._evaluated: set[int] = set()
 
     def displace(self, v: Tensor | None, h: float) -> Tensor:
-        """See `Session.displace`."""
+        """Displace this rank's shards, and gather the weights from them."""
         return self.weights.displace(v, h)
 
     def weight_norm(self) -> float:
-        """See `Session.weight_norm`."""
+        """Return the norm of the weights, from the masters of all ranks."""
         return self.weights.norm()
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
-        """See `Session.add_gradient`."""
+        """Run the schedule on these units, reduce the gradients, and add them to `out`."""
         if not micro_batches:
             return
         backend = self._backend
@@ -267,7 +270,7 @@ class MegatronSession:
             )
 
     def _note(self, micro_batches: range) -> None:
-        """Once all micro-batches have been evaluated: the scale of the gradient, and the loss."""
+        """Compute the scale of the gradient and the loss, once all micro-batches are evaluated."""
         self._evaluated.update(micro_batches)
         if self.gradient_scale is not None or len(self._evaluated) < self.num_micro_batches:
             return
@@ -283,7 +286,7 @@ class MegatronSession:
         self.loss = loss / (tokens if per_token else terms)
 
 
-def _take_gradients(chunks: Sequence[Any]) -> list[tuple[Any, Tensor | None]]:
+def _take_gradients(chunks: Sequence[Chunk]) -> list[tuple[nn.Parameter, Tensor | None]]:
     # After a step of Megatron's fp32 optimizers, `grad` *is* the gradient buffer: a backward would
     # accumulate into it, and DDP's hook add it to itself.
     kept = [(p, p.grad) for chunk in chunks for p in chunk.parameters()]
@@ -292,7 +295,9 @@ def _take_gradients(chunks: Sequence[Any]) -> list[tuple[Any, Tensor | None]]:
     return kept
 
 
-def _put_back_gradients(chunks: Sequence[Any], kept: list[tuple[Any, Tensor | None]]) -> None:
+def _restore_gradients(
+    chunks: Sequence[Chunk], kept: list[tuple[nn.Parameter, Tensor | None]]
+) -> None:
     for chunk in chunks:
         chunk.zero_grad_buffer()
     for p, gradient in kept:

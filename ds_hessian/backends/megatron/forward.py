@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.guard import Buffers, RandomState
+from ds_hessian.backends.guard import Buffers, GeneratorState, RandomState
 from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.objective import ForwardStep
 from ds_hessian.errors import ConfigError, NumericsError
+
+if TYPE_CHECKING:
+    from ds_hessian.backends.megatron.host import Chunk
 
 
 class FixedForward:
@@ -21,20 +24,20 @@ class FixedForward:
     evaluation.
 
     Args:
-        forward_step: The job's.
+        forward_step: The job's forward step.
         chunks: The model chunks.
-        random: The generators.
-        buffers: Of each chunk.
+        random: The random generators.
+        buffers: The buffers of each chunk.
 
     Attributes:
-        losses: `{micro-batch: (loss, tokens or None)}` of the first evaluations on this rank, empty
-            but on the last stage.
+        losses: `{micro-batch: (loss, tokens or None)}` of the first evaluations on this rank; empty
+            on all stages but the last.
     """
 
     def __init__(
         self,
         forward_step: ForwardStep,
-        chunks: Sequence[Any],
+        chunks: Sequence[Chunk],
         random: RandomState,
         buffers: Sequence[Buffers],
     ) -> None:
@@ -42,15 +45,17 @@ class FixedForward:
         self.chunks = {id(host.unwrap(chunk)): i for i, chunk in enumerate(chunks)}
         self.per_token = bool(host.model_config(chunks[0]).calculate_per_token_loss)
         self.losses: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._states: dict[tuple[int, int], Any] = {}
+        self._states: dict[tuple[int, int], tuple[GeneratorState, ...]] = {}
         self.start(0)
 
     def start(self, first: int) -> None:
         """Begin a run of the schedule at micro-batch number `first`."""
         self._next = [first] * len(self.chunks)
 
-    def __call__(self, data_iterator: Any, model: Any, *rest: Any) -> tuple[Any, Any]:
-        """As the schedule calls it, in the order of the micro-batches for each chunk.
+    def __call__(
+        self, data_iterator: Iterator[object] | None, model: Chunk, *rest: object
+    ) -> tuple[object, Callable[..., object]]:
+        """Run the next micro-batch of a chunk; the schedule calls it in their order.
 
         Raises:
             ConfigError: what the job's step returned is not what the schedule takes.
@@ -66,7 +71,7 @@ class FixedForward:
         self.buffers[chunk].renew()
         output, loss_func = _pair(self.forward_step(data_iterator, model, *rest))
 
-        def loss(output: Tensor, **options: Any) -> Any:
+        def loss(output: Tensor, **options: object) -> tuple[object, ...]:
             result = loss_func(output, **options)
             if not isinstance(result, tuple) or len(result) not in (2, 3):
                 raise ConfigError(
@@ -95,13 +100,13 @@ class FixedForward:
         self.losses.setdefault(index, (value, tokens))
 
 
-def _pair(result: Any) -> tuple[Any, Callable[..., Any]]:
+def _pair(result: object) -> tuple[object, Callable[..., object]]:
     if not isinstance(result, (tuple, list)) or len(result) != 2 or not callable(result[1]):
         raise ConfigError(f"forward_step must return (output, loss_func), got {_kind(result)}")
     return result[0], result[1]
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     if isinstance(value, (tuple, list)):
         return f"({', '.join(type(item).__name__ for item in value)})"
     return type(value).__name__

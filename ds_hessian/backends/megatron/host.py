@@ -1,4 +1,4 @@
-"""What ds_hessian touches inside Megatron beyond its documented API, each behind a name.
+"""The parts of Megatron beyond its documented API that ds_hessian uses, each behind a name.
 
 Read and tried against megatron-core 0.16.1; the oldest version accepted is `OLDEST`.
 """
@@ -6,41 +6,85 @@ Read and tried against megatron-core 0.16.1; the oldest version accepted is `OLD
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hessian.backends.guard import Attributes
 from ds_hessian.backends.megatron.steps import Steps
 from ds_hessian.ranks.lockstep import Lockstep
 
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel as Chunk
+    from megatron.core.transformer.module import MegatronModule
+
 OLDEST = (0, 14)
 
 
-def unwrap(chunk: Any) -> Any:
-    """The model inside of DDP and Float16Module."""
+MegatronParameter = Any
+"""A parameter to which megatron-core has added `main_grad` and, maybe, `main_param`."""
+
+
+class ModelConfig(Protocol):
+    """The part of a `TransformerConfig` that ds_hessian reads."""
+
+    calculate_per_token_loss: bool
+    sequence_parallel: bool
+    add_bias_linear: bool
+    hidden_size: int
+    params_dtype: torch.dtype
+    pipeline_dtype: torch.dtype | None
+    microbatch_group_size_per_vp_stage: int
+    finalize_model_grads_func: Callable[..., None] | None
+
+
+class ShardedTensor(Protocol):
+    """The part of megatron-core's `ShardedTensor` that ds_hessian reads.
+
+    Attributes:
+        key: The name in a checkpoint.
+        data: The part that this rank stores.
+        local_shape: The shape of the part, without the prepended axes.
+        global_shape: The shape of the whole tensor.
+        global_offset: The offset of the part in the whole tensor.
+        prepend_axis_num: The number of axes that only the whole tensor has.
+        replica_id: The number of this copy; all zero for the copy that is saved.
+    """
+
+    key: str
+    data: Tensor
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    prepend_axis_num: int
+    replica_id: int | tuple[int, ...]
+
+
+def unwrap(chunk: Chunk) -> MegatronModule:
+    """Return the model inside DDP and Float16Module."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
 def version() -> str:
-    """Of megatron-core."""
+    """Return the version of megatron-core."""
     import megatron.core
 
     return str(megatron.core.__version__)
 
 
-def model_config(chunk: Any) -> Any:
-    """The `TransformerConfig`, which the schedules read too."""
+def model_config(chunk: Chunk) -> ModelConfig:
+    """Return the `TransformerConfig`, which the schedules read too."""
     from megatron.core.utils import get_model_config
 
-    return get_model_config(chunk)
+    config: ModelConfig = get_model_config(chunk)
+    return config
 
 
 def mesh() -> dict[str, int]:
-    """Sizes of the job's parallel axes that are not 1, and of the data-parallel one."""
+    """Return the sizes of the parallel axes that are not 1, and of the data-parallel one."""
     from megatron.core import parallel_state
 
     sizes = {
@@ -55,28 +99,28 @@ def mesh() -> dict[str, int]:
 
 
 def pipeline_rank() -> int:
-    """The stage of this rank."""
+    """Return the pipeline stage of this rank."""
     from megatron.core import parallel_state
 
     return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
 def expert_tensor_parallel_size() -> int:
-    """Tensor-parallel size of expert layers."""
+    """Return the tensor-parallel size of expert layers."""
     from megatron.core import parallel_state
 
     return int(parallel_state.get_expert_tensor_parallel_world_size())
 
 
 def first_tensor_rank() -> bool:
-    """Whether this rank speaks for its tensor-parallel group."""
+    """Return whether this rank is the first of its tensor-parallel group."""
     from megatron.core import parallel_state
 
     return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
 
 
-def first_optimizer_instance(chunk: Any) -> bool:
-    """Whether this rank's shards are those of the first distributed-optimizer instance."""
+def first_optimizer_instance(chunk: Chunk) -> bool:
+    """Return whether this rank's shards are those of the first distributed-optimizer instance."""
     from megatron.core import parallel_state
 
     if chunk.ddp_config.num_distributed_optimizer_instances == 1:
@@ -84,19 +128,19 @@ def first_optimizer_instance(chunk: Any) -> bool:
     return bool(parallel_state.get_inter_distributed_optimizer_instance_group().rank() == 0)
 
 
-def micro_batch_group(chunks: Sequence[Any]) -> int:
-    """The smallest number of micro-batches that the schedule takes: the interleaved one needs a
-    whole group of them.
+def micro_batch_group(chunks: Sequence[Chunk]) -> int:
+    """Return the smallest number of micro-batches that the schedule takes: the interleaved one
+    needs a whole group of them.
     """
     if len(chunks) == 1:
         return 1
     return int(model_config(chunks[0]).microbatch_group_size_per_vp_stage)
 
 
-def quiet(chunks: Sequence[Any], attributes: Attributes) -> None:
-    """Let the schedule run forward and backward and nothing else, until `attributes.restore()`.
+def quiet(chunks: Sequence[Chunk], attributes: Attributes) -> None:
+    """Limit the schedule to forward and backward, until `attributes.restore()`.
 
-    Reductions are left to `reduce_gradients`, where all ranks have agreed that they come; so the
+    Reductions are left to `reduce_gradients`, after all ranks have agreed to make them; so the
     overlap is off, and with it the check for NaN inside of it, which raises on one rank alone. The
     output layer's weight gradients are not deferred: the schedule makes them with the reductions,
     and only of two micro-batches or more (`drain_embedding_wgrad_compute` of 0.16.1).
@@ -113,7 +157,7 @@ def quiet(chunks: Sequence[Any], attributes: Attributes) -> None:
 
 
 def _disable_reruns(attributes: Attributes) -> None:
-    """In its other modes the rerun machine refuses results outside of Megatron-LM's own loop."""
+    """Disable the rerun machine, which otherwise refuses results outside Megatron-LM's own loop."""
     from megatron.core import rerun_state_machine
 
     machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
@@ -121,15 +165,15 @@ def _disable_reruns(attributes: Attributes) -> None:
         attributes.set(machine, "mode", rerun_state_machine.RerunMode.DISABLED)
 
 
-def keep_logs(chunks: Sequence[Any]) -> Callable[[], None]:
-    """Remember what forward passes add to logged losses and to qk-clip; returns what restores it.
+def keep_logs(chunks: Sequence[Chunk]) -> Callable[[], None]:
+    """Save what forward passes add to logged losses and qk-clip; return a function to restore it.
 
     `current_max_attn_logits` (Transformer Engine, qk-clip) is read by the next optimizer step.
     """
     from megatron.core.transformer import multi_token_prediction
     from megatron.core.transformer.moe import moe_utils
 
-    trackers: list[dict[str, Any]] = [multi_token_prediction.MTPLossLoggingHelper.tracker]
+    trackers: list[dict[str, object]] = [multi_token_prediction.MTPLossLoggingHelper.tracker]
     if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):
         trackers.append(moe_utils.get_moe_layer_wise_logging_tracker())
     kept = [(tracker, _copy(tracker)) for tracker in trackers]
@@ -155,10 +199,10 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def gather_parameters(chunks: Sequence[Any]) -> None:
-    """With the distributed optimizer: spread every rank's shard over its data-parallel group.
+def gather_parameters(chunks: Sequence[Chunk]) -> None:
+    """Gather the shards of the distributed optimizer over each data-parallel group.
 
-    A gather that training has left in flight is only waited for, and does not spread what was
+    A gather that training has left in flight is only waited for, and does not include what was
     written since: drain it first. Collective.
     """
     for chunk in chunks:
@@ -166,8 +210,8 @@ def gather_parameters(chunks: Sequence[Any]) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def without_gather_hooks(chunks: Sequence[Any]) -> Callable[[], None]:
-    """Finish all gathers and take off the hooks that overlap them; returns what puts them back."""
+def without_gather_hooks(chunks: Sequence[Chunk]) -> Callable[[], None]:
+    """Finish all gathers and remove the hooks that overlap them; return what restores these."""
     hooked = [c for c in chunks if getattr(c, "remove_forward_pre_hook_handles", None)]
     for chunk in hooked:
         chunk.disable_forward_pre_hook(param_sync=True)
@@ -181,15 +225,15 @@ def without_gather_hooks(chunks: Sequence[Any]) -> Callable[[], None]:
 
 
 def run_schedule(
-    chunks: Sequence[Any],
-    forward_step: Callable[..., Any],
-    data: Any,
+    chunks: Sequence[Chunk],
+    forward_step: Callable[..., tuple[object, Callable[..., object]]],
+    data: Callable[[], Iterator[object] | None],
     lockstep: Lockstep,
     num_microbatches: int,
     seq_length: int,
     micro_batch_size: int,
 ) -> None:
-    """Forward and backward of `num_microbatches` micro-batches, in a pass of the lockstep.
+    """Run forward and backward of `num_microbatches` micro-batches, in a pass of the lockstep.
 
     Collective.
     """
@@ -218,7 +262,7 @@ def run_schedule(
         )
 
 
-def reduce_gradients(chunks: Sequence[Any], finalize: Callable[..., Any] | None) -> None:
+def reduce_gradients(chunks: Sequence[Chunk], finalize: Callable[..., None] | None) -> None:
     """Sum and average gradients over ranks as training does, but for the division by the tokens.
 
     Args:
@@ -232,10 +276,10 @@ def reduce_gradients(chunks: Sequence[Any], finalize: Callable[..., Any] | None)
     (finalize or finalize_model_grads)(list(chunks), None)
 
 
-def shards(chunk: Any) -> Iterator[tuple[Any, int, int]]:
-    """`(parameter, first, last)`: this rank's part of each flattened trainable parameter.
+def shards(chunk: Chunk) -> Iterator[tuple[nn.Parameter, int, int]]:
+    """Yield `(parameter, first, last)`: this rank's part of each flattened trainable parameter.
 
-    All of it, or with the distributed optimizer what the rank's chunks of the buckets hold.
+    It is all of it, or with the distributed optimizer the content of the rank's buckets.
     `bucket.param_to_index` ignores padding up to 0.16; `param_index_map` is right in all versions.
     """
     for buffer in chunk.buffers + chunk.expert_parallel_buffers:
@@ -252,11 +296,11 @@ def shards(chunk: Any) -> Iterator[tuple[Any, int, int]]:
                     yield parameter, low - start, high - start
 
 
-def sharded_tensors(chunk: Any) -> Iterator[tuple[Any, int, Any]]:
-    """`(parameter, offset, sharded tensor)` from the model's checkpoint description.
+def sharded_tensors(chunk: Chunk) -> Iterator[tuple[nn.Parameter, int, ShardedTensor]]:
+    """Yield `(parameter, offset, sharded tensor)` from the model's checkpoint description.
 
     A parameter that a checkpoint stores as several tensors (the halves of a gated layer) comes
-    several times; `offset` is where the tensor begins in the flattened parameter.
+    several times; `offset` is the index at which the tensor begins in the flattened parameter.
     """
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -271,7 +315,7 @@ def sharded_tensors(chunk: Any) -> Iterator[tuple[Any, int, Any]]:
         if not isinstance(entry, ShardedTensorFactory):
             yield parameter, 0, entry
             continue
-        # The factory cuts whatever it holds: let it cut the positions.
+        # The factory splits whatever it holds: let it split the positions.
         entry.data = torch.arange(parameter.numel()).view(parameter.shape)
         for part in entry.build():
             where = part.data.reshape(-1)

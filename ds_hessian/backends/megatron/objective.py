@@ -26,23 +26,23 @@ class PipelineObjective(MicroBatches):
     """Micro-batches and the forward step that reads them.
 
     Args:
-        batches: This rank's micro-batches, what `next(data_iterator)` gives. Ranks whose forward
+        batches: This rank's micro-batches, the values of `next(data_iterator)`. Ranks whose forward
             step reads none (tensor-parallel ranks that receive them from another, middle stages of
             a pipeline) pass an empty list.
-        forward_step: See `ForwardStep`.
+        forward_step: A function of (data_iterator, model), as `ForwardStep` describes.
         sizes: `seq_length` and `micro_batch_size`, as the schedule takes them.
 
     Raises:
-        ConfigError: names the argument that is missing or cannot be.
+        ConfigError: names the argument that is missing or not valid.
     """
 
     def __init__(
         self,
-        batches: Iterable[Any],
+        batches: Iterable[object],
         forward_step: ForwardStep | None,
         sizes: Mapping[str, int | None],
     ) -> None:
-        given: dict[str, Any] = {"forward_step": forward_step, **dict.fromkeys(SIZES), **sizes}
+        given: dict[str, object] = {"forward_step": forward_step, **dict.fromkeys(SIZES), **sizes}
         unknown = [name for name in sizes if name not in SIZES]
         if unknown:
             raise ConfigError(f"{unknown[0]} is not an argument here; there are {', '.join(SIZES)}")
@@ -58,14 +58,15 @@ class PipelineObjective(MicroBatches):
                 "forward_step must be a function of (data_iterator, model), as "
                 f"get_forward_backward_func() takes it, got {forward_step!r}"
             )
+        self.forward_step, self.sizes = forward_step, dict[str, int]()
         for name in SIZES:
-            if not isinstance(given[name], int) or given[name] < 1:
-                raise ConfigError(f"{name} must be a positive integer, got {given[name]!r}")
-        self.forward_step = forward_step
-        self.sizes: dict[str, int] = {name: given[name] for name in SIZES}
+            size = given[name]
+            if not isinstance(size, int) or size < 1:
+                raise ConfigError(f"{name} must be a positive integer, got {size!r}")
+            self.sizes[name] = size
 
-    def iterator(self, first: int, count: int) -> Iterator[Any] | None:
-        """What the forward step reads in one run of the schedule; None on ranks without batches.
+    def iterator(self, first: int, count: int) -> Iterator[object] | None:
+        """Return the data of one run of the schedule; None on ranks without batches.
 
         Containers are copied: Megatron-LM's `get_batch` writes moved tensors back into its dict.
         """

@@ -1,8 +1,8 @@
-"""Which coordinates of which parameter a rank stores, by checkpoint name and unsharded index.
+"""The coordinates of parameters that a rank stores, by checkpoint name and unsharded index.
 
-Read off the model's sharded state dict, which knows every layout that can be saved: tensor, expert
-and pipeline parallelism, tied embeddings, gated layers. A coordinate counts on the rank whose
-replica id is zero. What Megatron's gradient clipping counts is not the same: it skips biases of
+They are read from the model's sharded state dict, which describes every layout that can be saved:
+tensor, expert and pipeline parallelism, tied embeddings, gated layers. A coordinate counts on the
+rank whose replica id is zero. Megatron's gradient clipping counts other ones: it skips biases of
 experts.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from ds_hessian.backends.megatron import host
 from ds_hessian.errors import UnsupportedError
 from ds_hessian.vectors import Box, Fragment
 
+if TYPE_CHECKING:
+    from ds_hessian.backends.megatron.host import Chunk
+
 
 @dataclass(frozen=True)
 class ParameterRun:
@@ -26,12 +29,12 @@ class ParameterRun:
 
     Attributes:
         parameter: The parameter, as this rank's layers have it.
-        offset: Where the run begins in the flattened parameter.
-        shard: Where this rank's part of the flattened parameter begins: the masters' first element.
-        fragment: What the run is in the unsharded model.
+        offset: Index at which the run begins in the flattened parameter.
+        shard: Index at which this rank's part, and so its master, begins there.
+        fragment: The coordinates of the run in the unsharded model.
     """
 
-    parameter: Any
+    parameter: host.MegatronParameter
     offset: int
     shard: int
     fragment: Fragment
@@ -41,23 +44,23 @@ class ParameterRun:
 
     @property
     def weight(self) -> Tensor:
-        """View of the weights."""
+        """A view of the weights."""
         return self._view(self.parameter.data, self.offset)
 
     @property
     def gradient(self) -> Tensor:
-        """View of the gradient buffer; reduced on this rank after `host.reduce_gradients`."""
+        """A view of the gradient buffer; reduced on this rank after `host.reduce_gradients`."""
         return self._view(self.parameter.main_grad, self.offset)
 
     @property
     def master(self) -> Tensor | None:
-        """View of the optimizer's fp32 master weights; None where the weights are their own."""
+        """A view of the optimizer's fp32 master weights; None where the weights are their own."""
         master = getattr(self.parameter, "main_param", None)
         return None if master is None else self._view(master, self.offset - self.shard)
 
 
-def runs_of(chunks: Sequence[Any]) -> list[ParameterRun]:
-    """This rank's runs, in the order of its buffers.
+def runs_of(chunks: Sequence[Chunk]) -> list[ParameterRun]:
+    """Return this rank's runs, in the order of its buffers.
 
     Raises:
         UnsupportedError: a trainable parameter is not in the sharded state dict.
@@ -65,8 +68,8 @@ def runs_of(chunks: Sequence[Any]) -> list[ParameterRun]:
     return [run for chunk in chunks for run in _runs(chunk)]
 
 
-def _runs(chunk: Any) -> list[ParameterRun]:
-    tensors: dict[int, list[tuple[int, Any]]] = {}
+def _runs(chunk: Chunk) -> list[ParameterRun]:
+    tensors: dict[int, list[tuple[int, host.ShardedTensor]]] = {}
     for parameter, offset, tensor in host.sharded_tensors(chunk):
         tensors.setdefault(id(parameter), []).append((offset, tensor))
     names = {id(p): name for name, p in host.unwrap(chunk).named_parameters()}
@@ -91,16 +94,16 @@ def _runs(chunk: Any) -> list[ParameterRun]:
     return runs
 
 
-def _is_main_replica(replica_id: Any, sharded: bool) -> bool:
-    """Whether this copy counts. Its last number is the data-parallel rank, which is no replica
-    where the distributed optimizer has cut the parameter over these ranks.
+def _is_main_replica(replica_id: int | tuple[int, ...], sharded: bool) -> bool:
+    """Return whether this copy counts. The last number is the data-parallel rank, which numbers
+    no replica where the distributed optimizer has split the parameter over these ranks.
     """
     numbers = (replica_id,) if isinstance(replica_id, int) else tuple(replica_id)
     return not any(numbers[:-1] if sharded else numbers)
 
 
-def fragment_of(tensor: Any, start: int, numel: int, owned: bool) -> Fragment:
-    """A run of a sharded tensor, as what it is in the unsharded model."""
+def fragment_of(tensor: host.ShardedTensor, start: int, numel: int, owned: bool) -> Fragment:
+    """Return the fragment of the unsharded model that a run of a sharded tensor is."""
     block = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
     box, whole = Box(tuple(tensor.global_offset), block), torch.Size(tensor.global_shape)
     return Fragment.in_block(tensor.key, start, numel, whole, box, owned)

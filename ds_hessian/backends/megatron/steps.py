@@ -1,17 +1,18 @@
-"""The steps of Megatron's schedules, of which a rank may fail alone.
+"""The steps of Megatron's schedules, in which a rank may fail alone.
 
 A schedule makes forward and backward steps of micro-batches, and sends their results between the
 stages of a pipeline. A step that fails on some rank is a segment of the lockstep: the rank takes
 part in what the others of its stage communicate in it, and then gives its schedule zeros of the
-right shape to send on. All later steps of the rank are such, until all ranks meet at the end.
+right shape to send. All later steps of the rank do the same, until all ranks meet at the end.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from types import ModuleType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,25 +22,28 @@ from ds_hessian.ranks.lockstep import Lockstep
 
 FORWARD, BACKWARD = 0, 1
 
+Activations: TypeAlias = Tensor | list["Activations"] | None
+"""The input or output of a stage, or a gradient of one; None at the ends of the pipeline."""
+
 
 class Steps:
-    """Forward and backward step of one run of a schedule.
+    """The forward and backward step of one run of a schedule.
 
     Failures are ordered by what may follow from what: a forward of a later stage from that of an
     earlier one, a backward of an earlier stage from that of a later one.
 
     Args:
-        schedules: Megatron's module of that name.
-        lockstep: Of the measurement, in a pass.
-        stage: Of this rank in the pipeline.
-        shape: Of what a stage sends on.
-        dtype: Of that.
-        device: Of that.
+        schedules: The module `megatron.core.pipeline_parallel.schedules`.
+        lockstep: The lockstep of the measurement, in a pass.
+        stage: This rank's stage of the pipeline.
+        shape: The shape of the activations that a stage sends.
+        dtype: Their dtype.
+        device: Their device.
     """
 
     def __init__(
         self,
-        schedules: Any,
+        schedules: ModuleType,
         lockstep: Lockstep,
         stage: int,
         shape: tuple[int, ...],
@@ -53,28 +57,29 @@ class Steps:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Let the schedules take these."""
+        """Make the schedules call these steps in the body."""
         with ExitStack() as stack:
             swap(stack, self._schedules, "forward_step", self.forward)
             swap(stack, self._schedules, "backward_step", self.backward)
             yield
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
-        """`forward_step` of Megatron's schedules: `(output or outputs, number of tokens)`."""
+    def forward(self, *args: object, **kwargs: object) -> tuple[Activations, Tensor]:
+        """Run `forward_step` of the schedules; return `(output or outputs, number of tokens)`."""
         with self.lockstep.segment(*self._where(FORWARD)):
             self.lockstep.go_on()
-            result: tuple[Any, Tensor] = self._forward(*args, **kwargs)
+            result: tuple[Activations, Tensor] = self._forward(*args, **kwargs)
             return result
         shape, dtype, device = self._output
         output = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
         listed = isinstance(_argument(self._forward, "input_tensor", args, kwargs), list)
         return [output] if listed else output, torch.zeros((), dtype=torch.int)
 
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """`backward_step` of Megatron's schedules: the gradient of the input or inputs."""
+    def backward(self, *args: object, **kwargs: object) -> Activations:
+        """Run `backward_step` of the schedules; return the gradient of the input or inputs."""
         with self.lockstep.segment(*self._where(BACKWARD)):
             self.lockstep.go_on()
-            return self._backward(*args, **kwargs)
+            gradient: Activations = self._backward(*args, **kwargs)
+            return gradient
         return _zeros(_argument(self._backward, "input_tensor", args, kwargs))
 
     def _where(self, direction: int) -> tuple[int, ...]:
@@ -83,11 +88,17 @@ class Steps:
         return direction, self._counts[direction], later
 
 
-def _argument(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return inspect.signature(function).bind(*args, **kwargs).arguments[name]
+def _argument(
+    function: Callable[..., object],
+    name: str,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> Activations:
+    found: Activations = inspect.signature(function).bind(*args, **kwargs).arguments[name]
+    return found
 
 
-def _zeros(like: Any) -> Any:
+def _zeros(like: Activations) -> Activations:
     if isinstance(like, list):
         return [_zeros(item) for item in like]
     return None if like is None else torch.zeros_like(like)

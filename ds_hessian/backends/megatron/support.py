@@ -1,19 +1,22 @@
-"""What is measured and what is refused, by name, before anything is touched."""
+"""Refusal of jobs that cannot be measured, by name, before anything is touched."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ds_hessian.backends.guard import has_plain_random_states
 from ds_hessian.backends.megatron import host
 from ds_hessian.errors import ConfigError, UnsupportedError
 
+if TYPE_CHECKING:
+    from ds_hessian.backends.megatron.host import Chunk
 
-def refuse_unsupported(chunks: Sequence[Any]) -> None:
+
+def refuse_unsupported(chunks: Sequence[Chunk]) -> None:
     """Raise for a job on which products would be wrong or untested.
 
-    The decision uses the configuration alone, so every rank takes the same one.
+    The decision uses the configuration alone, so every rank reaches the same one.
 
     Raises:
         UnsupportedError: names the option, and what to do.
@@ -43,12 +46,12 @@ def refuse_unsupported(chunks: Sequence[Any]) -> None:
         )
 
 
-def _findings(chunk: Any) -> list[tuple[str, bool, str]]:
+def _findings(chunk: Chunk) -> list[tuple[str, bool, str]]:
     config, ddp, mesh = host.model_config(chunk), chunk.ddp_config, host.mesh()
     experts = bool(getattr(config, "num_moe_experts", None))
     tensor, expert = mesh.get("TP", 1), mesh.get("EP", 1)
 
-    def on(owner: Any, *names: str) -> bool:
+    def on(owner: object, *names: str) -> bool:
         return any(getattr(owner, name, None) not in (None, False, "none") for name in names)
 
     return [

@@ -51,7 +51,7 @@ class ModuleBackend:
     Args:
         module: The model, or `DistributedDataParallel` around it. Its trainable parameters define
             the space; they may be fp32, bf16 or fp16.
-        optimizer: The training's; for what Adam knows.
+        optimizer: The optimizer of the training, whose Adam state preconditions.
         masters: One tensor for each trainable parameter, from which displacements are written, as a
             training with fp32 masters of its own has them; None for the weights themselves.
 
@@ -86,7 +86,7 @@ class ModuleBackend:
 
     @property
     def step(self) -> StepCount:
-        """Optimizer steps made so far; `step()` counts one more. To be set after a resume."""
+        """The number of optimizer steps; `step()` counts one more. Set it after a resume."""
         return StepCount.of(self._steps, self._advance)
 
     @step.setter
@@ -98,7 +98,7 @@ class ModuleBackend:
         self.after_step()
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
-        """Checkpoint names and parameters, as of now; without what `torch.compile` adds."""
+        """Return checkpoint names and current parameters, without what `torch.compile` adds."""
         named = self.model.named_parameters()
         return [(n.replace("_orig_mod.", ""), p) for n, p in named if p.requires_grad]
 
@@ -110,7 +110,7 @@ class ModuleBackend:
         like: Objective | None = None,
         **sizes: int | None,
     ) -> ModelObjective:
-        """See `Backend.objective`."""
+        """Read this rank's micro-batches, and check them on all ranks."""
         refuse_sizes(sizes)
         if loss is None and isinstance(like, ModelObjective):
             loss = like.loss_fn
@@ -123,7 +123,7 @@ class ModuleBackend:
     def measuring(
         self, objective: Objective, passes: Passes = DEFAULT_PASSES
     ) -> Iterator[ModuleSession]:
-        """See `Backend.measuring`. Allowed wherever no forward awaits its backward.
+        """Save the training state, and yield a session; allowed wherever no backward is pending.
 
         Raises:
             ConfigError: other parameters are trainable than when the backend was made.
@@ -136,7 +136,7 @@ class ModuleBackend:
         sources = {id(p): source for (_, p), source in zip(named, given, strict=True)}
         lockstep = Lockstep(self.space.device)
         with lockstep, ExitStack() as stack:
-            with lockstep.together("putting the training state aside"):
+            with lockstep.together("saving the training state"):
                 guard = stack.enter_context(guarded(self.modules, self.space.device, passes))
                 stack.enter_context(kept_attributes(self.model))
                 stack.enter_context(transparent(wrappers(self.module)))
@@ -170,7 +170,7 @@ class ModuleBackend:
             )
 
     def describe(self) -> Description:
-        """See `Backend.describe`."""
+        """Describe the module: how it is replicated, its dtype and the version of torch."""
         ranks = self.space.world_size
         kind = "DDP" if isinstance(self.module, DistributedDataParallel) else "torch"
         return Description(
@@ -180,7 +180,7 @@ class ModuleBackend:
         )
 
     def adam(self) -> AdamState:
-        """See `Backend.adam`. Collective: one all-reduce."""
+        """Read Adam's state from the optimizer. Collective: one all-reduce."""
         if self.optimizer is None:
             raise ConfigError(
                 "there is no optimizer to precondition with: pass it, "
@@ -194,7 +194,7 @@ class ModuleBackend:
         return collect(found, self.layout, self.space, self.optimizer)
 
     def memory(self, precision: Precision = "model") -> list[Item]:
-        """See `Backend.memory`."""
+        """Return what a session of the module holds beyond training's memory."""
         place, n = place_of(self.space.device), self.layout.n_local
         size = FP32 * n if precision == "fp32" else sum(p.nbytes for _, p in self._named())
         items = [
@@ -210,12 +210,12 @@ class ModuleSession:
     """The `Session` of a plain module.
 
     Args:
-        backend: The module's.
+        backend: The backend of the module.
         objective: The function.
-        guard: What keeps the training state.
+        guard: The guard that restores the training state.
         trained: The stand-ins of the trainable parameters.
-        weights: This rank's, in the stand-ins.
-        lockstep: Of the measurement.
+        weights: This rank's weights, in the stand-ins.
+        lockstep: The lockstep of the measurement.
         widen: Whether the passes run in fp32.
     """
 
@@ -246,7 +246,10 @@ class ModuleSession:
         )
 
     def _first_buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
-        """What each pass starts from: rank 0's, where `DistributedDataParallel` broadcasts them."""
+        """Return the buffers that each pass starts from.
+
+        They are rank 0's where `DistributedDataParallel` broadcasts them.
+        """
         outer = self._backend.module
         shared = isinstance(outer, DistributedDataParallel) and outer.broadcast_buffers
         found = []
@@ -258,7 +261,7 @@ class ModuleSession:
         return found
 
     def _note_autocast(self, device: str) -> None:
-        """A loss may run the model under autocast: then the passes compute in that dtype."""
+        """Adopt the unit roundoff of autocast, under which a loss may run the model."""
         if not torch.is_autocast_enabled(device):
             return
         if self._widen:
@@ -270,15 +273,15 @@ class ModuleSession:
         self.unit_roundoff = max(self.unit_roundoff, roundoff)
 
     def displace(self, v: Tensor | None, h: float) -> Tensor:
-        """See `Session.displace`."""
+        """Displace the stand-ins of the weights; every rank writes all of them."""
         return self._weights.displace(v, h)
 
     def weight_norm(self) -> float:
-        """See `Session.weight_norm`."""
+        """Return the norm of the weights."""
         return self._weights.norm()
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
-        """See `Session.add_gradient`."""
+        """Add the gradients of these micro-batches, averaged over the ranks, to `out`."""
         if not micro_batches:
             return
         mine = self.space.zeros() if self.space.distributed else out
@@ -288,7 +291,7 @@ class ModuleSession:
                 owner._buffers[name] = value.clone()
             with self._lockstep.together(f"evaluating micro-batch {index}"):
                 self._evaluate(mine, index)
-            if len(self._states) == index + 1:  # first evaluation: the next one goes on from here
+            if len(self._states) == index + 1:  # first evaluation: the next one starts from here
                 self._states.append(self._guard.random.get())
         if self.space.distributed:
             dist.all_reduce(mine)

@@ -1,8 +1,8 @@
 """Stand-ins: parameters of their own for the passes of a measurement.
 
 While a measurement runs, every trainable parameter of the model is replaced by a new one with the
-same values. Training's parameters are never written, their `grad` is never touched, and what hangs
-on them does not run: the buckets of `DistributedDataParallel`, hooks, an optimizer that steps in
+same values. Training's parameters are never written, their `grad` is never touched, and nothing
+attached to them runs: the buckets of `DistributedDataParallel`, hooks, an optimizer that steps in
 the backward. So there is nothing to restore. In fp32 passes the stand-ins are fp32 copies.
 
 Wrappers (`DistributedDataParallel`, `torch.compile`) are passed through: their forward calls the
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ def stand_ins(
     """Run the body with other parameters in the model.
 
     Args:
-        model: Without its wrappers.
+        model: The model, without its wrappers.
         sources: `{id of a trainable parameter: what its stand-in copies}`.
         widen: Whether all floating-point parameters become fp32, frozen ones too.
 
@@ -71,10 +70,11 @@ def _refusal(name: str) -> Callable[[Tensor], None]:
 
 @contextmanager
 def transparent(wrappers: Sequence[nn.Module]) -> Iterator[None]:
-    """Run the body with wrappers whose forward is that of what they wrap."""
+    """Run the body with wrappers whose forward is that of the module inside."""
     with ExitStack() as stack:
         for wrapper in wrappers:
             inner = wrapper._modules.get("module") or wrapper._modules["_orig_mod"]
+            assert inner is not None
             attributes = vars(wrapper)
             kept = dict(attributes)
             stack.callback(_put_back, attributes, kept)
@@ -82,8 +82,8 @@ def transparent(wrappers: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-def _through(inner: Any) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
+def _through(inner: nn.Module) -> Callable[..., object]:
+    def forward(*args: object, **kwargs: object) -> object:
         return inner(*args, **kwargs)
 
     return forward
@@ -91,7 +91,7 @@ def _through(inner: Any) -> Callable[..., Any]:
 
 @contextmanager
 def kept_attributes(model: nn.Module) -> Iterator[None]:
-    """Run the body eagerly; afterwards every submodule is bound to the attributes it had.
+    """Run the body eagerly, and restore the attributes of every submodule after it.
 
     Forwards may count, or cache tensors that are made of displaced weights.
     """
@@ -106,7 +106,7 @@ def kept_attributes(model: nn.Module) -> Iterator[None]:
             _put_back(attributes, before)
 
 
-def _put_back(attributes: dict[str, Any], kept: dict[str, Any]) -> None:
+def _put_back(attributes: dict[str, object], kept: dict[str, object]) -> None:
     for name in [name for name in attributes if name not in kept]:
         del attributes[name]
     attributes.update(kept)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class StepCount(int):
-    """Optimizer steps made so far. Calling it says that the optimizer has made one more.
+    """The number of optimizer steps made so far. Calling it counts one more.
 
         optimizer.step()
         hessian.step()          # counts, and takes the measurements that are due
@@ -19,13 +19,13 @@ class StepCount(int):
 
     @classmethod
     def of(cls, count: int, made: Callable[[], None]) -> StepCount:
-        """The count, and what a call of it does."""
+        """Return a count whose call runs `made`."""
         found = cls(count)
         found._made = made
         return found
 
     def __call__(self) -> None:
-        """The optimizer has made a step. Collective where measurements are scheduled."""
+        """Count one optimizer step. Collective where measurements are scheduled."""
         self._made()
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:

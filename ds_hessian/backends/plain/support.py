@@ -1,4 +1,4 @@
-"""What is measured and what is refused, by name, before anything is touched."""
+"""Refusal of modules that cannot be measured, by name, before anything is touched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ds_hessian.errors import UnsupportedError
 
 
 def wrappers(module: nn.Module) -> list[nn.Module]:
-    """`DistributedDataParallel` and `torch.compile` around a model, outermost first."""
+    """Return `DistributedDataParallel` and `torch.compile` around a model, outermost first."""
     found = list[nn.Module]()
     while True:
         inner = vars(module)["_modules"].get("_orig_mod")
@@ -26,7 +26,7 @@ def wrappers(module: nn.Module) -> list[nn.Module]:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The model inside of its wrappers."""
+    """Return the model inside its wrappers."""
     for wrapper in wrappers(module):
         inner = vars(wrapper)["_modules"]
         module = inner["module"] if "module" in inner else inner["_orig_mod"]
@@ -36,7 +36,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def refuse_unsupported(module: nn.Module) -> None:
     """Raise for a module on which products would be wrong or untested.
 
-    The decision uses the modules' kinds alone, so every rank takes the same one.
+    The decision uses the modules' kinds alone, so every rank reaches the same one.
 
     Raises:
         UnsupportedError: names the feature, and what to do.

@@ -13,7 +13,6 @@ import platform
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +38,7 @@ from ds_hessian.backends.protocol import (
 from ds_hessian.backends.sharded import Shard, ShardedWeights
 from ds_hessian.backends.zero import host
 from ds_hessian.backends.zero.flat import BF16Shards, FlatShards
+from ds_hessian.backends.zero.host import Engine
 from ds_hessian.backends.zero.memory import ZeroFigures, memory_of_zero
 from ds_hessian.backends.zero.refusal import refuse_training
 from ds_hessian.backends.zero.replicated import ReplicatedShards
@@ -59,19 +59,19 @@ class ZeroBackend:
         engine: A `DeepSpeedEngine` that `refuse_unsupported` let pass.
 
     Attributes:
-        shards: Where the engine's optimizer keeps things.
+        shards: Access to the weights, masters and gradients of the engine's optimizer.
         pieces: This rank's coordinates, in the order of the layout.
         placements: `{id of a parameter: (name, placement)}`.
 
     Raises:
-        UnsupportedError: what part of a tensor-parallel parameter a rank has is not known.
+        UnsupportedError: it is not known which part of a tensor-parallel parameter a rank has.
 
     Collective: the constructor.
     """
 
     precisions: tuple[Precision, ...] = ("model", "fp32")
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.modules: Sequence[nn.Module] = [engine.module]
         self.device = torch.device(engine.device)
@@ -114,13 +114,13 @@ class ZeroBackend:
 
     def objective(
         self,
-        batches: Iterable[Any],
+        batches: Iterable[object],
         loss: LossFn | None = None,
         *,
         like: Objective | None = None,
         **sizes: int | None,
     ) -> ModelObjective:
-        """See `Backend.objective`. Tensor-parallel ranks pass the same micro-batches."""
+        """Read this rank's micro-batches; tensor-parallel ranks must pass the same ones."""
         refuse_sizes(sizes)
         if loss is None and isinstance(like, ModelObjective):
             loss = like.loss_fn
@@ -147,12 +147,12 @@ class ZeroBackend:
     def measuring(
         self, objective: Objective, passes: Passes = DEFAULT_PASSES
     ) -> Iterator[ZeroSession]:
-        """See `Backend.measuring`. Allowed wherever no forward awaits its backward."""
+        """Save the training state, and yield a session; allowed wherever no backward is pending."""
         assert isinstance(objective, ModelObjective)
         engine, shards = self.engine, self.shards
         lockstep = Lockstep(self.device, host.communication())
         with lockstep, ExitStack() as stack:
-            with lockstep.together("putting the training state aside"):
+            with lockstep.together("saving the training state"):
                 guard = stack.enter_context(guarded(self.modules, self.device, passes))
                 host.quiet(engine, guard.attributes)
                 refuse_training(engine, guard.attributes)
@@ -179,7 +179,7 @@ class ZeroBackend:
     # ---- the job
 
     def describe(self) -> Description:
-        """See `Backend.describe`."""
+        """Describe the engine: its ZeRO stage, its dtype and the versions of its packages."""
         import deepspeed
 
         ranks, engine = self.space.world_size, self.engine
@@ -196,12 +196,12 @@ class ZeroBackend:
         )
 
     def adam(self) -> AdamState:
-        """See `Backend.adam`. Collective: one all-reduce."""
+        """Read Adam's state from the engine's optimizer. Collective: one all-reduce."""
         found = [self.shards.adam(piece) for piece in self.pieces]
         return collect(found, self.layout, self.space, self.engine.optimizer)
 
     def memory(self, precision: Precision = "model") -> list[Item]:
-        """See `Backend.memory`."""
+        """Return what a session of the engine holds beyond training's memory."""
         return memory_of_zero(self._figures(), precision)
 
     def _figures(self) -> ZeroFigures:
@@ -228,12 +228,12 @@ class ZeroSession:
     """The `Session` of a DeepSpeed engine.
 
     Args:
-        backend: The engine's.
+        backend: The backend of the engine.
         objective: The function.
-        guard: What keeps the training state.
-        weights: This rank's.
-        lockstep: Of the measurement.
-        dtype: In which the passes compute.
+        guard: The guard that restores the training state.
+        weights: This rank's weights.
+        lockstep: The lockstep of the measurement.
+        dtype: The dtype in which the passes compute.
         widen: Whether 16-bit tensors of the micro-batches are passed as fp32.
     """
 
@@ -260,15 +260,15 @@ class ZeroSession:
         self._replicas_checked = backend.tensor_ranks == 1
 
     def displace(self, v: Tensor | None, h: float) -> Tensor:
-        """See `Session.displace`."""
+        """Displace this rank's shards, and gather the weights from them."""
         return self.weights.displace(v, h)
 
     def weight_norm(self) -> float:
-        """See `Session.weight_norm`."""
+        """Return the norm of the weights, from the masters of all ranks."""
         return self.weights.norm()
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
-        """See `Session.add_gradient`."""
+        """Add the gradients of these micro-batches, each reduced by the engine, to `out`."""
         accumulates = self._backend.shards.accumulates
         for index in micro_batches:
             self._guard.random.set(self._states[index])
@@ -276,13 +276,13 @@ class ZeroSession:
                 buffers.restore()
             last = index == micro_batches[-1] or not accumulates
             factor = self._run(index, last)
-            if len(self._states) == index + 1:  # first evaluation: the next one goes on from here
+            if len(self._states) == index + 1:  # first evaluation: the next one starts from here
                 self._states.append(self._guard.random.get())
             if last:
                 self._collect(out, factor)
 
     def _run(self, index: int, last: bool) -> float:
-        """Forward and backward; returns what the reduced gradient must be multiplied with."""
+        """Forward and backward; returns the factor of the reduced gradient."""
         backend, shards = self._backend, self._backend.shards
         try:
             with self._lockstep.together(f"evaluating micro-batch {index}"):
@@ -318,7 +318,7 @@ class ZeroSession:
             self._replicas_checked = True
 
 
-def _shards_of(engine: Any) -> Shards:
+def _shards_of(engine: Engine) -> Shards:
     kind = type(engine.optimizer).__name__
     if kind == "DeepSpeedZeroOptimizer_Stage3":
         return Stage3Shards(engine)

@@ -9,19 +9,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from ds_hessian.backends.guard import swap
-from ds_hessian.backends.zero.host import accelerator_synchronize
+from ds_hessian.backends.zero.host import Engine, Private, accelerator_synchronize
 from ds_hessian.backends.zero.shards import Piece, Shards
 
 
 class FlatShards(Shards):
-    """See `Shards`. The names are those of the optimizer's private attributes."""
+    """Shards of `DeepSpeedZeroOptimizer`; the names are those of its private attributes."""
 
     PARAMETERS = "bit16_groups"
     WEIGHTS = "bit16_groups_flat"
@@ -29,22 +29,21 @@ class FlatShards(Shards):
     MASTERS = "single_partition_of_fp32_groups"
     NEEDED: tuple[str, ...] = ("averaged_gradients", "micro_step_id", "cpu_offload", "ipg_buckets")
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         names = (self.PARAMETERS, self.WEIGHTS, self.PARTITIONS, self.MASTERS, *self.NEEDED)
         self.require(*names, "real_dp_process_group")
 
-    def _get(self, name: str, group: int) -> Any:
+    def _get(self, name: str, group: int) -> Private:
         return getattr(self.optimizer, name)[group]
 
     def _rank(self, group: int) -> int:
         return dist.get_rank(self.optimizer.real_dp_process_group[group])
 
     def pieces(self) -> list[Piece]:
-        """See `Shards.pieces`.
+        """Return this rank's partition, by the offsets of the weights in the flat buffer.
 
-        Read from where the weights lie in the flat buffer: the optimizer's own maps leave
-        `round_robin_gradients` out.
+        The optimizer's own maps leave `round_robin_gradients` out.
         """
         pieces = []
         for group, params in enumerate(getattr(self.optimizer, self.PARAMETERS)):
@@ -59,23 +58,23 @@ class FlatShards(Shards):
                     pieces.append(Piece(p, start - begin, stop - start, group, start - low))
         return pieces
 
+    @override
     def weight(self, piece: Piece) -> Tensor:
-        """See `Shards.weight`."""
         partition: Tensor = self._get(self.PARTITIONS, piece.group)[self._rank(piece.group)]
         return partition.narrow(0, piece.offset, piece.numel)
 
+    @override
     def master(self, piece: Piece) -> Tensor:
-        """See `Shards.master`."""
         flat: Tensor = self._get(self.MASTERS, piece.group).detach()
         return flat.narrow(0, piece.offset, piece.numel)
 
+    @override
     def stepped(self, piece: Piece) -> tuple[Tensor, int, int]:
-        """See `Shards.stepped`."""
         return self._get(self.MASTERS, piece.group), piece.offset, piece.group
 
     @torch.no_grad()
     def publish(self) -> None:
-        """See `Shards.publish`: the all-gather that ends an optimizer step."""
+        """Run the all-gather that ends an optimizer step. Collective."""
         from deepspeed.runtime.utils import all_gather_dp_groups
 
         optimizer = self.optimizer
@@ -89,14 +88,14 @@ class FlatShards(Shards):
 
     @property
     def accumulates(self) -> bool:
-        """See `Shards.accumulates`: ZeRO-1 does, on every rank, and reduces the sums at the end."""
+        """True for ZeRO-1 in fp32, which accumulates on every rank and reduces the sums."""
         optimizer = self.optimizer
         if optimizer.partition_gradients or optimizer.cpu_offload:
             return False
         return all(p.dtype == torch.float32 for params in optimizer.bit16_groups for p in params)
 
     def gradients(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:
-        """See `Shards.gradients`; at the end of an accumulation window only."""
+        """Yield the reduced gradients, at the end of an accumulation window only."""
         optimizer = self.optimizer
         if optimizer.cpu_offload:
             accelerator_synchronize()  # the copies to the host do not block
@@ -107,13 +106,13 @@ class FlatShards(Shards):
             yield _cut(parts[piece.group], piece.offset, piece.numel)
 
     def _partition(self, group: int) -> list[Tensor]:
-        """Tensors that one after the other are the reduced gradient of this rank's partition."""
+        """Return tensors that, concatenated, are the reduced gradient of this rank's partition."""
         if self.optimizer.cpu_offload:
             return [self._get(self.MASTERS, group).grad]
         return list(self.optimizer.averaged_gradients[group])
 
+    @override
     def clear_gradients(self) -> None:
-        """See `Shards.clear_gradients`."""
         optimizer = self.optimizer
         optimizer.zero_grad()
         for gradients in self._accumulators():
@@ -123,12 +122,12 @@ class FlatShards(Shards):
         if optimizer.cpu_offload:
             optimizer.reset_cpu_buffers()
 
-    def _accumulators(self) -> list[dict[int, Any]]:
+    def _accumulators(self) -> list[dict[int, list[Tensor] | None]]:
         optimizer = self.optimizer
         return [optimizer.averaged_gradients, getattr(optimizer, "all_grad_tensors", {})]
 
     def abandon(self) -> None:
-        """See `Shards.abandon`: nothing waits for its reduction afterwards."""
+        """Empty the buckets and clear the gradients: no reduction is pending afterwards."""
         accelerator_synchronize()
         optimizer = self.optimizer
         for bucket in optimizer.ipg_buckets.values():
@@ -141,9 +140,9 @@ class FlatShards(Shards):
         optimizer._release_ipg_buffers()
         self.clear_gradients()
 
+    @override
     def stash(self) -> Callable[[], None]:
-        """See `Shards.stash`."""
-        optimizer, put_back = self.optimizer, super().stash()
+        optimizer, restore = self.optimizer, super().stash()
         accumulated = [dict(gradients) for gradients in self._accumulators()]
         micro_step = optimizer.micro_step_id
         # From 0.18.3 on: buckets are set up and the micro-step is counted by the first forward.
@@ -157,7 +156,7 @@ class FlatShards(Shards):
             optimizer.ready_for_gradients = False
 
         def unstash() -> None:
-            put_back()
+            restore()
             for gradients, kept in zip(self._accumulators(), accumulated, strict=True):
                 gradients.clear()
                 gradients.update(kept)
@@ -181,7 +180,7 @@ class FlatShards(Shards):
         swap(stack, optimizer, "ipg_buckets", {torch.float32: bucket})
 
     def _copy_flat_weights(self, stack: ExitStack) -> None:
-        """4 bytes for each parameter of the model, on every rank."""
+        """Swap in fp32 weights: 4 bytes for each parameter of the model, on every rank."""
         optimizer, flats, partitions = self.optimizer, [], []
         for group, params in enumerate(getattr(optimizer, self.PARAMETERS)):
             old = self._get(self.WEIGHTS, group)
@@ -215,30 +214,30 @@ class BF16Shards(FlatShards):
     )
 
     @property
+    @override
     def accumulates(self) -> bool:
-        """See `Shards.accumulates`."""
         return True
 
+    @override
     def gradients(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:
-        """See `Shards.gradients`."""
         for piece in pieces:
             partition = self._get("fp32_groups_gradient_flat_partition", piece.group)
             yield partition.narrow(0, piece.offset, piece.numel)
 
+    @override
     def clear_gradients(self) -> None:
-        """See `Shards.clear_gradients`."""
         self.optimizer.clear_hp_grads()
         for params in self.optimizer.bf16_groups:
             for p in params:
                 p.grad = None
 
+    @override
     def abandon(self) -> None:
-        """See `Shards.abandon`."""
         self.clear_gradients()
 
+    @override
     def stash(self) -> Callable[[], None]:
-        """See `Shards.stash`."""
-        optimizer, put_back = self.optimizer, Shards.stash(self)
+        optimizer, restore = self.optimizer, Shards.stash(self)
         flats = [flat.clone() for flat in optimizer.fp32_groups_gradients_flat]
         flags = [list(flags) for flags in optimizer.fp32_groups_has_gradients]
         parameters = [p for params in optimizer.bf16_groups for p in params]
@@ -246,7 +245,7 @@ class BF16Shards(FlatShards):
         optimizer.clear_hp_grads()
 
         def unstash() -> None:
-            put_back()
+            restore()
             for flat, kept in zip(optimizer.fp32_groups_gradients_flat, flats, strict=True):
                 flat.copy_(kept)
             optimizer.fp32_groups_has_gradients[:] = flags
@@ -270,15 +269,15 @@ def _with_offsets(tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
 
 
 def _cut(parts: Sequence[tuple[int, Tensor]], start: int, numel: int) -> Tensor:
-    """`numel` elements from `start` on of the tensors laid end to end, of which one holds them."""
+    """Return `numel` elements from `start` on of the concatenated tensors; one holds them all."""
     for offset, tensor in parts:
         if offset <= start and start + numel <= offset + tensor.numel():
             return tensor.narrow(0, start - offset, numel)
     raise AssertionError(f"no gradient tensor holds elements {start} to {start + numel}")
 
 
-def _stash_offloaded(optimizer: Any) -> Callable[[], None]:
-    """The gradients and norms that optimizer offload has pending on the host."""
+def _stash_offloaded(optimizer: Private) -> Callable[[], None]:
+    """Save the gradients and norms that optimizer offload has pending on the host."""
     masters = optimizer.single_partition_of_fp32_groups
     gradients = [None if m.grad is None else m.grad.clone() for m in masters]
     accumulated = {k: v.clone() for k, v in optimizer.accumulated_grads_in_cpu.items()}

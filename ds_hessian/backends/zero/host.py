@@ -1,4 +1,4 @@
-"""What ds_hessian touches inside DeepSpeed beyond its public API, each behind a name.
+"""The parts of DeepSpeed beyond its public API that ds_hessian uses, each behind a name.
 
 Read and tried against DeepSpeed 0.19.8; the oldest version accepted is `OLDEST`. Everything private
 is probed with `hasattr` where versions differ, and a version without it is refused by name.
@@ -8,17 +8,81 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hessian.backends.guard import Attributes
 from ds_hessian.errors import UnsupportedError
 
+if TYPE_CHECKING:  # for modules in which an engine is a module too, not only an `Engine`
+    from deepspeed import DeepSpeedEngine as DeepSpeedEngine
+
 OLDEST = (0, 16, 7)
 T = TypeVar("T")
+
+Private = Any
+"""An object of DeepSpeed's that is read by attributes which no type declares: its optimizers,
+sections of its configuration, and parameters to which ZeRO-3 has added `ds_tensor`, `ds_numel` and
+others. `Shards.require` and `hasattr` probe those that differ between versions."""
+
+
+class Engine(Protocol):
+    """The part of a `DeepSpeedEngine` that ds_hessian reads and calls.
+
+    Attributes:
+        module: The model.
+        device: The device of the forward and backward passes.
+        optimizer: One of the optimizers in `support.KINDS`, around the user's own.
+        monitor: The writers of TensorBoard, W&B and others.
+        global_steps: The number of optimizer steps made so far.
+        tput_timer: The timer of the throughput.
+        engine_timers: The timers of `wall_clock_breakdown`.
+        mpu: The model-parallel groups; None without model parallelism.
+    """
+
+    module: nn.Module
+    device: torch.device
+    optimizer: Private
+    monitor: Private
+    global_steps: int
+    tput_timer: object
+    engine_timers: Private
+    mpu: Private
+    _config: Private
+    _is_gradient_accumulation_boundary: bool | None
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run the forward pass."""
+        ...
+
+    def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> object:
+        """Run the backward pass of one micro-batch."""
+        ...
+
+    def step(self, *args: object, **kwargs: object) -> object:
+        """Make an optimizer step where an accumulation window ends."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+        ...
+
+    def zero_optimization_stage(self) -> int:
+        """Return the ZeRO stage."""
+        ...
+
+    def bfloat16_enabled(self) -> bool:
+        """Return whether the model is in bf16."""
+        ...
+
+    def fp16_enabled(self) -> bool:
+        """Return whether the model is in fp16."""
+        ...
+
 
 # State that forward and backward without step() may change, by owner.
 _ENGINE_STATE = (
@@ -44,8 +108,8 @@ _OPTIMIZER_STATE = (
 )
 
 
-def communication() -> tuple[Any, str]:
-    """`(owner, name)` of DeepSpeed's communication object."""
+def communication() -> tuple[ModuleType, str]:
+    """Return the module that holds DeepSpeed's communication object, and the name it has there."""
     from deepspeed.comm import comm
 
     return comm, "cdb"
@@ -65,9 +129,9 @@ def check_version(version: str) -> None:
         )
 
 
-def settings_of(engine: Any) -> dict[str, Any]:
-    """The engine's whole configuration as the user gave it."""
-    settings: dict[str, Any] = engine._config._param_dict
+def settings_of(engine: Engine) -> dict[str, object]:
+    """Return the engine's whole configuration as the user gave it."""
+    settings: dict[str, object] = engine._config._param_dict
     return settings
 
 
@@ -80,7 +144,7 @@ def accelerator_synchronize() -> None:
     get_accelerator().synchronize()
 
 
-def quiet(engine: Any, attributes: Attributes) -> None:
+def quiet(engine: Engine, attributes: Attributes) -> None:
     """Remember the counters of engine and optimizer, and switch off what reports or reshapes."""
     optimizer = engine.optimizer
     attributes.keep(engine, *_ENGINE_STATE)
@@ -104,7 +168,7 @@ def quiet(engine: Any, attributes: Attributes) -> None:
 
 @contextmanager
 def forward_stack() -> Iterator[None]:
-    """ZeRO-3 pushes modules to a global list in forward; an exception leaves them there."""
+    """Restore ZeRO-3's global list of modules in forward, on which an exception leaves some."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
     depth = len(FWD_MODULE_STACK)
@@ -114,12 +178,12 @@ def forward_stack() -> Iterator[None]:
         del FWD_MODULE_STACK[depth:]
 
 
-def backward(engine: Any, loss: Tensor, last: bool) -> float:
+def backward(engine: Engine, loss: Tensor, last: bool) -> float:
     """Backward of one micro-batch; with the last one of a window the gradient is reduced.
 
     Returns:
-        d(what was differentiated) / d(loss): the loss scale, 1/GAS or whatever this version of
-        DeepSpeed puts between them; its arguments do not tell.
+        The derivative of what was differentiated by the loss: the loss scale, 1/GAS or whatever
+        this version of DeepSpeed puts between them; its arguments do not say.
     """
     seen: list[float] = []
     handle = loss.register_hook(lambda gradient: seen.append(float(gradient)))
@@ -131,20 +195,20 @@ def backward(engine: Any, loss: Tensor, last: bool) -> float:
     return seen[0]
 
 
-def shape(p: Any) -> torch.Size:
-    """Shape of the unsharded parameter."""
+def shape(p: Tensor) -> torch.Size:
+    """Return the shape of the unsharded parameter."""
     whole: torch.Size = getattr(p, "ds_shape", p.shape)
     return whole
 
 
-def offloads(section: Any) -> bool:
-    """Whether `offload_optimizer` or `offload_param` moves something to the host."""
+def offloads(section: object) -> bool:
+    """Return whether `offload_optimizer` or `offload_param` moves something to the host."""
     device = getattr(section, "device", None)
     return str(getattr(device, "value", device)) == "cpu"
 
 
-def compute_dtype(engine: Any) -> torch.dtype:
-    """The dtype in which forward and backward compute."""
+def compute_dtype(engine: Engine) -> torch.dtype:
+    """Return the dtype in which forward and backward compute."""
     config = engine._config
     if getattr(config, "torch_autocast_enabled", False):
         autocast: torch.dtype = config.torch_autocast_dtype
@@ -156,22 +220,22 @@ def compute_dtype(engine: Any) -> torch.dtype:
     )
 
 
-def averaging_factor(engine: Any) -> float:
-    """What makes a reduced gradient the average over data-parallel ranks."""
+def averaging_factor(engine: Engine) -> float:
+    """Return the factor from a reduced gradient to the average over data-parallel ranks."""
     averaged = getattr(engine, "gradient_average", True)  # False: "gradient_allreduce_op": "sum"
     return 1.0 if averaged else 1.0 / data_parallel(engine)[1]
 
 
-def data_parallel(engine: Any) -> tuple[int, int]:
-    """`(rank, size)` among the ranks that have the same part of the model."""
+def data_parallel(engine: Engine) -> tuple[int, int]:
+    """Return `(rank, size)` among the ranks that have the same part of the model."""
     mpu = getattr(engine, "mpu", None)
     if mpu is None:
         return dist.get_rank(), dist.get_world_size()
     return int(mpu.get_data_parallel_rank()), int(mpu.get_data_parallel_world_size())
 
 
-def tensor_parallel(engine: Any) -> tuple[int, int]:
-    """`(rank, size)` among the ranks that share a copy of the model, by the engine's mpu."""
+def tensor_parallel(engine: Engine) -> tuple[int, int]:
+    """Return `(rank, size)` among the ranks that share a copy of the model, by the engine's mpu."""
     from deepspeed.utils import bwc
 
     mpu = getattr(engine, "mpu", None)
@@ -179,8 +243,8 @@ def tensor_parallel(engine: Any) -> tuple[int, int]:
     return int(rank), int(bwc.bwc_tensor_model_parallel_world_size(mpu))
 
 
-def of_first_tensor_rank(engine: Any, value: T) -> T:
-    """What the first of the ranks that share a copy of the model has. Collective."""
+def of_first_tensor_rank(engine: Engine, value: T) -> T:
+    """Return the value of the first of the ranks that share a copy of the model. Collective."""
     from deepspeed.utils import bwc
 
     if tensor_parallel(engine)[1] == 1:
@@ -190,20 +254,20 @@ def of_first_tensor_rank(engine: Any, value: T) -> T:
     return box[0]
 
 
-def other_parallel_size(engine: Any) -> int:
-    """Ranks for each pair of a data-parallel and a tensor-parallel one: pipelines and contexts."""
+def other_parallel_size(engine: Engine) -> int:
+    """Return the product of the other parallel sizes: of pipelines and contexts."""
     return int(dist.get_world_size() // (data_parallel(engine)[1] * tensor_parallel(engine)[1]))
 
 
-def has_auto_tp(engine: Any) -> bool:
-    """Whether DeepSpeed itself has split the layers, in its own way."""
+def has_auto_tp(engine: Engine) -> bool:
+    """Return whether DeepSpeed itself has split the layers, in its own way."""
     from deepspeed.utils import groups
 
     return getattr(engine, "mpu", None) is groups
 
 
-def sequence_parallel_size(engine: Any) -> int:
-    """Ranks that share a sequence (Ulysses)."""
+def sequence_parallel_size(engine: Engine) -> int:
+    """Return the number of ranks that share a sequence (Ulysses)."""
     from deepspeed.utils import groups
 
     return int(groups._get_sequence_parallel_world_size())

@@ -1,7 +1,7 @@
-"""What the guard of a ZeRO job holds, from plain figures: no engine, no ranks.
+"""The memory of the guard of a ZeRO job, from plain figures: no engine, no ranks.
 
 The weights need no copy where they are the rounded masters, from which they are written back. Only
-after somebody's own edit of either, which is seen when the measurement begins, they are copied.
+after a user's edit of either, which is detected when the measurement begins, they are copied.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ class ZeroFigures:
 
     Attributes:
         stage: 0 to 3.
-        n: Trainable parameters of the model, of its part with tensor parallelism.
+        n: Trainable parameters of the model, or of its part under tensor parallelism.
         n_local: Coordinates in this rank's vectors.
-        weight_bytes: Of one weight in the dtype of the passes.
-        gradient_bytes: Of one gradient in the partition that accumulates them.
+        weight_bytes: Size of one weight in the dtype of the passes.
+        gradient_bytes: Size of one gradient in the partition that accumulates them.
         has_masters: Whether the optimizer keeps fp32 masters (not at stage 0 in fp32).
-        place: Where vectors are: with the passes.
-        offloads_optimizer: `offload_optimizer` to the CPU.
-        offloads_parameters: `offload_param` to the CPU.
-        whole_gradients: `BF16_Optimizer`, which accumulates whole fp32 gradients on every rank.
+        place: The memory that holds vectors and runs the passes.
+        offloads_optimizer: True with `offload_optimizer` to the CPU.
+        offloads_parameters: True with `offload_param` to the CPU.
+        whole_gradients: True for `BF16_Optimizer`, with whole fp32 gradients on every rank.
     """
 
     stage: int
@@ -42,11 +42,11 @@ class ZeroFigures:
 
 
 def memory_of_zero(job: ZeroFigures, precision: Precision = "model") -> list[Item]:
-    """Items of a session of a `ZeroBackend`.
+    """Return the items of a session of a `ZeroBackend`.
 
     Args:
         job: Its figures.
-        precision: Of the passes; see `finite_difference.precision`.
+        precision: The precision of the passes; see `finite_difference.precision`.
     """
     near, vector = job.place, FP32 * job.n_local
     masters: Place = "host" if job.offloads_optimizer else near

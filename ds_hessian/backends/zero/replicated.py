@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ds_hessian.backends.guard import swap
-from ds_hessian.backends.zero.host import data_parallel
+from ds_hessian.backends.zero.host import Engine, data_parallel
 from ds_hessian.backends.zero.shards import Piece, Shards
 from ds_hessian.errors import UnsupportedError
 
 
 class ReplicatedShards(Shards):
-    """See `Shards`."""
+    """Shards of a stage-0 optimizer: every rank has the whole of everything."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.masters: dict[int, Tensor] = {}
         for group, params in enumerate(getattr(self.optimizer, "fp16_groups", [])):
@@ -37,7 +37,7 @@ class ReplicatedShards(Shards):
         return list(flat.detach().split([p.numel() for p in params]))
 
     def pieces(self) -> list[Piece]:
-        """See `Shards.pieces`: all coordinates, cut where the part that this rank owns ends.
+        """Return all coordinates, split at the ends of the part that this rank owns.
 
         Raises:
             UnsupportedError: a parameter's memory is not contiguous.
@@ -62,18 +62,18 @@ class ReplicatedShards(Shards):
             begin += p.numel()
         return pieces
 
+    @override
     def weight(self, piece: Piece) -> Tensor:
-        """See `Shards.weight`."""
         flat: Tensor = piece.parameter.data.view(-1)
         return flat.narrow(0, piece.start, piece.numel)
 
+    @override
     def master(self, piece: Piece) -> Tensor | None:
-        """See `Shards.master`."""
         master = self.masters.get(id(piece.parameter))
         return None if master is None else master.narrow(0, piece.start, piece.numel)
 
+    @override
     def stepped(self, piece: Piece) -> tuple[Tensor, int, int]:
-        """See `Shards.stepped`."""
         optimizer, p = self.optimizer, piece.parameter
         for group, params in enumerate(getattr(optimizer, "fp16_groups", [])):
             numbers = [i for i, other in enumerate(params) if other is p]
@@ -87,17 +87,17 @@ class ReplicatedShards(Shards):
         return p, piece.start, group
 
     def publish(self) -> None:
-        """See `Shards.publish`: every rank has written the same already."""
+        """Do nothing: every rank has written the same weights already."""
 
     @property
     def accumulates(self) -> bool:
-        """See `Shards.accumulates`: gradients have the dtype of their weights."""
+        """True if all weights are fp32: gradients have the dtype of their weights."""
         return all(
             p.dtype == torch.float32 for p in self.engine.module.parameters() if p.requires_grad
         )
 
+    @override
     def gradients(self, pieces: Sequence[Piece]) -> Iterator[Tensor | None]:
-        """See `Shards.gradients`."""
         for piece in pieces:
             gradient = piece.parameter.grad
             if gradient is None:

@@ -1,4 +1,4 @@
-"""What the backend needs to know of an optimizer: where its weights, masters and gradients lie."""
+"""Access to the weights, masters and gradients of one of DeepSpeed's optimizers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from ds_hessian.backends.adam import moments
 from ds_hessian.backends.guard import swap
 from ds_hessian.backends.protocol import AdamState
+from ds_hessian.backends.zero.host import Engine, Private
 from ds_hessian.errors import UnsupportedError
 
 
@@ -26,11 +26,11 @@ class Piece:
         start: Flat index of the first coordinate in the parameter, as this rank's layers have it.
         numel: Number of coordinates.
         group: The optimizer's group (or ZeRO-3 sub-group) that the parameter is in.
-        offset: Of the run, in this rank's part of the group.
+        offset: Offset of the run in this rank's part of the group.
         owned: False on all but one of the ranks that hold these coordinates.
     """
 
-    parameter: Any
+    parameter: Private
     start: int
     numel: int
     group: int = 0
@@ -39,23 +39,23 @@ class Piece:
 
 
 class Shards(ABC):
-    """Where one kind of DeepSpeed optimizer keeps things; one subclass for each kind.
+    """Access to what one kind of DeepSpeed optimizer stores; one subclass for each kind.
 
     Between two passes there are no gradients: `clear_gradients` forgets the last pass, and `stash`
-    puts aside what training had pending.
+    saves what training had pending.
 
     Args:
         engine: A `DeepSpeedEngine`.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
 
     def require(self, *names: str) -> None:
         """Refuse an optimizer that lacks a private attribute which is used.
 
         Raises:
-            UnsupportedError: this version of DeepSpeed keeps things elsewhere.
+            UnsupportedError: this version of DeepSpeed has other attributes.
         """
         missing = [name for name in names if not hasattr(self.optimizer, name)]
         if missing:
@@ -66,25 +66,25 @@ class Shards(ABC):
 
     @abstractmethod
     def pieces(self) -> list[Piece]:
-        """This rank's coordinates, without padding."""
+        """Return this rank's coordinates, without padding."""
 
     @abstractmethod
     def weight(self, piece: Piece) -> Tensor:
-        """Flat view of what is displaced, in the dtype of the passes."""
+        """Return a flat view of the weights to displace, in the dtype of the passes."""
 
     @abstractmethod
     def master(self, piece: Piece) -> Tensor | None:
-        """Flat view of the master weights; None where the weights are their own."""
+        """Return a flat view of the master weights; None where the weights are their own."""
 
     @abstractmethod
     def stepped(self, piece: Piece) -> tuple[Tensor, int, int]:
-        """The tensor that the inner optimizer steps for the piece, the offset of the piece in it,
-        and the number of its parameter group.
+        """Return the tensor that the inner optimizer steps for the piece, the offset of the piece
+        in it, and the number of its parameter group.
         """
 
     def adam(self, piece: Piece) -> AdamState | None:
-        """What Adam knows of the piece; None if the optimizer is not Adam."""
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        """Return Adam's state of the piece; None if the optimizer is not Adam."""
+        inner: Private = getattr(self.optimizer, "optimizer", self.optimizer)
         tensor, offset, group = self.stepped(piece)
         state, settings = inner.state.get(tensor, {}), inner.param_groups[group]
         return moments(state, settings, offset, piece.numel)
@@ -94,29 +94,31 @@ class Shards(ABC):
         """Make every rank's next forward read the written weights. Collective."""
 
     def prepare(self) -> None:  # noqa: B027  # most have nothing to do
-        """Before a forward, inside the lockstep: what is cheaper at once than on the way."""
+        """Gather before a forward, inside the lockstep, what is cheaper to gather at once."""
 
     @abstractmethod
     def gradients(self, pieces: Sequence[Piece]) -> Iterator[Tensor | None]:
-        """Flat views of the reduced gradient of the last pass, or the sum of those since
-        `clear_gradients` where it `accumulates`; right after a backward. None for zero.
+        """Yield flat views of the reduced gradient, right after a backward; None for zero.
+
+        The gradient is that of the last pass, or the sum since `clear_gradients` where the
+        optimizer `accumulates`.
         """
 
     @property
     def accumulates(self) -> bool:
-        """Whether the passes of an accumulation window add up in fp32, as they are asked to now."""
+        """True if the gradients of an accumulation window are summed in fp32 as now configured."""
         return False
 
     def clear_gradients(self) -> None:
-        """Forget the passes made; a parameter that a later pass does not use has gradient 0."""
+        """Clear the gradients; a parameter that a later pass does not use has gradient 0."""
         self.engine.zero_grad()
 
     def abandon(self) -> None:
-        """Forget a forward or backward that ranks have left at different places."""
+        """Discard a forward or backward that ranks have left at different points."""
         self.clear_gradients()
 
     def stash(self) -> Callable[[], None]:
-        """Put aside the gradients that training has pending; returns what puts them back."""
+        """Save the gradients that training has pending; return a function that restores them."""
         kept = [
             (p, name, getattr(p, name))
             for p in self.engine.module.parameters()
@@ -136,7 +138,7 @@ class Shards(ABC):
     def in_fp32(self) -> Iterator[None]:
         """Let the passes run on fp32 copies of the masters; the weights themselves stay untouched.
 
-        Inside, `weight` gives the copies.
+        Inside, `weight` returns the copies.
         """
         engine, config = self.engine, self.engine._config
         with ExitStack() as stack:
@@ -156,9 +158,9 @@ class Shards(ABC):
 
     @abstractmethod
     def _copy_to_fp32(self, stack: ExitStack) -> None:
-        """The kind's own part of `in_fp32`: all parameters, frozen ones too."""
+        """Swap in fp32 copies of all parameters, frozen ones too, until the stack closes."""
 
-    def _frozen(self) -> Iterator[Any]:
+    def _frozen(self) -> Iterator[Private]:
         for p in self.engine.module.parameters():
             if not p.requires_grad and p.is_floating_point():
                 yield p

@@ -6,25 +6,25 @@ of the last; the padding is uninitialised memory in the weights and is left out 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from ds_hessian.backends.guard import swap
-from ds_hessian.backends.zero.host import accelerator_synchronize
+from ds_hessian.backends.zero.host import Engine, Private, accelerator_synchronize
 from ds_hessian.backends.zero.shards import Piece, Shards
 
 _GRADIENTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
 class Stage3Shards(Shards):
-    """See `Shards`."""
+    """Shards of `DeepSpeedZeroOptimizer_Stage3`."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.require(
             "fp16_groups",
@@ -40,7 +40,7 @@ class Stage3Shards(Shards):
         )
 
     def pieces(self) -> list[Piece]:
-        """See `Shards.pieces`: one for each parameter, the padding at the end left out."""
+        """Return one piece for each parameter, without the padding at its end."""
         pieces = []
         for p, group, offset in self._parameters():
             length = p.ds_tensor.ds_numel
@@ -48,49 +48,49 @@ class Stage3Shards(Shards):
             pieces.append(Piece(p, start, max(0, min(length, p.ds_numel - start)), group, offset))
         return pieces
 
-    def _first(self, p: Any) -> int:
-        """Where this rank's shard begins in the flattened parameter."""
+    def _first(self, p: Private) -> int:
+        """Return the index at which this rank's shard begins in the flattened parameter."""
         return int(p.ds_tensor.ds_numel) * dist.get_rank(p.ds_process_group)
 
-    def _parameters(self) -> Iterator[tuple[Any, int, int]]:
-        """(parameter, sub-group, offset of its shard there) in the optimizer's order."""
+    def _parameters(self) -> Iterator[tuple[Private, int, int]]:
+        """Yield (parameter, sub-group, offset of its shard there) in the optimizer's order."""
         for group, params in enumerate(self.optimizer.fp16_groups):
             offset = 0
             for p in params:
                 yield p, group, offset
                 offset += p.ds_tensor.ds_numel
 
+    @override
     def weight(self, piece: Piece) -> Tensor:
-        """See `Shards.weight`."""
         shard: Tensor = piece.parameter.ds_tensor.data
         return self._run(piece, shard)
 
     def _run(self, piece: Piece, shard: Tensor) -> Tensor:
         return shard.view(-1).narrow(0, piece.start - self._first(piece.parameter), piece.numel)
 
+    @override
     def master(self, piece: Piece) -> Tensor:
-        """See `Shards.master`."""
         flat: Tensor = self.optimizer.fp32_partitioned_groups_flat[piece.group].detach()
         return flat.narrow(0, piece.offset, piece.numel)
 
+    @override
     def stepped(self, piece: Piece) -> tuple[Tensor, int, int]:
-        """See `Shards.stepped`."""
         flat: Tensor = self.optimizer.fp32_partitioned_groups_flat[piece.group]
         return flat, piece.offset, self.optimizer.sub_group_to_group_id[piece.group]
 
     def publish(self) -> None:
-        """See `Shards.publish`.
+        """Release gathered parameters, so that the next forward gathers the written shards.
 
-        Gathered parameters (the persistent, small ones stay gathered after a backward) are
-        released, and hpZ's secondary shards dropped. `engine.empty_partition_cache()` does the
-        same and flushes the allocator, at 0.4 s a call.
+        The persistent, small ones stay gathered after a backward. The secondary shards of hpZ are
+        dropped. `engine.empty_partition_cache()` does the same and flushes the allocator, at 0.4 s
+        a call.
         """
         self.optimizer.empty_partition_cache()
         self.optimizer.invalidate_secondary_tensor()
         accelerator_synchronize()
 
     def prepare(self) -> None:
-        """See `Shards.prepare`: gather the persistent, small parameters in one collective.
+        """Gather the persistent, small parameters in one collective.
 
         The forward would gather them one by one, and so would DeepSpeed's own `all_gather`; the
         bits are those that a training step gathers.
@@ -98,7 +98,7 @@ class Stage3Shards(Shards):
         released = [
             p for p in self.optimizer.persistent_parameters if p.ds_status.name == "NOT_AVAILABLE"
         ]
-        together: dict[Any, list[Any]] = {}
+        together: dict[tuple[dist.ProcessGroup, torch.dtype], list[Private]] = {}
         for p in released:
             together.setdefault((p.ds_process_group, p.ds_tensor.dtype), []).append(p)
         for (group, _), params in together.items():
@@ -106,13 +106,13 @@ class Stage3Shards(Shards):
 
     @property
     def accumulates(self) -> bool:
-        """See `Shards.accumulates`. An offloading optimizer sums up on the host, elsewhere."""
+        """True if gradients are fp32 and not offloaded, which sums them in a buffer on the host."""
         optimizer = self.optimizer
         fp32 = optimizer.grad_partitions_flat_buffer.dtype == torch.float32
         return bool(fp32 and not optimizer.offload_optimizer)
 
     def gradients(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:
-        """See `Shards.gradients`; of any micro-batch of a window, offloaded or not."""
+        """Yield the gradient of any micro-batch of a window, offloaded or not."""
         stream = self.optimizer.reduce_and_partition_stream
         if stream is not None:
             stream.synchronize()
@@ -120,13 +120,13 @@ class Stage3Shards(Shards):
         for piece in pieces:
             yield self._run(piece, shards[piece.parameter.ds_id].detach())
 
+    @override
     def clear_gradients(self) -> None:
-        """See `Shards.clear_gradients`."""
         self.optimizer.zero_grad()
         self.optimizer.grad_partitions_flat_buffer.zero_()
 
     def abandon(self) -> None:
-        """See `Shards.abandon`.
+        """Reset the engine after a forward or backward that ranks have left.
 
         Afterwards nothing is in flight, no gradient waits for its reduction, and all ranks record
         the order of gathers anew: it would be compared between them at the next forward.
@@ -159,9 +159,9 @@ class Stage3Shards(Shards):
                 if counter in vars(submodule):
                     setattr(submodule, counter, 0)
 
+    @override
     def stash(self) -> Callable[[], None]:
-        """See `Shards.stash`."""
-        optimizer, put_back = self.optimizer, super().stash()
+        optimizer, restore = self.optimizer, super().stash()
         gathered = self._gathered()
         buffer = optimizer.grad_partitions_flat_buffer.clone()
         micro_step, averaged = optimizer.micro_step_id, dict(optimizer.averaged_gradients)
@@ -170,7 +170,7 @@ class Stage3Shards(Shards):
         offloaded = _stash_offloaded(optimizer) if optimizer.offload_optimizer else None
 
         def unstash() -> None:
-            put_back()
+            restore()
             for p, whole in gathered:
                 p.data, p.ds_status = whole, type(p.ds_status).AVAILABLE
             optimizer.grad_partitions_flat_buffer.copy_(buffer)
@@ -180,13 +180,13 @@ class Stage3Shards(Shards):
 
         return unstash
 
-    def _gathered(self) -> list[tuple[Any, Tensor]]:
-        """Persistent parameters that training holds gathered, to be left so.
+    def _gathered(self) -> list[tuple[Private, Tensor]]:
+        """Return the persistent parameters that training holds gathered, which must stay so.
 
         A step gathers them in full precision, a forward in the communication dtype, so gathering
         them anew can change their bits (tied embeddings under torch_autocast).
         """
-        parameters = self.engine.module.parameters()
+        parameters: Iterable[Private] = self.engine.module.parameters()
         return [(p, p.data) for p in parameters if p.ds_persist and p.ds_status.name == "AVAILABLE"]
 
     def _copy_to_fp32(self, stack: ExitStack) -> None:
@@ -212,7 +212,7 @@ class Stage3Shards(Shards):
         stack.callback(self.publish)  # first of all, release what was gathered from the copies
 
 
-def _gather(params: Sequence[Any], group: Any, device: torch.device) -> None:
+def _gather(params: Sequence[Private], group: dist.ProcessGroup, device: torch.device) -> None:
     from deepspeed import comm
 
     mine = torch.cat([p.ds_tensor.data.to(device).view(-1) for p in params])
@@ -226,17 +226,17 @@ def _gather(params: Sequence[Any], group: Any, device: torch.device) -> None:
         p.ds_status = type(p.ds_status).AVAILABLE
 
 
-def _replace_shard(stack: ExitStack, p: Any, value: Tensor) -> None:
+def _replace_shard(stack: ExitStack, p: Private, value: Tensor) -> None:
     shard = p.ds_tensor
-    copy: Any = value.to(shard.device, torch.float32, copy=True)
+    copy: Private = value.to(shard.device, torch.float32, copy=True)
     for name in ("ds_numel", "status", "final_location"):
         setattr(copy, name, getattr(shard, name))
     swap(stack, p, "ds_tensor", copy)
     swap(stack, p, "data", torch.empty(0, dtype=torch.float32, device=p.device))
 
 
-def _stash_offloaded(optimizer: Any) -> Callable[[], None]:
-    """The gradients and norms that optimizer offload has pending on the host."""
+def _stash_offloaded(optimizer: Private) -> Callable[[], None]:
+    """Save the gradients and norms that optimizer offload has pending on the host."""
     masters = optimizer.fp32_partitioned_groups_flat
     gradients = [None if m.grad is None else m.grad.clone() for m in masters]
     norms = dict(optimizer.norm_for_param_grads)

@@ -1,20 +1,19 @@
-"""What is measured and what is refused, by name, before anything is touched."""
+"""Refusal of engines that cannot be measured, by name, before anything is touched."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from ds_hessian.backends.guard import has_plain_random_states
 from ds_hessian.backends.zero import host, tensor_parallel
+from ds_hessian.backends.zero.host import Engine
 from ds_hessian.errors import UnsupportedError
 
 
-def refuse_unsupported(engine: Any) -> None:
+def refuse_unsupported(engine: Engine) -> None:
     """Raise for an engine on which products would be wrong or untested.
 
-    The decision uses the configuration alone, so every rank takes the same one.
+    The decision uses the configuration alone, so every rank reaches the same one.
 
     Raises:
         UnsupportedError: names the option, and what to do.
@@ -36,7 +35,7 @@ KINDS = {
 """Optimizers that DeepSpeed makes at each stage and whose shards are known."""
 
 
-def _findings(engine: Any) -> list[tuple[str, bool, str]]:
+def _findings(engine: Engine) -> list[tuple[str, bool, str]]:
     config, optimizer = engine._config, engine.optimizer
     zero, kind = config.zero_config, type(optimizer).__name__
     stage, plain = int(zero.stage), isinstance(optimizer, torch.optim.Optimizer)
@@ -77,7 +76,7 @@ def _findings(engine: Any) -> list[tuple[str, bool, str]]:
     ]
 
 
-def _model_parallel_findings(engine: Any) -> list[tuple[str, bool, str]]:
+def _model_parallel_findings(engine: Engine) -> list[tuple[str, bool, str]]:
     instead = "measure a job on megatron-core (ds_hessian.megatron), or a data-parallel one"
     other = host.other_parallel_size(engine) > 1
     several = other or host.tensor_parallel(engine)[1] > 1
@@ -120,12 +119,12 @@ def _model_parallel_findings(engine: Any) -> list[tuple[str, bool, str]]:
     ]
 
 
-def _offloads(zero: Any, device: str) -> bool:
+def _offloads(zero: host.Private, device: str) -> bool:
     sections = (zero.offload_optimizer, zero.offload_param)
     devices = [s.device for s in sections if s is not None]
     return any(str(getattr(d, "value", d)) == device for d in devices)
 
 
-def _is_deepcompile(engine: Any) -> bool:
+def _is_deepcompile(engine: Engine) -> bool:
     active = getattr(engine, "is_deepcompile_active", None)
     return bool(active is not None and active())

@@ -1,4 +1,4 @@
-"""Where a tensor-parallel rank's parameters lie in the unsharded model.
+"""The parts of the unsharded model that a tensor-parallel rank's parameters are.
 
 Read off the attributes that Megatron's layers set (`tensor_model_parallel`, `partition_dim`,
 `partition_stride`: tensor_parallel/layers.py of megatron-core, and of Megatron-DeepSpeed), under
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ class Run:
     """A block of the unsharded parameter, as one run of this rank's flattened part.
 
     Attributes:
-        start: Where the run begins.
+        start: Index of the run's first element.
         numel: Its length.
         box: The block.
     """
@@ -37,11 +36,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where this rank's part of a parameter is.
+    """The part of an unsharded parameter that this rank stores.
 
     Attributes:
-        shape: Of the unsharded parameter.
-        runs: What the rank's flattened part consists of, in order.
+        shape: Shape of the unsharded parameter.
+        runs: The blocks of the rank's flattened part, in order.
         owned: Whether the part counts here; replicas count on one rank.
         replicated: Whether every tensor-parallel rank has the whole parameter.
     """
@@ -54,7 +53,7 @@ class Placement:
     def fragments(
         self, name: str, start: int, numel: int, owned: bool
     ) -> Iterator[tuple[int, Fragment]]:
-        """`(begin, fragment)` of what elements `start` to `start + numel` of the part are."""
+        """Yield `(begin, fragment)` for elements `start` to `start + numel` of the part."""
         for run in self.runs:
             low, high = max(start, run.start), min(start + numel, run.start + run.numel)
             if low < high:
@@ -63,16 +62,16 @@ class Placement:
                 yield low, Fragment.in_block(name, *where, self.shape, run.box, mine)
 
 
-def is_split(p: Any) -> bool:
-    """Whether tensor-parallel ranks store different parts of the parameter."""
+def is_split(p: Tensor) -> bool:
+    """Return whether tensor-parallel ranks store different parts of the parameter."""
     return bool(getattr(p, "tensor_model_parallel", False))
 
 
-def place(name: str, p: Any, shape: torch.Size, rank: int, ranks: int) -> Placement:
-    """Where the part of `shape` that tensor-parallel rank `rank` of `ranks` stores is.
+def place(name: str, p: Tensor, shape: torch.Size, rank: int, ranks: int) -> Placement:
+    """Locate the part, of this `shape`, that tensor-parallel rank `rank` of `ranks` stores.
 
     Raises:
-        UnsupportedError: the attributes do not say it.
+        UnsupportedError: the attributes of `p` do not determine it.
     """
     if ranks == 1 or not is_split(p):
         whole = Run(0, shape.numel(), Box((0,) * len(shape), tuple(shape)))
@@ -98,7 +97,7 @@ def place(name: str, p: Any, shape: torch.Size, rank: int, ranks: int) -> Placem
 
 
 class Replicas:
-    """Whether replicated parameters have the same gradient on all tensor-parallel ranks.
+    """A check that replicated parameters have the same gradient on all tensor-parallel ranks.
 
     Where they have parts of a sum (of each rank's tokens, or of its heads), Megatron adds them up
     outside of the engine, if at all: a product would be wrong.
@@ -113,7 +112,7 @@ class Replicas:
         self.sums: dict[str, list[float]] = {}
 
     def add(self, fragment: Fragment, gradient: Tensor | None) -> None:
-        """Note a run of a replicated parameter's gradient."""
+        """Record a run of a replicated parameter's gradient."""
         entry = self.sums.setdefault(fragment.name, [0.0, 0.0])
         if gradient is not None:
             values = gradient.double()

@@ -1,16 +1,17 @@
-"""What trials and products say of rounding noise and bend: a table of probabilities.
+"""Probabilities of rounding noise and nonlinearity, learnt from trials and products.
 
 Notation: D(h) is the difference of a unit vector at displacement h, r its *nonlinearity ratio*
 |g(w + hv) + g(w - hv) - 2 g(w)| / |g(w + hv) - g(w - hv)|, which costs no gradient. For a scheme of
-order p, with S = |Hv|, both follow from two numbers, the noise N and the bend b:
+order p, with S = |Hv|, r and the error follow from two numbers, the noise N and the *bend* b, the
+curvature of the gradient along v:
 
     r     =  sqrt(3 (N / (h |D|))^2 + (b h)^2)           b h is 1.1 where it saturates
     error =  sqrt((N / (h S))^2 + (kappa (b h)^p)^2)     relative, smallest at h*
 
 N is the rounding noise of the gradients and hardly depends on v or h; 1 / b is a length that
-belongs to v. One r cannot tell noise from bend; several, at different h, can, and what the vectors
-before have taught is the probability to begin with. What is said of the *pilot* (some of the
-micro-batches) holds for the whole slice but for a spread. Measured values of kappa, of the factors
+belongs to v. One r cannot separate rounding from nonlinearity; several, at different h, can, and
+the estimates from earlier vectors are the prior. An estimate from the *pilot* (some of the
+micro-batches) holds for the whole slice up to a spread. Measured values of kappa, of the factors
 between pilot and slice and of the drifts from vector to vector are in docs/numerics.md.
 """
 
@@ -18,23 +19,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.floating[Any]]
+Array = NDArray[np.floating]
 
 STEP, REACH = 0.25, 5.0
-"""Of the table's logarithms: their distance, and how far they reach to both sides of what is
-expected, in standard deviations (7 at least, a factor of 1000).
+"""The distance of the table's logarithms, and their reach to both sides of the expected value, in
+standard deviations (at least 7, a factor of 1000).
 """
 
 SATURATION = 1.1
 """The nonlinearity ratio where h is far too large."""
 
 SCATTER, FREEDOM = 0.25, 5.0
-"""Of ln r around its formula: a Student distribution, twice as wide from r = SATURATING on."""
+"""Scatter of ln r around its formula: a Student distribution, twice as wide from SATURATING on."""
 
 SATURATING = 0.4
 
@@ -42,16 +42,16 @@ VISIBLE, KAPPA_SCATTER = 3.0, 0.35
 """A change above VISIBLE times what noise makes shows truncation; the error of ln kappa from it."""
 
 LARGER = 1.5
-"""kappa of the slice in units of the pilot's."""
+"""Ratio of the slice's kappa to the pilot's."""
 
 UNLIKE = 0.4
 """Mean deviation of ln b between pilot and slice, vectors apart."""
 
 TAIL = 3.0
-"""Degrees of freedom of what is expected of a vector's bend."""
+"""Degrees of freedom of the prior of a vector's b."""
 
 LARGEST = 2.0, 1.2
-"""Of the parts of an error, noise and b h: more cannot be told from it."""
+"""Largest values of the parts of an error, noise and b h: larger ones are indistinguishable."""
 
 NEGLIGIBLE = 1e-5
 """Cells of the table below this share of the most probable one are left out of averages."""
@@ -59,17 +59,17 @@ NEGLIGIBLE = 1e-5
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a positive number: mean and standard deviation of its natural logarithm."""
+    """An estimate of a positive number: mean and standard deviation of its natural logarithm."""
 
     mean: float
     spread: float
 
     def widened(self, spread: float) -> Estimate:
-        """The same after a random change."""
+        """Return the estimate after a random change."""
         return Estimate(self.mean, math.hypot(self.spread, spread))
 
     def corrected(self, seen: float, scatter: float) -> Estimate:
-        """After an observation `seen` of the logarithm, itself off by `scatter`."""
+        """Return the estimate after observing `seen`, with error `scatter`, for the logarithm."""
         gain = self.spread**2 / (self.spread**2 + scatter**2)
         return Estimate(self.mean + gain * (seen - self.mean), self.spread * math.sqrt(1 - gain))
 
@@ -87,18 +87,18 @@ class Trial:
 
     @property
     def finite(self) -> bool:
-        """Whether there is anything to learn from it but that h was too large."""
+        """True if size and ratio are finite; otherwise it shows only that h was too large."""
         return math.isfinite(self.size) and math.isfinite(self.nonlinearity)
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is the same for all vectors of a slice, as far as it is known.
+    """Known quantities that are the same for all vectors of a slice.
 
     Attributes:
-        order: p.
-        quiet: N of the slice in units of the pilot's.
-        bend, size: ln of the slice's b and S in units of the pilot's.
+        order: The order p of the scheme.
+        quiet: The ratio of the slice's N to the pilot's.
+        bend, size: The logarithms of the ratios of the slice's b and S to the pilot's.
         spread: Mean deviation of `bend`; zero where the pilot is the slice.
     """
 
@@ -111,13 +111,13 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a displacement is expected to be worth.
+    """The expected error at the best displacement and at the last one.
 
     Attributes:
-        h: The one with the least expected ln(error).
-        regret: What is lost with it for not knowing noise and bend better; mean of ln(error).
-        excess: What is lost in addition by staying where the last trial was.
-        noise, error: There, relative.
+        h: The displacement with the least expected ln(error).
+        regret: The mean loss in ln(error) at h that is due to the uncertainty of N and b.
+        excess: The additional loss from staying at the displacement of the last trial.
+        noise, error: Relative noise and error at the displacement of the last trial.
     """
 
     h: float
@@ -131,8 +131,8 @@ class Belief:
     """Probabilities of one vector's ln N (rows, the pilot's) and ln b (columns, the slice's).
 
     Args:
-        noise, bend, kappa: What is expected before the first trial.
-        around: Of the slice.
+        noise, bend, kappa: The priors before the first trial.
+        around: The quantities common to all vectors of the slice.
     """
 
     def __init__(
@@ -143,17 +143,17 @@ class Belief:
         self.noise, self.bend = noise.mean + rows, bend.mean + columns
         normal = -0.5 * (rows / noise.spread) ** 2
         self._expected = normal[:, None] + _student(columns / bend.spread, TAIL)
-        self._pilot = np.zeros_like(self._expected)  # of the trials; columns: the pilot's bend
+        self._pilot = np.zeros_like(self._expected)  # of the trials; columns: the pilot's b
         self._slice = np.zeros_like(self._expected)  # of the products
         self._bend_of_pilot = bend.mean
 
-    def hear_trial(self, trial: Trial) -> None:
+    def observe_trial(self, trial: Trial) -> None:
         """Learn from a product of the pilot."""
         self._pilot += self._likelihood(trial, 1.0)
         expected = _blurred(self._expected, -self.around.bend, self.around.spread)
         self._bend_of_pilot = self._columns(expected + self._pilot).mean
 
-    def hear_change(self, first: Trial, second: Trial) -> None:
+    def observe_change(self, first: Trial, second: Trial) -> None:
         """Learn kappa from the change between two trials, if truncation is seen in it."""
         order = self.around.order
         above, below = sorted((first, second), key=lambda trial: -trial.h)
@@ -166,30 +166,30 @@ class Belief:
             self.kappa = self.kappa.corrected(seen, KAPPA_SCATTER)
             self.truncation_seen = True
 
-    def hear_product(self, product: Trial) -> None:
+    def observe_product(self, product: Trial) -> None:
         """Learn from a product of all micro-batches, if these are more than the pilot."""
         if self.around.spread:
             self._slice += self._likelihood(product, self.around.quiet)
 
     def estimates(self) -> tuple[Estimate, Estimate]:
-        """Of the pilot's noise and the slice's bend."""
+        """Return estimates of the pilot's ln N and the slice's ln b."""
         table = self._table()
         return self._rows(table), self._columns(table)
 
     def of_pilot(self) -> tuple[float, float]:
-        """The pilot's ln N and ln b, from its trials."""
+        """Return the pilot's ln N and ln b, from its trials."""
         return self._rows(self._expected + self._pilot).mean, self._bend_of_pilot
 
     # ---- decisions
 
     def outlook(self, last: Trial, displacements: Array, of_pilot: bool) -> Outlook:
-        """Weigh the displacements for the slice, after a trial (`of_pilot`) or a product."""
+        """Compare the displacements for the slice, after a trial (`of_pilot`) or a product."""
         noise, bend, weight = self._cells(self._table())
         return self._outlook(last, displacements, of_pilot, noise, bend, weight)
 
     def search(self, last: Trial, displacements: Array) -> tuple[float, float]:
-        """What is lost for not knowing noise and bend of the pilot, see `Outlook.regret`, and where
-        a trial's outcome is least certain, so that most is learnt from it.
+        """Return the regret of the pilot (as `Outlook.regret`), and the displacement at which a
+        trial's outcome is least certain, so that it is the most informative.
         """
         noise, bend, weight = self._cells(self._expected + self._pilot)
         regret = self._outlook(last, displacements, True, noise, bend, weight).regret
@@ -247,7 +247,7 @@ class Belief:
         return self._expected + pilot + self._slice
 
     def _cells(self, table: Array) -> tuple[Array, Array, Array]:
-        """N, b and probability of the cells that matter."""
+        """Return N, b and probability of the cells that are not negligible."""
         weight = np.exp(table - table.max())
         rows, columns = np.nonzero(weight > NEGLIGIBLE)
         weight = weight[rows, columns]
@@ -261,19 +261,19 @@ class Belief:
 
 
 def _ratio(noise: Array, bend: Array, h: Array | float, size: Array | float) -> Array:
-    """The nonlinearity ratio."""
+    """Return the nonlinearity ratio."""
     bent = bend * h
     saturating = bent / np.sqrt(1 + (bent / SATURATION) ** 2)
     return np.sqrt(3 * np.minimum(noise / (h * size), 1.0) ** 2 + saturating**2)
 
 
 def _signal(trial: Trial, noise: Array) -> Array:
-    """|Hv| in |D|, which holds noise as well."""
+    """Return |Hv|, the part of |D| that is not noise."""
     return np.sqrt(trial.size**2 - np.minimum(noise / trial.h, 0.9 * trial.size) ** 2)
 
 
 def _mean(figures: Array, weight: Array) -> Array:
-    """Over the cells; by einsum, since threads of BLAS would wait for those of the ranks beside."""
+    """Average over the cells, by einsum: threads of BLAS would wait for those of other ranks."""
     return np.asarray(np.einsum("ij,j->i", figures, weight))
 
 
@@ -293,11 +293,11 @@ def _estimate(logarithm: Array, weight: Array) -> Estimate:
 
 
 def _blurred(table: Array, shift: float, width: float) -> Array:
-    """Columns moved by `shift` and a random part of mean deviation `width`."""
+    """Shift the columns by `shift` and a random part of mean deviation `width`."""
     if not width:
         return table
-    place = STEP * np.arange(table.shape[1])
-    apart = place - place[:, None] - shift
+    position = STEP * np.arange(table.shape[1])
+    apart = position - position[:, None] - shift
     kernel = np.exp(-np.abs(apart) / width)
     kernel /= kernel.sum(axis=1, keepdims=True)
     moved = np.einsum("ij,jk->ik", np.exp(table - table.max()), kernel)

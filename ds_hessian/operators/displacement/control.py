@@ -1,15 +1,16 @@
 """Choosing the displacement h of each product by measurement.
 
 A *trial* is the product at one displacement on the pilot, a few of the micro-batches; it is part
-of the product over all of them if its displacement is accepted. Trials and finished products tell
-noise and bend (`ds_hessian.operators.displacement.belief`), hence the error at every h:
+of the product over all of them if its displacement is accepted. Trials and finished products
+determine the rounding noise N and the bend b, a measure of the gradient's nonlinearity
+(`ds_hessian.operators.displacement.belief`), hence the error at every h:
 
-* The first vector's trials go where most is to be learnt, until the best h is known well enough.
-* Every other vector's first trial is at the h that is best by what the vectors before have taught;
-  it is accepted unless it shows that another h is expected to be much better.
+* The first vector's trials are the most informative ones, until the best h is known well enough.
+* Every other vector's first trial is at the best h by the estimates from the earlier vectors; it is
+  accepted unless it shows that another h is expected to be much better.
 * With many micro-batches (ALWAYS) a trial above h comes first: there the truncation error shows in
   the change to the next trial, and with it kappa, its size in units of (b h)^p.
-* A finished product that turns out to be far from its best h is made once more.
+* A finished product that turns out to be far from its best h is repeated.
 
 Everything here is arithmetic on numbers that all ranks share; the displacements used are rank 0's.
 """
@@ -36,50 +37,50 @@ from ds_hessian.operators.displacement.belief import (
 from ds_hessian.operators.displacement.schemes import Scheme
 
 NOISE = Estimate(1.5, 2.0)
-"""Of N in units of u |w| |Hv|, where v is random: rounding moves each weight by u of itself."""
+"""Prior of N in units of u |w| |Hv|, v random: rounding changes each weight by u of itself."""
 
 BEND = Estimate(0.7, 2.0)
-"""Of b |w| for a random vector."""
+"""Prior of b |w| for a random vector."""
 
 AFTER_PROBE = Estimate(2.0, 1.3)
-"""From b of a random vector to that of the next Krylov vector, rich in outliers."""
+"""Ratio of b of the next Krylov vector, rich in outliers, to that of a random vector."""
 
 FIRST_STEP = 6.0
-"""From the best h of a random vector down to the first trial of the next."""
+"""Ratio of the best h of a random vector to the first trial of the next."""
 
 NOISE_DRIFT, BEND_DRIFT = 0.15, 0.5
 """Standard deviations from vector to vector, of logarithms."""
 
 NOISE_SPREAD = 0.5
-"""Most that is left unknown of ln N after the first vector."""
+"""Largest standard deviation of ln N after the first vector."""
 
 SHARED = 0.9
 """The noise of k pilots falls as k^(-SHARED / 2): micro-batches share the rounding of weights."""
 
 SMALLER = -0.5
-"""ln of the slice's |Hv| in units of the pilot's, at first."""
+"""Initial logarithm of the ratio of the slice's |Hv| to the pilot's."""
 
 MEMORY = 0.3
-"""Weight of the last vector in what is carried over of pilot and slice."""
+"""Weight of the last vector in the running ratios of slice and pilot."""
 
 KNOWN = 0.08
-"""The first vector's trials go on until no more than this is lost for not knowing better."""
+"""The first vector's trials continue until the regret is no more than this."""
 
 ACCEPT, REPEAT = 0.2, 0.6
-"""Losses in ln(error) for which a trial is accepted, and a product made once more."""
+"""Losses in ln(error) up to which a trial is accepted, and above which a product is repeated."""
 
 APART = 0.4
-"""Trials of a vector are at least so far from each other, in ln h."""
+"""Least distance between the trials of a vector, in ln h."""
 
 ALWAYS, SELDOM = 16, 16
-"""From ALWAYS micro-batches on, each vector but the first has a trial above h; with fewer, where a
-trial weighs more, one vector in SELDOM."""
+"""With ALWAYS micro-batches or more, each vector but the first has a trial above h; with fewer,
+where a trial costs more, one vector in SELDOM."""
 
 AMPLIFY = 8.0
 """The trial above h has this many times the truncation error."""
 
 KAPPA_SPREAD = 0.6
-"""Of ln kappa, from vector to vector."""
+"""Standard deviation of ln kappa from vector to vector."""
 
 MAX_TRIALS = 7
 
@@ -90,22 +91,22 @@ ESTIMATES = ("noise", "bend", "kappa")
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do after a trial: use its displacement, or try `h`."""
+    """The decision after a trial: accept its displacement, or try `h`."""
 
     h: float
     accept: bool
 
 
 class StepController:
-    """Carries what is known of noise and bend from product to product.
+    """The estimates of noise and nonlinearity, carried from product to product.
 
     Args:
-        scheme: Gives the order.
-        unit_roundoff: Of the dtype in which the passes compute.
-        weight_norm: |w|.
-        pilot: Number of micro-batches in a trial.
-        num_micro_batches: All of them.
-        fixed: A displacement that is used whatever the trials say; they estimate its error.
+        scheme: The difference formula.
+        unit_roundoff: The unit roundoff of the dtype in which the passes compute.
+        weight_norm: The norm |w| of the weights.
+        pilot: The number of micro-batches in a trial.
+        num_micro_batches: The number of all micro-batches.
+        fixed: A displacement to use in every product; trials only estimate its error.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class StepController:
         self.outlook: Outlook | None = None  # of the last product
 
     def state_dict(self) -> dict[str, Any]:
-        """What the products so far have taught, as JSON values."""
+        """Return the estimates from the products so far, as JSON values."""
         figures = {name: getattr(self, name) for name in LEARNT}
         for name in ESTIMATES:
             estimate = getattr(self, name)
@@ -142,7 +143,7 @@ class StepController:
         return figures
 
     def load_state_dict(self, figures: Mapping[str, Any]) -> None:
-        """Go on from another controller's `state_dict`."""
+        """Continue from another controller's `state_dict`."""
         for name in LEARNT:
             setattr(self, name, figures[name])
         for name in ESTIMATES:
@@ -151,7 +152,7 @@ class StepController:
     # ---- trials of a vector
 
     def first_h(self) -> float:
-        """The displacement of the next vector's first trial."""
+        """Return the displacement of the next vector's first trial."""
         self.belief = self.outlook = None
         return self._clamp(self.h * AMPLIFY ** (1 / self.order)) if self._is_due else self.h
 
@@ -168,9 +169,9 @@ class StepController:
             self.largest = last.h / AMPLIFY
             return self._advice(self.largest, last.h, final)
         self.size = last.size
-        belief = self._hear(last)
+        belief = self._observe(last)
         if len(trials) > 1 and trials[-2].finite and self.products:
-            belief.hear_change(trials[-2], last)
+            belief.observe_change(trials[-2], last)
         outlook = belief.outlook(last, self._displacements(), of_pilot=True)
         if self.products == 0 and not final:
             regret, telling = belief.search(last, self._displacements())
@@ -187,7 +188,7 @@ class StepController:
         h = self.fixed or h
         return Advice(h, h == here or (final and self.fixed is None))
 
-    def _hear(self, trial: Trial) -> Belief:
+    def _observe(self, trial: Trial) -> Belief:
         if self.noise is None:
             expected = math.log(self.rounding * trial.size)
             self.noise = Estimate(NOISE.mean + expected, NOISE.spread)
@@ -196,7 +197,7 @@ class StepController:
             unlike = self.bend_unlike, self.size_unlike
             around = Surroundings(self.order, self.quiet, *unlike, spread)
             self.belief = Belief(self.noise, self.bend, self.kappa.widened(KAPPA_SPREAD), around)
-        self.belief.hear_trial(trial)
+        self.belief.observe_trial(trial)
         return self.belief
 
     def _displacements(self) -> Array:
@@ -209,18 +210,20 @@ class StepController:
     # ---- after a product
 
     def judge(self, product: Trial) -> float:
-        """The h at which to make a product of all micro-batches again; its own if it can stay."""
+        """Return the h at which to repeat a product of all micro-batches; its own to keep it."""
         if self.belief is None or product.size == 0:
             return product.h
-        self.belief.hear_product(product)
+        self.belief.observe_product(product)
         self.outlook = self.belief.outlook(product, self._displacements(), of_pilot=False)
         if self.outlook.excess > REPEAT and self.fixed is None:
             return self.outlook.h
         return product.h
 
     def conclude(self, product: Trial) -> tuple[float | None, float | None]:
-        """Relative noise and error of the product that stays, the last that `judge` was given; what
-        it taught is carried over.
+        """Update the estimates by the product that is kept, the last one given to `judge`.
+
+        Returns:
+            Its relative noise and error.
         """
         belief, outlook = self.belief, self.outlook
         self.belief = self.outlook = None

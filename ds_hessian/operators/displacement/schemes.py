@@ -23,9 +23,9 @@ class Scheme:
     """A difference formula.
 
     Attributes:
-        order: p; the relative truncation error is `tau h^p` for small h.
+        order: The order p; the relative truncation error is `tau h^p` for small h.
         differences: `(a, b, weight)` of each first difference.
-        truncation: The error's typical size in units of `r^p`, r the nonlinearity ratio at h.
+        truncation: The error's typical size in units of `r^p`, with the nonlinearity ratio r at h.
         truncation_spread: Standard deviation of its logarithm; docs/numerics.md has the figures.
     """
 
@@ -36,12 +36,12 @@ class Scheme:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Where gradients are evaluated, in units of h; the one at w is there already."""
+        """The points at which gradients are evaluated, in units of h, without w itself."""
         return tuple(node for a, b, _ in self.differences for node in (a, b) if node)
 
     @property
     def one_sided(self) -> bool:
-        """Whether the gradient at w is one of the product's."""
+        """True if the product uses the gradient at w."""
         return any(b == 0 for _, b, _ in self.differences)
 
 
