@@ -32,7 +32,7 @@ from ds_hessian.vectors import Partition
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockCoupling:
-    """How much of H v is made outside of each of B blocks, for one probe.
+    """The share of H v that is made outside of each of B blocks, for one probe.
 
     Attributes:
         names: Of the blocks.
@@ -60,7 +60,7 @@ class BlockCoupling:
 
 
 def block_coupling(operator: LinearOperator, partition: Partition, v: Tensor) -> BlockCoupling:
-    """The masked-probe test.
+    """Run the masked-probe test.
 
     Args:
         operator: Symmetric operator.
@@ -125,7 +125,7 @@ def off_block_share(
     num_probes: int = 4,
     seed: int = 0,
 ) -> OffBlockShare:
-    """The off-block share of the Frobenius norm, from two products a probe.
+    """Estimate the off-block share of the Frobenius norm, from two products a probe.
 
     Args:
         operator: Symmetric operator.

@@ -16,7 +16,7 @@ from ds_hessian.records.fields import Axes
 
 @dataclass(frozen=True)
 class Bounded:
-    """A figure whose bar is not symmetric.
+    """A figure whose error bar is not symmetric.
 
     Attributes:
         value: The figure as it was found.
