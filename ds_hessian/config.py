@@ -42,7 +42,7 @@ class _Section(BaseModel):
 
 
 class FiniteDifferenceConfig(_Section):
-    """How a product `H v` is made from gradients."""
+    """Settings of the finite differences that make a product `H v` from gradients."""
 
     scheme: Literal["central", "forward", "fourth_order"] = _field(
         "central",
@@ -63,7 +63,7 @@ class FiniteDifferenceConfig(_Section):
 
 
 class ReorthogonalizationConfig(_Section):
-    """How Lanczos keeps its basis orthogonal."""
+    """Settings of Lanczos' reorthogonalisation."""
 
     mode: Literal["full", "selective", "window", "none"] = _field(
         "full",
@@ -80,7 +80,7 @@ class ReorthogonalizationConfig(_Section):
 
 
 class BasisConfig(_Section):
-    """Where and how the Lanczos basis, `num_matvecs` vectors, is stored."""
+    """Storage of the Lanczos basis, `num_matvecs` vectors."""
 
     dtype: Literal["fp32", "bf16"] = _field(
         "fp32",

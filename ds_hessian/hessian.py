@@ -245,7 +245,7 @@ class Hessian:
         Parameters travel to rank 0 one by one; any layout can load the file.
 
         Args:
-            vectors: Such as the eigenvectors of `eigenpairs`.
+            vectors: Vectors such as the eigenvectors of `eigenpairs`.
             path: Path of the file.
             metadata: Kept beside them, as JSON.
 

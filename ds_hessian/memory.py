@@ -23,8 +23,8 @@ Moment = Literal["passes", "trials", "orthogonalization", "storing"]
 PLACES: tuple[Place, ...] = ("accelerator", "host", "disk", "resume")
 """`disk`: a basis' folder, of each node; `resume`: that of runs' states, which all ranks see."""
 MOMENTS: tuple[Moment, ...] = ("passes", "trials", "orthogonalization", "storing")
-"""Of a Lanczos step, in order: forward and backward passes, the comparison of two trials of the
-displacement, Gram-Schmidt, and the writing of the next basis vector."""
+"""Moments of a Lanczos step, in order: forward and backward passes, the comparison of two trials of
+the displacement, Gram-Schmidt, and the writing of the next basis vector."""
 
 FP32 = 4
 """Bytes of one coordinate of a vector."""

@@ -101,7 +101,7 @@ def save_vectors(
 
     Args:
         backend: The job.
-        vectors: Such as the eigenvectors of `eigenpairs`.
+        vectors: Vectors such as the eigenvectors of `eigenpairs`.
         path: Path of the file.
         metadata: Kept beside them, as JSON.
 

@@ -9,7 +9,7 @@ angle phi to V is at `phi +- Theta` to S, so its share `cos^2 phi` in S is betwe
 `cos^2 (phi + Theta)` and `cos^2 (phi - Theta)`; principal angles to a third space move by Theta at
 most (Knyazev, Argentati, SIAM J. Matrix Anal. 29 (2006)). The spaces of the first j < k vectors lie
 in S, so the share in each of them is a lower bound too: it counts where the k-th eigenvalue is one
-of several that cannot be told apart.
+of several that cannot be separated.
 
 mu is searched from another random vector: an eigenvector that the first search has missed, one of a
 close pair above all, is then found in the complement, and widens the bars.

@@ -1,4 +1,4 @@
-"""What an analysis is: its arguments, its products, its memory, its run and its record.
+"""The base of all analyses: arguments, products, memory, run and record.
 
 An analysis is a frozen dataclass. Its fields are the arguments of the method of `Hessian` that
 makes it, with their defaults, which are defined there and nowhere else; a field made by `transient`

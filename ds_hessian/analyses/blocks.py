@@ -1,4 +1,4 @@
-"""How far from block diagonal H is: the masked-probe test, and the off-diagonal blocks' share."""
+"""Tests of block structure: the masked-probe test, and the off-diagonal blocks' share."""
 
 from __future__ import annotations
 

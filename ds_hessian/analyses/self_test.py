@@ -1,4 +1,4 @@
-"""Is this job's Hessian to be trusted?
+"""The self-test, which tells whether this job's Hessian can be trusted.
 
 What is tested, with two random vectors u and v:
 

@@ -41,7 +41,7 @@ class Passes:
 
     Attributes:
         seconds: Measured: of one micro-batch.
-        tokens: Of a rank's micro-batch.
+        tokens: Tokens in a rank's micro-batch.
         tflops: 1e12 floating-point operations that a rank reaches in a second.
         network: GB/s that a rank sends.
     """
@@ -82,7 +82,7 @@ class Forecast:
         analysis: Name of the method of `Hessian`.
         memory: On each rank, beyond training's.
         time: None where nothing is known of the passes.
-        price: Of all ranks; None without time or a price of an hour.
+        price: Price of all ranks; None without time or a price of an hour.
         missing: Settings that would fit where the plan does not; None where it fits.
     """
 
@@ -127,9 +127,9 @@ def forecast(
         config: The settings.
         analysis: What is measured.
         passes: What is known of forward and backward.
-        machine: Of one rank.
+        machine: Machine of one rank.
         products: Their number; None for that of the analysis.
-        price_per_hour: Of one rank.
+        price_per_hour: Price of one rank.
         free: GiB that a rank has free beside training, where known.
 
     Raises:

@@ -42,7 +42,7 @@ class Storage:
         place: `accelerator`, with the parameters; `host`, in (pinned) memory; `disk`, in a file
             without a name in `folder`, which vanishes with the process, read and written in the
             background by DeepSpeed's asynchronous IO where it is built, else by threads.
-        folder: Of the file; None for the system's temporary folder.
+        folder: Folder of the file; None for the system's temporary folder.
     """
 
     dtype: torch.dtype = torch.float32
@@ -70,7 +70,7 @@ class Storage:
         return NearRows(*shape, device)
 
     def doing(self, what: str) -> str:
-        """What is done with a basis on disk, for messages."""
+        """The activity on a basis on disk, as messages name it."""
         return f"{what} a basis on disk in {self.folder or 'the temporary folder'}"
 
 
@@ -78,7 +78,7 @@ class Basis:
     """`capacity` vectors in some storage, addressed by row.
 
     Args:
-        space: Of the vectors.
+        space: Space of the vectors.
         capacity: Number of rows.
         storage: Dtype and location of the vectors.
 

@@ -86,11 +86,11 @@ def eigenpairs(
         k: Pairs wanted; at most the dimension.
         fresh: Random unit vectors by number, for exhausted Krylov spaces.
         which: `LM` largest magnitude, `LA` largest, `SA` smallest.
-        tolerance: Of the residuals, relative to the largest Ritz value in magnitude. Below the
+        tolerance: Bound on residuals, relative to the largest Ritz value in magnitude. Below the
             products' errors iterating brings nothing, and ends.
         max_matvecs: Products to make at most, before those for the residuals.
         basis_size: Vectors kept; None for 2 k + 20.
-        storage: Of the basis.
+        storage: Storage of the basis.
         progress: Called after each step, on every rank.
 
     Raises:

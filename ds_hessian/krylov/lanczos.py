@@ -60,7 +60,7 @@ from ds_hessian.krylov.records import LanczosRun
 from ds_hessian.operators import LinearOperator, Product
 
 ROUNDOFF = 2.0**-24
-"""Of the fp32 vectors."""
+"""Unit roundoff of the fp32 vectors."""
 
 BREAKDOWN = 32 * ROUNDOFF
 """beta below this share of the largest |T| is rounding of the fp32 vectors: the Krylov space is
@@ -100,9 +100,9 @@ class LanczosOptions:
     """Reorthogonalisation and storage of Lanczos' basis.
 
     Attributes:
-        mode: Of reorthogonalisation; see the module.
+        mode: Mode of reorthogonalisation; see the module.
         window: Vectors kept in mode `window`, at least 2; in mode `selective`, Ritz vectors.
-        storage: Of the basis; what mode `selective` reads in every step is on the accelerator.
+        storage: That of the basis; what mode `selective` reads in every step is on the accelerator.
     """
 
     mode: Mode = "full"
@@ -394,7 +394,7 @@ class LanczosState:
         """Return {name: function that reads the stored row} of what the next step needs; a name's
         vector never changes.
 
-        Of a run without thick restarts.
+        Not for a run with thick restarts.
         """
         if self.done:
             return {}

@@ -46,15 +46,15 @@ def slq(
 
     Args:
         operator: Symmetric operator.
-        layout: Of the operator's vectors.
+        layout: Layout of the operator's vectors.
         num_matvecs: Steps of each run.
         num_probes: Number of runs.
-        seed: Of the random vectors.
+        seed: Seed of the random vectors.
         kind: Their distribution.
         progress: Called with the probe's number after each step, on every rank.
         options: Reorthogonalisation and storage of the basis.
         before: Runs of the first probes, made before an interruption.
-        restore: Of the run that was interrupted, the first one to be made; see `lanczos`.
+        restore: Restores the interrupted run, the first one to be made; see `lanczos`.
 
     Collective.
     """

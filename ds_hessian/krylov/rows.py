@@ -23,7 +23,7 @@ from ds_hessian.ops.transfers import BackgroundFile
 logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 256 << 20
-"""Of one block of all rows; two are there at a time, where they travel."""
+"""Bytes of one block of all rows; two are there at a time, where rows are copied."""
 
 COLUMNS = 4096
 """Widths of blocks are multiples: of what kernels take at a time (csrc/cpu/parallel.h), and of what
@@ -86,8 +86,8 @@ class NearRows:
     Args:
         n_local: Elements of a row.
         capacity: Rows.
-        dtype: Of the rows.
-        device: Of the rows.
+        dtype: Dtype of the rows.
+        device: Device of the rows.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class HostRows:
     Args:
         n_local: Elements of a row.
         capacity: Rows.
-        dtype: Of the rows.
-        device: Of the vectors.
+        dtype: Dtype of the rows.
+        device: Device of the vectors.
     """
 
     def __init__(
@@ -176,9 +176,9 @@ class DiskRows:
     Args:
         n_local: Elements of a row.
         capacity: Rows.
-        dtype: Of the rows.
-        device: Of the vectors.
-        folder: Of the file; None for the system's temporary folder.
+        dtype: Dtype of the rows.
+        device: Device of the vectors.
+        folder: Folder of the file; None for the system's temporary folder.
 
     Raises:
         OSError: there is no room for the file; or, of the methods, it could not be read or written.

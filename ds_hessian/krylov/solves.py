@@ -102,13 +102,13 @@ def solve(
         dampings: In loss per squared parameter.
         fresh: Random unit vectors by number.
         method: `cg` for positive definite systems, `minres` for indefinite ones.
-        tolerance: Of the relative residual; see `Solution.residuals`.
+        tolerance: Bound on the relative residual; see `Solution.residuals`.
         num_matvecs: Steps at most, for one Krylov space.
         preconditioner: A positive diagonal d `(n_local,)`, such as the square root of Adam's second
             moment: the systems are solved as `S (H + damping I) S z = S b`, x = S z, with
             S = (d + damping)^-1/2. Shifts do not commute with it, so each damping needs a Krylov
             space of its own.
-        storage: Of the basis.
+        storage: Storage of the basis.
         progress: Called after each step, on every rank.
 
     Raises:

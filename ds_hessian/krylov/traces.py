@@ -123,7 +123,7 @@ def hutch_plus_plus(
         operator: Symmetric operator.
         draw: Random unit vectors by number.
         num_matvecs: Products m; at least 4. Stores m / 3 vectors.
-        storage: Of those vectors.
+        storage: Storage of those vectors.
 
     Raises:
         NumericsError: too few products.
@@ -164,7 +164,7 @@ def xtrace(
         operator: Symmetric operator.
         draw: Random unit vectors by number; Gaussian.
         num_matvecs: Products m, half of them on test vectors; at least 4. Stores m / 2 vectors.
-        storage: Of those vectors.
+        storage: Storage of those vectors.
 
     Raises:
         NumericsError: too few products.

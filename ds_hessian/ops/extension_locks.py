@@ -2,7 +2,7 @@
 
 A process that finds another's `lock` in an extension's folder waits until it is gone, without a
 word and without a limit (torch/utils/file_baton.py); a process that is killed while it builds
-leaves its own there. A living builder holds the file open, which is how the two are told apart.
+leaves its own there. A living builder holds the file open, which is how the two differ.
 """
 
 from __future__ import annotations

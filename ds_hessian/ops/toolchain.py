@@ -40,7 +40,7 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """How to build one backend.
+    """The commands that build one backend.
 
     Attributes:
         backend: "cpu" or "cuda".

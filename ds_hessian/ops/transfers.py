@@ -30,7 +30,7 @@ from torch import Tensor
 from ds_hessian.ops import async_io
 
 REQUEST_BYTES, DEPTH = 1 << 20, 32
-"""Of one request, and requests at a time: DeepSpeed's default, and what keeps an NVMe disk busy."""
+"""Bytes of a request, and requests at a time: DeepSpeed's default, and enough for an NVMe disk."""
 
 WORD = 8
 
@@ -161,8 +161,8 @@ class BackgroundFile:
     Attributes:
         buffers: Tensors of bytes, in pinned memory where an accelerator copies from them; gone with
             the file.
-        way: How it is read and written, and why so; for people.
-        descriptor: Of the file.
+        way: Method of reading and writing, with the reason; for people.
+        descriptor: Descriptor of the file.
 
     Raises:
         OSError: the folder is not there or cannot be written, or the disk has not the room.

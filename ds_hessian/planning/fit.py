@@ -224,7 +224,7 @@ def way_out(analysis: A, config: HessianConfig, ranks: Sequence[Needs]) -> Alter
 
 @dataclass(frozen=True)
 class Shortage:
-    """Where a plan does not fit.
+    """The kind of memory in which a plan does not fit, and by how much.
 
     Attributes:
         place: The place that is short.

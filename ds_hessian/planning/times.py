@@ -29,7 +29,7 @@ PRODUCT_BYTES = 100
 gradients (36), the difference (20), and its share of trials (16)."""
 
 STEP_BYTES = 40
-"""Of the recurrence, the norm and the copy into the basis."""
+"""Bytes for the recurrence, the norm and the copy into the basis."""
 
 PRODUCT_REDUCTIONS, STEP_REDUCTIONS = 4, 3
 
@@ -157,8 +157,8 @@ def gradient_seconds(
     overlap, so an upper bound where there is some.
 
     Args:
-        num_parameters: Those that a token meets (of a mixture of experts the active ones).
-        tokens: Of a rank's micro-batch.
+        num_parameters: Parameters that a token meets (of a mixture of experts the active ones).
+        tokens: Tokens in a rank's micro-batch.
         flops: Operations that a rank reaches in a second, not its peak.
         traffic: Bytes that a rank sends for a micro-batch.
         network: Bytes a second; None where it does not matter.

@@ -211,7 +211,7 @@ class HessianSpectrum(Measured):
 
     @property
     def product_noise(self) -> float:
-        """The median absolute error of the products; smaller eigenvalues cannot be told from 0."""
+        """The median absolute error of the products; smaller eigenvalues may be 0."""
         return float(np.median(self.product_errors))
 
     @property

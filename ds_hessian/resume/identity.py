@@ -33,7 +33,7 @@ SETTINGS = (
 """Keys of the configuration that the answer depends on, with the dtype of the basis."""
 
 SUMMED = 1e-12
-"""Relative, of a sum of squares in fp64 in another order."""
+"""Relative difference of a sum of squares in fp64 in another order."""
 
 
 def identity_of(
@@ -50,7 +50,7 @@ def identity_of(
         session: The guarded job.
         operator: The Hessian at the weights.
         objective: This rank's micro-batches.
-        config: Of the measurement.
+        config: Settings of the measurement.
         step: Optimizer steps made.
         parameters: Names and unsharded shapes.
 

@@ -40,7 +40,7 @@ SKETCHES = 4
 of a chi-squared variable of four degrees of freedom below 0.04)."""
 
 SEED = -1
-"""Of the random vectors; no probe has it."""
+"""Seed of the random vectors; no probe has it."""
 
 NEAREST, FARTHEST = 1e-6, 1e-2
 """Bounds on the relative distance up to which two vectors are taken for the same, whatever the
@@ -73,7 +73,7 @@ class Journal(SavedRun):
         them. They are kept with the products; to be called before the first `matvec`.
 
         Args:
-            vectors: Those that it would begin with now, `(n_local,)` each.
+            vectors: The vectors with which it would begin now, `(n_local,)` each.
         """
         if self._found is None:
             kept = list(vectors)

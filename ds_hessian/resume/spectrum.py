@@ -24,7 +24,7 @@ class SavedSpectrum(SavedRun):
     """The state of one spectrum in a folder.
 
     Attributes:
-        runs: Of the finished probes.
+        runs: Runs of the finished probes.
 
     Collective: also `restore` and `save`.
     """

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FORMAT = 1
-"""Of the files; raised with every change that an older reader would misread."""
+"""Format of the files; raised with every change that an older reader would misread."""
 
 GENERATIONS = 2
 
@@ -68,12 +68,12 @@ class StateStore:
 
     Args:
         folder: Made if it is not there.
-        layout: Of this rank's vectors.
-        space: Of the vectors.
+        layout: Layout of this rank's vectors.
+        space: Space of the vectors.
         notes: Small JSON values of this rank alone, kept with a new run.
 
     Attributes:
-        figures: Those of the newest generation that is whole; None if there is no state.
+        figures: Figures of the newest intact generation; None if there is no state.
         notes: This rank's, of the run that is resumed; None if it has another layout.
 
     Raises:
@@ -117,7 +117,7 @@ class StateStore:
         Args:
             figures: JSON values, the same on every rank.
             vectors: {name: `(n_local,)`, or a function that gives it}: all of the state's vectors.
-                Those whose name the state before had already are not written again, nor evaluated,
+                Vectors that the state before had already are not written again, nor evaluated,
                 and may be None.
 
         Raises:

@@ -108,7 +108,7 @@ def _draw_labels(axes: Axes, panel: Panel) -> None:
 
 
 def _draw_zero_and_noise(axes: Axes, panel: Panel) -> None:
-    """Draw a line at zero, and a band where a value cannot be told from it."""
+    """Draw a line at zero, and a band of values that may be zero."""
     if panel.zero:
         axes.axvline(0.0, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     if panel.noise is not None:

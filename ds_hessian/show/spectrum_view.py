@@ -76,7 +76,7 @@ class Panel:
         labels: Which of the outliers get a label.
         stems: Ritz values in the view.
         zero: Whether the view has the eigenvalue 0.
-        noise: Interval in which a value cannot be told from 0; None where it is too small to see.
+        noise: Interval of values that may be 0; None where it is too small to see.
     """
 
     view: View

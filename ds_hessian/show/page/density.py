@@ -189,7 +189,7 @@ def _labels(panel: Panel) -> list[Part]:
 
 
 def _zero_and_noise(panel: Panel) -> list[Part]:
-    """Return a line at zero, and a band where a value cannot be told from it, in both rows."""
+    """Return a line at zero, and a band of values that may be zero, in both rows."""
     shapes = list[Part]()
     for axis in ("", "2"):
         where = {"xref": f"x{axis}", "yref": f"y{axis} domain", "y0": 0, "y1": 1}
