@@ -15,9 +15,10 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeGuard, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from ds_hessian.errors import ConfigError
@@ -25,13 +26,13 @@ from ds_hessian.errors import ConfigError
 SECTION = "hessian"
 
 
-def _field(default: Any, description: str, requires: str = "", **constraints: Any) -> Any:
-    """A documented field; `requires` says in words what its type and constraints accept."""
+def _field(default: object, description: str, requires: str = "", **constraints: Any) -> Any:
+    """Return a documented field; `requires` says in words what its type and constraints accept."""
     extra: dict[str, Any] = {"requires": requires}
     return Field(default, description=description, json_schema_extra=extra, **constraints)
 
 
-def _path_text(value: Any) -> Any:
+def _path_text(value: object) -> object:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
@@ -41,7 +42,7 @@ class _Section(BaseModel):
 
 
 class FiniteDifferenceConfig(_Section):
-    """How a product `H v` is made from gradients."""
+    """Settings of the finite differences that make a product `H v` from gradients."""
 
     scheme: Literal["central", "forward", "fourth_order"] = _field(
         "central",
@@ -62,7 +63,7 @@ class FiniteDifferenceConfig(_Section):
 
 
 class ReorthogonalizationConfig(_Section):
-    """How Lanczos keeps its basis orthogonal."""
+    """Settings of Lanczos' reorthogonalisation."""
 
     mode: Literal["full", "selective", "window", "none"] = _field(
         "full",
@@ -80,7 +81,7 @@ class ReorthogonalizationConfig(_Section):
 
 
 class BasisConfig(_Section):
-    """Where and how the Lanczos basis, `num_matvecs` vectors, is stored."""
+    """Storage of the Lanczos basis, `num_matvecs` vectors."""
 
     dtype: Literal["fp32", "bf16"] = _field(
         "fp32",
@@ -198,7 +199,7 @@ class HessianConfig(_Section):
         True, "Draw a picture of each spectrum (needs matplotlib).", "true or false"
     )
 
-    def __init__(self, /, **settings: Any) -> None:
+    def __init__(self, /, **settings: object) -> None:
         try:
             super().__init__(**settings)
         except ValidationError as error:
@@ -206,7 +207,7 @@ class HessianConfig(_Section):
 
     @property
     def scheduled(self) -> bool:
-        """Whether anything is measured by itself during training."""
+        """True if anything is measured automatically during training."""
         return bool(self.interval or self.sharpness_interval)
 
     @model_validator(mode="after")
@@ -241,8 +242,8 @@ class HessianConfig(_Section):
         return self
 
     @classmethod
-    def parse(cls, section: Mapping[str, Any]) -> HessianConfig:
-        """The config of a "hessian" section.
+    def parse(cls, section: Mapping[str, object]) -> HessianConfig:
+        """Return the config of a "hessian" section.
 
         Raises:
             ConfigError: see the class.
@@ -256,7 +257,7 @@ class HessianConfig(_Section):
 
     @classmethod
     def from_deepspeed(cls, config: Mapping[str, Any] | str | Path | None) -> HessianConfig | None:
-        """The config in what `deepspeed.initialize` takes; None if it has no "hessian" section.
+        """Return the config in what `deepspeed.initialize` takes; None without a "hessian" section.
 
         Args:
             config: The dictionary, the path of the JSON (or HJSON) file, or its URL-safe base64
@@ -279,8 +280,8 @@ class HessianConfig(_Section):
                 )
         return None
 
-    def with_overrides(self, **overrides: Any) -> HessianConfig:
-        """This config with some settings changed.
+    def with_overrides(self, **overrides: object) -> HessianConfig:
+        """Return this config with some settings changed.
 
         Args:
             **overrides: Top-level keys; keys of a subsection by their own name
@@ -315,7 +316,7 @@ class HessianConfig(_Section):
 
 
 def describe() -> str:
-    """A markdown table of all keys: what each accepts, its default and its meaning."""
+    """Return a markdown table of all keys: what each accepts, its default and its meaning."""
     rows = ["| key | value | default | meaning |", "|---|---|---|---|"]
     for path, field in leaves().items():
         default = json.dumps(field.default)
@@ -323,9 +324,9 @@ def describe() -> str:
     return "\n".join(rows) + "\n"
 
 
-def leaves(model: Any = HessianConfig, prefix: str = "") -> dict[str, Any]:
-    """Dotted path below the section -> field, in order of definition."""
-    found: dict[str, Any] = {}
+def leaves(model: type[BaseModel] = HessianConfig, prefix: str = "") -> dict[str, FieldInfo]:
+    """Return {dotted path below the section: field}, in order of definition."""
+    found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         if _is_section(field.annotation):
             found |= leaves(field.annotation, f"{prefix}{name}.")
@@ -334,12 +335,12 @@ def leaves(model: Any = HessianConfig, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _is_section(annotation: Any) -> bool:
+def _is_section(annotation: object) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _plain(value: Any) -> Any:
-    """Mappings and sections as dictionaries (strict pydantic takes no other mapping)."""
+    """Return mappings and sections as dictionaries (strict pydantic takes no other mapping)."""
     if isinstance(value, BaseModel):
         return value.model_dump()
     if isinstance(value, Mapping):
@@ -348,7 +349,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_deepspeed(config: str | Path) -> Mapping[str, Any]:
-    """What `DeepSpeedConfig` (deepspeed/runtime/config.py) reads from the same argument.
+    """Return what `DeepSpeedConfig` (deepspeed/runtime/config.py) reads from the same argument.
 
     Raises:
         ConfigError: it cannot be read, is not an object, or repeats a key.
@@ -380,7 +381,7 @@ def read_deepspeed(config: str | Path) -> Mapping[str, Any]:
     return settings
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     keys = [key for key, _ in pairs]
     repeated = sorted({key for key in keys if keys.count(key) > 1})
     if repeated:
@@ -392,7 +393,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _problems(error: ValidationError) -> list[str]:
-    """One line for each field that is wrong (a union reports each of its members)."""
+    """Return one line for each field that is wrong (a union reports each of its members)."""
     lines: dict[str, str] = {}
     for problem in error.errors(include_url=False):
         if problem["type"] == "contradiction":
@@ -403,9 +404,9 @@ def _problems(error: ValidationError) -> list[str]:
     return list(lines.values())
 
 
-def _explain(location: tuple[int | str, ...], kind: str, value: Any) -> tuple[str, str]:
-    """Full path of the field, and what is wrong with its value."""
-    model: Any = HessianConfig
+def _explain(location: tuple[int | str, ...], kind: str, value: object) -> tuple[str, str]:
+    """Return the full path of the field, and what is wrong with its value."""
+    model: type[BaseModel] = HessianConfig
     path = SECTION
     for name in map(str, location):
         if name not in model.model_fields:
@@ -419,7 +420,7 @@ def _explain(location: tuple[int | str, ...], kind: str, value: Any) -> tuple[st
 
 
 def _suggest_key(path: str, name: str, model: type[BaseModel]) -> str:
-    """The nearest valid name; a right name in the wrong place is sent to its own."""
+    """Suggest the nearest valid name, or the section that a valid name belongs to."""
     for leaf in leaves():
         if leaf.split(".")[-1] == name:
             return f'; did you mean "{SECTION}.{leaf}"?'
@@ -438,17 +439,18 @@ def _suggestion(name: str, known: list[str]) -> str:
     return f"; known are {', '.join(known)}"
 
 
-def _choices(field: Any) -> tuple[str, ...]:
+def _choices(field: FieldInfo) -> tuple[str, ...]:
     return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
 
 
-def _required(field: Any) -> str:
+def _required(field: FieldInfo) -> str:
     if choices := _choices(field):
         return " or ".join(map(_shown, choices))
+    assert isinstance(field.json_schema_extra, dict)  # `_field` gives each one
     return str(field.json_schema_extra["requires"])
 
 
-def _advice(field: Any, value: Any) -> str:
+def _advice(field: FieldInfo, value: object) -> str:
     choices = _choices(field)
     if choices and isinstance(value, str):
         for match in difflib.get_close_matches(value.lower(), choices, n=1):
@@ -463,15 +465,15 @@ def _advice(field: Any, value: Any) -> str:
 
 
 def _is_literal(text: str) -> bool:
-    """Whether the text of a string would be a JSON number or truth value."""
+    """Return whether the text of a string would be a JSON number or truth value."""
     try:
         return isinstance(json.loads(text.strip().lower()), int | float)
     except ValueError:
         return False
 
 
-def _shown(value: Any) -> str:
-    """A value as JSON would write it, shortened."""
+def _shown(value: object) -> str:
+    """Return a value as JSON would write it, shortened."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 
 class Display(Protocol):
-    """What shows records; the module `ds_hessian.show` is one."""
+    """The interface of a module that shows records, such as `ds_hessian.show`."""
 
     def table(self, record: Any) -> str:
         """Return the record as lines of text."""

@@ -1,4 +1,4 @@
-"""The Hessian of a job: what it is taken of, its products, its vectors, its analyses, its records.
+"""The Hessian of a job: its definition, products, vectors, analyses and records.
 
 The class is the same on every host. What a host is stands in `ds_hessian.backends`, what an
 analysis is in `ds_hessian.analyses`; `ds_hessian.hosts` puts the two together.
@@ -64,7 +64,7 @@ from ds_hessian.vectors import ProbeKind, random_vector
 R = TypeVar("R")
 M = TypeVar("M", bound=Measured)
 
-Batches = Iterable[Any]
+Batches = Iterable[object]
 """Micro-batches of this rank, in the form that the host's model takes."""
 Loss = Any
 """`loss_fn(model, batch)`; on Megatron the `forward_step` of its schedules."""
@@ -125,7 +125,7 @@ class Hessian:
 
     @property
     def rank(self) -> int:
-        """This process's rank in the job."""
+        """The rank of this process in the job."""
         return self.backend.space.rank
 
     @property
@@ -181,10 +181,11 @@ class Hessian:
 
     @contextmanager
     def retiring(self) -> Iterator[None]:
-        """Measurements in the body remove a state of `resume` that another optimizer step has left.
+        """Let measurements in the body remove a `resume` state that another optimizer step has
+        left.
 
         Only one of the same measurement, with a line in the log; a state of other settings is
-        refused as ever. For schedules: one kill would else end all later measurements of its kind.
+        still refused. For schedules: one kill would else end all later measurements of its kind.
         """
         self._retires = True
         try:
@@ -193,7 +194,7 @@ class Hessian:
             self._retires = False
 
     def matvec(self, v: Tensor) -> Product:
-        """`H v` and its diagnostics.
+        """Return `H v` and its diagnostics.
 
         Alone it costs three gradients (one at the weights; from 16 micro-batches on two more, for
         the noise) and some trials of h; each further one inside `measuring()` two, and some trials.
@@ -213,22 +214,22 @@ class Hessian:
     # ---- vectors
 
     def random_vector(self, seed: int = 0, kind: ProbeKind = "gaussian", probe: int = 0) -> Tensor:
-        """A random unit vector, `(n_local,)` fp32; the same one in every layout."""
+        """Return a random unit vector, `(n_local,)` fp32; the same one in every layout."""
         return random_vector(self.backend.layout, self.backend.space, seed, probe, kind)
 
     def dot(self, a: Tensor, b: Tensor) -> float:
-        """Global inner product, summed in fp64; the same bits on every rank."""
+        """Return the global inner product, summed in fp64; the same bits on every rank."""
         return self.backend.space.dot(a, b)
 
     def gather(self, v: Tensor) -> dict[str, Tensor] | None:
-        """`{parameter name: tensor in its unsharded shape}` on rank 0, None elsewhere.
+        """Return `{parameter name: tensor in its unsharded shape}` on rank 0, None elsewhere.
 
         For small models, tests and export: parameters travel one by one, in full.
         """
         return vector_files.gather(self.backend, v)
 
     def scatter(self, full: Mapping[str, Tensor] | None) -> Tensor:
-        """The reverse of `gather`: rank 0 passes the tensors, the others None.
+        """Return the vector of rank 0's tensors, the inverse of `gather`; other ranks pass None.
 
         Raises:
             ConfigError: on rank 0 a trainable parameter is missing, or has another shape; the other
@@ -237,14 +238,14 @@ class Hessian:
         return vector_files.scatter(self.backend, full)
 
     def save_vectors(
-        self, vectors: Tensor, path: str | Path, metadata: Mapping[str, Any] | None = None
+        self, vectors: Tensor, path: str | Path, metadata: Mapping[str, object] | None = None
     ) -> Path:
         """Write vectors `(k, n_local)` as `{parameter name: (k, *unsharded shape)}`, safetensors.
 
         Parameters travel to rank 0 one by one; any layout can load the file.
 
         Args:
-            vectors: Such as the eigenvectors of `eigenpairs`.
+            vectors: Vectors such as the eigenvectors of `eigenpairs`.
             path: Path of the file.
             metadata: Kept beside them, as JSON.
 
@@ -254,7 +255,7 @@ class Hessian:
         return vector_files.save_vectors(self.backend, vectors, Path(path), metadata)
 
     def load_vectors(self, path: str | Path) -> Tensor:
-        """The vectors that `save_vectors` wrote, `(k, n_local)`, in this job's layout.
+        """Return the vectors that `save_vectors` wrote, `(k, n_local)`, in this job's layout.
 
         Raises:
             ResultError: on rank 0 the file is missing, damaged, or of another model; the other
@@ -288,7 +289,7 @@ class Hessian:
         return Path(folder)
 
     def load(self, record: type[M], folder: str | Path) -> M:
-        """The record of a kind that `save` wrote, its vectors in this job's layout.
+        """Return the record of a kind that `save` wrote, its vectors in this job's layout.
 
         Raises:
             ResultError: files are missing, damaged, of another schema, another model, or of
@@ -299,7 +300,7 @@ class Hessian:
     # ---- plans
 
     def memory_plan(self, analysis: str = "spectrum", **settings: object) -> MemoryPlan:
-        """What an analysis would need on this rank beyond training's memory. Not collective.
+        """Return what an analysis would need on this rank beyond training's memory. Not collective.
 
         Args:
             analysis: Name of the method: `spectrum`, `eigenpairs`, `trace`, `solve`, ...
@@ -319,7 +320,7 @@ class Hessian:
     def spectrum(
         self, batches: Batches | None = None, loss_fn: Loss = None, **overrides: object
     ) -> HessianSpectrum:
-        """Spectral density, extreme eigenvalues and trace by stochastic Lanczos quadrature.
+        """Measure spectral density, extreme eigenvalues and trace by stochastic Lanczos quadrature.
 
         Args:
             batches: As for `use`; None for those of the last `use`.
@@ -348,7 +349,7 @@ class Hessian:
         start: Tensor | None = None,
         **overrides: object,
     ) -> HessianEigenpairs:
-        """The k extreme eigenpairs, with true residuals (`ds_hessian.krylov.eigenpairs`).
+        """Compute the k extreme eigenpairs, with true residuals (`ds_hessian.krylov.eigenpairs`).
 
         The arguments are those of `ds_hessian.analyses.Eigenpairs`.
 
@@ -372,7 +373,7 @@ class Hessian:
         blocks: Blocks | None = None,
         **overrides: object,
     ) -> HessianTrace:
-        """The trace with its standard error (`ds_hessian.krylov.traces`).
+        """Estimate the trace with its standard error (`ds_hessian.krylov.traces`).
 
         The arguments are those of `ds_hessian.analyses.Trace`.
 
@@ -393,7 +394,7 @@ class Hessian:
         preconditioner: Tensor | Literal["adam"] | None = None,
         **overrides: object,
     ) -> HessianSolution:
-        """Solutions x of (H + damping I) x = b, for each damping (`ds_hessian.krylov.solve`).
+        """Solve (H + damping I) x = b for each damping (`ds_hessian.krylov.solve`).
 
         The arguments are those of `ds_hessian.analyses.Solve`; a preconditioner of one's own is its
         diagonal `(n_local,)`.
@@ -425,13 +426,13 @@ class Hessian:
         num_matvecs: int | None = Influence.num_matvecs,
         **overrides: object,
     ) -> HessianInfluence:
-        """Influence of training examples on the loss of a query.
+        """Estimate the influence of training examples on the loss of a query.
 
         One solve with the query's gradient, then one gradient for each example (`cost` is that of
         the solve).
 
         Args:
-            query: Micro-batches whose mean loss is asked about, as for `use`.
+            query: Micro-batches whose mean loss is the target, as for `use`.
             examples: Micro-batches, each an example. Number i of all ranks together is one: give
                 every rank the same ones for examples of a single micro-batch.
             dampings: In loss per squared parameter; all from one Krylov space.
@@ -468,7 +469,8 @@ class Hessian:
         max_matvecs: int = Sharpness.max_matvecs,
         **overrides: object,
     ) -> HessianSharpness:
-        """Top eigenvalues of H and of Adam's preconditioned H, and curvatures along the way.
+        """Measure the top eigenvalues of H and of Adam's preconditioned H, and curvatures along
+        gradient and step.
 
         Cheap enough to be repeated during training: at most `max_matvecs` products once there is an
         earlier measurement to start from (`ds_hessian.krylov.sharpness`). The first one finds its
@@ -492,7 +494,7 @@ class Hessian:
     def block_coupling(
         self, blocks: Blocks = BlockCoupling.blocks, **overrides: object
     ) -> HessianBlockCoupling:
-        """How far from block diagonal H is: the paper's masked-probe test, B + 1 products.
+        """Measure how far from block diagonal H is: the paper's masked-probe test, B + 1 products.
 
         The arguments are those of `ds_hessian.analyses.BlockCoupling`.
         """
@@ -504,7 +506,7 @@ class Hessian:
         num_probes: int = OffBlockShare.num_probes,
         **overrides: object,
     ) -> HessianOffBlockShare:
-        """Share of the off-diagonal blocks in |H|_F^2, two products a probe.
+        """Estimate the share of the off-diagonal blocks in |H|_F^2, two products a probe.
 
         The arguments are those of `ds_hessian.analyses.OffBlockShare`.
 
@@ -524,7 +526,8 @@ class Hessian:
         basis_size: int | None = Alignment.basis_size,
         **overrides: object,
     ) -> HessianAlignment:
-        """Share of the gradient and of Adam's last step in the top-k eigenspace, with bars.
+        """Measure the share of the gradient and of Adam's last step in the top-k eigenspace, with
+        bars.
 
         The products are those of `eigenpairs` for k pairs and for one more. Save the record to
         compare a later step's space with this one's.
@@ -557,7 +560,8 @@ class Hessian:
         loss_fn: Loss = None,
         **overrides: object,
     ) -> DisplacementSweep:
-        """`v'Hv` and the product's diagnostics over a range of displacements: curvature at scale h.
+        """Measure `v'Hv` and the product's diagnostics over a range of displacements: curvature at
+        scale h.
 
         Costs a product for each direction and displacement, and ten more for `"top"`.
 
@@ -583,7 +587,8 @@ class Hessian:
     def self_test(
         self, batches: Batches | None = None, loss_fn: Loss = None, **overrides: object
     ) -> Verdict:
-        """Whether this job's Hessian can be trusted, and what to set if not; five products' time.
+        """Test whether this job's Hessian can be trusted, and suggest settings if not; five
+        products' time.
 
         `ds_hessian.analyses.self_test` says what is tested. Takes what `spectrum` takes, and raises
         what it raises; a check that fails is a finding in the record.

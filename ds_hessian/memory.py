@@ -1,4 +1,4 @@
-"""What a measurement needs beyond training's memory: named items in bytes per rank, and their sum.
+"""Memory that a measurement needs beyond training's: named items in bytes per rank, and their sum.
 
 Each part that holds memory (backend, operator, Krylov basis) says what, where and when, as `Item`s;
 a `MemoryPlan` is all of them together. What is held in one stage of an analysis only, or in one
@@ -23,8 +23,8 @@ Moment = Literal["passes", "trials", "orthogonalization", "storing"]
 PLACES: tuple[Place, ...] = ("accelerator", "host", "disk", "resume")
 """`disk`: a basis' folder, of each node; `resume`: that of runs' states, which all ranks see."""
 MOMENTS: tuple[Moment, ...] = ("passes", "trials", "orthogonalization", "storing")
-"""Of a Lanczos step, in order: forward and backward passes, the comparison of two trials of the
-displacement, Gram-Schmidt, and the writing of the next basis vector."""
+"""Moments of a Lanczos step, in order: forward and backward passes, the comparison of two trials of
+the displacement, Gram-Schmidt, and the writing of the next basis vector."""
 
 FP32 = 4
 """Bytes of one coordinate of a vector."""
@@ -35,10 +35,10 @@ class Item:
     """One entry of a plan.
 
     Attributes:
-        name: What for.
-        place: Where. Vectors of a job on the CPU are on the host.
+        name: Purpose of the memory.
+        place: Kind of memory or disk. Vectors of a job on the CPU are on the host.
         size: Bytes on this rank.
-        moments: When; none for throughout.
+        moments: Moments in which it is held; empty for all of them.
         stage: Part of the analysis that holds it, such as `residuals`; none for all of it.
     """
 
@@ -54,18 +54,18 @@ class MemoryPlan:
     """The memory that a measurement needs on one rank beyond training's.
 
     Attributes:
-        items: What it is made of.
+        items: The entries of the plan.
     """
 
     items: tuple[Item, ...]
 
     @classmethod
     def of(cls, *parts: Iterable[Item]) -> MemoryPlan:
-        """The plan of some parts' items; empty ones are left out."""
+        """Return the plan of some parts' items; empty ones are left out."""
         return cls(tuple(item for part in parts for item in part if item.size))
 
     def peak(self, place: Place) -> int:
-        """Bytes in one place, in the worst moment of the worst stage."""
+        """Return the bytes in one place, in the worst moment of the worst stage."""
         here = [item for item in self.items if item.place == place]
         return max(
             sum(
@@ -78,7 +78,7 @@ class MemoryPlan:
         )
 
     def table(self) -> str:
-        """Items and sums, one a line, for people."""
+        """Return items and sums as lines of text."""
         peaks = [Item(f"peak on the {place}", place, self.peak(place)) for place in PLACES]
         rows = [*self.items, *(item for item in peaks if item.size)]
         width = max((len(item.name) for item in rows), default=0)
@@ -90,23 +90,23 @@ class MemoryPlan:
 
 
 def in_stage(stage: str, items: Iterable[Item]) -> list[Item]:
-    """Items that are held in one stage only."""
+    """Return the items, marked as held in one stage only."""
     return [replace(item, stage=stage) for item in items]
 
 
 def when(item: Item) -> str:
-    """An item's stage and moments, in words."""
+    """Return an item's stage and moments, in words."""
     moments = ", ".join(item.moments)
     return f"{item.stage}: {moments}" if item.stage and moments else item.stage or moments
 
 
 def place_of(device: torch.device) -> Place:
-    """Where tensors on a device are."""
+    """Return where tensors on a device are stored."""
     return "host" if device.type == "cpu" else "accelerator"
 
 
 def shown(size: int) -> str:
-    """Bytes as people read them."""
+    """Return a number of bytes as short text."""
     for unit, bytes_ in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
         if size >= bytes_:
             return f"{size / bytes_:.3g} {unit}"

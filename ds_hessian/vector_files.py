@@ -26,14 +26,14 @@ R = TypeVar("R", bound=Measured)
 
 
 def gather(backend: Backend, v: Tensor) -> dict[str, Tensor] | None:
-    """`{parameter name: tensor in its unsharded shape}` on rank 0, None elsewhere."""
+    """Return `{parameter name: tensor in its unsharded shape}` on rank 0, None elsewhere."""
     layout, space = backend.layout, backend.space
     full = {name: collected(layout, space, v, name, shape) for name, shape in backend.parameters}
     return full if space.rank == 0 else None
 
 
 def scatter(backend: Backend, full: Mapping[str, Tensor] | None) -> Tensor:
-    """The vector `(n_local,)` of rank 0's tensors; the reverse of `gather`.
+    """Return the vector `(n_local,)` of rank 0's tensors; the inverse of `gather`.
 
     Raises:
         ConfigError: on rank 0 a parameter is missing, or has another shape; the other ranks raise
@@ -77,7 +77,7 @@ def save_record(backend: Backend, record: Measured, folder: Path) -> Path:
 
 
 def load_record(backend: Backend, record: type[R], folder: Path) -> R:
-    """The record of a kind that `save_record` wrote, its vectors in this job's layout.
+    """Return the record of a kind that `save_record` wrote, its vectors in this job's layout.
 
     Raises:
         ResultError: files are missing, damaged, of another schema, another model, or of different
@@ -95,13 +95,13 @@ def load_record(backend: Backend, record: type[R], folder: Path) -> R:
 
 
 def save_vectors(
-    backend: Backend, vectors: Tensor, path: Path, metadata: Mapping[str, Any] | None = None
+    backend: Backend, vectors: Tensor, path: Path, metadata: Mapping[str, object] | None = None
 ) -> Path:
     """Write vectors `(k, n_local)` as `{parameter name: (k, *unsharded shape)}`, safetensors.
 
     Args:
         backend: The job.
-        vectors: Such as the eigenvectors of `eigenpairs`.
+        vectors: Vectors such as the eigenvectors of `eigenpairs`.
         path: Path of the file.
         metadata: Kept beside them, as JSON.
 
@@ -129,7 +129,7 @@ def save_vectors(
 
 
 def load_vectors(backend: Backend, path: Path) -> Tensor:
-    """The vectors that `save_vectors` wrote, `(k, n_local)`, in this job's layout.
+    """Return the vectors that `save_vectors` wrote, `(k, n_local)`, in this job's layout.
 
     Raises:
         ResultError: on rank 0 the file is missing, damaged, or of another model; the other ranks
@@ -154,8 +154,8 @@ def load_vectors(backend: Backend, path: Path) -> Tensor:
     return vectors
 
 
-def _origin(record: Measured) -> dict[str, Any]:
-    """What a file of vectors says of the record that they are part of."""
+def _origin(record: Measured) -> dict[str, object]:
+    """Return what a file of vectors says of the record that they are part of."""
     return {"record": type(record).__name__, "provenance": vars(record.provenance)}
 
 
@@ -164,7 +164,7 @@ def _vector_file(record: type[Any], folder: Path) -> Path:
 
 
 def _expect_shapes(reader: Reader, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Number of vectors in the file, which must be of this model."""
+    """Return the number of vectors in the file, which must be of this model."""
     counts = {found[0] if found else -1 for found in reader.shapes.values()}
     expected = {name: (*counts, *sizes) for name, sizes in shapes.items()}
     if len(counts) != 1 or reader.shapes != expected:

@@ -1,4 +1,4 @@
-"""What a Hessian is measured for: one file for each analysis."""
+"""The analyses of a Hessian: one file for each."""
 
 from ds_hessian.analyses.alignment import Alignment
 from ds_hessian.analyses.base import Analysis, Blocks, measure, share_of

@@ -9,7 +9,7 @@ angle phi to V is at `phi +- Theta` to S, so its share `cos^2 phi` in S is betwe
 `cos^2 (phi + Theta)` and `cos^2 (phi - Theta)`; principal angles to a third space move by Theta at
 most (Knyazev, Argentati, SIAM J. Matrix Anal. 29 (2006)). The spaces of the first j < k vectors lie
 in S, so the share in each of them is a lower bound too: it counts where the k-th eigenvalue is one
-of several that cannot be told apart.
+of several that cannot be separated.
 
 mu is searched from another random vector: an eigenvector that the first search has missed, one of a
 close pair above all, is then found in the complement, and widens the bars.
@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from torch import Tensor
@@ -50,7 +50,7 @@ WEYL = 2 / math.sqrt(3)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Alignment(Journaled[HessianAlignment]):
-    """An alignment.
+    """The arguments of an alignment.
 
     Attributes:
         k: Dimension of the eigenspace.
@@ -80,7 +80,7 @@ class Alignment(Journaled[HessianAlignment]):
 
     @property
     def search(self) -> Eigenpairs:
-        """The search for the space."""
+        """The search for the eigenspace."""
         return Eigenpairs(
             k=self.k,
             which=self.which,
@@ -91,15 +91,15 @@ class Alignment(Journaled[HessianAlignment]):
 
     @property
     def search_beside(self) -> Eigenpairs:
-        """The search for the most wanted eigenvalue of its complement."""
+        """The search for the most wanted eigenvalue of the complement."""
         return replace(self.search, k=1, basis_size=None)
 
     def products(self, config: HessianConfig) -> int:
-        """Those of both searches."""
+        """Return the number of products of both searches."""
         return self.search.products(config) + self.search_beside.products(config)
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
-        """Both searches, Adam's step, and the earlier space unless the caller has it."""
+        """Return both searches, Adam's step, and the earlier space unless the caller has it."""
         loaded = isinstance(self.earlier, str | Path)
         first, then = (
             memory_of_eigenpairs(share, config, search.k, search.size)
@@ -115,11 +115,11 @@ class Alignment(Journaled[HessianAlignment]):
         ]
 
     def with_less(self, config: HessianConfig) -> list[Settings]:
-        """What the search could do with."""
+        """Return settings with which the search needs less."""
         return self.search.with_less(config)
 
     def prepared(self, backend: Backend, config: HessianConfig) -> Self:
-        """With Adam's step and the earlier space filled in."""
+        """Fill in Adam's step and the earlier space."""
         step = None
         if self.update is not False:
             try:
@@ -141,8 +141,8 @@ class Alignment(Journaled[HessianAlignment]):
             )
         return replace(self, update=step is not None, step=step, earlier=earlier)
 
-    def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, Any]:
-        """Shares, angles and their bars."""
+    def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, object]:
+        """Measure shares and angles, with their bars."""
         subject, space = run.subject, run.session.space
         gradient = run.curvature.gradient
         found = _searched(operator, self.search, subject.config, subject.draw, 0)
@@ -208,7 +208,7 @@ class Complement:
         return x
 
     def matvec(self, v: Tensor) -> Product:
-        """The product with `v`, a vector of the complement. Its absolute error is that of `Hv`."""
+        """Multiply a vector `v` of the complement; the absolute error is that of `Hv`."""
         product = self.operator.matvec(v)
         w = self.project(product.vector)
         squares = self.space.dots([(w, w), (v, v)]).tolist()
@@ -237,7 +237,7 @@ def _searched(
 
 
 def turning_angles(found: krylov.Eigenpairs, following: Estimate | None) -> Array:
-    """`(k,)` bounds on the angle between the first j vectors and the true space, j = 1 .. k.
+    """Return `(k,)` bounds on the angle of the first j vectors to the true space, j = 1 .. k.
 
     Args:
         found: The k pairs.
@@ -256,7 +256,7 @@ def turning_angles(found: krylov.Eigenpairs, following: Estimate | None) -> Arra
 
 
 def _grams(space: VectorSpace, a: Tensor, b: Tensor) -> Array:
-    """Inner products of the rows of two sets of vectors."""
+    """Return the inner products of the rows of two sets of vectors."""
     found = space.dots([(x, y) for x in a for y in b]).numpy()
     grams: Array = found.reshape(len(a), len(b))
     return grams
@@ -269,7 +269,7 @@ def _cholesky(grams: Array) -> Array:
 def _shares(
     space: VectorSpace, triangle: Array, vectors: Tensor, x: Tensor | None, angles: Array
 ) -> tuple[Bounded | None, Array]:
-    """Share of x in the space, with its bar, and along each vector; None and nothing for zero."""
+    """Return the share of x in the space, with its bar, and along each vector; None for x = 0."""
     square = 0.0 if x is None else space.dot(x, x)
     if x is None or square == 0:
         return None, np.zeros(0)
@@ -285,7 +285,7 @@ def _shares(
 def _principal_angles(
     space: VectorSpace, triangle: Array, vectors: Tensor, earlier: Tensor
 ) -> Array:
-    """Angles between the two spaces, ascending."""
+    """Return the angles between the two spaces, ascending."""
     try:
         other = _cholesky(_grams(space, earlier, earlier))
     except np.linalg.LinAlgError:
@@ -300,7 +300,7 @@ def _principal_angles(
 
 
 def _shared(value: float, between: Array, angle: float) -> Bounded:
-    """The mean squared cosine of angles that are known to within `angle`."""
+    """Return the mean squared cosine of angles that are known to within `angle`."""
     least = np.cos(np.minimum(between + angle, math.pi / 2)) ** 2
     most = np.cos(np.maximum(between - angle, 0.0)) ** 2
     return Bounded(value, float(least.mean()), float(most.mean()))

@@ -1,10 +1,10 @@
-"""What an analysis is: its arguments, its products, its memory, its run and its record.
+"""The base of all analyses: arguments, products, memory, run and record.
 
 An analysis is a frozen dataclass. Its fields are the arguments of the method of `Hessian` that
-makes it, with their defaults, which stand there and nowhere else; a field made by `transient` is
-handed over with the call (a vector, batches) or follows from the moment, and is no part of what the
-measurement is a measurement of. Plans, what `resume` keeps, the command line's `--analysis` and the
-table in docs/analyses.md are derived from these classes (`ds_hessian.analyses.registry`).
+makes it, with their defaults, which are defined there and nowhere else; a field made by `transient`
+is passed with the call (a vector, batches) or depends on the state of the job, and is not part of
+the identity of the measurement. Plans, what `resume` keeps, the command line's `--analysis` and the
+table in docs/krylov.md are derived from these classes (`ds_hessian.analyses.registry`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Blocks = Literal["layers", "parameters"] | Mapping[str, str]
 """Blocks of parameters: by layer, each its own, or {block: regular expression of names}."""
 
 
-def transient(default: Any) -> Any:
-    """A field that says nothing of what is measured; see the module."""
+def transient(default: object) -> Any:
+    """Return a field that is not part of what is measured; see the module."""
     return field(default=default, metadata={"transient": True}, repr=False)
 
 
@@ -65,7 +65,7 @@ class Analysis(ABC, Generic[R]):
 
     @abstractmethod
     def products(self, config: HessianConfig) -> int:
-        """Number of products, at most.
+        """Return the largest number of products that it makes.
 
         Raises:
             ConfigError: the number depends on the model.
@@ -73,10 +73,10 @@ class Analysis(ABC, Generic[R]):
 
     @abstractmethod
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
-        """What it holds on one rank, beside what the operator and the backend hold."""
+        """Return what it holds on one rank beside what the operator and the backend hold."""
 
     def vectors_kept(self, config: HessianConfig) -> int:
-        """Vectors that `resume` has on disk, at most: those of all products.
+        """Return how many vectors `resume` has on disk at most: those of all products.
 
         Raises:
             ConfigError: the number depends on the model.
@@ -84,14 +84,14 @@ class Analysis(ABC, Generic[R]):
         return self.products(config)
 
     def with_less(self, config: HessianConfig) -> list[Settings]:
-        """Other settings that need less memory, the least harmful first."""
+        """Return other settings that need less memory, the least harmful first."""
         return []
 
     # ---- its arguments
 
     @classmethod
     def from_settings(cls, given: Settings) -> tuple[Self, Settings]:
-        """The analysis with those of the settings that are its own, and all others.
+        """Return the analysis with the settings that are its own arguments, and the other settings.
 
         Raises:
             ConfigError: an argument is missing.
@@ -105,19 +105,21 @@ class Analysis(ABC, Generic[R]):
         return found, {name: value for name, value in given.items() if name not in names}
 
     def changed(self, settings: Settings) -> tuple[Self, Settings]:
-        """The same analysis with those of the settings that are its own, and all others."""
+        """Return the same analysis with the settings that are its own arguments, and the others."""
         names = {f.name for f in fields(self)}
         own: dict[str, Any] = {k: v for k, v in settings.items() if k in names}
         return replace(self, **own), {k: v for k, v in settings.items() if k not in names}
 
-    def settings(self) -> dict[str, Any]:
-        """Its arguments as JSON values, without what is transient: what it is a measurement of."""
+    def settings(self) -> dict[str, object]:
+        """Return its arguments as JSON values, without the transient ones: they identify the
+        measurement.
+        """
         return {f.name: getattr(self, f.name) for f in fields(self) if not f.metadata}
 
     # ---- its run
 
     def prepared(self, backend: Backend, config: HessianConfig) -> Self:
-        """The same analysis with what only a job can say filled in.
+        """Return the same analysis with everything filled in that only a job can say.
 
         Raises:
             ConfigError: it is not possible on this job.
@@ -139,8 +141,8 @@ class Journaled(Analysis[R]):
     """Class of its record."""
 
     @abstractmethod
-    def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, Any]:
-        """The record's fields, without cost and provenance.
+    def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, object]:
+        """Return the record's fields, without cost and provenance.
 
         Args:
             run: The open measurement.
@@ -191,13 +193,13 @@ def plan_or_refuse(analysis: Analysis[R], backend: Backend, config: HessianConfi
 
 
 def share_of(backend: Backend) -> Share:
-    """This rank's share of the job, for memory plans."""
+    """Return this rank's share of the job, for memory plans."""
     space = backend.space
     return Share(space.n, space.n_local, place_of(space.device), backend.memory)
 
 
 def partition(backend: Backend, blocks: Blocks) -> Partition:
-    """The coordinates of this rank by block.
+    """Return the coordinates of this rank by block.
 
     Raises:
         ConfigError: `blocks` is none of the three things that it may be.

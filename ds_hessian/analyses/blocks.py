@@ -1,9 +1,9 @@
-"""How far from block diagonal H is: the masked-probe test, and the off-diagonal blocks' share."""
+"""Tests of block structure: the masked-probe test, and the off-diagonal blocks' share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 from ds_hessian import krylov
 from ds_hessian.analyses.base import Blocks, Journaled, partition
@@ -43,7 +43,7 @@ class BlockCoupling(Journaled[HessianBlockCoupling]):
     num_blocks: int | None = None
 
     def products(self, config: HessianConfig) -> int:
-        """One for each block, and one for all."""
+        """Return one product for each block, and one for all."""
         if self.num_blocks is None:
             raise ConfigError(
                 "how many products block_coupling takes depends on the model: give --products"
@@ -51,15 +51,15 @@ class BlockCoupling(Journaled[HessianBlockCoupling]):
         return self.num_blocks + 1
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
-        """Two probes and their products."""
+        """Return two probes and their products."""
         return _memory(share)
 
     def prepared(self, backend: Backend, config: HessianConfig) -> Self:
-        """With the number of blocks filled in."""
+        """Fill in the number of blocks."""
         return replace(self, num_blocks=len(partition(backend, self.blocks).names))
 
-    def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, Any]:
-        """The couplings."""
+    def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, object]:
+        """Measure the couplings."""
         blocks = partition(run.subject.backend, self.blocks)
         return vars(krylov.block_coupling(operator, blocks, run.subject.draw(0)))
 
@@ -81,15 +81,15 @@ class OffBlockShare(Journaled[HessianOffBlockShare]):
     num_probes: int = 4
 
     def products(self, config: HessianConfig) -> int:
-        """Two for each probe."""
+        """Return two products for each probe."""
         return 2 * self.num_probes
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
-        """Two probes and their products."""
+        """Return two probes and their products."""
         return _memory(share)
 
-    def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, Any]:
-        """The share."""
+    def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, object]:
+        """Measure the share."""
         subject = run.subject
         blocks, seed = partition(subject.backend, self.blocks), subject.config.seed
         return vars(krylov.off_block_share(operator, blocks, subject.draw, self.num_probes, seed))

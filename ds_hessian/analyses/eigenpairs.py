@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ from ds_hessian.records import HessianEigenpairs
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Eigenpairs(Journaled[HessianEigenpairs]):
-    """Extreme eigenpairs.
+    """The arguments of a search for extreme eigenpairs.
 
     Attributes:
         k: Pairs wanted.
@@ -58,25 +57,25 @@ class Eigenpairs(Journaled[HessianEigenpairs]):
 
     @property
     def size(self) -> int:
-        """Vectors of the basis."""
+        """The number of vectors in the basis."""
         return 2 * self.k + 20 if self.basis_size is None else self.basis_size
 
     def products(self, config: HessianConfig) -> int:
-        """Those of Lanczos and one for each pair's residual."""
+        """Return the number of Lanczos' products, and one for each pair's residual."""
         return self.max_matvecs + self.k
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
-        """The basis, then the eigenvectors, of which `start` is none."""
+        """Return the basis, then the eigenvectors, of which `start` is none."""
         return memory_of_eigenpairs(share, config, self.k, self.size)
 
     def with_less(self, config: HessianConfig) -> list[Settings]:
-        """Another basis, a smaller one, and fewer products for `resume` to keep."""
+        """Return another basis, a smaller one, and fewer products for `resume` to keep."""
         smaller = halves("basis_size", self.basis_size or 2 * self.k + 20, self.k + 2)
         fewer = halves("max_matvecs", self.max_matvecs, FEWEST) if config.resume else []
         return [*ELSEWHERE, *smaller, *fewer]
 
-    def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, Any]:
-        """Pairs, and how each vector spreads over the parameters."""
+    def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, object]:
+        """Compute the pairs, and how each vector spreads over the parameters."""
         subject = run.subject
         # By name: a packed argument list would keep the start vector until the end.
         found = krylov.eigenpairs(
@@ -105,7 +104,7 @@ class Eigenpairs(Journaled[HessianEigenpairs]):
 
 
 def memory_of_eigenpairs(share: Share, config: HessianConfig, k: int, size: int) -> list[Item]:
-    """Items of `krylov.eigenpairs` with a basis of `size` vectors."""
+    """Return the items of `krylov.eigenpairs` with a basis of `size` vectors."""
     n_local, place, storage = share.n_local, share.place, storage_of(config)
     size, vector = min(share.n, size), FP32 * n_local
     kept = min(size - 1, (k + size) // 2)

@@ -22,14 +22,14 @@ from ds_hessian.records import HessianInfluence
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Influence(Analysis[HessianInfluence]):
-    """Influence of examples on a query.
+    """The arguments of the influence of examples on a query.
 
     Attributes:
-        dampings: See `Solve`.
-        method: See `Solve`.
-        tolerance: See `Solve`.
-        num_matvecs: See `Solve`.
-        query: Micro-batches whose mean loss is asked about.
+        dampings: Added to H, in loss per squared parameter.
+        method: `cg` or `minres`.
+        tolerance: Bound on the relative residual of the solve.
+        num_matvecs: Products at most; None for the configuration's.
+        query: Micro-batches whose mean loss is the target.
         examples: Micro-batches, each an example.
     """
 
@@ -45,7 +45,7 @@ class Influence(Analysis[HessianInfluence]):
 
     @property
     def system(self) -> Solve:
-        """The solve with the query's gradient, which is still to come."""
+        """The solve with the query's gradient, which is not known yet."""
         return Solve(
             dampings=self.dampings,
             method=self.method,
@@ -54,19 +54,19 @@ class Influence(Analysis[HessianInfluence]):
         )
 
     def products(self, config: HessianConfig) -> int:
-        """Those of the solve."""
+        """Return the number of products of the solve."""
         return self.system.products(config)
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
-        """The query's gradient, and what the solve holds."""
+        """Return the query's gradient, and what the solve holds."""
         return [share.vectors("gradient", 1), *self.system.memory(share, config)]
 
     def with_less(self, config: HessianConfig) -> list[Settings]:
-        """What the solve could do with."""
+        """Return settings with which the solve needs less."""
         return self.system.with_less(config)
 
     def prepared(self, backend: Backend, config: HessianConfig) -> Self:
-        """With the number of products filled in."""
+        """Fill in the number of products."""
         return replace(self, num_matvecs=self.system.prepared(backend, config).num_matvecs)
 
     def run(self, subject: Subject) -> HessianInfluence:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ S = TypeVar("S", bound=SavedRun)
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured.
+    """The job, the loss and the settings of a measurement.
 
     Attributes:
         backend: The job.
@@ -48,11 +48,11 @@ class Subject:
 
     @property
     def passes(self) -> Passes:
-        """How forward and backward run."""
+        """The arithmetic of forward and backward."""
         return Passes(self.config.dropout, self.config.finite_difference.precision)
 
     def draw(self, number: int) -> Tensor:
-        """The random unit vector of this number, `(n_local,)`, as configured."""
+        """Draw the random unit vector of this number, `(n_local,)`, as configured."""
         backend, config = self.backend, self.config
         return random_vector(backend.layout, backend.space, config.seed, number, config.probe)
 
@@ -61,14 +61,14 @@ class Subject:
         self,
         kind: type[S] | None = None,
         folder: str = "",
-        identity: Mapping[str, Any] | None = None,
+        identity: Mapping[str, object] | None = None,
     ) -> Iterator[tuple[Measurement, S | None]]:
-        """Guard the body, which continues where the same measurement was interrupted.
+        """Guard the body, which continues an interrupted measurement of the same kind.
 
         Args:
-            kind: What is kept of it in the folder of `resume`; None for what keeps no state.
+            kind: Class of its state in the folder of `resume`; None if it keeps no state.
             folder: Name of its folder there.
-            identity: What it is a measurement of, beside settings, model and data; JSON values.
+            identity: What identifies it, beside settings, model and data; JSON values.
 
         Yields:
             The open measurement, and its state on disk (None without `resume`).
@@ -100,12 +100,12 @@ class Subject:
                 saved.take_up(operator, here, session.unit_roundoff)
             yield Measurement(self, session, operator, saved, began, reduced), saved
 
-    def _identity(self, session: Session, operator: Curvature) -> dict[str, Any]:
+    def _identity(self, session: Session, operator: Curvature) -> dict[str, object]:
         parameters, step = self.backend.parameters, self.backend.step
         return identity_of(session, operator, self.objective, self.config, step, parameters)
 
     def provenance(self) -> Provenance:
-        """What a measurement made now is made on."""
+        """Return the model, the data and the settings of a measurement made now."""
         found, config = self.backend.describe(), self.config
         difference = config.finite_difference
         return Provenance(
@@ -151,7 +151,7 @@ class Measurement:
     reduced: int
 
     def cost(self) -> Cost:
-        """What it has taken so far, in all processes that worked on it."""
+        """Return its cost so far, over all processes that worked on it."""
         spent, space = self.curvature.cost, self.session.space
         return Cost(
             seconds_total=time.perf_counter() - self.began,

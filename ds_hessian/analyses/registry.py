@@ -39,7 +39,7 @@ ANALYSES: dict[str, type[Analysis[Any]]] = {
 
 
 def analysis_of(title: str, settings: Settings) -> tuple[Analysis[Any], Settings]:
-    """The analysis of this name with those of the settings that are its own, and all others.
+    """Return the analysis of this name with the settings that are its own, and the other settings.
 
     Raises:
         ConfigError: there is no such analysis, or an argument is missing.
@@ -52,7 +52,7 @@ def analysis_of(title: str, settings: Settings) -> tuple[Analysis[Any], Settings
 def plan_job(
     config: HessianConfig, title: str = "spectrum", settings: Settings | None = None, **job: Any
 ) -> MemoryPlan:
-    """The memory plan of an analysis of a DeepSpeed job that need not exist yet.
+    """Return the memory plan of an analysis of a DeepSpeed job that need not exist yet.
 
     Args:
         config: The settings.

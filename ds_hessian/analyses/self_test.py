@@ -1,4 +1,4 @@
-"""Is this job's Hessian to be trusted?
+"""The self-test, which tells whether this job's Hessian can be trusted.
 
 What is tested, with two random vectors u and v:
 
@@ -45,18 +45,18 @@ LARGEST_NONLINEARITY = 0.3
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SelfTest(Analysis[Verdict]):
-    """A self-test; it has no arguments."""
+    """The self-test; it has no arguments."""
 
     title = "self_test"
     summary = "whether this job's Hessian can be trusted, and what to set if not"
     resumes = False
 
     def products(self, config: HessianConfig) -> int:
-        """`Hu`, `Hv` and `H(u + v)`."""
+        """Return three: `Hu`, `Hv` and `H(u + v)`."""
         return 3
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
-        """Vectors, products, and a second gradient."""
+        """Return the vectors, the products, and a second gradient."""
         return [
             share.vectors("vectors, their products and a gradient", 6),
             share.vectors("differences", 3, GRAM_SCHMIDT),
@@ -80,7 +80,7 @@ class SelfTest(Analysis[Verdict]):
 
 @dataclass(frozen=True)
 class _Evaluated:
-    """Products of u, v and u + v, and what the checks need of them.
+    """The products of u, v and u + v, and the figures that the checks need.
 
     Attributes:
         hu: `Hu`.
@@ -184,7 +184,7 @@ def _suggestions(
 
 
 def _fingerprint(modules: Sequence[nn.Module]) -> str:
-    """A hash of the weights that this rank stores and of its random states."""
+    """Return a hash of the weights that this rank stores and of its random states."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(repr((random.getstate(), np.random.get_state())).encode())
     tensors: list[Tensor] = [torch.get_rng_state()]

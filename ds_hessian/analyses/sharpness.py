@@ -1,10 +1,12 @@
-"""Top eigenvalues of H and of Adam's preconditioned H, and curvatures along the training's way."""
+"""Top eigenvalues of H and of Adam's preconditioned H, and curvatures along the training
+trajectory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 from torch import Tensor
 
@@ -36,7 +38,7 @@ class Followed:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sharpness(Journaled[HessianSharpness]):
-    """A sharpness.
+    """The arguments of a sharpness measurement.
 
     Attributes:
         preconditioned: Also of `D^-1/2 H D^-1/2`, with Adam's D, and along Adam's last step; None
@@ -62,19 +64,19 @@ class Sharpness(Journaled[HessianSharpness]):
 
     @property
     def problems(self) -> int:
-        """Eigenvalue problems: H, and the preconditioned H."""
+        """The number of eigenvalue problems: H, and the preconditioned H."""
         return 1 if self.preconditioned is False else 2
 
     def products(self, config: HessianConfig) -> int:
-        """Those of a measurement that has an earlier one to start from."""
+        """Return the number of products of a measurement that starts from an earlier one."""
         return self.max_matvecs
 
     def vectors_kept(self, config: HessianConfig) -> int:
-        """All products, with the starts or those of the search for them."""
+        """Return all products, with the starts or the search for them."""
         return self.max_matvecs + self.problems * (1 if self.warm else _SEARCH.products(config))
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
-        """The subspace and its refinement; unless warm, also the starts and their search."""
+        """Return the subspace and its refinement; unless warm, also the starts and their search."""
         problems, m = self.problems, self.max_matvecs
         given = share.vectors("Adam's divisor and step", 2 * (problems - 1))
         subspace = [
@@ -98,12 +100,12 @@ class Sharpness(Journaled[HessianSharpness]):
         return [given, starts, *search, *in_stage("subspace", subspace)]
 
     def with_less(self, config: HessianConfig) -> list[Settings]:
-        """Another basis, then only H itself."""
+        """Return another basis, then only H itself."""
         without: Settings = {"dtype": "bf16", "preconditioned": False}
         return [*ELSEWHERE, without, {**without, "device": "host", "max_matvecs": 3}]
 
     def prepared(self, backend: Backend, config: HessianConfig) -> Self:
-        """With Adam's state, and whether there is a start, filled in."""
+        """Fill in Adam's state, and whether there is a start."""
         adam = None
         if self.preconditioned is None:
             try:
@@ -120,8 +122,8 @@ class Sharpness(Journaled[HessianSharpness]):
         warm = self.followed is not None and len(self.followed.vectors) > preconditioned
         return replace(self, preconditioned=preconditioned, adam=adam, warm=warm)
 
-    def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, Any]:
-        """Estimates, and curvatures along the gradient and Adam's step."""
+    def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, object]:
+        """Compute the estimates, and the curvatures along the gradient and Adam's step."""
         space, hessian, adam = run.session.space, run.curvature, self.adam
         if not space.norm(hessian.gradient):
             raise NumericsError(
@@ -159,7 +161,7 @@ class Sharpness(Journaled[HessianSharpness]):
         }
 
     def _known(self, operator: LinearOperator) -> Sequence[Tensor]:
-        """Starts from an earlier measurement: this process's, or an interrupted one's."""
+        """Return starts from an earlier measurement: this process's, or an interrupted one's."""
         known = self.followed.vectors if self.warm and self.followed is not None else ()
         return operator.starts(known) if isinstance(operator, Journal) else known
 
@@ -175,7 +177,7 @@ def _top(
     search: Eigenpairs,
     config: HessianConfig,
 ) -> Tensor:
-    """A first x, from Lanczos."""
+    """Return a first x, from Lanczos."""
     scale = None if metric is None else metric.rsqrt()
     view = operator if scale is None else Congruent(operator, scale)
     found = krylov.eigenpairs(

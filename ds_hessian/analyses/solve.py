@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ from ds_hessian.records import HessianSolution
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Solve(Journaled[HessianSolution]):
-    """Damped systems with one right-hand side.
+    """The arguments of damped systems with one right-hand side.
 
     Attributes:
         dampings: Added to H, in loss per squared parameter.
@@ -59,14 +59,14 @@ class Solve(Journaled[HessianSolution]):
     diagonal: Tensor | None = transient(None)
 
     def products(self, config: HessianConfig) -> int:
-        """Those of the Krylov space, and one for each damping's residual."""
+        """Return the products of the Krylov space, and one for each damping's residual."""
         return self._space(config) + len(self.dampings)
 
     def _space(self, config: HessianConfig) -> int:
         return config.num_matvecs if self.num_matvecs is None else self.num_matvecs
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
-        """Krylov space and solutions, without `b` and a diagonal of the caller's own."""
+        """Return Krylov space and solutions, without `b` and a diagonal of the caller's own."""
         d, steps = len(self.dampings), min(self._space(config), share.n)
         options = LanczosOptions(storage=storage_of(config))
         space = memory_of_lanczos(share.n_local, share.place, steps, options)
@@ -88,15 +88,15 @@ class Solve(Journaled[HessianSolution]):
         return [*always, *in_stage(SPACE, space), *in_stage(RESIDUALS, results)]
 
     def with_less(self, config: HessianConfig) -> list[Settings]:
-        """Another basis, or fewer products."""
+        """Return another basis, or fewer products."""
         return [*ELSEWHERE, *halves("num_matvecs", self._space(config), FEWEST)]
 
-    def settings(self) -> dict[str, Any]:
-        """See the base class; dampings are numbers, of whatever type they came."""
+    def settings(self) -> dict[str, object]:
+        """Return the arguments as JSON values; dampings become plain numbers."""
         return {**super().settings(), "dampings": list(map(float, self.dampings))}
 
     def prepared(self, backend: Backend, config: HessianConfig) -> Self:
-        """With the number of products and Adam's diagonal filled in."""
+        """Fill in the number of products and Adam's diagonal."""
         own, kind = self.diagonal, self.preconditioner
         if kind not in (None, "adam", "diagonal") or (kind == "diagonal" and own is None):
             raise ConfigError(f'the preconditioner is a diagonal or "adam", got {kind!r}')
@@ -104,8 +104,8 @@ class Solve(Journaled[HessianSolution]):
             own = backend.adam()[0]
         return replace(self, num_matvecs=self._space(config), diagonal=own)
 
-    def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, Any]:
-        """The solutions."""
+    def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, object]:
+        """Compute the solutions."""
         config, draw = run.subject.config, run.subject.draw
         assert self.b is not None
         limits = self.method, self.tolerance, self._space(config), self.diagonal, storage_of(config)

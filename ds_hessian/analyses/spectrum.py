@@ -37,7 +37,7 @@ SELECTIVE: tuple[Settings, ...] = (
 
 
 class Progress(Protocol):
-    """What shows how far a spectrum is."""
+    """A display of how many of a spectrum's products are done."""
 
     def update(self, probe: int, state: LanczosState) -> None:
         """Show one more product of a probe."""
@@ -55,7 +55,7 @@ class _Silent:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Spectrum(Analysis[HessianSpectrum]):
-    """A spectrum; all of its settings are values of the configuration.
+    """The arguments of a spectrum; all of its settings are values of the configuration.
 
     Attributes:
         show: Shows the progress.
@@ -67,12 +67,14 @@ class Spectrum(Analysis[HessianSpectrum]):
     show: Show = transient(lambda total, enabled: nullcontext(_Silent()))
 
     def products(self, config: HessianConfig) -> int:
-        """Those of all probes, and two evaluations for each extreme and one for each probe."""
+        """Return the products of all probes, and two evaluations for each extreme and one for each
+        probe.
+        """
         sampled = 2 + config.num_probes if config.sampling else 0
         return config.num_probes * config.num_matvecs + sampled
 
     def vectors_kept(self, config: HessianConfig) -> int:
-        """The basis, with those vectors that two generations of the state do not share."""
+        """Return the basis, with the vectors that two generations of the state do not share."""
         mode, window = config.reorthogonalization.mode, config.reorthogonalization.window
         if mode in ("window", "none"):
             return min(config.num_matvecs, 2 + (window if mode == "window" else 2))
@@ -83,7 +85,7 @@ class Spectrum(Analysis[HessianSpectrum]):
         return kept + window + 2 + 4 * (config.basis.dtype == "bf16")
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
-        """The basis, and Ritz vectors for the errors of sampling."""
+        """Return the basis, and Ritz vectors for the errors of sampling."""
         steps, options = min(config.num_matvecs, share.n), lanczos_options(config)
         return [
             *memory_of_lanczos(share.n_local, share.place, steps, options),
@@ -94,7 +96,7 @@ class Spectrum(Analysis[HessianSpectrum]):
         ]
 
     def with_less(self, config: HessianConfig) -> list[Settings]:
-        """Another basis, fewer steps, or none of the basis."""
+        """Return another basis, fewer steps, or a recurrence without a basis."""
         fewer = halves("num_matvecs", config.num_matvecs, FEWEST)
         return [*ELSEWHERE, *SELECTIVE, *fewer, {"mode": "none", "device": "accelerator"}]
 
@@ -148,7 +150,7 @@ class Spectrum(Analysis[HessianSpectrum]):
 def _sampling_errors(
     run: Measurement, last: LanczosState, runs: Sequence[LanczosRun]
 ) -> SamplingErrors:
-    """Standard errors from the last probe's extreme Ritz vectors, and from all probes."""
+    """Return standard errors from the last probe's extreme Ritz vectors, and from all probes."""
     displacement = float(np.median(runs[-1].displacements))
     extremes = [
         standard_error(micro_batch_curvatures(run.session, y, displacement))

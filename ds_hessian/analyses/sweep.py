@@ -27,7 +27,7 @@ TOP_STEPS = 10
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sweep(Analysis[DisplacementSweep]):
-    """A sweep over displacements.
+    """The arguments of a sweep over displacements.
 
     Attributes:
         directions: Among `random` (a unit Gaussian vector), `top` (the largest eigenvalue's vector,
@@ -45,7 +45,9 @@ class Sweep(Analysis[DisplacementSweep]):
     vectors: Mapping[str, Tensor] | None = transient(None)
 
     def products(self, config: HessianConfig) -> int:
-        """One for each direction and displacement, and those of the search for `top`."""
+        """Return one product for each direction and displacement, and those of the search for
+        `top`.
+        """
         if self.displacements is None:
             raise ConfigError(
                 "how many products displacement_sweep takes depends on the model: give --products"
@@ -54,7 +56,7 @@ class Sweep(Analysis[DisplacementSweep]):
         return len(tuple(self.directions)) * len(self.displacements) + search
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
-        """The directions, two products at a time, and the search for `top`."""
+        """Return the directions, two products at a time, and the search for `top`."""
         names = tuple(self.directions)
         products = [share.vectors("directions", len(names))]
         products += memory_of_sweep(share.n_local, share.place)
@@ -69,7 +71,7 @@ class Sweep(Analysis[DisplacementSweep]):
         return [*in_stage("top direction", search), *in_stage("products", products)]
 
     def with_less(self, config: HessianConfig) -> list[Settings]:
-        """No search for `top`."""
+        """Return the same without the search for `top`."""
         return [{"directions": [name for name in self.directions if name != "top"]}]
 
     def run(self, subject: Subject) -> DisplacementSweep:

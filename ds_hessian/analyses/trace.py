@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 from ds_hessian import krylov
 from ds_hessian.analyses.base import Blocks, Journaled, partition, transient
@@ -35,7 +35,7 @@ METHODS: dict[str, Callable[..., krylov.TraceEstimate]] = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trace(Journaled[HessianTrace]):
-    """A trace.
+    """The arguments of a trace.
 
     Attributes:
         method: `hutchinson` stores one vector, `hutch++` num_matvecs / 3, `xtrace` half.
@@ -60,11 +60,11 @@ class Trace(Journaled[HessianTrace]):
             )
 
     def products(self, config: HessianConfig) -> int:
-        """Its own number, or the configuration's."""
+        """Return its own number of products, or the configuration's."""
         return config.num_matvecs if self.num_matvecs is None else self.num_matvecs
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
-        """A probe, and the basis of the methods that have one."""
+        """Return a probe, and the basis of the methods that have one."""
         products = self.products(config)
         rows = {"hutchinson": 0, "hutch++": products // 3, "xtrace": products // 2}[self.method]
         rows = min(rows, share.n)
@@ -72,18 +72,18 @@ class Trace(Journaled[HessianTrace]):
         return [*basis, share.vectors("probe", 1)]
 
     def with_less(self, config: HessianConfig) -> list[Settings]:
-        """Another basis, fewer products, or Hutchinson's method, which has no basis."""
+        """Return another basis, fewer products, or Hutchinson's method, which has no basis."""
         if self.method == "hutchinson":
             return []
         fewer = halves("num_matvecs", self.products(config), FEWEST)
         return [*ELSEWHERE, *fewer, {"method": "hutchinson"}]
 
     def prepared(self, backend: Backend, config: HessianConfig) -> Self:
-        """With the number of products filled in."""
+        """Fill in the number of products."""
         return replace(self, num_matvecs=self.products(config))
 
-    def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, Any]:
-        """The estimate."""
+    def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, object]:
+        """Compute the estimate."""
         subject = run.subject
         products = self.products(subject.config)
         if self.method == "hutchinson":

@@ -25,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at.
+    """One finding of the diagnosis.
 
     Attributes:
         topic: Group that it is shown under.
@@ -52,7 +52,7 @@ class Diagnosis:
         return all(finding.works for finding in self.findings)
 
     def table(self) -> str:
-        """The findings by topic, and the verdict."""
+        """Return the findings by topic, and the verdict."""
         lines, topic = list[str](), ""
         for finding in self.findings:
             if finding.topic != topic:
@@ -134,7 +134,7 @@ def _kernels() -> list[Finding]:
 
 
 def _builds() -> list[Finding]:
-    """Whether a killed build has left a lock, on which every start of DeepSpeed would hang."""
+    """Find locks of killed builds, on which every start of DeepSpeed would hang."""
     found = extension_locks.abandoned()
     return [
         Finding(
@@ -180,7 +180,7 @@ def _dtypes() -> list[Finding]:
 
 
 def _gradient(dtype: torch.dtype) -> Tensor:
-    """Gradient of a transformer layer's loss, always from the same weights and input."""
+    """Return the gradient of a transformer layer's loss, always from the same weights and input."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)

@@ -18,7 +18,8 @@ R = TypeVar("R", bound=Measured)
 
 
 def records_in(folder: Path, kind: type[R]) -> dict[Path, R]:
-    """`{its folder: record}` of a folder that has a record of this kind, or of those one below.
+    """Return `{its folder: record}` of a folder that has a record of this kind, or of those one
+    below.
 
     In the order of their steps; empty if there are none.
 
@@ -35,7 +36,7 @@ def records_in(folder: Path, kind: type[R]) -> dict[Path, R]:
 
 
 def spectra_in(folder: Path) -> dict[Path, HessianSpectrum]:
-    """`{its folder: record}` of a result folder, or of the results one level below, by step.
+    """Return `{its folder: record}` of a result folder, or of the results one level below, by step.
 
     Raises:
         ResultError: there is no such folder, nothing in it, or a record in it is broken.
@@ -49,7 +50,7 @@ def spectra_in(folder: Path) -> dict[Path, HessianSpectrum]:
 
 
 def run_in(folder: Path) -> Run:
-    """All records in a folder that a page shows.
+    """Return all records in a folder that a page shows.
 
     Raises:
         ResultError: there is no such folder, nothing to show in it, or a record in it is broken.
@@ -61,7 +62,7 @@ def run_in(folder: Path) -> Run:
 
 
 def named_spectra(folders: Iterable[Path]) -> dict[str, HessianSpectrum]:
-    """All spectra of several folders by their paths, each once, in the order given.
+    """Return all spectra of several folders by their paths, each once, in the order given.
 
     Raises:
         ResultError: as `spectra_in`.

@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 def described(job: Job) -> str:
-    """A job in a line."""
+    """Return a job in one line."""
     offloaded = [
         name
         for name, there in (
@@ -37,11 +37,11 @@ def described(job: Job) -> str:
 
 @dataclass(frozen=True)
 class Passes:
-    """What is known of a micro-batch's forward and backward; None where it is not.
+    """Figures of a micro-batch's forward and backward; None where one is not known.
 
     Attributes:
         seconds: Measured: of one micro-batch.
-        tokens: Of a rank's micro-batch.
+        tokens: Tokens in a rank's micro-batch.
         tflops: 1e12 floating-point operations that a rank reaches in a second.
         network: GB/s that a rank sends.
     """
@@ -52,7 +52,7 @@ class Passes:
     network: float | None = None
 
     def gradient(self, job: Job, num_micro_batches: int) -> float | None:
-        """Seconds of one gradient over so many micro-batches; None if nothing is known.
+        """Return the seconds of one gradient over so many micro-batches; None if nothing is known.
 
         Raises:
             ConfigError: `tokens` without `tflops`, or the reverse.
@@ -75,14 +75,14 @@ class Passes:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a measurement of a job will take.
+    """The memory, time and price of a measurement.
 
     Attributes:
         job: The job.
         analysis: Name of the method of `Hessian`.
         memory: On each rank, beyond training's.
         time: None where nothing is known of the passes.
-        price: Of all ranks; None without time or a price of an hour.
+        price: Price of all ranks; None without time or a price of an hour.
         missing: Settings that would fit where the plan does not; None where it fits.
     """
 
@@ -94,7 +94,7 @@ class Forecast:
     missing: str | None
 
     def table(self) -> str:
-        """All of it, for people."""
+        """Return all of it as lines of text."""
         lines = [f"{self.analysis} of {described(self.job)}", self.memory.table()]
         if self.time is None:
             lines.append(
@@ -127,9 +127,9 @@ def forecast(
         config: The settings.
         analysis: What is measured.
         passes: What is known of forward and backward.
-        machine: Of one rank.
+        machine: Machine of one rank.
         products: Their number; None for that of the analysis.
-        price_per_hour: Of one rank.
+        price_per_hour: Price of one rank.
         free: GiB that a rank has free beside training, where known.
 
     Raises:
@@ -174,7 +174,7 @@ def _missing(
 
 
 def job_of(config: Path | None, **given: Any) -> Job:
-    """The job of a DeepSpeed configuration, with what is `given` beside it instead.
+    """Return the job of a DeepSpeed configuration; what is `given` replaces what the file says.
 
     Raises:
         ConfigError: the configuration cannot be read, or has another stage or device than there is.
@@ -196,14 +196,14 @@ def job_of(config: Path | None, **given: Any) -> Job:
     return Job(**{**found, **{name: v for name, v in given.items() if v is not None}})
 
 
-def _offloads(section: Any) -> bool:
+def _offloads(section: object) -> bool:
     return isinstance(section, Mapping) and section.get("device", "none") != "none"
 
 
 def settings_of(
     config: Path | None, title: str, texts: Sequence[str]
 ) -> tuple[HessianConfig, Analysis[Any]]:
-    """The settings, and the analysis of this name, with arguments of either as `name=value`.
+    """Return the settings, and the analysis of this name, from arguments `name=value` of either.
 
     Raises:
         ConfigError: one is not of this form, unknown, or wrong.
@@ -222,7 +222,7 @@ def settings_of(
         raise ConfigError(str(error).replace(f"{SECTION}.", "")) from None
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -230,7 +230,7 @@ def _value(text: str) -> Any:
 
 
 def machine_of(job: Job, bandwidth: Mapping[Place, float]) -> times.Machine:
-    """A rank's, from bandwidths in GB/s of some places; usual ones for the others."""
+    """Return a rank's machine: the given bandwidths in GB/s, usual ones otherwise."""
     usual = times.ACCELERATOR if job.accelerator else times.CPU
     given = {place: 1e9 * value for place, value in bandwidth.items()}
     return replace(usual, bandwidth={**usual.bandwidth, **given})

@@ -57,7 +57,7 @@ def hessian_arguments(parser: ArgumentParser) -> ArgumentParser:
     for path, field in leaves().items():
         if path != "enabled":
             flag = "--hessian-" + path.split(".")[-1].replace("_", "-")
-            text = field.description.replace("%", "%%")
+            text = (field.description or "").replace("%", "%%")
             group.add_argument(flag, type=_value, default=None, help=text)
     return parser
 

@@ -4,8 +4,8 @@ Rows may be rounded to bf16; a rounded row is no longer of unit length, so its l
 it and every coefficient counts for the unit vector along the row. How rows travel: see
 `ds_hessian.krylov.rows`.
 
-A rank that cannot read or write its file goes on, so that the others do not wait for it, and says
-NaN for its partial sums until the next reduction, in which all ranks learn of it and raise.
+A rank that cannot read or write its file continues, so that the others do not wait for it, with NaN
+as its partial sums until the next reduction, after which all ranks raise.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Storage:
-    """Where and how basis vectors are kept.
+    """Dtype and location of basis vectors.
 
     Attributes:
         dtype: `torch.float32`, or `torch.bfloat16` for half the memory at 1.5e-3 relative error of
@@ -42,7 +42,7 @@ class Storage:
         place: `accelerator`, with the parameters; `host`, in (pinned) memory; `disk`, in a file
             without a name in `folder`, which vanishes with the process, read and written in the
             background by DeepSpeed's asynchronous IO where it is built, else by threads.
-        folder: Of the file; None for the system's temporary folder.
+        folder: Folder of the file; None for the system's temporary folder.
     """
 
     dtype: torch.dtype = torch.float32
@@ -50,7 +50,7 @@ class Storage:
     folder: str | None = None
 
     def allocate(self, space: VectorSpace, capacity: int) -> Rows:
-        """Room for `capacity` vectors.
+        """Allocate room for `capacity` vectors.
 
         Raises:
             MeasurementError: on the disk of some rank there is none.
@@ -70,7 +70,7 @@ class Storage:
         return NearRows(*shape, device)
 
     def doing(self, what: str) -> str:
-        """What is done with a basis on disk, for messages."""
+        """The activity on a basis on disk, as messages name it."""
         return f"{what} a basis on disk in {self.folder or 'the temporary folder'}"
 
 
@@ -78,9 +78,9 @@ class Basis:
     """`capacity` vectors in some storage, addressed by row.
 
     Args:
-        space: Of the vectors.
+        space: Space of the vectors.
         capacity: Number of rows.
-        storage: See `Storage`.
+        storage: Dtype and location of the vectors.
 
     Attributes:
         rows: The vectors, as stored.
@@ -120,18 +120,18 @@ class Basis:
         return torch.cat([square, along])
 
     def replace(self, row: int, values: Tensor) -> None:
-        """`values` `(n_local,)` fp32, which the dtype holds, become a row as stored."""
+        """Overwrite a row as stored with `values` `(n_local,)` fp32, which the dtype can hold."""
         self._try(lambda: self.rows.write(row, values.to(self.space.device, self.storage.dtype)))
 
     def settle(self, row: int, sums: Tensor) -> None:
-        """Take in the reduced sums of `store`."""
+        """Apply the reduced sums of `store`."""
         if len(sums):
             square, along = sums.tolist()
             self.inverse_squares[row] = 1 / square
             self.rounding[row] = math.sqrt(max(0.0, 1 - 2 * along + square))
 
     def vector(self, row: int) -> Tensor:
-        """A row as a vector, `(n_local,)` fp32, of the length it is stored in.
+        """Return a row as a vector, `(n_local,)` fp32, of the length it is stored in.
 
         It may share memory with the basis.
         """
@@ -141,7 +141,7 @@ class Basis:
         return found[0] if found else torch.ones(self.space.n_local, device=self.space.device)
 
     def read(self, row: int) -> Tensor:
-        """A row as it is stored, `(n_local,)`; it may share memory with the basis.
+        """Return a row as it is stored, `(n_local,)`; it may share memory with the basis.
 
         Raises:
             OSError: this rank cannot read it, or an earlier one failed.
@@ -151,7 +151,8 @@ class Basis:
         return self.rows.read(row)
 
     def combine(self, coefficients: Array) -> Tensor:
-        """`coefficients` `(k, count)` times the first `count` unit vectors: `(k, n_local)` fp32.
+        """Return `coefficients` `(k, count)` times the first `count` unit vectors: `(k, n_local)`
+        fp32.
 
         NaN on a rank that could not read its rows; see `agree`.
         """
@@ -169,7 +170,8 @@ class Basis:
         return out
 
     def rotate(self, coefficients: Array) -> None:
-        """The first k rows become `coefficients` `(k, count)` times the first `count` unit vectors.
+        """Replace the first k rows by `coefficients` `(k, count)` times the first `count` unit
+        vectors.
 
         `coefficients` has orthonormal rows. Made in place, block by block. Collective for rounded
         rows: one all-reduce.
@@ -190,7 +192,7 @@ class Basis:
             self.settle(i, totals[2 * i : 2 * i + 2])
 
     def _rounded(self, made: Tensor, at: slice, partials: Tensor) -> Tensor:
-        """Rows of some columns in the basis' dtype; adds their sums to those for `settle`."""
+        """Return rows of some columns in the basis' dtype; adds their sums to those of `settle`."""
         owned = self._owned(at)
         kept = torch.empty_like(made, dtype=self.storage.dtype)
         rounded = torch.empty_like(made[0])
@@ -201,11 +203,11 @@ class Basis:
         return kept
 
     def project(self, w: Tensor, count: int) -> Tensor:
-        """`(count,)` partial sums: dot products of the first rows, as stored, with w."""
+        """Return `(count,)` partial sums: dot products of the first rows, as stored, with w."""
         return self._sum(count, count, lambda at, q: ops.project(q, w[at], self._owned(at)))
 
     def subtract(self, w: Tensor, dots: Tensor) -> Tensor:
-        """`w <- w - projection`, in place, from the reduced `dots` of `project`.
+        """Compute `w <- w - projection`, in place, from the reduced `dots` of `project`.
 
         Returns `(1,)` partial `<w, w>`.
         """
@@ -213,7 +215,7 @@ class Basis:
         return self._sum(len(dots), 1, lambda at, q: ops.subtract(q, w[at], c, self._owned(at)))
 
     def subtract_project(self, w: Tensor, dots: Tensor) -> Tensor:
-        """`subtract`, then `project`, in one pass."""
+        """Apply `subtract`, then `project`, in one pass."""
         c = self._coefficients(dots, w)
         count = len(dots)
         return self._sum(
@@ -221,7 +223,7 @@ class Basis:
         )
 
     def _sum(self, count: int, size: int, term: Callable[[slice, Tensor], Tensor]) -> Tensor:
-        """The sum of `term(columns, rows)`, `(size,)`, over the blocks of the first rows."""
+        """Return the sum of `term(columns, rows)`, `(size,)`, over the blocks of the first rows."""
         terms: list[Tensor] = []
         self._try(lambda: terms.extend(term(at, q) for at, q in self.rows.blocks(count)))
         if self._failure is not None:
@@ -229,7 +231,7 @@ class Basis:
         return torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]
 
     def _owned(self, at: slice) -> int:
-        """How many of some columns this rank owns."""
+        """Return how many of some columns this rank owns."""
         return min(max(self.space.n_owned - at.start, 0), at.stop - at.start)
 
     def orthogonalize(self, w: Tensor, count: int) -> tuple[Array, float]:
@@ -249,14 +251,14 @@ class Basis:
         return coefficients, math.sqrt(float(square[0]))
 
     def reduce(self, partials: Tensor) -> Tensor:
-        """`VectorSpace.reduce` of partial sums of this basis, which every rank could form."""
+        """Apply `VectorSpace.reduce` to partial sums of this basis, which every rank could form."""
         sums = self.space.reduce(partials)
         if not bool(torch.isfinite(sums).all()):
             self.agree()
         return sums
 
     def agree(self) -> None:
-        """Return if every rank's file could be read and written so far.
+        """Return if every rank could read and write its file so far, else raise on all of them.
 
         Collective on disk.
         """

@@ -1,4 +1,4 @@
-"""Is the Hessian block diagonal? The paper's masked-probe test, and an estimate from two products.
+"""Block structure of the Hessian: the paper's masked-probe test, and an estimate from two products.
 
 For a random unit v and blocks b, with v_b the probe that is v inside of b and zero outside:
 
@@ -32,10 +32,10 @@ from ds_hessian.vectors import Partition
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockCoupling:
-    """How much of H v is made outside of each of B blocks, for one probe.
+    """The share of H v that is made outside of each of B blocks, for one probe.
 
     Attributes:
-        names: Of the blocks.
+        names: Names of the blocks.
         sizes: `(B,)` coordinates.
         relative_errors: `(B,)` |(H v)_b - H_bb v_b| / |(H v)_b|: 0 for a block diagonal H; above 1
             where the other blocks cancel the block's own part. NaN where (H v)_b is 0.
@@ -60,7 +60,7 @@ class BlockCoupling:
 
 
 def block_coupling(operator: LinearOperator, partition: Partition, v: Tensor) -> BlockCoupling:
-    """The masked-probe test.
+    """Run the masked-probe test.
 
     Args:
         operator: Symmetric operator.
@@ -125,14 +125,14 @@ def off_block_share(
     num_probes: int = 4,
     seed: int = 0,
 ) -> OffBlockShare:
-    """The off-block share of the Frobenius norm, from two products a probe.
+    """Estimate the off-block share of the Frobenius norm, from two products a probe.
 
     Args:
         operator: Symmetric operator.
         partition: The blocks, at least 2.
         draw: Random unit vectors by number.
         num_probes: Pairs of products.
-        seed: Of the signs.
+        seed: Seed of the signs.
 
     Raises:
         NumericsError: a single block, no probe, or H v is zero.

@@ -78,7 +78,7 @@ def eigenpairs(
     storage: Storage | None = None,
     progress: Progress | None = None,
 ) -> Eigenpairs:
-    """The k extreme eigenpairs of a symmetric operator.
+    """Compute the k extreme eigenpairs of a symmetric operator.
 
     Args:
         operator: Symmetric operator.
@@ -86,11 +86,11 @@ def eigenpairs(
         k: Pairs wanted; at most the dimension.
         fresh: Random unit vectors by number, for exhausted Krylov spaces.
         which: `LM` largest magnitude, `LA` largest, `SA` smallest.
-        tolerance: Of the residuals, relative to the largest Ritz value in magnitude. Below the
+        tolerance: Bound on residuals, relative to the largest Ritz value in magnitude. Below the
             products' errors iterating brings nothing, and ends.
         max_matvecs: Products to make at most, before those for the residuals.
         basis_size: Vectors kept; None for 2 k + 20.
-        storage: Of the basis.
+        storage: Storage of the basis.
         progress: Called after each step, on every rank.
 
     Raises:
@@ -135,13 +135,13 @@ def eigenpairs(
 
 
 def select(values: Array, k: int, which: Which) -> NDArray[np.int64]:
-    """Indices of the k wanted values, the most wanted first."""
+    """Return the indices of the k wanted values, the most wanted first."""
     key = {"LM": -abs(values), "LA": -values, "SA": values}[which]
     return np.argsort(key, kind="stable")[:k]
 
 
 def _limit(state: LanczosState, values: Array, tolerance: float) -> float:
-    """Residual that is small enough, or as small as the products allow."""
+    """Return the residual that is small enough, or as small as the products allow."""
     noise = max(figures[0] for figures in state.diagnostics)
     return max(tolerance * float(abs(values).max()), noise)
 
@@ -156,7 +156,7 @@ def _measured(
     asymmetry: float,
     unexplained: float,
 ) -> Eigenpairs:
-    """The record of these vectors, which `products` have found; see `LanczosState.unexplained`."""
+    """Measure residuals and make the record of these vectors; see `LanczosState.unexplained`."""
     figures = np.array([_rayleigh(operator, y) for y in found])
     values, residuals, errors, displacements = figures.T
     order = select(values, len(values), which)
@@ -181,7 +181,7 @@ def _measured(
 
 
 def _rayleigh(operator: LinearOperator, y: Tensor) -> tuple[float, float, float, float]:
-    """Rayleigh quotient, residual, product's error and h of a vector, which becomes a unit one."""
+    """Normalise a vector; return its Rayleigh quotient, residual, product's error and h."""
     product = operator.matvec(y)
     w = product.vector
     yy, yw, ww = operator.space.dots([(y, y), (y, w), (w, w)]).tolist()

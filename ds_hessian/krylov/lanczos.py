@@ -32,8 +32,8 @@ fp32, or what the products' errors contribute along one direction. A step reads 
 vectors, all on the accelerator; a Ritz vector that converges, the whole basis, once. Right where
 the basis is far away (`host`, `disk`).
 
-A thick restart bounds the basis: it goes on from chosen Ritz vectors and the residual; T is then an
-arrow followed by a tridiagonal.
+A thick restart bounds the basis: the run continues from chosen Ritz vectors and the residual; T is
+then an arrow followed by a tridiagonal.
 
 Sources: Giraud, Langou, Rozloznik, van den Eshof, Numer. Math. 101 (2005) (twice is enough);
 Parlett, Scott, Math. Comp. 33 (1979) (selective); the paper, section 3 (window); Wu, Simon, SIAM J.
@@ -60,7 +60,7 @@ from ds_hessian.krylov.records import LanczosRun
 from ds_hessian.operators import LinearOperator, Product
 
 ROUNDOFF = 2.0**-24
-"""Of the fp32 vectors."""
+"""Unit roundoff of the fp32 vectors."""
 
 BREAKDOWN = 32 * ROUNDOFF
 """beta below this share of the largest |T| is rounding of the fp32 vectors: the Krylov space is
@@ -97,12 +97,12 @@ Progress = Callable[["LanczosState"], None]
 
 @dataclass(frozen=True)
 class LanczosOptions:
-    """How Lanczos keeps its basis.
+    """Reorthogonalisation and storage of Lanczos' basis.
 
     Attributes:
-        mode: Of reorthogonalisation; see the module.
+        mode: Mode of reorthogonalisation; see the module.
         window: Vectors kept in mode `window`, at least 2; in mode `selective`, Ritz vectors.
-        storage: Of the basis; what mode `selective` reads in every step is on the accelerator.
+        storage: That of the basis; what mode `selective` reads in every step is on the accelerator.
     """
 
     mode: Mode = "full"
@@ -114,7 +114,9 @@ class LanczosOptions:
             raise NumericsError(f"the window must hold at least 2 vectors, got {self.window}")
 
     def capacity(self, num_matvecs: int) -> int:
-        """Last vectors of Lanczos that a step is made orthogonal to, in a run of so many steps."""
+        """Return how many of the last vectors a step is made orthogonal to, in a run of so many
+        steps.
+        """
         if self.mode == "full":
             return num_matvecs
         return min(num_matvecs, self.window if self.mode == "window" else 2)
@@ -128,9 +130,9 @@ class LanczosState:
         start: Unit start vector, `(n_local,)` fp32.
         num_matvecs: Steps m wanted; at most the dimension of the space are made. With restarts:
             the size at which the basis is full.
-        fresh: `fresh(k)` gives the k-th unit random vector with which to go on when the Krylov
+        fresh: `fresh(k)` gives the k-th unit random vector with which to continue when the Krylov
             space is exhausted (repeated eigenvalues, low rank).
-        options: See `LanczosOptions`.
+        options: Reorthogonalisation and storage of the basis.
 
     Attributes:
         matrix: `(m, m)` T so far, with the coupling to the next vector.
@@ -176,16 +178,16 @@ class LanczosState:
 
     @property
     def steps(self) -> int:
-        """Vectors of the basis that have been multiplied."""
+        """The number of basis vectors that have been multiplied."""
         return len(self.alphas)
 
     @property
     def done(self) -> bool:
-        """All steps made."""
+        """True if all steps are made."""
         return self.steps == self.num_matvecs
 
     def step(self) -> None:
-        """One product, one new basis vector. Collective."""
+        """Make one product and one new basis vector. Collective."""
         j = self.steps
         row = j % self._recent
         product = self.operator.matvec(self.basis.vector(row))
@@ -228,7 +230,8 @@ class LanczosState:
         self.all_reduces += self.space.all_reduces - before
 
     def _widen(self, numbers: NDArray[np.int64], asymmetry: NDArray[np.float64]) -> None:
-        """Errors of products from what their asymmetry `q_i'D q_j - q_j'D q_i` says of both.
+        """Raise error estimates of products to what their asymmetry `q_i'D q_j - q_j'D q_i`
+        implies.
 
         It is at most the sum of their errors; where it is more than these are estimated to be,
         rounding of the basis included, it is the estimate.
@@ -246,12 +249,12 @@ class LanczosState:
         self.diagnostics[-1] = last
 
     def _numbers(self, j: int) -> NDArray[np.int64]:
-        """The step that stored each row in use: step i writes row i modulo the capacity."""
+        """Return the step that stored each row in use: step i writes row i modulo the capacity."""
         rows = np.arange(min(j + 1, self._recent))
         return j - (j - rows) % len(rows)
 
     def _append(self, w: Tensor, norm: float, again: float, length: float) -> None:
-        """Take in what Gram-Schmidt left: `norm` of w, of which the second pass removed `again`."""
+        """Append what Gram-Schmidt left: `norm` of w, of which the second pass removed `again`."""
         beta = norm / length
         scale = max(abs(self.matrix).max(), max(self.betas, default=0.0), beta)
         if self._archive is not None and beta <= math.sqrt(ROUNDOFF) * scale:
@@ -267,9 +270,9 @@ class LanczosState:
             self._store_residual(self.betas[-1:])
 
     def _store_residual(self, couplings: Sequence[float] | NDArray[np.float64]) -> None:
-        """The residual becomes the next basis vector, coupled to the last ones in T."""
+        """Store the residual as the next basis vector, coupled to the last ones in T."""
         j = self.steps
-        # Without a residual the basis spans an invariant subspace: go on beside it.
+        # Without a residual the basis spans an invariant subspace: continue beside it.
         w, norm = self._residual or self._fresh_direction()
         self._residual = None
         self._pending = self._store(w, 1 / norm)
@@ -277,7 +280,7 @@ class LanczosState:
         self.matrix[last, j] = self.matrix[j, last] = couplings
 
     def _fresh_direction(self) -> tuple[Tensor, float]:
-        """A random vector orthogonal to the basis, and its length."""
+        """Return a random vector orthogonal to the basis, and its length."""
         self.restarts += 1
         w = self.fresh(self.restarts)
         if self._archive is not None:
@@ -285,7 +288,7 @@ class LanczosState:
         return w, self.basis.orthogonalize(w, min(self.steps, self._recent))[1]
 
     def _store(self, w: Tensor, scale: float) -> Tensor:
-        """`scale * w` becomes the next step's vector; returns partial sums for `_settle`."""
+        """Store `scale * w` as the next step's vector; returns partial sums for `_settle`."""
         row = self.steps % self._recent
         pending = self.basis.store(row, w, scale)
         if self._archive is not None:
@@ -293,7 +296,7 @@ class LanczosState:
         return pending
 
     def _settle(self, sums: Tensor) -> None:
-        """Take in the reduced sums of `_store`."""
+        """Apply the reduced sums of `_store`."""
         if self._archive is not None:
             self._archive.settle(self.steps, sums)
         else:
@@ -342,7 +345,9 @@ class LanczosState:
         return order, ops.dots(pairs, self.space.n_owned)
 
     def _remove(self, w: Tensor, slots: Sequence[int], sums: Tensor) -> float:
-        """Make w orthogonal to the Ritz vectors just formed; returns the square of what goes."""
+        """Make w orthogonal to the Ritz vectors just formed; returns the square of the part
+        removed.
+        """
         removed = 0.0
         for slot, (square, dot) in zip(slots, sums.view(-1, 2).tolist(), strict=True):
             # Where the basis has lost its orthogonality (in the bulk, which nothing keeps from it),
@@ -356,11 +361,11 @@ class LanczosState:
 
     @property
     def tridiagonal(self) -> NDArray[np.float64]:
-        """T of the steps made so far (an arrow and tridiagonal after a restart)."""
+        """Return T of the steps made so far (an arrow and tridiagonal after a restart)."""
         return self.matrix[: self.steps, : self.steps]
 
     def restart(self, keep: NDArray[np.int64]) -> None:
-        """Go on from the Ritz vectors number `keep` (ascending Ritz values) and the residual.
+        """Restart from the Ritz vectors number `keep` (ascending Ritz values) and the residual.
 
         Frees the other rows of a full basis. Collective.
         """
@@ -375,7 +380,7 @@ class LanczosState:
         self._store_residual(couplings)
 
     def combine(self, coefficients: NDArray[np.float64]) -> Tensor:
-        """Rows of coefficients `(k, m)` times the whole basis, `(k, n_local)` fp32.
+        """Return rows of coefficients `(k, m)` times the whole basis, `(k, n_local)` fp32.
 
         Collective for a basis on disk.
         """
@@ -386,17 +391,17 @@ class LanczosState:
         return out
 
     def vectors(self) -> dict[str, Callable[[], Tensor]]:
-        """{name: gives the row as stored} of what the next step needs; a name's vector never
-        changes.
+        """Return {name: function that reads the stored row} of what the next step needs; a name's
+        vector never changes.
 
-        Of a run without thick restarts.
+        Not for a run with thick restarts.
         """
         if self.done:
             return {}
         return {name: partial(basis.read, row) for name, basis, row in self._named_rows()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything but the vectors, as JSON values, for `load_state_dict`.
+    def state_dict(self) -> dict[str, object]:
+        """Return everything but the vectors, as JSON values, for `load_state_dict`.
 
         Collective: one all-reduce of two numbers for a bf16 basis.
         """
@@ -412,10 +417,10 @@ class LanczosState:
         }
 
     def load_state_dict(self, figures: Mapping[str, Any], vector: Callable[[str], Tensor]) -> None:
-        """Become the run whose `state_dict` these are; of the same operator and settings.
+        """Restore the run that `state_dict` described; of the same operator and settings.
 
         Args:
-            figures: See `state_dict`.
+            figures: The result of `state_dict`.
             vector: Gives what `vectors` gave, by name, `(n_local,)`.
         """
         self.matrix[:] = 0
@@ -433,15 +438,15 @@ class LanczosState:
             basis.replace(row, vector(name))
 
     def _reduce(self, partials: Tensor) -> Tensor:
-        """See `Basis.reduce`."""
+        """Reduce partial sums with the basis' own check of its files."""
         return (self._archive or self.basis).reduce(partials)
 
     def _bases(self) -> list[Basis]:
         return [self.basis] if self._archive is None else [self.basis, self._archive]
 
     def _named_rows(self) -> list[tuple[str, Basis, int]]:
-        """(name, basis, row) of all vectors in use, the next step's included; step i multiplies
-        the vector q<i>.
+        """Return (name, basis, row) of all vectors in use, the next step's included; step i
+        multiplies the vector q<i>.
         """
         recent = list(enumerate(self._numbers(self.steps).tolist()))
         if self._archive is None:
@@ -457,7 +462,7 @@ class LanczosState:
         ]
 
     def run(self) -> LanczosRun:
-        """The record of the steps made so far; of a run that was not restarted."""
+        """Return the record of the steps made so far; of a run that was not restarted."""
         figures = np.array(self.diagnostics).T
         alphas, betas = np.array(self.alphas), np.array(self.betas)
         # What column j of H Q - Q T owes to rounding: that of the next basis vector in its storage
@@ -479,19 +484,21 @@ class LanczosState:
 
 
 def _gaps(values: NDArray[np.float64], near: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Distance of each value to the closest other one that is `near`; inf where there is none."""
+    """Return the distance of each value to the closest other one that is `near`; inf where there is
+    none.
+    """
     distances = np.where(near, abs(values[:, None] - values), math.inf)
     np.fill_diagonal(distances, math.inf)
     return np.asarray(distances.min(axis=1))
 
 
 def absolute_error(product: Product) -> float:
-    """Estimated |H v - product| for a unit v; at least the rounding of fp32."""
+    """Estimate |H v - product| for a unit v; at least the rounding of fp32."""
     return max(product.error or 0.0, ROUNDOFF) * product.norm
 
 
 def _figures(product: Product) -> tuple[float, ...]:
-    """What is kept of a product: its vector becomes the next basis vector."""
+    """Return the figures of a product that are kept: its vector becomes the next basis vector."""
     return (
         (product.error or 0.0) * product.norm,
         product.displacement,
@@ -516,7 +523,7 @@ def lanczos(
         operator: Symmetric operator.
         start: Unit start vector, `(n_local,)` fp32.
         num_matvecs: Steps wanted.
-        fresh: See `LanczosState`.
+        fresh: Random unit vectors by number, for exhausted Krylov spaces.
         progress: Called after each step, on every rank.
         options: Reorthogonalisation and storage.
         restore: Called with the new state, to make it an interrupted run's.
@@ -538,7 +545,7 @@ def lanczos(
 
 
 def ritz_vectors(state: LanczosState, numbers: Sequence[int]) -> Tensor:
-    """Unit Ritz vectors by number (0 of the smallest Ritz value, -1 of the largest), fp32.
+    """Return unit Ritz vectors by number (0 of the smallest Ritz value, -1 of the largest), fp32.
 
     `(len(numbers), n_local)`. Of a run that stores its whole basis and was not restarted.
 

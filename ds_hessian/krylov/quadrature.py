@@ -39,22 +39,22 @@ def slq(
     before: Sequence[LanczosRun] = (),
     restore: Callable[[LanczosState], None] | None = None,
 ) -> list[LanczosRun]:
-    """One Lanczos run for each of `num_probes` random vectors.
+    """Run Lanczos once for each of `num_probes` random vectors.
 
     Probe p starts from random vector number p, whatever `num_probes`, so a run of more probes
-    begins with the runs of fewer; after the k-th exhausted space it goes on with p + k 2^32.
+    begins with the runs of fewer; after the k-th exhausted space it continues with p + k 2^32.
 
     Args:
         operator: Symmetric operator.
-        layout: Of the operator's vectors.
+        layout: Layout of the operator's vectors.
         num_matvecs: Steps of each run.
         num_probes: Number of runs.
-        seed: Of the random vectors.
+        seed: Seed of the random vectors.
         kind: Their distribution.
         progress: Called with the probe's number after each step, on every rank.
         options: Reorthogonalisation and storage of the basis.
         before: Runs of the first probes, made before an interruption.
-        restore: Of the run that was interrupted, the first one to be made; see `lanczos`.
+        restore: Restores the interrupted run, the first one to be made; see `lanczos`.
 
     Collective.
     """
@@ -73,7 +73,7 @@ def slq(
 def trace_estimate(
     runs: Sequence[LanczosRun], decompositions: Sequence[RitzDecomposition], n: int
 ) -> tuple[float, float]:
-    """Trace of the operator and its standard error, from the first moments of the runs.
+    """Return the trace of the operator and its standard error, from the first moments of the runs.
 
     `n v'Hv` is unbiased. With mean eigenvalue `mu = trace / n`, its variance over a uniform unit
     vector is `2 n^2 / (n + 2) * (trace(H^2) / n - mu^2)`, and at most about that for Rademacher
@@ -100,7 +100,7 @@ def trace_estimate(
 
 
 def _second_moment(run: LanczosRun, pairs: RitzDecomposition, n: int) -> float:
-    """`trace(H^2) / n`, with no converged outlier counted for less than one eigenvalue."""
+    """Return `trace(H^2) / n`, with no converged outlier counted for less than one eigenvalue."""
     plain = run.alphas[0] ** 2 + run.betas[0] ** 2  # |H v|^2
     outlier = pairs.errors < 0.01 * abs(pairs.values)
     missing = np.where(outlier, np.maximum(1 / n - pairs.weights, 0.0), 0.0)
@@ -108,7 +108,7 @@ def _second_moment(run: LanczosRun, pairs: RitzDecomposition, n: int) -> float:
 
 
 def measure_bounds(alphas: Array, betas: Array, x: Array) -> tuple[Array, Array]:
-    """Bounds on the spectral measure of the start vector to the left of each x.
+    """Return bounds on the spectral measure of the start vector to the left of each x.
 
     That measure puts the weight `(v'u_i)^2` on every eigenvalue. Its moments up to degree 2 m,
     which is all that a run knows, belong to the Gauss-Radau rule of m + 1 nodes with one node at x,

@@ -1,4 +1,4 @@
-"""What a Lanczos run leaves behind: small fp64 arrays, the same on every rank."""
+"""The results of a Lanczos run: small fp64 arrays, the same on every rank."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class LanczosRun:
 
     @property
     def num_matvecs(self) -> int:
-        """Number of products m."""
+        """The number of products m."""
         return len(self.alphas)
 
 
 @dataclass(frozen=True)
 class RitzDecomposition:
-    """Eigenvalues of T and what they say of the operator.
+    """The eigenvalues of T and what they say of the operator.
 
     Attributes:
         values: `(m,)` Ritz values, ascending.
@@ -68,7 +68,7 @@ class RitzDecomposition:
 
 
 def ritz(run: LanczosRun) -> RitzDecomposition:
-    """Eigendecomposition of the run's tridiagonal (`scipy.linalg.eigh_tridiagonal`, fp64).
+    """Decompose the run's tridiagonal (`scipy.linalg.eigh_tridiagonal`, fp64).
 
     The residual of the pair (theta_i, Q s_i) is `beta_m s_mi q_{m+1} - F s_i`, where column j of F
     is the error of product j and of rounding; with independent errors its norm is the root of the

@@ -1,7 +1,7 @@
-"""Where the rows of a basis are: near, where vectors are, or far, from where they travel.
+"""The storage of a basis' rows: near (where vectors are) or far (from where they are copied).
 
-Whatever the place, rows are used in blocks of columns, all rows of a block together, which are the
-same in every place: so are the bits of what is made of them. Far rows travel in these blocks, in
+Wherever they are stored, rows are used in blocks of columns, all rows of a block together, which
+are the same for every storage: so are the bits of the results. Far rows travel in these blocks, in
 which they are also stored, each in one piece, and the next block is on its way while one is used:
 
     (blocks, capacity, width)       pinned host memory; or a file, through two buffers of a block
@@ -23,7 +23,7 @@ from ds_hessian.ops.transfers import BackgroundFile
 logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 256 << 20
-"""Of one block of all rows; two are there at a time, where they travel."""
+"""Bytes of one block of all rows; two are there at a time, where rows are copied."""
 
 COLUMNS = 4096
 """Widths of blocks are multiples: of what kernels take at a time (csrc/cpu/parallel.h), and of what
@@ -34,7 +34,9 @@ STAMPS = 32749
 
 
 def division(n_local: int, capacity: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Number of blocks of the columns, and their width; the last one may have less in use."""
+    """Return the number of blocks of the columns, and their width; the last one may have less in
+    use.
+    """
     whole = max(1, math.ceil(n_local / COLUMNS))
     most = max(1, BLOCK_BYTES // (max(capacity, 1) * dtype.itemsize * COLUMNS))
     number = math.ceil(whole / most)
@@ -42,7 +44,7 @@ def division(n_local: int, capacity: int, dtype: torch.dtype) -> tuple[int, int]
 
 
 def block_bytes(n_local: int, capacity: int, dtype: torch.dtype) -> int:
-    """Of a block of all rows, as it travels."""
+    """Return the bytes of a block of all rows, as it is copied."""
     return capacity * division(n_local, capacity, dtype)[1] * dtype.itemsize
 
 
@@ -56,36 +58,36 @@ class Rows(Protocol):
     capacity: int
 
     def view(self, row: int) -> Tensor | None:
-        """The row itself, `(n_local,)`, where it is near."""
+        """Return the row itself, `(n_local,)`, where rows are near; None where they are far."""
         ...
 
     def read(self, row: int) -> Tensor:
-        """A row, `(n_local,)`, with the vectors; the row itself where it is near."""
+        """Return a row, `(n_local,)`, on the vectors' device; the row itself if rows are near."""
         ...
 
     def write(self, row: int, values: Tensor) -> None:
-        """`values` `(n_local,)`, of the dtype of the rows, become a row."""
+        """Write `values` `(n_local,)`, of the dtype of the rows, into a row."""
         ...
 
     def blocks(self, count: int) -> Iterator[tuple[slice, Tensor]]:
-        """Columns, and the first `count` rows of them, with the vectors; for as long as the next
-        block is not asked for.
+        """Yield columns, and the first `count` rows of them on the vectors' device; valid until the
+        next block is requested.
         """
         ...
 
     def replace(self, columns: slice, values: Tensor) -> None:
-        """`values` `(k, columns)` become the first rows of the block that `blocks` gave last."""
+        """Write `values` `(k, columns)` over the first rows of the latest block of `blocks`."""
         ...
 
 
 class NearRows:
-    """Rows where vectors are.
+    """Rows on the device of the vectors.
 
     Args:
         n_local: Elements of a row.
         capacity: Rows.
-        dtype: Of the rows.
-        device: Of the rows.
+        dtype: Dtype of the rows.
+        device: Device of the rows.
     """
 
     def __init__(
@@ -98,24 +100,24 @@ class NearRows:
         self._rows = torch.zeros(capacity, pitch, dtype=dtype, device=device)[:, :n_local]
 
     def view(self, row: int) -> Tensor | None:
-        """See `Rows`."""
+        """Return the row itself."""
         return self._rows[row]
 
     def read(self, row: int) -> Tensor:
-        """See `Rows`."""
+        """Return the row itself, without a copy."""
         return self._rows[row]
 
     def write(self, row: int, values: Tensor) -> None:
-        """See `Rows`."""
+        """Copy the values into the row."""
         self._rows[row] = values
 
     def blocks(self, count: int) -> Iterator[tuple[slice, Tensor]]:
-        """See `Rows`."""
+        """Yield views of the rows, without a copy."""
         for columns in _columns(self._n_local, self._width):
             yield columns, self._rows[:count, columns]
 
     def replace(self, columns: slice, values: Tensor) -> None:
-        """See `Rows`."""
+        """Copy the values over the first rows."""
         self._rows[: len(values), columns] = values
 
 
@@ -125,8 +127,8 @@ class HostRows:
     Args:
         n_local: Elements of a row.
         capacity: Rows.
-        dtype: Of the rows.
-        device: Of the vectors.
+        dtype: Dtype of the rows.
+        device: Device of the vectors.
     """
 
     def __init__(
@@ -137,23 +139,23 @@ class HostRows:
         self._rows = torch.zeros(number, capacity, self._width, dtype=dtype, pin_memory=True)
 
     def view(self, row: int) -> Tensor | None:
-        """See `Rows`."""
+        """Return None: the device cannot use these rows without a copy."""
         return None
 
     def read(self, row: int) -> Tensor:
-        """See `Rows`."""
+        """Return a copy of the row on the device."""
         out = torch.empty(self._n_local, dtype=self._rows.dtype, device=self._device)
         for i, columns in enumerate(_columns(self._n_local, self._width)):
             out[columns].copy_(self._rows[i, row, : columns.stop - columns.start])
         return out
 
     def write(self, row: int, values: Tensor) -> None:
-        """See `Rows`."""
+        """Copy the values to the host, block by block."""
         for i, columns in enumerate(_columns(self._n_local, self._width)):
             self._rows[i, row, : columns.stop - columns.start].copy_(values[columns])
 
     def blocks(self, count: int) -> Iterator[tuple[slice, Tensor]]:
-        """See `Rows`."""
+        """Yield copies on the device; the next block is copied while one is used."""
         parts = _columns(self._n_local, self._width)
         ahead = self._rows[0, :count].to(self._device, non_blocking=True)
         for i, columns in enumerate(parts):
@@ -163,7 +165,7 @@ class HostRows:
             yield columns, block[:, : columns.stop - columns.start]
 
     def replace(self, columns: slice, values: Tensor) -> None:
-        """See `Rows`."""
+        """Copy the values to the host, over the first rows of the block."""
         part = self._rows[columns.start // self._width]
         part[: len(values), : columns.stop - columns.start].copy_(values)
 
@@ -174,9 +176,9 @@ class DiskRows:
     Args:
         n_local: Elements of a row.
         capacity: Rows.
-        dtype: Of the rows.
-        device: Of the vectors.
-        folder: Of the file; None for the system's temporary folder.
+        dtype: Dtype of the rows.
+        device: Device of the vectors.
+        folder: Folder of the file; None for the system's temporary folder.
 
     Raises:
         OSError: there is no room for the file; or, of the methods, it could not be read or written.
@@ -204,11 +206,11 @@ class DiskRows:
         self._writes = 0
 
     def view(self, row: int) -> Tensor | None:
-        """See `Rows`."""
+        """Return None: rows on disk cannot be used without a copy."""
         return None
 
     def read(self, row: int) -> Tensor:
-        """See `Rows`; a copy."""
+        """Return a copy of the row on the device, from the file or from the row's buffer."""
         if row != self._held:
             self._file.finish(reading=False)
             self._held = -1
@@ -219,7 +221,7 @@ class DiskRows:
         return self._row.view(-1)[: self._n_local].to(self._device, copy=True)
 
     def write(self, row: int, values: Tensor) -> None:
-        """See `Rows`; it is on the disk later."""
+        """Start to write the row; it is on the disk at the latest when the file is read next."""
         self._file.finish(reading=False)
         self._held = row
         self._row.view(-1)[: self._n_local].copy_(values)
@@ -228,7 +230,7 @@ class DiskRows:
             self._file.start(False, _bytes(self._row[i]), self._offset(i, row))
 
     def blocks(self, count: int) -> Iterator[tuple[slice, Tensor]]:
-        """See `Rows`."""
+        """Yield copies on the device; the next block is read from the file while one is used."""
         self._file.finish(reading=False)
         parts = _columns(self._n_local, self._width)
         self._read_ahead(0, count)
@@ -249,7 +251,7 @@ class DiskRows:
             self._file.start(True, _bytes(self._blocks[i % 2][:count]), self._offset(i, 0))
 
     def replace(self, columns: slice, values: Tensor) -> None:
-        """See `Rows`."""
+        """Start to write the values over the first rows of the block."""
         i = columns.start // self._width
         part = self._blocks[i % 2][: len(values)]
         part[:, : columns.stop - columns.start].copy_(values)
@@ -258,7 +260,7 @@ class DiskRows:
         self._held = -1
 
     def _stamp(self, unused: Tensor) -> None:
-        """Make the end of the last block another one with each write, so that a lost one shows."""
+        """Change the end of the last block with each write, so that a lost write shows."""
         self._writes += 1
         unused.view(torch.int16).fill_(self._writes % STAMPS)
 

@@ -5,10 +5,10 @@ Both are Rayleigh-Ritz problems on the same vectors V and their products H V:
     H x = theta x            V'HV c = theta V'V c
     H x = theta D x          V'HV c = theta V'DV c
 
-so that a product serves both, and whatever else is wanted of it (the curvature along the gradient,
-or along an optimizer's step). The vectors are the last measurement's x of both problems, those
-other directions, and preconditioned residuals `D^-1 (H x - theta D x)` of the problem that is worse
-off.
+so that a product serves both, and other curvatures as well (along the gradient, or along an
+optimizer's step). The vectors are the last measurement's x of both problems, those other
+directions, and preconditioned residuals `D^-1 (H x - theta D x)` of the problem that has converged
+less.
 
 Cost: one product a vector and three small all-reduces for each Rayleigh-Ritz problem; memory: two
 vectors for each product.
@@ -59,11 +59,11 @@ class RitzPair:
     direction: Tensor
 
     def converged(self, tolerance: float) -> bool:
-        """Whether the residual is within the relative tolerance."""
+        """Return whether the residual is within the relative tolerance."""
         return self.residual <= tolerance * abs(self.value)
 
     def limited(self, tolerance: float) -> bool:
-        """Whether it is not, but as small as the products' errors let it be."""
+        """Return whether the residual exceeds it, but is as small as the products' errors allow."""
         small = self.residual <= COVERAGE * self.product_error
         return small and not self.converged(tolerance)
 
@@ -93,7 +93,7 @@ class Subspace:
         return self.space.dot(unit, product.vector)
 
     def top(self, metric: Tensor | None = None) -> RitzPair:
-        """The largest Ritz value, for the diagonal D `(n_local,)` or without. Collective."""
+        """Return the largest Ritz value, for the diagonal D `(n_local,)` or without. Collective."""
         gram = self._matrix(self.vectors, self.vectors, metric)
         inner = self._matrix(self.vectors, self.products)
         value, c = _largest((inner + inner.T) / 2, gram)
@@ -126,7 +126,7 @@ class Subspace:
         return np.asarray(self.space.reduce(torch.cat(rows)).numpy().reshape(len(rows), -1))
 
     def _squares(self, vectors: Sequence[Tensor], metric: Tensor | None) -> Array:
-        """`w' D^-1 w` of each."""
+        """Return `w' D^-1 w` of each."""
         partials = [self._dots(w if metric is None else w / metric, [w]) for w in vectors]
         return np.asarray(self.space.reduce(torch.cat(partials)).numpy())
 
@@ -135,7 +135,9 @@ class Subspace:
 
 
 def _largest(inner: Array, gram: Array) -> tuple[float, Array]:
-    """Largest theta with `inner c = theta gram c`, and c, where gram may be nearly singular."""
+    """Return the largest theta with `inner c = theta gram c`, and c, where gram may be nearly
+    singular.
+    """
     scale = 1 / np.sqrt(np.diag(gram))
     sizes, q = np.linalg.eigh(gram * np.outer(scale, scale))
     kept = sizes > DEPENDENT * sizes[-1]
@@ -147,7 +149,8 @@ def _largest(inner: Array, gram: Array) -> tuple[float, Array]:
 def refine(
     subspace: Subspace, metrics: Sequence[Tensor | None], tolerance: float, max_matvecs: int
 ) -> list[RitzPair]:
-    """Top pairs for each metric D; extends the subspace until they converge, or to `max_matvecs`.
+    """Return top pairs for each metric D; extends the subspace until they converge, or to
+    `max_matvecs`.
 
     Collective.
     """

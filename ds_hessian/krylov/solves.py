@@ -7,7 +7,7 @@ basis stored, the iterates of CG and MINRES are small dense problems:
     MINRES  min |[T + damping I; beta_m e_m'] y - |b| e_1|
 
 CG is only defined while T + damping I is positive definite. Where it is not, H + damping I has
-negative curvature: that is a finding, and CG's answer is the last iterate before it.
+negative curvature: that is reported, and CG's result is the last iterate before it.
 
 Cost: one product a step, one for the true residual of each damping; `num_matvecs` stored vectors.
 
@@ -38,7 +38,7 @@ SolveMethod = Literal["cg", "minres"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DampedSystems:
-    """How far d systems (H + damping I) x = b are solved.
+    """The accuracy of the solutions of d systems (H + damping I) x = b.
 
     Attributes:
         dampings: `(d,)` in loss per squared parameter.
@@ -102,13 +102,13 @@ def solve(
         dampings: In loss per squared parameter.
         fresh: Random unit vectors by number.
         method: `cg` for positive definite systems, `minres` for indefinite ones.
-        tolerance: Of the relative residual; see `Solution.residuals`.
+        tolerance: Bound on the relative residual; see `Solution.residuals`.
         num_matvecs: Steps at most, for one Krylov space.
         preconditioner: A positive diagonal d `(n_local,)`, such as the square root of Adam's second
             moment: the systems are solved as `S (H + damping I) S z = S b`, x = S z, with
             S = (d + damping)^-1/2. Shifts do not commute with it, so each damping needs a Krylov
             space of its own.
-        storage: Of the basis.
+        storage: Storage of the basis.
         progress: Called after each step, on every rank.
 
     Raises:
@@ -142,7 +142,7 @@ def solve(
 
 @dataclass(frozen=True)
 class _Goal:
-    """What is wanted of every Krylov space."""
+    """The requirements that every Krylov space of a solve has to meet."""
 
     method: SolveMethod
     tolerance: float
@@ -152,7 +152,9 @@ class _Goal:
 
 @dataclass(frozen=True)
 class _Small:
-    """One damping in one Krylov space, for |b| = 1: coefficients, residual, findings."""
+    """The solution for one damping in one Krylov space, for |b| = 1: coefficients, residual,
+    findings.
+    """
 
     y: Array
     residual: float
@@ -178,7 +180,7 @@ def _solve(
     fresh: Callable[[int], Tensor],
     progress: Progress | None,
 ) -> tuple[_Space, Tensor]:
-    """The space of b, and the solutions for all shifts, `(len(shifts), n_local)`."""
+    """Return the space of b, and the solutions for all shifts, `(len(shifts), n_local)`."""
     norm = operator.space.norm(b)
     state = LanczosState(operator, b / norm, goal.num_matvecs, fresh, goal.options)
     del b
@@ -225,7 +227,7 @@ def _small(state: LanczosState, shift: float, method: SolveMethod) -> _Small:
 
 
 def _inverse_root(operator: LinearOperator, diagonal: Tensor, shift: float) -> Tensor:
-    """(d + shift)^-1/2, which must exist."""
+    """Return (d + shift)^-1/2, which must exist."""
     shifted = diagonal + shift
     owned = shifted[: operator.space.n_owned]
     bad = float((~((owned > 0) & torch.isfinite(owned))).sum())
@@ -247,7 +249,7 @@ def _measured(
     spaces: Sequence[_Space],
     scales: Sequence[Tensor | None],
 ) -> Solution:
-    """True residuals, by one product for each damping."""
+    """Measure true residuals, by one product for each damping."""
     space = operator.space
     small = [one for s in spaces for one in s.small]
     gaps = [gap for s in spaces for gap in s.gaps]

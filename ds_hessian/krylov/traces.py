@@ -65,7 +65,7 @@ class TraceEstimate:
 def hutchinson(
     operator: LinearOperator, draw: Draw, num_matvecs: int, partition: Partition | None = None
 ) -> TraceEstimate:
-    """Mean of n v'Hv over random unit vectors; with a partition, of its diagonal blocks too.
+    """Average n v'Hv over random unit vectors; with a partition, for its diagonal blocks too.
 
     `n |Hv|^2` gives the Frobenius norm from the same products.
 
@@ -116,13 +116,14 @@ def hutchinson(
 def hutch_plus_plus(
     operator: LinearOperator, draw: Draw, num_matvecs: int, storage: Storage | None = None
 ) -> TraceEstimate:
-    """Exact on the range of a third of the products, Hutchinson on what is orthogonal to it.
+    """Compute the trace exactly on the range of a third of the products, and estimate the rest by
+    Hutchinson.
 
     Args:
         operator: Symmetric operator.
         draw: Random unit vectors by number.
         num_matvecs: Products m; at least 4. Stores m / 3 vectors.
-        storage: Of those vectors.
+        storage: Storage of those vectors.
 
     Raises:
         NumericsError: too few products.
@@ -153,7 +154,7 @@ def hutch_plus_plus(
 def xtrace(
     operator: LinearOperator, draw: Draw, num_matvecs: int, storage: Storage | None = None
 ) -> TraceEstimate:
-    """Hutch++ with one test vector left out in turn, averaged over all of them.
+    """Apply Hutch++ with one test vector left out in turn, averaged over all of them.
 
     With W the test vectors, Y = H W = Q R and P_i the projection on the columns of Y but i:
     the estimates are `tr(P_i H) + c_i w_i'(1 - P_i) H (1 - P_i) w_i`, where c_i restores the length
@@ -163,7 +164,7 @@ def xtrace(
         operator: Symmetric operator.
         draw: Random unit vectors by number; Gaussian.
         num_matvecs: Products m, half of them on test vectors; at least 4. Stores m / 2 vectors.
-        storage: Of those vectors.
+        storage: Storage of those vectors.
 
     Raises:
         NumericsError: too few products.
@@ -196,7 +197,7 @@ def xtrace(
 def _left_out(
     i: int, triangle: Array, inner: Array, projected: Array, along: float, n: int
 ) -> float:
-    """The estimate without test vector i; all of it in the coordinates of Q."""
+    """Return the estimate without test vector i; all of it in the coordinates of Q."""
     left, singular, _ = np.linalg.svd(np.delete(triangle, i, 1), full_matrices=False)
     left = left[:, singular > BREAKDOWN * singular.max(initial=0.0)]
     u = left @ (left.T @ projected[:, i])  # P_i w_i
@@ -209,7 +210,7 @@ def _left_out(
 def _range(
     operator: LinearOperator, draw: Draw, m: int, storage: Storage | None
 ) -> tuple[Basis, Array, Array, int]:
-    """Orthonormal basis of the products with m random vectors of length sqrt(n).
+    """Return an orthonormal basis of the products with m random vectors of length sqrt(n).
 
     Returns the basis Q, R `(m, m)` with H W = Q R, w_i' H w_i `(m,)`, and the number of rows; less
     than m where products depend on each other.

@@ -28,7 +28,7 @@ NAMES = ("pin_memory", "async_io")
 
 
 def find() -> tuple[ModuleType | None, str]:
-    """The op, or None; and where it is from, or why it is not used.
+    """Return the op, or None, and its source, or the reason why it is not used.
 
     Raises:
         KernelError: `DS_HESSIAN_AIO` is no setting, or `on` and the op is not built.
@@ -65,7 +65,7 @@ def _built() -> tuple[ModuleType | None, str]:
 
 
 def _cached() -> tuple[ModuleType | None, str]:
-    """From torch's cache, without asking torch, which would build what is out of date."""
+    """Load the op from torch's cache; torch itself would build what is out of date."""
     from torch.utils import cpp_extension
 
     ninja, found = shutil.which("ninja", path=_path()), list[ModuleType]()
@@ -82,5 +82,7 @@ def _cached() -> tuple[ModuleType | None, str]:
 
 
 def _path() -> str:
-    """Where ninja is looked for: beside this interpreter too, whose environment may not be on."""
+    """Return where ninja is searched: also beside this interpreter, whose environment may not be
+    active.
+    """
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])

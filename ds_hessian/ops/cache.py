@@ -28,7 +28,7 @@ PATIENCE = 300.0
 
 
 def root() -> Path:
-    """The folder of all builds: `DS_HESSIAN_CACHE_DIR`, else below the user's cache."""
+    """Return the folder of all builds: `DS_HESSIAN_CACHE_DIR`, else below the user's cache."""
     if chosen := os.environ.get("DS_HESSIAN_CACHE_DIR"):
         return Path(chosen)
     home = os.environ.get("XDG_CACHE_HOME")
@@ -36,7 +36,7 @@ def root() -> Path:
 
 
 def obtain(plan: toolchain.Plan) -> tuple[Path, str]:
-    """The extension of a plan, from the cache or built now, and how it came to be.
+    """Return the extension of a plan, from the cache or built now, and how it was obtained.
 
     Raises:
         BuildError: the build failed, or the cache is not safe to load from.
@@ -60,7 +60,7 @@ def obtain(plan: toolchain.Plan) -> tuple[Path, str]:
 
 
 def _require_guarded(folder: Path) -> None:
-    """Nobody else can exchange the folder: where all may write, the sticky bit keeps names."""
+    """Refuse a folder that others can exchange: where all may write, the sticky bit must be set."""
     for path in (folder, *folder.parents):
         mode = path.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
@@ -71,7 +71,9 @@ def _require_guarded(folder: Path) -> None:
 
 
 def _intact(target: Path) -> bool:
-    """Whether an extension is this user's (or root's), closed to others, and as it was built."""
+    """Return whether an extension is this user's (or root's), closed to others, and as it was
+    built.
+    """
     checksum = _checksum_file(target)
     try:
         for path in (target.parent, target, checksum):
@@ -94,7 +96,7 @@ def _checksum(target: Path) -> str:
 
 
 def _build(plan: toolchain.Plan, folder: Path) -> None:
-    """Build aside, and exchange the folder for the result in one step."""
+    """Build in a temporary folder, and exchange the folder for the result in one step."""
     scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         built = toolchain.build(plan, scratch / "objects")
@@ -113,7 +115,7 @@ def _build(plan: toolchain.Plan, folder: Path) -> None:
 
 @contextmanager
 def _turn(path: Path) -> Iterator[None]:
-    """One builder at a time, as far as possible.
+    """Let one builder work at a time, as far as possible.
 
     The lock goes with the process that holds it, also when that is killed; one that is stopped, or
     a file system without locks, costs a second build of the same.

@@ -19,7 +19,7 @@ STORED = (torch.float32, torch.bfloat16)  # the rows of a basis
 
 
 def refuse(kernel: str, name: str, required: str, came: str, advice: str) -> KernelError:
-    """The error for one argument."""
+    """Return the error for one argument."""
     return KernelError(f"ops.{kernel}: {name} must be {required}, but it {came}; {advice}")
 
 
@@ -31,7 +31,7 @@ def vector(
     device: torch.device | None = None,
     dtypes: Sequence[torch.dtype] = (torch.float32,),
 ) -> Tensor:
-    """A flat contiguous strided tensor of one of `dtypes`, of this length, on this device."""
+    """Require a flat contiguous strided tensor of one of `dtypes`, of this length and device."""
     if not isinstance(tensor, Tensor):
         raise refuse(kernel, name, "a tensor", f"is a {type(tensor).__name__}", "pass a tensor")
     if tensor.dtype not in dtypes:
@@ -83,7 +83,7 @@ def matrix(
     device: torch.device | None = None,
     dtypes: Sequence[torch.dtype] = STORED,
 ) -> Tensor:
-    """A `(rows, columns)` tensor whose rows are contiguous and do not overlap."""
+    """Require a `(rows, columns)` tensor whose rows are contiguous and do not overlap."""
     if not isinstance(tensor, Tensor):
         raise refuse(kernel, name, "a tensor", f"is a {type(tensor).__name__}", "pass a tensor")
     if tensor.dtype not in dtypes:
@@ -118,7 +118,7 @@ def matrix(
 
 
 def coefficients(kernel: str, tensor: object, shape: tuple[int | None, int]) -> Tensor:
-    """Floating-point coefficients of this shape (None: any size), on any device."""
+    """Require floating-point coefficients of this shape (None: any size), on any device."""
     text = str(tuple("k" if size is None else size for size in shape if size != -1))
     good = isinstance(tensor, Tensor) and tensor.is_floating_point()
     if good:
@@ -144,7 +144,7 @@ def coefficients(kernel: str, tensor: object, shape: tuple[int | None, int]) -> 
 
 
 def owned(kernel: str, count: int, n: int) -> int:
-    """The length of the owned prefix, within 0 .. n."""
+    """Return the length of the owned prefix, which must be within 0 .. n."""
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= n:
         raise refuse(
             kernel,
@@ -157,7 +157,7 @@ def owned(kernel: str, count: int, n: int) -> int:
 
 
 def word(kernel: str, name: str, value: int) -> int:
-    """A 64-bit unsigned number."""
+    """Require a 64-bit unsigned number."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 64:
         raise refuse(
             kernel,
@@ -173,7 +173,7 @@ Named = tuple[str, Tensor]
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """First and last + 1 byte that the tensor covers; equal if it covers none."""
+    """Return the first and last + 1 byte that the tensor covers; equal if it covers none."""
     start = tensor.data_ptr()
     if tensor.numel() == 0 or start == 0:
         return start, start
@@ -182,7 +182,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def apart(kernel: str, outputs: Iterable[Named], inputs: Iterable[Named]) -> None:
-    """No output shares memory with another output or with an input."""
+    """Require that no output shares memory with another output or with an input."""
     spans = [(*_span(tensor), True, name) for name, tensor in outputs]
     spans += [(*_span(tensor), False, name) for name, tensor in inputs]
     spans = sorted(x for x in spans if x[0] < x[1])

@@ -20,6 +20,7 @@ Cost is given as the number of times each operand is read (R) and written (W). E
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,14 +33,14 @@ _increment_version = getattr(torch.autograd.graph, "increment_version", None)
 
 
 def _module(device: torch.device) -> Any:
-    """The compiled kernels for the device; None where the torch twins run."""
+    """Return the compiled kernels for the device; None where the torch twins run."""
     return native.find(device.type).module
 
 
 class _Call:
-    """Where a native call runs and where its sums go."""
+    """The device of a native call, and the memory of its sums."""
 
-    def __init__(self, module: Any, device: torch.device, sums: int) -> None:
+    def __init__(self, module: ModuleType, device: torch.device, sums: int) -> None:
         self.sums = torch.empty(sums, dtype=torch.float64, device=device)
         self.out = self.sums.data_ptr()
         index, stream = 0, 0
@@ -71,7 +72,9 @@ def _basis(basis: Tensor) -> tuple[int, int, int, int]:
 
 @torch.no_grad()
 def dots(pairs: Sequence[tuple[Tensor, Tensor]], owned: int) -> Tensor:
-    """Inner products `<a, b>` of pairs of fp32 vectors. Returns `(len(pairs),)`. R each operand."""
+    """Compute inner products `<a, b>` of pairs of fp32 vectors. Returns `(len(pairs),)`. R each
+    operand.
+    """
     if not pairs:
         return torch.zeros(0, dtype=torch.float64)
     first = checks.vector("dots", "pairs[0][0]", pairs[0][0])
@@ -127,7 +130,7 @@ def displace(
 def _check_shards(
     weights: Sequence[Tensor], masters: Sequence[Tensor], v: Tensor | None, h: float
 ) -> tuple[int, torch.device]:
-    """Length of the vector that the shards make up, and where they are."""
+    """Return the length of the vector that the shards make up, and their device."""
     if len(weights) != len(masters):
         raise checks.refuse(
             "displace",
@@ -158,7 +161,7 @@ def _check_shards(
 def difference(
     g_plus: Tensor, g_minus: Tensor, h: float, g_zero: Tensor | None, owned: int
 ) -> Tensor:
-    """Central difference in place: `g_plus <- (g_plus - g_minus) / 2h`.
+    """Form the central difference in place: `g_plus <- (g_plus - g_minus) / 2h`.
 
     Returns:
         `(2,)`: `<p, p>` with `p` the result, and `<s, s>` with `s = g_plus + g_minus - 2 g_zero`
@@ -237,7 +240,7 @@ def normalize_store(w: Tensor, scale: float, v: Tensor, row: Tensor | None, owne
 
 @torch.no_grad()
 def project(basis: Tensor, w: Tensor, owned: int) -> Tensor:
-    """`(m,)`: the dot products of the rows of `basis` with `w`. R basis, w."""
+    """Return `(m,)`: the dot products of the rows of `basis` with `w`. R basis, w."""
     checks.vector("project", "w", w)
     n, device = w.shape[0], w.device
     checks.matrix("project", "basis", basis, n, device)
@@ -263,7 +266,7 @@ def _check_basis(
 
 
 def _fp64(coefficients: Tensor, device: torch.device) -> Tensor:
-    """Coefficients as a kernel reads them; they often come from a reduction on the CPU."""
+    """Return coefficients as a kernel reads them; they often come from a reduction on the CPU."""
     return coefficients.to(device, torch.float64).contiguous()
 
 

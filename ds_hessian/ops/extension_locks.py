@@ -2,7 +2,7 @@
 
 A process that finds another's `lock` in an extension's folder waits until it is gone, without a
 word and without a limit (torch/utils/file_baton.py); a process that is killed while it builds
-leaves its own there. A living builder holds the file open, which is how the two are told apart.
+leaves its own there. A living builder holds the file open, which is how the two differ.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def folders() -> list[Path]:
-    """The folders below which torch builds extensions: the one that is set, or its default."""
+    """Return the folders below which torch builds extensions: the configured one or the default."""
     if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return [Path(chosen)]
     from torch.utils import cpp_extension
@@ -22,7 +22,7 @@ def folders() -> list[Path]:
 
 
 def abandoned() -> list[Path]:
-    """The locks that no process of this machine has open, sorted.
+    """Return the locks that no process of this machine has open, sorted.
 
     Other users' processes cannot be looked into: a lock that is not the caller's own is left out,
     and so is every lock where there is no `/proc`.
@@ -42,7 +42,7 @@ def _owner(path: Path) -> int | None:
 
 
 def _open_files() -> set[str]:
-    """Files that are open in any process that may be looked into."""
+    """Return the files that are open in any process that this user may inspect."""
     found = set[str]()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # another user's, or ended

@@ -1,4 +1,4 @@
-"""Which implementation runs on a device: the compiled kernels, or the torch twins, and why.
+"""The choice of an implementation for a device: the compiled kernels, or the torch twins.
 
 For each kind of device, in this order: a module built ahead of time beside this file, a module
 built just in time before (by these sources, this compiler and these flags), a build now. What
@@ -36,7 +36,7 @@ NATIVE_KINDS = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Implementation:
-    """What runs on one kind of device.
+    """The implementation that runs on one kind of device.
 
     Attributes:
         device: Kind of device, as in `torch.device.type`.
@@ -59,7 +59,7 @@ _known: dict[tuple[str, str], Implementation] = {}
 
 
 def mode() -> str:
-    """The setting in force: `auto`, `native` or `torch`.
+    """Return the setting in force: `auto`, `native` or `torch`.
 
     Raises:
         ConfigError: DS_HESSIAN_OPS is none of them.
@@ -72,7 +72,7 @@ def mode() -> str:
 
 @contextmanager
 def implementation(name: str) -> Iterator[None]:
-    """Within this context, `name` (auto, native or torch) is in force instead of DS_HESSIAN_OPS."""
+    """Let `name` (auto, native or torch) replace DS_HESSIAN_OPS within this context."""
     if name not in MODES:
         raise ConfigError(f"an implementation is one of {', '.join(MODES)}; this is {name!r}")
     token = _forced.set(name)
@@ -83,7 +83,7 @@ def implementation(name: str) -> Iterator[None]:
 
 
 def find(kind: str) -> Implementation:
-    """The implementation for a kind of device; builds at the first call.
+    """Return the implementation for a kind of device; builds at the first call.
 
     Raises:
         KernelError: the mode is `native` and there is no compiled kernel.
@@ -99,7 +99,7 @@ def find(kind: str) -> Implementation:
 
 
 def forget() -> None:
-    """Choose anew at the next call: after a change of the environment or of the sources."""
+    """Choose again at the next call: after a change of the environment or of the sources."""
     with _lock:
         _known.clear()
 
@@ -151,7 +151,7 @@ def _load(kind: str) -> Implementation:
 
 
 def _short(line: str) -> str:
-    """A failed command without its dozens of flags."""
+    """Return a failed command without its dozens of flags."""
     words = line.split()
     if len(words) < 8 or "failed" not in line:
         return line
@@ -165,7 +165,7 @@ def _require_processor(module: ModuleType) -> None:
 
 
 def plan(kind: str) -> toolchain.Plan:
-    """How the kernels for this kind of device are built here.
+    """Return how the kernels for this kind of device are built here.
 
     Raises:
         BuildError: something that the build needs is missing.
@@ -180,7 +180,7 @@ def plan(kind: str) -> toolchain.Plan:
 
 
 def load(made: toolchain.Plan) -> tuple[ModuleType, str]:
-    """The extension of a plan, from the cache or built now, and how it came to be.
+    """Return the extension of a plan, from the cache or built now, and how it was obtained.
 
     Raises:
         BuildError: the build failed, or this processor lacks instructions that the module uses.

@@ -20,7 +20,7 @@ _MASK = 0xFFFFFFFF
 
 
 def _mulhilo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low words of the 64-bit product a * b of 32-bit words held in int64."""
+    """Return high and low words of the 64-bit product a * b of 32-bit words held in int64."""
     low_part, high_part = b & 0xFFFF, b >> 16
     first, second = a * low_part, a * high_part  # below 2^48: exact in int64
     total = first + ((second & 0xFFFF) << 16)
@@ -30,7 +30,7 @@ def _mulhilo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 def philox(
     key: int, stream: int, lane: int, block: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four 32-bit words (int64 tensors) for each 64-bit `block` number.
+    """Return four 32-bit words (int64 tensors) for each 64-bit `block` number.
 
     Args:
         key: 64-bit key.
@@ -52,14 +52,14 @@ def philox(
 
 
 def rademacher(key: int, stream: int, index: Tensor) -> Tensor:
-    """+1 or -1 (fp32) for each int64 `index`: bit `index % 128` of block `index // 128`."""
+    """Return +1 or -1 (fp32) for each int64 `index`: bit `index % 128` of block `index // 128`."""
     words = torch.stack(philox(key, stream, 0, index >> 7), -1)
     word = words.gather(-1, ((index >> 5) & 3)[:, None]).squeeze(-1)
     return (1 - 2 * ((word >> (index & 31)) & 1)).float()
 
 
 def gaussian(key: int, stream: int, index: Tensor) -> Tensor:
-    """A standard normal variate (fp32) for each int64 `index`, by Box and Muller in fp64.
+    """Return a standard normal variate (fp32) for each int64 `index`, by Box and Muller in fp64.
 
     Block `index // 4` gives words x0..x3; the pair (x0, x1) gives variates 0 (cosine) and 1 (sine),
     the pair (x2, x3) variates 2 and 3. The radius comes from (word + 0.5) / 2^32, so |z| < 6.7.
@@ -114,7 +114,7 @@ def _horner(coefficients: list[float], x2: Tensor) -> Tensor:
 
 
 def _cos_or_sin(word: Tensor, sine: Tensor) -> Tensor:
-    """Cosine or sine of 2 pi (word + 0.5) / 2^32, by octant reduction in exact integers."""
+    """Return cosine or sine of 2 pi (word + 0.5) / 2^32, by octant reduction in exact integers."""
     quarter = ((word >> 30) + 3 * sine.to(torch.int64)) & 3  # sin(t) = cos(t + 3/4 turn)
     offset = (word & 0x3FFFFFFF).double() + 0.5  # within the quarter turn, [0, 2^30)
     t = offset * (math.pi / 2.0 * 2.0**-30)

@@ -33,7 +33,9 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def dots(pairs: Sequence[tuple[Tensor, Tensor]], owned: int) -> Tensor:
-    """Inner products `<a, b>` of pairs of fp32 vectors. Returns `(len(pairs),)`. R each operand."""
+    """Compute inner products `<a, b>` of pairs of fp32 vectors. Returns `(len(pairs),)`. R each
+    operand.
+    """
     if not pairs:
         return torch.zeros(0, dtype=torch.float64)
     return torch.stack([_dot(a[:owned], b[:owned]) for a, b in pairs])
@@ -84,7 +86,7 @@ def displace(
 def difference(
     g_plus: Tensor, g_minus: Tensor, h: float, g_zero: Tensor | None, owned: int
 ) -> Tensor:
-    """Central difference in place: `g_plus <- (g_plus - g_minus) / 2h`.
+    """Form the central difference in place: `g_plus <- (g_plus - g_minus) / 2h`.
 
     Returns:
         `(2,)`: `<p, p>` with `p` the result, and `<s, s>` with `s = g_plus + g_minus - 2 g_zero`
@@ -120,12 +122,14 @@ def curvature_ratio(g_plus: Tensor, g_minus: Tensor, g_zero: Tensor, owned: int)
 
 
 def _chunk(rows: int) -> int:
-    """Columns at a time, so that all rows of a basis in fp64 are one moderate temporary."""
+    """Return how many columns to take at a time, so that all rows in fp64 are one moderate
+    temporary.
+    """
     return min(CHUNK, max(256, TILE // max(rows, 1)))
 
 
 def project(basis: Tensor, w: Tensor, owned: int) -> Tensor:
-    """`(m,)`: the dot products of the rows of `basis` with `w`. R basis, w."""
+    """Return `(m,)`: the dot products of the rows of `basis` with `w`. R basis, w."""
     products = torch.zeros(basis.shape[0], dtype=torch.float64, device=w.device)
     chunk = _chunk(basis.shape[0])
     for start in range(0, owned, chunk):

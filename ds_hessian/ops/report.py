@@ -1,4 +1,4 @@
-"""Which implementation of the kernels runs on each kind of device, and why; like `ds_report`."""
+"""A report of the implementation on each kind of device, with the reason; like `ds_report`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ds_hessian.ops.native import Implementation
 
 @dataclass(frozen=True)
 class OpsReport:
-    """What `report()` found; `str()` of it is for people.
+    """The report of `report()`; `str()` of it is for people.
 
     Attributes:
         mode: The setting in force: auto, native or torch.
@@ -29,7 +29,7 @@ class OpsReport:
     cache: str
 
     def __getitem__(self, device: str) -> Implementation:
-        """The implementation for a kind of device, such as "cpu".
+        """Return the implementation for a kind of device, such as "cpu".
 
         Raises:
             KeyError: the report does not cover this kind.
@@ -40,7 +40,7 @@ class OpsReport:
         raise KeyError(device)
 
     def __str__(self) -> str:
-        """A table, and under it what the compiler said where it failed."""
+        """Return a table, and under it what the compiler said where it failed."""
         lines = [f"ds_hessian kernels (DS_HESSIAN_OPS={self.mode}, {self.threads} CPU threads)"]
         for found in self.implementations:
             lines.append(f"  {found.device:<6}{found.name:<8}{found.reason}")
@@ -50,7 +50,7 @@ class OpsReport:
 
 
 def report() -> OpsReport:
-    """The implementation for the CPU and for CUDA devices; builds what is not built yet."""
+    """Return the implementation for the CPU and for CUDA devices; builds what is not built yet."""
     kinds = ["cpu"]
     found = []
     if torch.cuda.is_available():

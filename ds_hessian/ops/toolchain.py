@@ -1,4 +1,4 @@
-"""Compiles the kernels of `csrc/` into one extension module per backend.
+"""Compile the kernels of `csrc/` into one extension module per backend.
 
 Imports the standard library only: `setup.py` runs it where neither torch nor DeepSpeed is
 installed, `cache.py` runs it at first use. The sources know nothing of torch, so the result serves
@@ -40,7 +40,7 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """How to build one backend.
+    """The commands that build one backend.
 
     Attributes:
         backend: "cpu" or "cuda".
@@ -58,12 +58,12 @@ class Plan:
 
     @property
     def filename(self) -> str:
-        """Name of the extension's file on this interpreter."""
+        """The name of the extension's file on this interpreter."""
         return self.module + str(sysconfig.get_config_var("EXT_SUFFIX"))
 
 
 def source_root() -> Path:
-    """The `csrc` directory: inside an installed package, beside the package in a checkout."""
+    """Return the `csrc` directory: in an installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     for candidate in (package / "csrc", package.parent / "csrc"):
         if (candidate / "contracts.h").is_file():
@@ -72,7 +72,7 @@ def source_root() -> Path:
 
 
 def find_compiler() -> str:
-    """The C++ compiler: `CXX`, else the first of the usual names on the PATH."""
+    """Return the C++ compiler: `CXX`, else the first of the usual names on the PATH."""
     for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
         if found := shutil.which(name):
             return found
@@ -80,7 +80,7 @@ def find_compiler() -> str:
 
 
 def find_nvcc() -> str:
-    """The CUDA compiler: below `CUDA_HOME` or `CUDA_PATH`, else on the PATH."""
+    """Return the CUDA compiler: below `CUDA_HOME` or `CUDA_PATH`, else on the PATH."""
     for home in filter(None, (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"))):
         if found := shutil.which(os.path.join(home, "bin", "nvcc")):
             return found
@@ -90,7 +90,7 @@ def find_nvcc() -> str:
 
 
 def find_pybind11() -> str:
-    """The directory of pybind11's headers: the package's own, else torch's copy."""
+    """Return the directory of pybind11's headers: the package's own, else torch's copy."""
     for package, below in (("pybind11", "include"), ("torch", "include")):
         spec = importlib.util.find_spec(package)
         if spec is not None and spec.origin is not None:
@@ -101,7 +101,7 @@ def find_pybind11() -> str:
 
 
 def version(compiler: str) -> str:
-    """What a compiler says of itself."""
+    """Return what a compiler says about itself."""
     try:
         done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
@@ -112,7 +112,7 @@ def version(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """Return what -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -123,7 +123,7 @@ def _processor() -> str:
 
 
 def plan_cpu() -> Plan:
-    """The plan of the CPU backend. `DS_HESSIAN_MARCH` replaces `native`.
+    """Return the plan of the CPU backend. `DS_HESSIAN_MARCH` replaces `native`.
 
     Raises:
         BuildError: no compiler or no pybind11.
@@ -138,7 +138,7 @@ def plan_cpu() -> Plan:
 
 
 def plan_cuda(archs: Sequence[str] = ()) -> Plan:
-    """The plan of the CUDA backend for compute capabilities such as "9.0".
+    """Return the plan of the CUDA backend for compute capabilities such as "9.0".
 
     `DS_HESSIAN_CUDA_ARCHS` ("8.0;9.0") comes first, then `archs`, then those that are supported.
     The newest one is also kept as PTX, for devices that are newer.
@@ -167,7 +167,7 @@ def _compiles(
 
 
 def bindings(compiler: str, backend: str) -> tuple[str, ...]:
-    """The command that compiles `bindings.cpp`."""
+    """Return the command that compiles `bindings.cpp`."""
     defines = (f"-DDS_HESSIAN_BACKEND={backend}", f"-DDS_HESSIAN_MODULE=_native_{backend}")
     includes = ("-isystem", find_pybind11(), "-isystem", sysconfig.get_path("include"))
     return (compiler, *COMMON, *BINDINGS, *defines, *includes)

@@ -30,7 +30,7 @@ from torch import Tensor
 from ds_hessian.ops import async_io
 
 REQUEST_BYTES, DEPTH = 1 << 20, 32
-"""Of one request, and requests at a time: DeepSpeed's default, and what keeps an NVMe disk busy."""
+"""Bytes of a request, and requests at a time: DeepSpeed's default, and enough for an NVMe disk."""
 
 WORD = 8
 
@@ -66,7 +66,7 @@ class Threads:
             task.result()
 
     def close(self) -> None:
-        """Wait for what is under way, whatever comes of it."""
+        """Wait for pending requests, and ignore their errors."""
         for pool in self._pools.values():
             pool.shutdown()
 
@@ -87,8 +87,8 @@ class Asynchronous:
 
     Args:
         file: Descriptor, opened for direct IO.
-        unit: See `Threads`.
-        size: See `Threads`.
+        unit: Bytes; offsets and lengths are multiples of it.
+        size: Bytes of the file.
         module: `async_io`.
     """
 
@@ -103,7 +103,7 @@ class Asynchronous:
         self._reads: list[tuple[Tensor, Tensor]] = []
 
     def start(self, reading: bool, buffer: Tensor, offset: int) -> None:
-        """See `Threads.start`."""
+        """Submit a read or a write; of a write, the last word of each unit is remembered."""
         words = buffer.view(torch.int64)[self._stride - 1 :: self._stride]
         first = offset // WORD // self._stride
         kept = self._words[first : first + len(words)]
@@ -120,7 +120,7 @@ class Asynchronous:
         self._pending[reading] += 1
 
     def finish(self, reading: bool) -> None:
-        """See `Threads.finish`; a failed write shows when it is read."""
+        """Wait for all reads, or all writes; a failed write shows when it is read."""
         pending, self._pending[reading] = self._pending[reading], 0
         if pending:  # with none, `wait` ends the process
             self._handles[reading].wait()
@@ -130,21 +130,21 @@ class Asynchronous:
                 raise OSError(errno.EIO, "what was read is not what should have been written")
 
     def close(self) -> None:
-        """See `Threads.close`."""
+        """Wait for pending requests, and ignore their errors."""
         for reading in (True, False):
             if self._pending[reading]:  # a handle that goes with requests ends the process
                 self._handles[reading].wait()
                 self._pending[reading] = 0
 
     def locked(self, size: int) -> Tensor:
-        """Bytes in memory that stays in place; `release` gives it back."""
+        """Return locked memory of so many bytes; `release` frees it."""
         buffer: Tensor = self._handles[True].new_cpu_locked_tensor(
             size, torch.empty(0, dtype=torch.uint8)
         )
         return buffer
 
     def release(self, buffer: Tensor) -> None:
-        """Give back what `locked` gave."""
+        """Free what `locked` returned."""
         self._handles[True].free_cpu_locked_tensor(buffer)
 
 
@@ -152,7 +152,7 @@ class BackgroundFile:
     """A file without a name, and buffers for it.
 
     Args:
-        folder: Where; None for the system's temporary folder.
+        folder: Folder of the file; None for the system's temporary folder.
         size: Bytes.
         unit: Bytes, a multiple of 512; all offsets and lengths are multiples of it.
         buffers: Bytes of each buffer.
@@ -161,8 +161,8 @@ class BackgroundFile:
     Attributes:
         buffers: Tensors of bytes, in pinned memory where an accelerator copies from them; gone with
             the file.
-        way: How it is read and written, and why so; for people.
-        descriptor: Of the file.
+        way: Method of reading and writing, with the reason; for people.
+        descriptor: Descriptor of the file.
 
     Raises:
         OSError: the folder is not there or cannot be written, or the disk has not the room.
@@ -216,7 +216,7 @@ def _direct(file: int) -> None:
 
 
 def _usable(file: int, locked: int) -> tuple[ModuleType | None, str]:
-    """The op if it can be used for this file with so many bytes of locked memory."""
+    """Return the op if it can be used for this file with so many bytes of locked memory."""
     module, reason = async_io.find()
     if module is None:
         return None, f"by threads ({reason})"
@@ -230,7 +230,7 @@ def _usable(file: int, locked: int) -> tuple[ModuleType | None, str]:
 
 
 def _can_lock(size: int) -> bool:
-    """Try: DeepSpeed ends the process where it cannot."""
+    """Return whether so much memory can be locked: DeepSpeed ends the process where it cannot."""
     with mmap.mmap(-1, size) as room:
         first = ctypes.c_char.from_buffer(room)
         libc = ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""What a measurement takes before it is made: memory on each rank, and time."""
+"""Predictions of a measurement before it is made: memory on each rank, and time."""
 
 from ds_hessian.planning.basis import (
     lanczos_options,

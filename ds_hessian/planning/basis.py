@@ -1,4 +1,4 @@
-"""What a Krylov basis and Lanczos hold, counted from their own tensors, beside the operator.
+"""Memory of a Krylov basis and of Lanczos, counted from their own tensors.
 
 In arguments `n_local` are the coordinates on this rank, `place` is where vectors are that are
 computed with, and `storage` that of a basis. Vectors that the caller has and keeps are not counted.
@@ -24,14 +24,14 @@ FORMED = 2
 
 
 def storage_of(config: HessianConfig) -> Storage:
-    """Where and how a basis is kept, as configured."""
+    """Return dtype and location of a basis, as configured."""
     basis = config.basis
     dtype = torch.bfloat16 if basis.dtype == "bf16" else torch.float32
     return Storage(dtype, basis.device, basis.folder)
 
 
 def lanczos_options(config: HessianConfig) -> LanczosOptions:
-    """How Lanczos keeps its basis, as configured."""
+    """Return reorthogonalisation and storage of Lanczos' basis, as configured."""
     mode, window = config.reorthogonalization.mode, config.reorthogonalization.window
     return LanczosOptions(mode, window, storage_of(config))
 
@@ -39,7 +39,7 @@ def lanczos_options(config: HessianConfig) -> LanczosOptions:
 def memory_of_lanczos(
     n_local: int, place: Place, num_matvecs: int, options: LanczosOptions | None = None
 ) -> list[Item]:
-    """Items of a `LanczosState`.
+    """Return the items of a `LanczosState`.
 
     Args:
         n_local: Coordinates on this rank.
@@ -66,7 +66,7 @@ def memory_of_lanczos(
 
 
 def memory_of_basis(n_local: int, place: Place, rows: int, storage: Storage) -> list[Item]:
-    """Items of a `Basis`, and of one new row at a time."""
+    """Return the items of a `Basis`, and of one new row at a time."""
     if not rows:
         return []
     stored, exact = storage.dtype.itemsize * n_local, storage.dtype == torch.float32
@@ -90,15 +90,15 @@ def memory_of_basis(n_local: int, place: Place, rows: int, storage: Storage) -> 
 
 
 def _pinned(size: int) -> int:
-    """Bytes that torch takes for pinned memory: a power of two (CachingHostAllocator.h)."""
+    """Return the bytes that torch pins for so many: a power of two (CachingHostAllocator.h)."""
     return 1 << (size - 1).bit_length()
 
 
 def _far(place: Place, storage: Storage) -> bool:
-    """Whether rows travel; on the CPU the host is near."""
+    """Return whether rows are copied to be used; on the CPU the host is near."""
     return storage.place == "disk" or place == "accelerator" and storage.place == "host"
 
 
 def _is_row(place: Place, storage: Storage) -> bool:
-    """Whether a row can be multiplied where it is."""
+    """Return whether a row can be multiplied without a copy."""
     return storage.dtype == torch.float32 and not _far(place, storage)

@@ -41,36 +41,36 @@ FEWEST = 10
 
 
 class Planned(Protocol):
-    """What planning has to know of an analysis."""
+    """The interface of an analysis that planning needs."""
 
     @property
     def title(self) -> str:
-        """Name of the method of `Hessian` that makes it."""
+        """The name of the method of `Hessian` that makes it."""
         ...
 
     @property
     def resumes(self) -> bool:
-        """Whether `resume` keeps its state."""
+        """True if `resume` keeps its state."""
         ...
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
-        """What it holds on one rank beside the operator and the backend."""
+        """Return what it holds on one rank beside the operator and the backend."""
         ...
 
     def vectors_kept(self, config: HessianConfig) -> int:
-        """Vectors that `resume` has on disk, at most."""
+        """Return how many vectors `resume` has on disk, at most."""
         ...
 
     def with_less(self, config: HessianConfig) -> list[Settings]:
-        """Settings that may fit where these do not, the least harmful first."""
+        """Return settings that may fit where these do not, the least harmful first."""
         ...
 
     def changed(self, settings: Settings) -> tuple[Self, Settings]:
-        """The same analysis with those settings that are its own arguments, and the others."""
+        """Return the same analysis with the settings that are its own arguments, and the others."""
         ...
 
     def settings(self) -> Settings:
-        """Its own arguments."""
+        """Return its own arguments."""
         ...
 
 
@@ -78,7 +78,7 @@ A = TypeVar("A", bound=Planned)
 
 
 def halves(name: str, value: int, least: int) -> list[Settings]:
-    """Smaller and smaller values of one setting, down to `least`."""
+    """Return smaller and smaller values of one setting, down to `least`."""
     found = list[Settings]()
     while (value := value // 2) >= least:
         found.append({name: value})
@@ -86,7 +86,7 @@ def halves(name: str, value: int, least: int) -> list[Settings]:
 
 
 def plan(analysis: Planned, share: Share, config: HessianConfig) -> MemoryPlan:
-    """The memory plan of an analysis on one rank.
+    """Return the memory plan of an analysis on one rank.
 
     Raises:
         ConfigError: `resume` keeps a number of vectors that depends on the model.
@@ -102,7 +102,7 @@ def plan(analysis: Planned, share: Share, config: HessianConfig) -> MemoryPlan:
 
 @dataclass(frozen=True)
 class Needs:
-    """One rank's side of the question whether a plan fits.
+    """The bytes that one rank needs and has free.
 
     Attributes:
         node: Name of the node, whose host memory and disk are shared by its ranks.
@@ -125,7 +125,7 @@ class Alternative(Generic[A]):
 
 
 def alternatives(analysis: A, config: HessianConfig) -> list[Alternative[A]]:
-    """Other settings that may fit where these do not, the least harmful first."""
+    """Return other settings that may fit where these do not, the least harmful first."""
     less, found = analysis.with_less(config), list[Alternative[A]]()
     if config.resume is not None and analysis.resumes:
         less = [*less, {"resume": None}]
@@ -149,7 +149,7 @@ _PATHS = {"device": "basis.device", "dtype": "basis.dtype", "mode": "reorthogona
 def needs_of(
     analysis: Planned, share: Share, config: HessianConfig, free: Mapping[Place, int]
 ) -> Needs:
-    """This rank's needs with these settings, and with each of their `alternatives`.
+    """Return this rank's needs with these settings, and with each of their `alternatives`.
 
     Args:
         analysis: The analysis.
@@ -166,7 +166,7 @@ def needs_of(
 def free_memory(
     folder: str | None, device: torch.device, resume: str | None = None
 ) -> dict[Place, int]:
-    """Bytes that are free now, in the places that there are.
+    """Return the bytes that are free now, by the kind of memory or disk.
 
     On an accelerator, what torch has cached for training's passes counts as free.
 
@@ -215,7 +215,7 @@ def refuse_too_large(analysis: Planned, config: HessianConfig, ranks: Sequence[N
 
 
 def way_out(analysis: A, config: HessianConfig, ranks: Sequence[Needs]) -> Alternative[A] | None:
-    """The least harmful other settings that fit on all ranks; None if there are none."""
+    """Return the least harmful other settings that fit on all ranks; None if there are none."""
     for number, other in enumerate(alternatives(analysis, config), start=1):
         if shortage(ranks, number) is None:
             return other
@@ -224,7 +224,7 @@ def way_out(analysis: A, config: HessianConfig, ranks: Sequence[Needs]) -> Alter
 
 @dataclass(frozen=True)
 class Shortage:
-    """Where a plan does not fit.
+    """The kind of memory in which a plan does not fit, and by how much.
 
     Attributes:
         place: The place that is short.
@@ -250,7 +250,7 @@ class Shortage:
 
 
 def shortage(ranks: Sequence[Needs], number: int = 0) -> Shortage | None:
-    """What is short on the first rank where something is, with the settings of that number."""
+    """Return what is short on the first rank where something is, with settings of that number."""
     for rank, mine in enumerate(ranks):
         for place, free in mine.free.items():
             sharing = [mine]

@@ -30,7 +30,7 @@ class Share:
     def vectors(
         self, name: str, count: int, moments: tuple[Moment, ...] = (), stage: str = ""
     ) -> Item:
-        """An item of `count` vectors; held throughout unless moments or a stage are named."""
+        """Return an item of `count` vectors; without moments or a stage it is held throughout."""
         return Item(name, self.place, count * FP32 * self.n_local, moments, stage)
 
 
@@ -58,7 +58,7 @@ class Job:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of one weight in the passes."""
+        """The bytes of one weight in the passes."""
         return FP32 if self.dtype == "fp32" else 2
 
     @property

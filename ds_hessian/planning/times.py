@@ -1,4 +1,4 @@
-"""How long a measurement takes: from the time of one gradient and plain figures.
+"""Predicted time of a measurement, from the time of one gradient and plain figures.
 
 The model is the paper's (section 5 and appendix C), with the figures of this implementation. With
 g the time of one gradient over the slice's micro-batches, n_local the coordinates of a rank and B
@@ -10,8 +10,8 @@ the bandwidth of its memory,
 
 where e are the gradients evaluated for a product (2 and what its trials cost; see
 `ds_hessian.operators.expected_evaluations`), L is the latency of a small all-reduce, s the bytes of
-a stored coordinate and r the mean number of stored vectors. Vectors that lie elsewhere are read at
-the bandwidth of the way there.
+a stored coordinate and r the mean number of stored vectors. Vectors that are stored elsewhere are
+read at the bandwidth of the connection.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ PRODUCT_BYTES = 100
 gradients (36), the difference (20), and its share of trials (16)."""
 
 STEP_BYTES = 40
-"""Of the recurrence, the norm and the copy into the basis."""
+"""Bytes for the recurrence, the norm and the copy into the basis."""
 
 PRODUCT_REDUCTIONS, STEP_REDUCTIONS = 4, 3
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What one rank has of its machine.
+    """Bandwidths and latency of one rank's machine.
 
     Attributes:
         bandwidth: Bytes a second from each place to where the rank computes.
@@ -74,11 +74,11 @@ class TimePlan:
 
     @property
     def total(self) -> float:
-        """The whole measurement, with the gradient at the weights."""
+        """The seconds of the whole measurement, with the gradient at the weights."""
         return self.gradient + self.products * (self.product + self.lanczos)
 
     def table(self) -> str:
-        """The times, one a line, for people."""
+        """Return the times as lines of text."""
         ratio = self.product / self.gradient
         rows = {
             "gradient": spelled(self.gradient),
@@ -91,7 +91,7 @@ class TimePlan:
 
 
 def spelled(seconds: float) -> str:
-    """Seconds as people read them."""
+    """Return seconds as readable text."""
     for unit, size in (("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
@@ -105,7 +105,7 @@ def plan_time(
     config: HessianConfig,
     products: int,
 ) -> TimePlan:
-    """The times of a measurement whose products each become a Lanczos step.
+    """Predict the times of a measurement whose products each become a Lanczos step.
 
     Args:
         gradient: Seconds of one gradient over the slice's micro-batches: forward and backward of
@@ -136,7 +136,7 @@ def plan_time(
 
 
 def _mean_rows(config: HessianConfig, products: int) -> float:
-    """Stored vectors that a step reads, on average."""
+    """Return the number of stored vectors that a step reads, on average."""
     mode, steps = config.reorthogonalization.mode, min(config.num_matvecs, products)
     if mode == "full":
         return (steps + 1) / 2
@@ -151,14 +151,14 @@ def gradient_seconds(
     traffic: float = 0.0,
     network: float | None = None,
 ) -> float:
-    """The time of forward and backward on one micro-batch, where it has not been measured.
+    """Predict the time of forward and backward on one micro-batch, where it has not been measured.
 
     6 floating-point operations for each parameter and token, and the collectives after them: no
     overlap, so an upper bound where there is some.
 
     Args:
-        num_parameters: Those that a token meets (of a mixture of experts the active ones).
-        tokens: Of a rank's micro-batch.
+        num_parameters: Parameters that a token meets (of a mixture of experts the active ones).
+        tokens: Tokens in a rank's micro-batch.
         flops: Operations that a rank reaches in a second, not its peak.
         traffic: Bytes that a rank sends for a micro-batch.
         network: Bytes a second; None where it does not matter.
@@ -167,7 +167,7 @@ def gradient_seconds(
 
 
 def traffic_of(stage: int, num_parameters: int, world_size: int, weight_bytes: int) -> float:
-    """Bytes that a rank sends for a micro-batch, by rings.
+    """Return the bytes that a rank sends for a micro-batch, by rings.
 
     ZeRO-3 gathers the weights for the forward and again for the backward, and scatters the sums of
     the gradients; stages 1 and 2 and plain data parallelism reduce them.

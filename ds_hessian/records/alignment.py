@@ -16,7 +16,7 @@ from ds_hessian.records.fields import Axes
 
 @dataclass(frozen=True)
 class Bounded:
-    """A figure whose bar is not symmetric.
+    """A figure whose error bar is not symmetric.
 
     Attributes:
         value: The figure as it was found.
@@ -38,7 +38,7 @@ class HessianAlignment(Measured):
 
     A share is `|P x|^2 / |x|^2` with the projection P on the space; that of a random direction is
     k / n. The space is known to within `angle`. Where it is pi / 2, the k-th and the next
-    eigenvalue cannot be told apart, and the k wanted ones are no definite space: a share's lower
+    eigenvalue cannot be separated, and the k wanted ones are no definite space: a share's lower
     bound is then that of the part of it that is definite.
 
     Attributes:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_hessian.display import display
 from ds_hessian.errors import HessianError, ResultError
-from ds_hessian.records.fields import Array, Axes, packed, settled, unpacked
+from ds_hessian.records.fields import Array, Axes, Json, packed, settled, unpacked
 from ds_hessian.records.provenance import Cost, Provenance
 from ds_hessian.records.store import Arrays, read, write
 
@@ -44,16 +44,16 @@ class Record:
         for name, array in settled(self).items():
             object.__setattr__(self, name, array)
 
-    def derived(self) -> dict[str, Any]:
+    def derived(self) -> dict[str, object]:
         """Return what follows from the fields, as JSON values for readers of the file."""
         return {}
 
-    def packed(self) -> tuple[dict[str, Any], Arrays]:
+    def packed(self) -> tuple[Json, Arrays]:
         """Return the fields as JSON values, and the arrays by name."""
         return packed(self)
 
     @classmethod
-    def unpacked(cls, content: Mapping[str, Any], arrays: Mapping[str, Array]) -> Self:
+    def unpacked(cls, content: Json, arrays: Mapping[str, Array]) -> Self:
         """Return the record that was packed.
 
         Raises:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from ds_hessian.errors import ResultError
 from ds_hessian.records.base import Record
-from ds_hessian.records.fields import Array
+from ds_hessian.records.fields import Array, Json
 from ds_hessian.records.spectrum import HessianSpectrum
 
 LOSS = ("data_fingerprint", "num_micro_batches", "dropout")
@@ -45,16 +45,16 @@ class Comparison(Record):
         steps = [s.provenance.step for s in self.spectra.values()]
         return len(set(steps)) == len(steps)
 
-    def packed(self) -> tuple[dict[str, Any], dict[str, Array]]:
+    def packed(self) -> tuple[Json, dict[str, Array]]:
         """Return the spectra as JSON values by name, and their arrays as `<number>/<field>`."""
-        contents, arrays = dict[str, Any](), dict[str, Array]()
+        contents, arrays = Json(), dict[str, Array]()
         for number, (name, spectrum) in enumerate(self.spectra.items()):
             contents[name], found = spectrum.packed()
             arrays |= {f"{number}/{field}": array for field, array in found.items()}
         return {"spectra": contents}, arrays
 
     @classmethod
-    def unpacked(cls, content: Mapping[str, Any], arrays: Mapping[str, Array]) -> Self:
+    def unpacked(cls, content: Json, arrays: Mapping[str, Array]) -> Self:
         """Return the comparison that was packed.
 
         Raises:

@@ -79,7 +79,9 @@ def cumulative_bounds(
 
 
 def _bounds(p: Probe, x: Array) -> tuple[Array, Array, Array, Array]:
-    """Bounds on a probe's measure without the counted outliers, and on their number, up to x."""
+    """Return bounds on a probe's measure without the counted outliers, and on their number, up to
+    x.
+    """
     scale = max(float(abs(p.values).max()), float(p.betas.max()))
     moved = max(COVERAGE * p.product_error, ROUNDING * scale)
     low, _ = measure_bounds(p.alphas, p.betas, x - moved)
@@ -94,7 +96,7 @@ def _bounds(p: Probe, x: Array) -> tuple[Array, Array, Array, Array]:
 
 
 def _wilson(share: Array, trials: float, z: float) -> Array:
-    """The end of Wilson's interval on the side of z, which is signed."""
+    """Return the end of Wilson's interval on the side of z, which is signed."""
     spread = np.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
     ends = (share + z**2 / (2 * trials) + z * spread) / (1 + z**2 / trials)
     return np.asarray(np.clip(ends, 0.0, 1.0))

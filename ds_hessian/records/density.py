@@ -51,7 +51,8 @@ class Density:
     mass: float
 
     def band(self, confidence: float = 0.95) -> tuple[Array, Array] | None:
-        """Confidence interval of each value over the choice of probes (Student's), not below 0.
+        """Return the confidence interval of each value over the choice of probes (Student's), not
+        below 0.
 
         None for one probe: take more with `num_probes`.
         """
@@ -66,7 +67,7 @@ class Density:
 def smooth(
     values: Array, weights: Array, errors: Array, grid: Array | None, width: float | None
 ) -> Density:
-    """The density of `(num_probes, m)` Ritz values; see `HessianSpectrum.density`."""
+    """Return the density of `(num_probes, m)` Ritz values; see `HessianSpectrum.density`."""
     from scipy.special import ndtr  # type: ignore[import-untyped]
 
     if width is not None and not (math.isfinite(width) and width > 0):
@@ -87,7 +88,7 @@ def smooth(
 
 
 def reduced_weights(weights: Array, outliers: NDArray[np.bool_], n: int) -> Array:
-    """Weights with the chance of the probe taken out; see `HessianSpectrum.reduced_weights`."""
+    """Return weights without the chance of the probe; see `HessianSpectrum.reduced_weights`."""
     single = single_outliers(weights, outliers, n)
     count = single.sum(1, keepdims=True)
     rest = np.where(single, 0.0, weights).sum(1, keepdims=True)
@@ -97,7 +98,7 @@ def reduced_weights(weights: Array, outliers: NDArray[np.bool_], n: int) -> Arra
 
 
 def single_outliers(weights: Array, outliers: NDArray[np.bool_], n: int) -> NDArray[np.bool_]:
-    """Those of the outliers whose weight can be that of one eigenvalue.
+    """Return a mask of the outliers whose weight can be that of one eigenvalue.
 
     n times it is chi-squared with one degree of freedom.
     """
@@ -107,7 +108,7 @@ def single_outliers(weights: Array, outliers: NDArray[np.bool_], n: int) -> NDAr
 
 
 def automatic_widths(values: Array, errors: Array) -> Array:
-    """One width for each Ritz value, from how far it is known and how close its neighbours are.
+    """Return one width for each Ritz value, from its error and the distance to its neighbours.
 
     One width for all either blurs the bulk away (outliers lie at 100 times its size) or leaves
     gaps between Ritz values where there are none in the spectrum. So:
@@ -138,20 +139,24 @@ def _widths(values: Array, errors: Array) -> Array:
 
 
 def default_grid(values: Array, widths: Array) -> Array:
-    """A grid that resolves every kernel: 97 points within 6 widths of each, 1025 over the range."""
+    """Return a grid that resolves every kernel: 97 points within 6 widths of each, 1025 over the
+    range.
+    """
     around = values[..., None] + widths[..., None] * np.linspace(-6, 6, 97)
     span = np.linspace((values - 7 * widths).min(), (values + 7 * widths).max(), 1025)
     return np.unique(np.concatenate([around.ravel(), span]))
 
 
 def outlier_mask(values: Array, weights: Array, errors: Array) -> NDArray[np.bool_]:
-    """Which of the `(num_probes, m)` Ritz values are outliers; see `HessianSpectrum.outliers`."""
+    """Return which of the `(num_probes, m)` Ritz values are outliers; see
+    `HessianSpectrum.outliers`.
+    """
     rows = zip(values, weights, errors, strict=True)
     return np.stack([_outliers(*row) for row in rows]).astype(np.bool_)
 
 
 def bulk_interval(values: Array, weights: Array) -> tuple[float, float]:
-    """The bulk seen by one probe: ends of the interval of Ritz values `(m,)` that form it.
+    """Return the ends of the interval of Ritz values `(m,)` that form the bulk of one probe.
 
     It starts as the values that hold the central 80 % of the weight, and takes in neighbours as
     long as the gap to the next one is under a quarter of its length so far.
@@ -182,7 +187,7 @@ def _outliers(values: Array, weights: Array, errors: Array) -> NDArray[np.bool_]
 def merge_probes(
     values: Array, errors: Array, mask: NDArray[np.bool_]
 ) -> list[tuple[float, float]]:
-    """Outliers of all probes as distinct eigenvalues (value, error), descending.
+    """Return outliers of all probes as distinct eigenvalues (value, error), descending.
 
     Values of different probes are one eigenvalue if they differ by less than the sum of their
     errors, three times, or by 0.1 %; the one with the smallest error stands for it.

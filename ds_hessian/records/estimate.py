@@ -22,7 +22,7 @@ class Estimate:
         return self.value
 
     def __str__(self) -> str:
-        """Value and error to two digits of the error: `84.53 ± 0.12`, `(1.20 ± 0.34)e-08`."""
+        """Return value and error, to two digits of it: `84.53 ± 0.12`, `(1.20 ± 0.34)e-08`."""
         value, error = self.value, self.error
         if not (math.isfinite(value) and math.isfinite(error)):
             return f"{value:.6g} ± {error:.2g}"

@@ -22,6 +22,9 @@ from torch import Tensor
 from ds_hessian.errors import NumericsError, ResultError
 
 Array = np.ndarray[Any, Any]
+"""An array of any shape and type of entries."""
+Json = dict[str, Any]
+"""A JSON object as it was read: its values have types only once they have been checked."""
 
 LARGEST_INTEGER = 2**63 - 1
 """Integers of a record are counts, which fit 64 bits."""
@@ -35,7 +38,7 @@ STORED = {"f": np.float64, "i": np.int64, "b": np.bool_}
 
 
 class Axes:
-    """Names of the axes of an array field: `Axes("P", "m")` is an array of shape `(P, m)`.
+    """The names of the axes of an array field: `Axes("P", "m")` is an array of shape `(P, m)`.
 
     An axis of one name has the same length in all arrays of a record. The array is made fp64
     (kind "f"), int64 ("i") or boolean ("b"), contiguous and read-only.
@@ -60,7 +63,7 @@ class Axes:
         return f"({', '.join(self.axes)})"
 
 
-def settled(record: Any) -> dict[str, Any]:
+def settled(record: Any) -> dict[str, Array | dict[str, Array]]:
     """Return the record's array fields, checked and read-only, by name.
 
     Raises:
@@ -69,7 +72,7 @@ def settled(record: Any) -> dict[str, Any]:
         NumericsError: an array that must be finite is not.
     """
     sizes: dict[str, int] = {}
-    found: dict[str, Any] = {}
+    found: dict[str, Array | dict[str, Array]] = {}
     for name, axes in record.arrays.items():
         value = getattr(record, name)
         if axes.named:
@@ -85,7 +88,7 @@ def settled(record: Any) -> dict[str, Any]:
     return found
 
 
-def _settle(name: str, value: Any, axes: Axes, sizes: dict[str, int]) -> Array:
+def _settle(name: str, value: object, axes: Axes, sizes: dict[str, int]) -> Array:
     given = np.asarray(value)
     if not issubclass(given.dtype.type, GIVEN[axes.kind]):
         raise ResultError(f"{name} must hold {STORED[axes.kind].__name__}, got {given.dtype}")
@@ -114,9 +117,9 @@ def _check_size(name: str, array: Array, axes: Axes) -> None:
 # ---- to and from what is stored
 
 
-def packed(record: Any) -> tuple[dict[str, Any], dict[str, Array]]:
+def packed(record: Any) -> tuple[Json, dict[str, Array]]:
     """Return a record's fields as JSON values, and its arrays by the name of their field."""
-    content: dict[str, Any] = {}
+    content: Json = {}
     arrays: dict[str, Array] = {}
     for field in dataclasses.fields(record):
         name, value = field.name, getattr(record, field.name)
@@ -129,7 +132,7 @@ def packed(record: Any) -> tuple[dict[str, Any], dict[str, Array]]:
     return content, arrays
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Return a value as JSON; numbers that JSON lacks become text, which `float` reads."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -142,13 +145,13 @@ def plain(value: Any) -> Any:
     return value
 
 
-def unpacked(kind: type[Any], content: Mapping[str, Any], arrays: Mapping[str, Array]) -> Any:
+def unpacked(kind: type[Any], content: Json, arrays: Mapping[str, Array]) -> Any:
     """Make a record of what `packed` returned; its sharded vectors are `(k, 0)`.
 
     Raises:
         ResultError: a field is missing, or of another type than the record states.
     """
-    values = dict[str, Any]()
+    values = dict[str, object]()
     for name, hint in _hints(kind, content):
         if name in kind.sharded:
             count = _read(hint, content[name], name)
@@ -167,8 +170,8 @@ def unpacked(kind: type[Any], content: Mapping[str, Any], arrays: Mapping[str, A
     return kind(**values)
 
 
-def _hints(kind: type[Any], content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The fields that can be read, with their types: those with a default may be absent."""
+def _hints(kind: type[Any], content: Json) -> Iterator[tuple[str, Any]]:
+    """Yield the fields that can be read, with their types: those with a default may be absent."""
     hints, arrays = get_type_hints(kind), getattr(kind, "arrays", {})
     for field in dataclasses.fields(kind):
         absent = field.name not in content and field.name not in arrays
@@ -179,7 +182,7 @@ def _hints(kind: type[Any], content: Mapping[str, Any]) -> Iterator[tuple[str, A
             raise ResultError(f"it lacks {field.name!r}")
 
 
-def _read(hint: Any, stored: Any, name: str) -> Any:
+def _read(hint: Any, stored: object, name: str) -> Any:
     """Return the value of this type that is stored as a JSON value.
 
     Raises:
@@ -214,17 +217,17 @@ def _read(hint: Any, stored: Any, name: str) -> Any:
     raise _mistyped(hint, stored, name)
 
 
-def _number(stored: Any, name: str) -> float:
+def _number(stored: object, name: str) -> float:
     if type(stored) is float and math.isfinite(stored):
         return stored
     if type(stored) is int and abs(stored) <= LARGEST_INTEGER:
         return float(stored)
-    if stored in ("nan", "inf", "-inf"):
+    if isinstance(stored, str) and stored in ("nan", "inf", "-inf"):
         return float(stored)
     raise _mistyped(float, stored, name)
 
 
-def _read_any(options: tuple[Any, ...], stored: Any, name: str) -> Any:
+def _read_any(options: tuple[object, ...], stored: object, name: str) -> Any:
     for option in options:
         try:
             return _read(option, stored, name)
@@ -233,5 +236,5 @@ def _read_any(options: tuple[Any, ...], stored: Any, name: str) -> Any:
     raise _mistyped(" or ".join(getattr(o, "__name__", str(o)) for o in options), stored, name)
 
 
-def _mistyped(hint: Any, stored: Any, name: str) -> ResultError:
+def _mistyped(hint: object, stored: object, name: str) -> ResultError:
     return ResultError(f"{name} must be {getattr(hint, '__name__', hint)}, got {stored!a:.60}")

@@ -42,19 +42,19 @@ class Cost:
 
     @property
     def gradients_per_product(self) -> float:
-        """Gradient evaluations for each product, as counted."""
+        """The gradient evaluations for each product, as counted."""
         return self.gradient_evaluations / max(self.products, 1)
 
     @property
     def product_time_in_gradients(self) -> float | None:
-        """Seconds of a product over seconds of a gradient; None if no gradient was timed."""
+        """The seconds of a product over those of a gradient; None if no gradient was timed."""
         if self.seconds_per_gradient <= 0:
             return None
         return self.seconds_per_product / self.seconds_per_gradient
 
     @property
     def lanczos_overhead(self) -> float | None:
-        """All time outside of the products and the base gradient, as a share of the products'."""
+        """The time outside of the products and the base gradient, as a share of the products'."""
         products = self.products * self.seconds_per_product
         if products <= 0:
             return None

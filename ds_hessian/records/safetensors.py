@@ -26,7 +26,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Writer:
-    """Writes fp32 tensors in the order of their shapes; the file appears whole, or not at all.
+    """A writer of fp32 tensors in the order of their shapes; the file appears whole, or not at all.
 
     Args:
         path: The file to write.
@@ -70,7 +70,7 @@ class Writer:
 
 
 class Reader:
-    """Reads fp32 tensors of a safetensors file by name, with the package of that name.
+    """A reader of fp32 tensors of a safetensors file by name, with the package of that name.
 
     Raises:
         ResultError: the file is missing or damaged.

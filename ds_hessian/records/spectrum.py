@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -145,7 +145,7 @@ class HessianSpectrum(Measured):
         gradient_norm: float | None = None,
         sampling: SamplingErrors | None = None,
     ) -> HessianSpectrum:
-        """The record of one Lanczos run for each probe, all of the same length.
+        """Return the record of one Lanczos run for each probe, all of the same length.
 
         Raises:
             ResultError: there are no runs, or their lengths differ.
@@ -179,12 +179,12 @@ class HessianSpectrum(Measured):
 
     @property
     def num_probes(self) -> int:
-        """Number of probes P."""
+        """The number of probes P."""
         return int(self.alphas.shape[0])
 
     @property
     def num_matvecs(self) -> int:
-        """Lanczos steps m of each probe."""
+        """The number of Lanczos steps m of each probe."""
         return int(self.alphas.shape[1])
 
     @property
@@ -206,12 +206,12 @@ class HessianSpectrum(Measured):
 
     @property
     def mean_eigenvalue(self) -> Estimate:
-        """Trace over n."""
+        """The trace over n."""
         return Estimate(self.trace.value / self.n, self.trace.error / self.n)
 
     @property
     def product_noise(self) -> float:
-        """Median absolute error of the products; smaller eigenvalues cannot be told from 0."""
+        """The median absolute error of the products; smaller eigenvalues may be 0."""
         return float(np.median(self.product_errors))
 
     @property
@@ -236,7 +236,7 @@ class HessianSpectrum(Measured):
         return relative_errors(self.product_errors, self.alphas, self.betas)
 
     def density(self, grid: ArrayLike | None = None, width: float | None = None) -> Density:
-        """Smoothed spectral density; integrates to 1 over the real line, and nothing rescales it.
+        """Return the smoothed spectral density; it integrates to 1, and nothing rescales it.
 
         Made with `reduced_weights`; the standard error over the probes comes with it.
 
@@ -266,14 +266,16 @@ class HessianSpectrum(Measured):
         return reduced_weights(self.weights, self.outliers(), self.n)
 
     def cumulative(self, x: ArrayLike) -> Array:
-        """Share of eigenvalues at or below x, of the shape of x; needs no smoothing width."""
+        """Return the share of eigenvalues at or below x, of the shape of x; needs no smoothing
+        width.
+        """
         order = np.argsort(self.ritz_values, axis=None)
         sums = np.cumsum(self.reduced_weights.ravel()[order]) / self.num_probes
         count = np.searchsorted(self.ritz_values.ravel()[order], np.asarray(x), side="right")
         return np.append(0.0, sums)[count]
 
     def cumulative_bounds(self, x: ArrayLike, confidence: float = 0.95) -> tuple[Array, Array]:
-        """Lower and upper bounds on the share of eigenvalues at or below x, of the shape of x.
+        """Return bounds on the share of eigenvalues at or below x, of the shape of x.
 
         They hold at each x by itself with the given confidence over the choice of probes, also for
         one probe; see `ds_hessian.records.cumulative`. Other micro-batches are not in them.
@@ -310,7 +312,7 @@ class HessianSpectrum(Measured):
         return outlier_mask(self.ritz_values, self.weights, self.ritz_errors)
 
     def outlier_eigenvalues(self) -> list[Estimate]:
-        """The outliers of all probes, each eigenvalue once, in descending order."""
+        """Return the outliers of all probes, each eigenvalue once, in descending order."""
         found = merge_probes(self.ritz_values, self.ritz_errors, self.outliers())
         return [Estimate(*pair) for pair in found]
 
@@ -320,7 +322,7 @@ class HessianSpectrum(Measured):
         ends = [bulk_interval(values, weights) for values, weights in rows]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
-    def derived(self) -> dict[str, Any]:
+    def derived(self) -> dict[str, object]:
         """Return the headlines, which follow from the fields, for readers of the file."""
         cost = self.cost
         return {
@@ -346,8 +348,9 @@ class HessianSpectrum(Measured):
             },
         }
 
-    def _derived_density(self) -> dict[str, Any]:
-        """Kernel widths, and the cumulative distribution with its bounds at levels of the bulk.
+    def _derived_density(self) -> dict[str, object]:
+        """Return kernel widths, and the cumulative distribution with its bounds at levels of the
+        bulk.
 
         A loaded record gives any other grid, width or confidence.
         """
@@ -371,7 +374,7 @@ class HessianSpectrum(Measured):
 
 
 def _range(array: Array) -> dict[str, float | None]:
-    """Smallest, median and largest of what was measured; null where nothing was."""
+    """Return smallest, median and largest of what was measured; null where nothing was."""
     known = array[~np.isnan(array)]
     if not len(known):
         return {"min": None, "median": None, "max": None}

@@ -29,16 +29,16 @@ import stat
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import numpy as np
 
 from ds_hessian.errors import ResultError
+from ds_hessian.records.fields import Array, Json
 from ds_hessian.records.files import flush_folder, one_writer, remove_abandoned, replacing
 from ds_hessian.records.provenance import SCHEMA_VERSION
 
-Arrays = dict[str, np.ndarray[Any, Any]]
+Arrays = dict[str, Array]
 
 LARGEST_JSON = 2**25
 """Bytes of a JSON file: names of half a million parameters."""
@@ -53,7 +53,7 @@ HEADER = re.compile(
 """The header of an array of numbers, as numpy writes it."""
 
 
-def write(folder: Path, kind: str, content: Mapping[str, Any], arrays: Arrays) -> Path:
+def write(folder: Path, kind: str, content: Mapping[str, object], arrays: Arrays) -> Path:
     """Write both files of a record in one commit; returns the folder.
 
     Raises:
@@ -90,7 +90,7 @@ def _commit(folder: Path, kind: str, digest: str, data: Mapping[str, bytes | mem
     remove_abandoned(folder, rf"{arrays}|\.{arrays}\.[0-9a-f]{{16}}\.tmp")
 
 
-def read(folder: Path, kind: str) -> tuple[dict[str, Any], Arrays]:
+def read(folder: Path, kind: str) -> tuple[Json, Arrays]:
     """Read both files of a record: the JSON's content, and the arrays.
 
     Raises:
@@ -130,7 +130,7 @@ def _aside(folder: Path, kind: str, digest: str) -> Path:
 
 
 def _read_bytes(path: Path, most: int | None = None) -> bytes:
-    """The content of a regular file of at most so many bytes.
+    """Return the content of a regular file of at most so many bytes.
 
     Raises:
         OSError: it cannot be read.
@@ -146,7 +146,7 @@ def _read_bytes(path: Path, most: int | None = None) -> bytes:
         return file.read(status.st_size)
 
 
-def _read_json(path: Path, kind: str) -> dict[str, Any]:
+def _read_json(path: Path, kind: str) -> Json:
     try:
         data = _read_bytes(path, LARGEST_JSON)
     except OSError as error:
@@ -172,8 +172,8 @@ def _refuse_constant(text: str) -> None:
     raise ResultError(f"it holds {text}, which no record does")
 
 
-def _check(content: Mapping[str, Any], folder: Path, kind: str) -> str:
-    """The hash of the arrays that a JSON of this schema names."""
+def _check(content: Mapping[str, object], folder: Path, kind: str) -> str:
+    """Return the hash of the arrays that a JSON of this schema names."""
     path, found = folder / f"{kind}.json", content.get("schema_version")
     if type(found) is not int or found != SCHEMA_VERSION:
         provenance = content.get("provenance")
@@ -190,7 +190,8 @@ def _check(content: Mapping[str, Any], folder: Path, kind: str) -> str:
 
 
 def _read_npz(folder: Path, kind: str, digest: str) -> bytes:
-    """The NPZ with this hash: `<kind>.npz`, or the one of a writer that stopped after its commit.
+    """Return the NPZ with this hash: `<kind>.npz`, or that of a writer that stopped after its
+    commit.
 
     Raises:
         ResultError: neither can be read, or has the hash.
@@ -214,8 +215,8 @@ def _read_npz(folder: Path, kind: str, digest: str) -> bytes:
     )
 
 
-def _arrays(data: bytes) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """The arrays of an NPZ by name, as views of its bytes.
+def _arrays(data: bytes) -> Iterator[tuple[str, Array]]:
+    """Yield the arrays of an NPZ by name, as views of its bytes.
 
     Raises:
         ValueError: a member is not an array as `numpy.savez` writes it.
@@ -233,7 +234,7 @@ def _arrays(data: bytes) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
 
 
 def _member(data: bytes, member: ZipInfo) -> memoryview:
-    """The bytes of a member that is stored as it is."""
+    """Return the bytes of a member that is stored uncompressed."""
     name = member.filename
     if member.flag_bits & 0x1:
         raise ValueError(f"{name!r:.60} is encrypted")
@@ -247,8 +248,8 @@ def _member(data: bytes, member: ZipInfo) -> memoryview:
     return memoryview(data)[first : first + member.file_size]
 
 
-def _array(content: memoryview, name: str) -> np.ndarray[Any, Any]:
-    """The array of a `.npy` file, as a view of its bytes."""
+def _array(content: memoryview, name: str) -> Array:
+    """Return the array of a `.npy` file, as a view of its bytes."""
     long = bytes(content[:8]) == b"\x93NUMPY\x02\x00"
     if not long and bytes(content[:8]) != b"\x93NUMPY\x01\x00":
         raise ValueError(f"{name!r:.60} is not an array")

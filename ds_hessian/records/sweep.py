@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,12 +77,12 @@ class DisplacementSweep(Measured):
         return np.divide(self.changes, size, out=np.full_like(size, np.nan), where=size > 0)
 
     def best(self, direction: str) -> int:
-        """Index of the displacement on the plateau: where the product changes least."""
+        """Return the index of the displacement on the plateau: where the product changes least."""
         changes = self.relative_changes[self.directions.index(direction)]
         return int(np.nanargmin(changes)) if np.isfinite(changes).any() else 0
 
     def plateau(self, direction: str) -> Estimate:
-        """`v'Hv` where the product changes least, with the change there as its error."""
+        """Return `v'Hv` where the product changes least, with the change there as its error."""
         row, column = self.directions.index(direction), self.best(direction)
         return Estimate(float(self.curvatures[row, column]), float(self.changes[row, column]))
 
@@ -99,7 +99,7 @@ class DisplacementSweep(Measured):
         start = weighted[:, :1] * h[0] / 2
         return 2 * np.cumsum(np.concatenate([start, pieces], axis=1), axis=1) / h**2
 
-    def derived(self) -> dict[str, Any]:
+    def derived(self) -> dict[str, object]:
         """Return the plateau of each direction, for readers of the file."""
         return {
             "plateaus": {

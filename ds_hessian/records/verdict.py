@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ds_hessian.records.base import Record
 from ds_hessian.records.provenance import Provenance
@@ -56,6 +56,6 @@ class SelfTest(Record):
         """True if every check passed."""
         return all(check.passed for check in self.checks)
 
-    def derived(self) -> dict[str, Any]:
+    def derived(self) -> dict[str, object]:
         """Return the verdict, for readers of the file."""
         return {"passed": self.passed}

@@ -1,4 +1,4 @@
-"""Taking up a measurement that was killed: its state on disk, and what must match."""
+"""Resuming a measurement that was killed: its state on disk, and what must match."""
 
 from ds_hessian.resume.identity import identity_of, refuse_foreign, settings_of
 from ds_hessian.resume.journal import Journal

@@ -1,6 +1,7 @@
-"""Whether a state on disk is of the same measurement: settings, model, weights, data, loss.
+"""The identity of a measurement, by which a state on disk is recognised: settings, model, weights,
+data, loss.
 
-None of it depends on the layout. Weights are told apart by their norm, summed in fp64; the loss and
+None of it depends on the layout. Weights are compared by their norm, summed in fp64; the loss and
 the norm of its gradient are the same on another layout up to the rounding of the passes, and differ
 where `loss_fn` or the dropout masks do.
 """
@@ -32,7 +33,7 @@ SETTINGS = (
 """Keys of the configuration that the answer depends on, with the dtype of the basis."""
 
 SUMMED = 1e-12
-"""Relative, of a sum of squares in fp64 in another order."""
+"""Relative difference of a sum of squares in fp64 in another order."""
 
 
 def identity_of(
@@ -42,14 +43,14 @@ def identity_of(
     config: HessianConfig,
     step: int,
     parameters: Sequence[tuple[str, torch.Size]],
-) -> dict[str, Any]:
-    """What a measurement is of, as JSON values, the same on every rank.
+) -> dict[str, object]:
+    """Return what identifies a measurement, as JSON values, the same on every rank.
 
     Args:
         session: The guarded job.
         operator: The Hessian at the weights.
         objective: This rank's micro-batches.
-        config: Of the measurement.
+        config: Settings of the measurement.
         step: Optimizer steps made.
         parameters: Names and unsharded shapes.
 
@@ -66,8 +67,8 @@ def identity_of(
     }
 
 
-def settings_of(config: HessianConfig) -> dict[str, Any]:
-    """Those of the settings that the answer depends on, as JSON values."""
+def settings_of(config: HessianConfig) -> dict[str, object]:
+    """Return the settings that the answer depends on, as JSON values."""
     settings = config.model_dump()
     return {key: settings[key] for key in SETTINGS} | {"basis": settings["basis"]["dtype"]}
 
@@ -76,8 +77,8 @@ def refuse_foreign(found: Mapping[str, Any], here: Mapping[str, Any], roundoff: 
     """Raise if a state is not of this measurement.
 
     Args:
-        found: The state's `identity_of`.
-        here: That of this measurement.
+        found: Identity stored with the state, from `identity_of`.
+        here: Identity of this measurement.
         roundoff: Unit roundoff of the passes; half of its digits of loss and gradient must agree.
 
     Raises:
@@ -110,7 +111,7 @@ def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _micro_batches(objective: Objective) -> str:
-    """A hash of all ranks' micro-batches, whichever rank has them."""
+    """Return a hash of all ranks' micro-batches, whichever rank has them."""
     # Ranks that share a micro-batch (tensor parallelism) count once.
     digests = sorted({d for each in gather_objects(sorted(objective.digests())) for d in each})
     return hashlib.blake2b(" ".join(digests).encode(), digest_size=8).hexdigest()

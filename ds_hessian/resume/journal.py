@@ -1,15 +1,15 @@
-"""Any analysis that survives its job: a journal of its products.
+"""A journal of products, with which any analysis survives the end of its job.
 
-A Krylov method is a function of the products that it receives. So the state of one, whichever it
-is, are the products so far: each is kept when it is finished, and an analysis that is made again
-gets them back in the same order, without a gradient, until it comes to the first one that is not
-there. That takes no code in the methods, and gives the same bits on the same layout.
+A Krylov method is a function of the products that it receives. So the state of any of them is the
+list of products so far: each is saved when it is finished, and an analysis that is run again reads
+them in the same order, without a gradient, until it reaches the first one that is missing. That
+takes no code in the methods, and gives the same bits on the same layout.
 
-On another layout the method's own rounding differs, and so, more and more, do its vectors. What is
-asked for is therefore compared with what the product was made of, by their inner products with
+On another layout the method's own rounding differs, and so, more and more, do its vectors. The
+requested vector is therefore compared with the product's own, by their inner products with
 `SKETCHES` random vectors: an estimate of the distance, exactly 0 on the same layout. While it is
-within the product's own error, the kept product is used and the distance added to its error;
-from the first one beyond it, products are made anew.
+within the product's own error, the kept product is used and the distance added to its error; from
+the first one beyond it, products are made anew.
 
 Cost of a product: 4 n_local bytes written by each rank and kept until the end, the random vectors,
 and `SKETCHES` + 4 small all-reduces.
@@ -22,7 +22,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from torch import Tensor
 from ds_hessian import ops
 from ds_hessian.errors import ConfigError
 from ds_hessian.operators import Product
+from ds_hessian.records.fields import Json
 from ds_hessian.resume.run import SavedRun
 from ds_hessian.vectors import Layout, VectorSpace, random_vector
 
@@ -40,7 +40,7 @@ SKETCHES = 4
 of a chi-squared variable of four degrees of freedom below 0.04)."""
 
 SEED = -1
-"""Of the random vectors; no probe has it."""
+"""Seed of the random vectors; no probe has it."""
 
 NEAREST, FARTHEST = 1e-6, 1e-2
 """Bounds on the relative distance up to which two vectors are taken for the same, whatever the
@@ -60,19 +60,20 @@ class Journal(SavedRun):
 
     def __init__(self, folder: Path, layout: Layout, space: VectorSpace) -> None:
         super().__init__(folder, layout, space)
-        self._entries: list[dict[str, Any]] = list((self._found or {"entries": []})["entries"])
+        self._entries: list[Json] = list((self._found or {"entries": []})["entries"])
         self._waiting = len(self._entries)  # entries to be replayed, from `replayed` on
         self._starts: dict[str, Tensor] = {}
         self.replayed = 0
 
     def starts(self, vectors: Sequence[Tensor]) -> list[Tensor]:
-        """The vectors that the measurement began with: of the state, where there is one.
+        """Return the vectors that the measurement began with: those of the state, where there is
+        one.
 
         What an analysis makes of vectors that only its process has could not be made again without
         them. They are kept with the products; to be called before the first `matvec`.
 
         Args:
-            vectors: Those that it would begin with now, `(n_local,)` each.
+            vectors: The vectors with which it would begin now, `(n_local,)` each.
         """
         if self._found is None:
             kept = list(vectors)
@@ -83,7 +84,7 @@ class Journal(SavedRun):
         return kept
 
     def matvec(self, v: Tensor) -> Product:
-        """See `LinearOperator`.
+        """Return the product from the folder if it is kept there, else make and keep it.
 
         Raises:
             ConfigError: the state begins with a product of another vector.
@@ -106,7 +107,7 @@ class Journal(SavedRun):
         return product
 
     def _sketch(self, v: Tensor) -> list[float]:
-        """Inner products with the random vectors, and |v|."""
+        """Return the inner products with the random vectors, and |v|."""
         owned = self.space.n_owned
         partials = [ops.dots([(v, v)], owned)]
         for i in range(SKETCHES):
@@ -115,8 +116,10 @@ class Journal(SavedRun):
         square, *dots = self.space.reduce(torch.cat(partials)).tolist()
         return [*dots, math.sqrt(square)]
 
-    def _distance(self, entry: dict[str, Any], sketch: list[float]) -> float | None:
-        """Estimated distance to the vector of an entry, relative; None if it is too large."""
+    def _distance(self, entry: Json, sketch: list[float]) -> float | None:
+        """Return the estimated relative distance to the vector of an entry; None if it is too
+        large.
+        """
         there = entry["sketch"]
         square = sum((a - b) ** 2 for a, b in zip(there[:-1], sketch[:-1], strict=True))
         distance = math.sqrt(self.space.n * square / SKETCHES) / there[-1]

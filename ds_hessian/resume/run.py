@@ -1,7 +1,7 @@
-"""A measurement that survives its job: what every kind of them keeps.
+"""The state that every kind of measurement keeps to survive the end of its job.
 
-Beside what a kind keeps of its own: what the measurement is of, what step control has learnt, the
-random states at the beginning, and what was spent.
+Beside what a kind keeps of its own: the identity of the measurement, the state of step control, the
+random states at the beginning, and the time and reductions so far.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class SavedRun:
         space: Space of the vectors.
 
     Attributes:
-        seconds: Spent before this process began.
-        all_reduces: Made before this process began.
+        seconds: Time of the measurement before this process began.
+        all_reduces: All-reduces before this process began.
 
     Raises:
         ConfigError: the folder holds a state that cannot be read.
@@ -55,14 +55,14 @@ class SavedRun:
 
     @property
     def products(self) -> int:
-        """Made before this process began."""
+        """The number of products made before this process began."""
         return 0 if self._found is None else int(self._found["operator"]["cost"]["products"])
 
     @contextmanager
     def random_states(self) -> Iterator[None]:
-        """Run the body with this rank's generators where they were when the run first began.
+        """Run the body with the random states in which the measurement first began.
 
-        On another layout they stay as they are.
+        On another layout the generators are left unchanged.
         """
         if self._store.notes is None:
             yield
@@ -74,12 +74,12 @@ class SavedRun:
         finally:
             self._random.set(here)
 
-    def take_up(self, operator: Curvature, identity: dict[str, Any], roundoff: float) -> None:
-        """Bring the operator to where it was.
+    def take_up(self, operator: Curvature, identity: Mapping[str, object], roundoff: float) -> None:
+        """Restore the operator's state from the folder.
 
         Args:
             operator: The Hessian at the weights.
-            identity: What this measurement is of; see `identity_of`.
+            identity: The identity of this measurement, from `identity_of`.
             roundoff: Unit roundoff of the passes.
 
         Raises:
@@ -94,8 +94,8 @@ class SavedRun:
         """Remove the state: the measurement is complete."""
         self._store.clear()
 
-    def _keep(self, figures: Mapping[str, Any], vectors: Mapping[str, Given]) -> None:
-        """Keep these, and what is kept of every measurement; see `StateStore.save`."""
+    def _keep(self, figures: Mapping[str, object], vectors: Mapping[str, Given]) -> None:
+        """Save these figures and vectors with those of every measurement; see `StateStore.save`."""
         common = {
             "identity": self._identity,
             "operator": self.operator.state_dict(),
@@ -106,7 +106,9 @@ class SavedRun:
 
 
 def _plain(states: tuple[Any, ...]) -> list[Any]:
-    """`RandomState.get()` as JSON values (python, numpy, torch, the accelerator)."""
+    """Return the states of `RandomState.get()` as JSON values (python, numpy, torch, the
+    accelerator).
+    """
     python, numpy, *tensors, _ = states
     return [python, [numpy[0], numpy[1].tolist(), *numpy[2:]]] + [
         None if t is None else t.tolist() for t in tensors

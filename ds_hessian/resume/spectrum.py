@@ -1,20 +1,21 @@
-"""A spectrum that survives its job: what `slq` needs to go on after any product.
+"""A spectrum that survives the end of its job: the state with which `slq` continues after any
+product.
 
 Kept after each product: the runs of finished probes, figures and basis vectors of the current one.
-With a basis of two vectors, or of a window, that is all the disk holds; and another layout goes on
-from the same basis, where a repetition of Lanczos would in its rounding lead to another one.
+With a basis of two vectors, or of a window, that is all the disk holds; and another layout
+continues from the same basis, where a repetition of Lanczos would in its rounding lead to another
+one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ds_hessian.krylov import LanczosRun, LanczosState
+from ds_hessian.records.fields import Json
 from ds_hessian.resume.run import SavedRun
 from ds_hessian.vectors import Layout, VectorSpace
 
@@ -23,7 +24,7 @@ class SavedSpectrum(SavedRun):
     """The state of one spectrum in a folder.
 
     Attributes:
-        runs: Of the finished probes.
+        runs: Runs of the finished probes.
 
     Collective: also `restore` and `save`.
     """
@@ -33,7 +34,7 @@ class SavedSpectrum(SavedRun):
         self.runs = [_run(entry) for entry in (self._found or {"runs": []})["runs"]]
 
     def restore(self, state: LanczosState) -> None:
-        """Bring the interrupted probe's run to where it was; the `restore` of `slq`."""
+        """Restore the interrupted probe's run; the `restore` of `slq`."""
         if self._found is not None and self._found["lanczos"] is not None:
             prefix = f"p{len(self.runs)}-"
             state.load_state_dict(
@@ -41,7 +42,7 @@ class SavedSpectrum(SavedRun):
             )
 
     def save(self, probe: int, state: LanczosState) -> None:
-        """Keep everything, after a product of `probe`.
+        """Save everything, after a product of `probe`.
 
         Raises:
             MeasurementError: some rank could not write.
@@ -55,12 +56,10 @@ class SavedSpectrum(SavedRun):
         self._keep(figures, {f"p{probe}-{name}": v for name, v in state.vectors().items()})
 
 
-def _plain_run(run: LanczosRun) -> dict[str, Any]:
+def _plain_run(run: LanczosRun) -> Json:
     return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in asdict(run).items()}
 
 
-def _run(entry: Mapping[str, Any]) -> LanczosRun:
-    fields: dict[str, Any] = {
-        k: np.array(v) if isinstance(v, list) else v for k, v in entry.items()
-    }
+def _run(entry: Json) -> LanczosRun:
+    fields: Json = {k: np.array(v) if isinstance(v, list) else v for k, v in entry.items()}
     return LanczosRun(**fields)

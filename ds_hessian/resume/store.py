@@ -1,4 +1,4 @@
-"""The state of a run on disk: figures, the same on every rank, and vectors, sharded.
+"""The state of a run on disk: figures, the same on every rank, and sharded vectors.
 
     <folder>/state.0.json, state.1.json      two generations of figures, written by rank 0
     <folder>/run-<id>/rank<r>.json           the fragments of a rank's vectors, and its notes
@@ -11,10 +11,10 @@ any moment: what is on disk is at worst one `save` old, and what it was about to
 with what is no longer needed. The folder must be seen by all ranks.
 
 Another layout reads the same vectors by parameter name and index in the unsharded parameter, and
-goes on in a run of its own beside the old one.
+continues in a run of its own beside the old one.
 
 Cost of a `save` with one new vector: 4 n_local bytes written by each rank, three small all-reduces.
-Taking up reads every vector once: its checksum, and the vector itself when it is asked for, are of
+Resuming reads every vector once: its checksum, and the vector itself when it is asked for, are of
 the same pages, which stay in the system's cache of files and in nobody's memory.
 """
 
@@ -31,7 +31,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ from torch import Tensor
 
 from ds_hessian.errors import ConfigError, ResultError
 from ds_hessian.ranks import checkpoint, together
+from ds_hessian.records.fields import Json
 from ds_hessian.records.safetensors import Reader, Writer
 from ds_hessian.records.store import write_flushed
 from ds_hessian.vectors import Box, Fragment, Layout, VectorSpace
@@ -49,7 +50,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FORMAT = 1
-"""Of the files; raised with every change that an older reader would misread."""
+"""Format of the files; raised with every change that an older reader would misread."""
 
 GENERATIONS = 2
 
@@ -67,13 +68,13 @@ class StateStore:
 
     Args:
         folder: Made if it is not there.
-        layout: Of this rank's vectors.
-        space: Of the vectors.
+        layout: Layout of this rank's vectors.
+        space: Space of the vectors.
         notes: Small JSON values of this rank alone, kept with a new run.
 
     Attributes:
-        figures: Those of the newest generation that is whole; None if there is no state.
-        notes: This rank's, of the run that is taken up; None if it has another layout.
+        figures: Figures of the newest intact generation; None if there is no state.
+        notes: This rank's, of the run that is resumed; None if it has another layout.
 
     Raises:
         ConfigError: there is a state, but none of its generations can be read.
@@ -82,11 +83,11 @@ class StateStore:
     """
 
     def __init__(
-        self, folder: Path, layout: Layout, space: VectorSpace, notes: Mapping[str, Any]
+        self, folder: Path, layout: Layout, space: VectorSpace, notes: Mapping[str, object]
     ) -> None:
         self.folder, self.layout, self.space = folder, layout, space
-        self.figures: dict[str, Any] | None = None
-        self.notes: dict[str, Any] | None = None
+        self.figures: Json | None = None
+        self.notes: Json | None = None
         self._doing = f"keeping the state of the run in {folder}"
         self._source: Source | None = None
         self._whole: dict[Path, Tensor] = {}  # mapped, with the right checksum, not asked for yet
@@ -102,21 +103,21 @@ class StateStore:
                 _write_json(self._rank_file(self._run, space.rank), content)
 
     def vector(self, name: str) -> Tensor:
-        """A vector of the state that was taken up, `(n_local,)` fp32, on the CPU.
+        """Return a vector of the state that was found, `(n_local,)` fp32, on the CPU.
 
-        To be had before the first `save`.
+        It is available only before the first `save`.
         """
         with together(self._doing, device=self.space.device):
             v = self._read(name)
         return v
 
-    def save(self, figures: Mapping[str, Any], vectors: Mapping[str, Given]) -> None:
-        """Make these the state, durably.
+    def save(self, figures: Mapping[str, object], vectors: Mapping[str, Given]) -> None:
+        """Save these figures and vectors as the state, durably.
 
         Args:
             figures: JSON values, the same on every rank.
             vectors: {name: `(n_local,)`, or a function that gives it}: all of the state's vectors.
-                Those whose name the state before had already are not written again, nor asked for,
+                Vectors that the state before had already are not written again, nor evaluated,
                 and may be None.
 
         Raises:
@@ -183,14 +184,14 @@ class StateStore:
         assert self._source is not None
         return self._source(name)
 
-    def _find(self, content: dict[str, Any]) -> tuple[Source, dict[str, Any] | None] | str:
-        """Where a generation's vectors come from, and this rank's notes if they were written by
-        this layout; or what is wrong with them, on any rank.
+    def _find(self, content: Json) -> tuple[Source, Json | None] | str:
+        """Return a function that reads a generation's vectors, and this rank's notes if this layout
+        wrote them; or what is wrong with them, on any rank.
         """
         if content["format"] != FORMAT:
             return f"it has format {content['format']}, this ds_hessian reads {FORMAT}"
         run, ranks, problem = content["run"], range(content["world_size"]), None
-        own: dict[str, Any] = {}
+        own: Json = {}
         try:
             if self.space.world_size == len(ranks):
                 own = _read_json(self._rank_file(run, self.space.rank))
@@ -208,7 +209,7 @@ class StateStore:
                 parts = self._parts(run, ranks)
                 source = partial(self._assemble, run, parts)
                 needed = [rank for rank, pairs in parts.items() if pairs]
-            for name in content["vectors"]:  # the checksums, now, while there is a way back
+            for name in content["vectors"]:  # the checksums, now, while refusing is still possible
                 for rank in needed:
                     path = self._vector_file(run, name, rank)
                     self._whole[path] = _checked(path)
@@ -218,7 +219,7 @@ class StateStore:
         return problem or (source, own["notes"] if same else None)
 
     def _parts(self, run: str, ranks: range) -> Parts:
-        """Which coordinates of this rank lie where in the files of another layout's ranks."""
+        """Find which coordinates of this rank are stored in the files of another layout's ranks."""
         parts, missing = {}, torch.ones(self.layout.n_local, dtype=torch.bool)
         for rank in ranks:
             entries = _read_json(self._rank_file(run, rank))["fragments"]
@@ -254,7 +255,7 @@ class StateStore:
             writer.append(wide)
 
     def _remove_unused(self) -> None:
-        """Files of this rank (of rank 0, whole runs) that no generation names any more."""
+        """Remove files of this rank (of rank 0, whole runs) that no generation names any more."""
         needed = {name for run, names in self._kept if run == self._run for name in names}
         used = {self._vector_file(self._run, name, self.space.rank) for name in needed}
         for path in (self.folder / self._run).glob(f"*.rank{self.space.rank}.safetensors*"):
@@ -280,7 +281,7 @@ class StateStore:
         return _runs(self.folder)
 
     def _everywhere(self, problem: str | None) -> str | None:
-        """The problem of the lowest rank that has one, on every rank."""
+        """Return the problem of the lowest rank that has one, on every rank."""
         if not self.space.distributed:
             return problem
         found: list[str | None] = [None] * self.space.world_size
@@ -288,12 +289,13 @@ class StateStore:
         return next((f"rank {r}: {text}" for r, text in enumerate(found) if text), None)
 
 
-def generations(folder: Path, space: VectorSpace) -> list[dict[str, Any] | str]:
-    """What rank 0 finds in a folder, the newest first: contents, or what is wrong with a file.
+def generations(folder: Path, space: VectorSpace) -> list[Json | str]:
+    """Return what rank 0 finds in a folder, the newest first: contents, or what is wrong with a
+    file.
 
     Collective.
     """
-    found: list[dict[str, Any] | str] = []
+    found: list[Json | str] = []
     if space.rank == 0:
         for slot in range(GENERATIONS):
             path = _state_file(folder, slot)
@@ -306,7 +308,7 @@ def generations(folder: Path, space: VectorSpace) -> list[dict[str, Any] | str]:
     return _from_rank_0(space, found)
 
 
-def retire(folder: Path, space: VectorSpace, wanted: Mapping[str, Any], step: int) -> None:
+def retire(folder: Path, space: VectorSpace, wanted: Mapping[str, object], step: int) -> None:
     """Remove the state of the same measurement at another optimizer step.
 
     Args:
@@ -341,7 +343,7 @@ def retire(folder: Path, space: VectorSpace, wanted: Mapping[str, Any], step: in
 
 
 def overlaps(mine: Layout, theirs: Layout) -> list[tuple[Index, Index]]:
-    """Pairs of indices, into a vector of either layout, of the same coordinates."""
+    """Return pairs of indices, into a vector of either layout, of the same coordinates."""
     by_name = defaultdict(list)
     for fragment, place in theirs:
         by_name[fragment.name].append((fragment, place.start))
@@ -387,18 +389,18 @@ def _remove_all(folder: Path) -> None:
         shutil.rmtree(run)
 
 
-def _plain(fragment: Fragment) -> dict[str, Any]:
-    """A fragment as JSON gives it back."""
+def _plain(fragment: Fragment) -> Json:
+    """Return a fragment as JSON values."""
     return dict(json.loads(json.dumps(dataclasses.asdict(fragment))))
 
 
-def _fragment(entry: dict[str, Any]) -> Fragment:
+def _fragment(entry: Json) -> Fragment:
     box = entry["box"] and Box(tuple(entry["box"]["offset"]), tuple(entry["box"]["shape"]))
     return Fragment(**{**entry, "shape": torch.Size(entry["shape"]), "box": box})
 
 
 def _checked(path: Path) -> Tensor:
-    """The vector in a file, mapped."""
+    """Return the vector in a file, mapped."""
     reader = Reader(path)
     v = reader.read("vector")
     if _digest(v) != reader.metadata.get("blake2b"):
@@ -410,7 +412,7 @@ def _digest(v: Tensor) -> str:
     return hashlib.blake2b(v.numpy().data, digest_size=16).hexdigest()
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
     """Write a JSON object with its checksum; the file appears whole, or not at all."""
     text = json.dumps(content)
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -419,13 +421,13 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _aside(path: Path) -> Path:
-    """Where a file is written first; the same name each time, so that the next write replaces
-    what a killed job left.
+    """Return the temporary file of a target; the same name each time, so that the next write
+    replaces what a killed job left.
     """
     return path.with_name(f".{path.name}.tmp")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> Json:
     try:
         whole = json.loads(path.read_text(encoding="utf-8"))
         content, digest = dict(whole["content"]), whole["blake2b"]

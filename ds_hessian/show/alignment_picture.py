@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from ds_hessian.records.alignment import HessianAlignment
 from ds_hessian.show.block_pictures import about, rows_figure
 from ds_hessian.show.canvas import save_figure, tidy
 from ds_hessian.show.style import BLUE, GREY, VERMILLION
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def alignment_picture(alignment: HessianAlignment, path: Path) -> Path:
@@ -26,7 +29,7 @@ def alignment_picture(alignment: HessianAlignment, path: Path) -> Path:
     return save_figure(figure, path)
 
 
-def _draw_shares(axes: Any, alignment: HessianAlignment) -> None:
+def _draw_shares(axes: Axes, alignment: HessianAlignment) -> None:
     shares = (
         (alignment.gradient_shares, alignment.gradient, "gradient", BLUE, -0.2),
         (alignment.update_shares, alignment.update, "update", VERMILLION, 0.2),
@@ -43,7 +46,7 @@ def _draw_shares(axes: Any, alignment: HessianAlignment) -> None:
     tidy(axes)
 
 
-def _draw_angles(axes: Any, alignment: HessianAlignment) -> None:
+def _draw_angles(axes: Axes, alignment: HessianAlignment) -> None:
     angles = np.degrees(alignment.principal_angles)
     error = math.degrees(alignment.angle)
     low, high = np.minimum(error, angles), np.minimum(error, 90 - angles)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +12,13 @@ from numpy.typing import NDArray
 from ds_hessian.records.analyses import HessianBlockCoupling, HessianEigenpairs, HessianTrace
 from ds_hessian.records.base import Measured
 from ds_hessian.records.estimate import Estimate
-from ds_hessian.show.canvas import new_figure, save_figure, tidy, write_title
+from ds_hessian.show.canvas import Style, new_figure, save_figure, tidy, write_title
 from ds_hessian.show.layers import layer_shares
 from ds_hessian.show.style import BLUE, GREY, INK, VERMILLION, short
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Array = NDArray[np.float64]
 
@@ -35,16 +39,20 @@ def about(record: Measured) -> str:
     )
 
 
-def rows_figure(rows: int, title: str, text: str) -> Any:
+def rows_figure(rows: int, title: str, text: str) -> Figure:
     """Return a figure with room for so many rows, and its title."""
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     height = AROUND + ROW * max(rows, 5)
     figure = new_figure(9.0, height, layout="constrained")
-    figure.get_layout_engine().set(rect=(0.01, 0.01, 0.98, 1 - 0.8 / height))
+    engine = figure.get_layout_engine()
+    assert isinstance(engine, ConstrainedLayoutEngine)
+    engine.set(rect=(0.01, 0.01, 0.98, 1 - 0.8 / height))
     write_title(figure, title, text)
     return figure
 
 
-def name_rows(axes: Any, names: Sequence[str]) -> None:
+def name_rows(axes: Axes, names: Sequence[str]) -> None:
     """Write a name at each row, the first on top."""
     axes.set_yticks(range(len(names)), labels=[shortened(name) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
@@ -80,14 +88,14 @@ def eigenpairs_picture(pairs: HessianEigenpairs, path: Path) -> Path:
     return save_figure(figure, path)
 
 
-def _draw_eigenvalues(axes: Any, pairs: HessianEigenpairs) -> None:
+def _draw_eigenvalues(axes: Axes, pairs: HessianEigenpairs) -> None:
     x = np.arange(len(pairs.values))
     for mask, color, label in (
         (pairs.converged, BLUE, "converged"),
         (~pairs.converged, VERMILLION, "not converged"),
     ):
         if mask.any():
-            bars = {"yerr": pairs.errors[mask], "color": color, "label": label}
+            bars: Style = {"yerr": pairs.errors[mask], "color": color, "label": label}
             axes.errorbar(x[mask], pairs.values[mask], fmt="o", capsize=4, markersize=5, **bars)
     axes.axhline(0.0, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     axes.set_xlim(-0.5, len(x) - 0.5)
@@ -97,8 +105,8 @@ def _draw_eigenvalues(axes: Any, pairs: HessianEigenpairs) -> None:
     tidy(axes)
 
 
-def _draw_shares(axes: Any, table: Array, names: list[str], pairs: HessianEigenpairs) -> None:
-    """Shares `(names, k)` as colours, and as numbers where there is room."""
+def _draw_shares(axes: Axes, table: Array, names: list[str], pairs: HessianEigenpairs) -> None:
+    """Draw shares `(names, k)` as colours, and as numbers where there is room."""
     from matplotlib.colors import LinearSegmentedColormap
 
     colors = LinearSegmentedColormap.from_list("", ["#FFFFFF", BLUE])
@@ -126,7 +134,7 @@ def trace_picture(trace: HessianTrace, path: Path) -> Path:
     names = [trace.blocks[i] for i in shown]
     figure = rows_figure(len(names), "Hessian trace by block", total)
     axes = figure.subplots()
-    error = {"xerr": trace.block_errors[shown], "ecolor": INK, "capsize": 3}
+    error: Style = {"xerr": trace.block_errors[shown], "ecolor": INK, "capsize": 3}
     axes.barh(range(len(names)), trace.block_values[shown], color=BLUE, alpha=0.6, **error)
     axes.axvline(0.0, color=GREY, linewidth=0.8)
     axes.set_xlabel("trace of the block (loss per squared parameter); bars: standard errors")
@@ -134,13 +142,17 @@ def trace_picture(trace: HessianTrace, path: Path) -> Path:
     return save_figure(figure, path)
 
 
-def _draw_samples(axes: Any, trace: HessianTrace) -> None:
+def _draw_samples(axes: Axes, trace: HessianTrace) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     x = np.arange(1, len(trace.samples) + 1)
     axes.plot(x, trace.samples, "o", color=BLUE, markersize=5, label="estimate of one probe")
     axes.axhline(trace.value, color=INK, linewidth=1.2, label="trace")
     low, high = trace.value - trace.bound, trace.value + trace.bound
     axes.axhspan(low, high, color=GREY, alpha=0.2, linewidth=0, label="99 % interval")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    locator = axes.xaxis.get_major_locator()
+    assert isinstance(locator, MaxNLocator)
+    locator.set_params(integer=True)
     axes.set_xlabel("probe")
     axes.set_ylabel("trace\n(loss per squared parameter)")
     axes.legend(fontsize=8.5, frameon=False)
@@ -161,7 +173,7 @@ def block_coupling_picture(coupling: HessianBlockCoupling, path: Path) -> Path:
         y = range(len(names))
         bars = None if noises is None else noises[shown]
         axes.plot(null[shown], y, "o", mfc="none", mec=GREY, markersize=7, label="no structure")
-        style = {"color": BLUE, "capsize": 3, "markersize": 5, "label": "measured"}
+        style: Style = {"color": BLUE, "capsize": 3, "markersize": 5, "label": "measured"}
         axes.errorbar(found[shown], y, xerr=bars, fmt="o", **style)
         axes.set_xlabel("relative error" if label == "error" else label)
         axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))

@@ -6,15 +6,22 @@ Matplotlib is imported on use and through its objects only: no pyplot, no global
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_hessian.records.files import replacing
 from ds_hessian.show.style import GREY, INK
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 DPI = 130
 
+Style = dict[str, Any]
+"""Keyword arguments that several calls of matplotlib share."""
 
-def new_figure(width: float, height: float, **options: Any) -> Any:
+
+def new_figure(width: float, height: float, **options: Any) -> Figure:
     """Return an empty white figure, in inches.
 
     Raises:
@@ -28,14 +35,14 @@ def new_figure(width: float, height: float, **options: Any) -> Any:
     return figure
 
 
-def save_figure(figure: Any, path: Path) -> Path:
+def save_figure(figure: Figure, path: Path) -> Path:
     """Write the figure in the format of its name, at once; returns the path."""
     with replacing(path) as file:
         figure.savefig(file, format=path.suffix.removeprefix(".") or None, dpi=DPI)
     return path
 
 
-def tidy(axes: Any) -> None:
+def tidy(axes: Axes) -> None:
     """Set the frame and the grid that all axes have."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(True, color="#E6E6E6", linewidth=0.7)
@@ -43,7 +50,7 @@ def tidy(axes: Any) -> None:
     axes.tick_params(labelsize=9, color=GREY)
 
 
-def write_title(figure: Any, title: str, about: str) -> None:
+def write_title(figure: Figure, title: str, about: str) -> None:
     """Write the title, and below it what was measured on what, at the top of a figure."""
     inch = 1 / figure.get_figheight()
     figure.text(0.02, 1 - 0.33 * inch, title, fontsize=15, weight="bold", color=INK)

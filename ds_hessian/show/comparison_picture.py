@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ds_hessian.records.comparison import Comparison
 from ds_hessian.records.estimate import Estimate
-from ds_hessian.show.canvas import new_figure, save_figure, tidy
+from ds_hessian.show.canvas import Style, new_figure, save_figure, tidy
 from ds_hessian.show.spectrum_view import DECADES, ZOOM_FROM
 from ds_hessian.show.style import BLUE, EIGENVALUE, INK, VERMILLION
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MOST_NAMED = 8
 """Spectra that get a legend entry each; more get a colour scale."""
@@ -42,7 +45,7 @@ def comparison_picture(comparison: Comparison, path: Path) -> Path:
     return save_figure(figure, path)
 
 
-def _draw_densities(axes: Any, comparison: Comparison, colors: Any) -> None:
+def _draw_densities(axes: Axes, comparison: Comparison, colors: Any) -> None:
     densities = [s.density() for s in comparison.spectra.values()]
     top = max(float(d.values.max()) for d in densities)
     floor = top * 10.0**-DECADES
@@ -68,8 +71,8 @@ def _draw_densities(axes: Any, comparison: Comparison, colors: Any) -> None:
     tidy(axes)
 
 
-def _draw_scale(axes: Any, comparison: Comparison) -> None:
-    """Which colour is which, where there are too many for a legend."""
+def _draw_scale(axes: Axes, comparison: Comparison) -> None:
+    """Draw a colour bar, where there are too many spectra for a legend."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap
@@ -80,15 +83,16 @@ def _draw_scale(axes: Any, comparison: Comparison) -> None:
     names = list(comparison.spectra)
     if comparison.by_step:
         names = [f"step {s.provenance.step:,}" for s in comparison.spectra.values()]
-    bar.set_ticks(chosen / (len(names) - 1), labels=[names[number] for number in chosen])
+    ticks = (chosen / (len(names) - 1)).tolist()
+    bar.set_ticks(ticks, labels=[names[number] for number in chosen])
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_visible(False)
 
 
 def _draw_series(
-    axes: Any, comparison: Comparison, estimates: list[Estimate], color: str, label: str
+    axes: Axes, comparison: Comparison, estimates: list[Estimate], color: str, label: str
 ) -> None:
-    """Values with error bars over the training step, or over the names."""
+    """Draw values with error bars over the training step, or over the names."""
     spectra = comparison.spectra
     x: list[int] = list(range(len(spectra)))
     if comparison.by_step:
@@ -99,7 +103,13 @@ def _draw_series(
     else:
         axes.set_xlabel("spectrum, in the order given")
     values, errors = [e.value for e in estimates], [e.error for e in estimates]
-    style = {"color": color, "markersize": 4, "linewidth": 1.2, "capsize": 3, "elinewidth": 1.2}
+    style: Style = {
+        "color": color,
+        "markersize": 4,
+        "linewidth": 1.2,
+        "capsize": 3,
+        "elinewidth": 1.2,
+    }
     line = "o-" if comparison.by_step else "o"
     axes.errorbar(x, values, yerr=errors, fmt=line, label=label, **style)
     tidy(axes)

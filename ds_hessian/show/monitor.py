@@ -1,4 +1,4 @@
-"""Records in the tools that people watch a training with: DeepSpeed's monitor, TensorBoard, W&B.
+"""Records in tools that follow a training: DeepSpeed's monitor, TensorBoard, W&B.
 
 Figures that have an error come with a twin tag that ends in `_error`.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from ds_hessian.records.analyses import HessianSharpness
 from ds_hessian.records.estimate import Estimate
+from ds_hessian.records.fields import Array
 from ds_hessian.records.spectrum import HessianSpectrum
 
 PREFIX = "Train/Hessian/"
@@ -22,13 +24,13 @@ Event = tuple[str, float, int]
 
 
 def monitor_events(record: HessianSpectrum | HessianSharpness) -> list[Event]:
-    """`(tag, value, optimizer step)` for `engine.monitor.write_events`, finite values only."""
+    """Return finite `(tag, value, optimizer step)` for `engine.monitor.write_events`."""
     step = record.provenance.step
     return [(PREFIX + name, value, step) for name, value in figures_of(record).items()]
 
 
 def figures_of(record: HessianSpectrum | HessianSharpness) -> dict[str, float]:
-    """The figures to follow over training by name, those with an error with a twin `_error`."""
+    """Return the figures to follow over training by name; errors have the suffix `_error`."""
     if isinstance(record, HessianSpectrum):
         named = _of_spectrum(record)
     else:
@@ -78,7 +80,7 @@ def _of_sharpness(s: HessianSharpness) -> dict[str, Estimate | float | None]:
 def write_tensorboard(
     writer: Any, record: HessianSpectrum | HessianSharpness, picture: Path | None
 ) -> None:
-    """Figures, and the picture if there is one, to a TensorBoard `SummaryWriter`."""
+    """Write figures, and the picture if there is one, to a TensorBoard `SummaryWriter`."""
     for event in monitor_events(record):
         writer.add_scalar(*event)
     if picture is not None:
@@ -87,12 +89,12 @@ def write_tensorboard(
 
 
 def write_wandb(
-    wandb: Any,
+    wandb: ModuleType,
     record: HessianSpectrum | HessianSharpness,
     picture: Path | None,
     step: int | None = None,
 ) -> None:
-    """Figures, and the picture if there is one, to the current run of W&B.
+    """Write figures, and the picture if there is one, to the current run of W&B.
 
     The optimizer step is a metric of its own, which they are drawn over: W&B drops what comes with
     a step behind its counter, and DeepSpeed's monitor counts samples there.
@@ -103,7 +105,7 @@ def write_wandb(
         picture: File of its picture; None if there is none.
         step: W&B's counter where the host logs by optimizer step; None for where it stands.
     """
-    content: dict[str, Any] = {tag: value for tag, value, _ in monitor_events(record)}
+    content: dict[str, object] = {tag: value for tag, value, _ in monitor_events(record)}
     content[STEP] = record.provenance.step
     if picture is not None:
         content[PICTURE] = wandb.Image(str(picture))
@@ -112,8 +114,8 @@ def write_wandb(
     wandb.log(content, step=step, commit=False)  # the host's next entry must not come late
 
 
-def _pixels(picture: Path) -> np.ndarray[Any, Any]:
-    """`(height, width, 3)` bytes."""
+def _pixels(picture: Path) -> Array:
+    """Return the picture as `(height, width, 3)` bytes."""
     from PIL import Image
 
     with Image.open(picture) as image:

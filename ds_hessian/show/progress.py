@@ -1,4 +1,4 @@
-"""How far a spectrum is, for people: a bar on a terminal, a few log lines elsewhere."""
+"""Progress of a spectrum: a bar on a terminal, a few log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOG_LINES = 5
 
 
 class SpectrumProgress:
-    """Products done, time left, and the extreme Ritz values so far; a context manager.
+    """A display of products done, time left, and the extreme Ritz values; a context manager.
 
     Args:
         total: Products to make.
@@ -49,7 +49,7 @@ class SpectrumProgress:
             self._bar.close()
 
     def update(self, probe: int, state: LanczosState) -> None:
-        """One more product of `probe`; the `progress` argument of `ds_hessian.krylov.slq`."""
+        """Count one more product of `probe`; the `progress` argument of `ds_hessian.krylov.slq`."""
         self.done += 1
         if not self.enabled:
             return
@@ -67,7 +67,7 @@ class SpectrumProgress:
             )
 
     def _eigenvalues(self, probe: int, state: LanczosState) -> str:
-        """Smallest and largest Ritz value of all probes so far."""
+        """Return smallest and largest Ritz value of all probes so far."""
         from scipy.linalg import eigh_tridiagonal  # type: ignore[import-untyped]
 
         ritz = eigh_tridiagonal(state.alphas, state.betas[: len(state.alphas) - 1], True)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ds_hessian.records.density import Density
 from ds_hessian.records.spectrum import HessianSpectrum
-from ds_hessian.show.canvas import new_figure, save_figure, tidy
+from ds_hessian.show.canvas import Style, new_figure, save_figure, tidy
 from ds_hessian.show.spectrum_table import products_line
 from ds_hessian.show.spectrum_view import WHOLE, Panel, views_of
 from ds_hessian.show.style import BLUE, EIGENVALUE, GREY, INK, VERMILLION, count, short
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def spectrum_picture(spectrum: HessianSpectrum, path: Path) -> Path:
@@ -52,7 +56,7 @@ def spectrum_picture(spectrum: HessianSpectrum, path: Path) -> Path:
     return save_figure(figure, path)
 
 
-def _draw_density(axes: Any, density: Density, panel: Panel) -> None:
+def _draw_density(axes: Axes, density: Density, panel: Panel) -> None:
     hidden, whole = panel.bottom * 1e-3, panel.view.name == WHOLE
     values = np.maximum(density.values, hidden)
     axes.set_yscale("log")
@@ -74,14 +78,20 @@ def _draw_density(axes: Any, density: Density, panel: Panel) -> None:
     axes.tick_params(labelbottom=False)
 
 
-def _draw_outliers(axes: Any, panel: Panel) -> None:
-    style = {"color": VERMILLION, "markersize": 6, "elinewidth": 1.4, "capsize": 3, "zorder": 4}
+def _draw_outliers(axes: Axes, panel: Panel) -> None:
+    style: Style = {
+        "color": VERMILLION,
+        "markersize": 6,
+        "elinewidth": 1.4,
+        "capsize": 3,
+        "zorder": 4,
+    }
     for outlier, height in zip(panel.outliers, panel.heights, strict=True):
         axes.errorbar(outlier.value, height, xerr=outlier.error, fmt="v", **style)
 
 
-def _draw_labels(axes: Any, panel: Panel) -> None:
-    """Values above the markers."""
+def _draw_labels(axes: Axes, panel: Panel) -> None:
+    """Draw values above the markers."""
     for i in panel.labels:
         axes.annotate(
             short(panel.outliers[i].value),
@@ -97,15 +107,15 @@ def _draw_labels(axes: Any, panel: Panel) -> None:
         )
 
 
-def _draw_zero_and_noise(axes: Any, panel: Panel) -> None:
-    """A line at zero, and a band where a value cannot be told from it."""
+def _draw_zero_and_noise(axes: Axes, panel: Panel) -> None:
+    """Draw a line at zero, and a band of values that may be zero."""
     if panel.zero:
         axes.axvline(0.0, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     if panel.noise is not None:
         axes.axvspan(*panel.noise, color=GREY, alpha=0.2, linewidth=0, zorder=0)
 
 
-def _draw_stems(axes: Any, panel: Panel) -> None:
+def _draw_stems(axes: Axes, panel: Panel) -> None:
     stems = panel.stems
     axes.set_yscale("log")
     for color, values, weights, zorder in (
@@ -120,8 +130,8 @@ def _draw_stems(axes: Any, panel: Panel) -> None:
     _tidy(axes)
 
 
-def _move_exponents(figure: Any) -> None:
-    """The axis' common factor ("1e-8") into its label, which it would otherwise overlap."""
+def _move_exponents(figure: Figure) -> None:
+    """Move the axis' common factor ("1e-8") into its label, which it would otherwise overlap."""
     figure.draw_without_rendering()
     for axes in figure.axes:
         factor = axes.xaxis.get_major_formatter().get_offset()
@@ -130,7 +140,7 @@ def _move_exponents(figure: Any) -> None:
             axes.set_xlabel(f"{axes.get_xlabel()}  [{factor}]")
 
 
-def _tidy(axes: Any) -> None:
+def _tidy(axes: Axes) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.yaxis.set_major_locator(LogLocator(numticks=6))
@@ -139,8 +149,8 @@ def _tidy(axes: Any) -> None:
     tidy(axes)
 
 
-def _write_around(figure: Any, spectrum: HessianSpectrum, density: Density) -> None:
-    """Title above, figures below."""
+def _write_around(figure: Figure, spectrum: HessianSpectrum, density: Density) -> None:
+    """Write the title above, figures below."""
     s, source = spectrum, spectrum.provenance
     loss = "" if s.loss is None else f", loss {s.loss:.4g}"
     figure.text(0.02, 0.945, "Hessian spectrum", fontsize=15, weight="bold", color=INK)

@@ -76,7 +76,7 @@ class Panel:
         labels: Which of the outliers get a label.
         stems: Ritz values in the view.
         zero: Whether the view has the eigenvalue 0.
-        noise: Interval in which a value cannot be told from 0; None where it is too small to see.
+        noise: Interval of values that may be 0; None where it is too small to see.
     """
 
     view: View
@@ -148,7 +148,7 @@ def _length(view: View) -> float:
 
 
 def _bulk(spectrum: HessianSpectrum, density: Density) -> Interval:
-    """The bulk with a margin, at least a few kernels wide."""
+    """Return the bulk with a margin, at least a few kernels wide."""
     low, high = spectrum.bulk()
     inside = (spectrum.ritz_values >= low) & (spectrum.ritz_values <= high)
     margin = max(0.15 * (high - low), 4 * float(np.median(density.width[inside])))
@@ -156,7 +156,7 @@ def _bulk(spectrum: HessianSpectrum, density: Density) -> Interval:
 
 
 def _limits(spectrum: HessianSpectrum, density: Density, view: View) -> Interval:
-    """Lowest and highest density to show: the peaks, and six decades of the whole spectrum."""
+    """Return lowest and highest density to show: the peaks, six decades of the whole spectrum."""
     shown = view.shows(density.grid)
     top = float(density.values[shown].max(initial=0.0)) or 1.0
     mask = spectrum.outliers() & view.shows(spectrum.ritz_values)

@@ -1,15 +1,18 @@
-"""A picture of a displacement sweep: curvature against h above, what it is worth below."""
+"""A picture of a displacement sweep: curvature against h above, its change below."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ds_hessian.records.sweep import DisplacementSweep
-from ds_hessian.show.canvas import new_figure, save_figure, tidy, write_title
+from ds_hessian.show.canvas import Style, new_figure, save_figure, tidy, write_title
 from ds_hessian.show.style import COLORS, GREY
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MARKERS = ("o", "s", "^", "D", "v", "P")
 
@@ -39,14 +42,14 @@ def sweep_picture(sweep: DisplacementSweep, path: Path) -> Path:
     return save_figure(figure, path)
 
 
-def _draw_curvatures(axes: Any, sweep: DisplacementSweep) -> None:
-    """Each direction in units of its plateau, whose value the legend gives."""
+def _draw_curvatures(axes: Axes, sweep: DisplacementSweep) -> None:
+    """Draw each direction in units of its plateau, whose value the legend gives."""
     h, highest = sweep.displacements, 1.0
     for row, name in enumerate(sweep.directions):
         best, plateau = sweep.best(name), sweep.plateau(name)
         relative = sweep.curvatures[row] / (plateau.value or 1.0)
         highest = max(highest, float(relative[best:].max()))
-        style = {"color": COLORS[row % 6], "marker": MARKERS[row % 6], "markersize": 4}
+        style: Style = {"color": COLORS[row % 6], "marker": MARKERS[row % 6], "markersize": 4}
         axes.plot(h, relative, linewidth=1.4, label=f"{name}: v'Hv = {plateau}", **style)
         axes.plot(h[best], relative[best], "o", markersize=11, mfc="none", mec=COLORS[row % 6])
     axes.axhline(1.0, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
@@ -59,11 +62,11 @@ def _draw_curvatures(axes: Any, sweep: DisplacementSweep) -> None:
     tidy(axes)
 
 
-def _draw_changes(axes: Any, sweep: DisplacementSweep) -> None:
-    """Change of the whole product from one h to the next: falling noise, rising averaging."""
+def _draw_changes(axes: Axes, sweep: DisplacementSweep) -> None:
+    """Draw the change of the product from one h to the next: falling noise, rising averaging."""
     h, changes = sweep.displacements, sweep.relative_changes
     for row in range(len(sweep.directions)):
-        style = {"color": COLORS[row % 6], "marker": MARKERS[row % 6], "markersize": 4}
+        style: Style = {"color": COLORS[row % 6], "marker": MARKERS[row % 6], "markersize": 4}
         axes.plot(h, np.where(changes[row] > 0, changes[row], np.nan), linewidth=1.4, **style)
     axes.set_yscale("log")
     known = changes[np.isfinite(changes) & (changes > 0)]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ds_hessian.records.analyses import HessianInfluence, HessianSolution
+from ds_hessian.records.fields import Array
 from ds_hessian.records.verdict import SelfTest
 from ds_hessian.show.block_pictures import about, largest, name_rows, rows_figure
-from ds_hessian.show.canvas import save_figure, tidy
+from ds_hessian.show.canvas import Style, save_figure, tidy
 from ds_hessian.show.style import BLUE, COLORS, GREY, VERMILLION
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SMALLEST = 1e-18
 """Values of a check at or below it are drawn there, on the logarithmic axis' left end."""
@@ -34,14 +38,14 @@ def solution_picture(solution: HessianSolution, path: Path) -> Path:
     return save_figure(figure, path)
 
 
-def _draw_over_dampings(axes: Any, values: Any, solution: HessianSolution) -> None:
+def _draw_over_dampings(axes: Axes, values: Array, solution: HessianSolution) -> None:
     x, drawn = np.arange(len(values)), np.isfinite(values) & (values > 0)
     for mask, color, label in (
         (solution.converged, BLUE, "converged"),
         (~solution.converged, VERMILLION, "not converged"),
     ):
         if mask.any():
-            style = {"color": color, "markersize": 6, "label": label}
+            style: Style = {"color": color, "markersize": 6, "label": label}
             axes.plot(x[mask & drawn], values[mask & drawn], "o", **style)
     axes.set_yscale("log" if drawn.any() else "linear")
     axes.set_xlim(-0.5, len(x) - 0.5)
@@ -62,7 +66,7 @@ def influence_picture(influence: HessianInfluence, path: Path) -> Path:
     for number, damping in enumerate(influence.dampings):
         errors = influence.errors[number, shown]
         bars = np.where(np.isfinite(errors), errors, 0.0)
-        style = {"color": COLORS[number % len(COLORS)], "label": f"damping {damping:.3g}"}
+        style: Style = {"color": COLORS[number % len(COLORS)], "label": f"damping {damping:.3g}"}
         scores = influence.scores[number, shown]
         axes.errorbar(scores, range(len(shown)), xerr=bars, fmt="o", capsize=3, **style)
     axes.axvline(0.0, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)

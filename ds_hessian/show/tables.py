@@ -55,7 +55,9 @@ def lined(headline: str, rows: Rows) -> str:
 
 
 def _measured(title: str, rows: Callable[[Any], Rows]) -> Callable[[Any], str]:
-    """A table whose first line names the step, and whose last rows say what it took."""
+    """Return a function that tabulates a record: the step in the first line, the cost in the last
+    rows.
+    """
 
     def make(record: Measured) -> str:
         source, cost = record.provenance, record.cost
@@ -167,7 +169,7 @@ def _sharpness(sharpness: HessianSharpness) -> str:
 
 
 def _block_coupling(coupling: HessianBlockCoupling) -> str:
-    """A line for each block, and the mean."""
+    """Tabulate each block, and the mean."""
     c = coupling
     width = max(len("mean"), *(len(name) for name in c.names))
     head = f"{'block':<{width}}  relative error   null  cosine   null"
@@ -199,7 +201,7 @@ def _sweep(sweep: DisplacementSweep) -> Rows:
 
 
 def _comparison(comparison: Comparison) -> str:
-    """A row for each spectrum, extreme eigenvalues and trace with their errors, then notes."""
+    """Tabulate each spectrum, extreme eigenvalues and trace with their errors, then notes."""
     rows = [("", "step", "loss", "largest", "smallest", "trace", "outliers")]
     for name, s in comparison.spectra.items():
         loss = "-" if s.loss is None else f"{s.loss:.4g}"

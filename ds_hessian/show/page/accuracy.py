@@ -18,7 +18,9 @@ ACCURACY = (
 
 
 def costs(run: Run) -> list[Section]:
-    """Over training; nothing for a single spectrum, whose figures are in its table."""
+    """Return the costs over training; nothing for a single spectrum, whose figures are in its
+    table.
+    """
     spectra = run.of(HessianSpectrum)
     if len(spectra) < 2:
         return []
@@ -32,7 +34,7 @@ def costs(run: Run) -> list[Section]:
 
 
 def _times(spectra: list[HessianSpectrum], steps: list[int]) -> Figure:
-    """Seconds of each spectrum, stacked."""
+    """Return a chart of the seconds of each spectrum, stacked."""
     products = np.array([s.cost.products * s.cost.seconds_per_product for s in spectra])
     gradients = np.array([s.cost.seconds_per_gradient for s in spectra])
     rest = np.array([s.cost.seconds_total for s in spectra]) - products - gradients
@@ -87,7 +89,7 @@ def _bounds(spectra: list[HessianSpectrum], steps: list[int]) -> Chart:
 
 
 def accuracy(run: Run) -> list[Section]:
-    """A state for each spectrum: its products one by one."""
+    """Return a state for each spectrum: its products one by one."""
     states = []
     for label, s in run.labelled(HessianSpectrum):
         charts = [
@@ -102,7 +104,7 @@ def accuracy(run: Run) -> list[Section]:
 
 
 def _products(name: str, values: Array) -> Chart | None:
-    """`(P, m)` figures over the number of the product; None where nothing was measured."""
+    """Return a chart of `(P, m)` figures over the number of the product; None without any."""
     if not (values > 0).any():
         return None
     data = [

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
 from ds_hessian.records.density import Array, Density
 from ds_hessian.records.estimate import Estimate
 from ds_hessian.records.spectrum import HessianSpectrum
-from ds_hessian.show.page.run import Chart, Figure, Run, Section, State
+from ds_hessian.show.page.run import Chart, Figure, Part, Run, Section, State
 from ds_hessian.show.page.style import LOG, clear, titled
 from ds_hessian.show.spectrum_table import spectrum_rows
 from ds_hessian.show.spectrum_view import Interval, Panel, Stems, View, outlier_view, views_of
@@ -25,7 +24,7 @@ TEXT = (
 
 
 def spectra(run: Run) -> list[Section]:
-    """A state for each measured step."""
+    """Return a state for each measured step."""
     states = tuple(
         State(label, (*_loss(s), *spectrum_rows(s)), tuple(_charts(s)))
         for label, s in run.labelled(HessianSpectrum)
@@ -57,7 +56,7 @@ def _charts(spectrum: HessianSpectrum) -> list[Chart]:
 
 
 def _grid(spectrum: HessianSpectrum) -> Array:
-    """Points that show every kernel: 27 for each, 257 over all."""
+    """Return points that show every kernel: 27 for each, 257 over all."""
     values, widths = spectrum.ritz_values, spectrum.density().width
     around = values[..., None] + widths[..., None] * np.linspace(-6.5, 6.5, 27)
     span = np.linspace((values - 7 * widths).min(), (values + 7 * widths).max(), 257)
@@ -65,7 +64,7 @@ def _grid(spectrum: HessianSpectrum) -> Array:
 
 
 def _figure(density: Density, panel: Panel) -> Figure:
-    """Density above, stems below, in one view."""
+    """Return the density above and the stems below, in one view."""
     view, bottom, top = panel.view, panel.bottom, panel.top
     decades = math.log10(top / bottom)
     room = [0.06 * decades]
@@ -90,20 +89,20 @@ def _figure(density: Density, panel: Panel) -> Figure:
     return {"data": data, "layout": titled(view.name) | layout}
 
 
-def _log_ticks(interval: Interval) -> dict[str, Any]:
-    """A logarithmic axis with 1, 2 and 5 of each decade written out; powers if there are many."""
+def _log_ticks(interval: Interval) -> Part:
+    """Return ticks at 1, 2 and 5 of each decade; at powers of ten if there are many."""
     low, high = (math.floor(math.log10(end)) for end in interval)
     digits = (1, 2, 5) if high - low < 4 else (1,)
     places = [digit * 10.0**decade for decade in range(low, high + 1) for digit in digits]
     return {"type": "log", "tickvals": places, "ticktext": [f"{place:g}" for place in places]}
 
 
-def _log_axis(name: str, bottom: float, top: float, room: float) -> dict[str, Any]:
+def _log_axis(name: str, bottom: float, top: float, room: float) -> Part:
     return titled(name) | LOG | {"range": [math.log10(bottom), math.log10(top) + room]}
 
 
-def _curves(density: Density, view: View, bottom: float) -> list[dict[str, Any]]:
-    """The density, and below it the band over the probes."""
+def _curves(density: Density, view: View, bottom: float) -> list[Part]:
+    """Return the density, and below it the band over the probes."""
     inside = np.convolve(view.shows(density.grid), [1, 1, 1], "same") > 0  # and a neighbour each
     band = density.band()
     curves = np.stack([density.values, *(band or ())])[:, inside]
@@ -124,7 +123,7 @@ def _curves(density: Density, view: View, bottom: float) -> list[dict[str, Any]]
 
 
 def _thinned(x: Array, curves: Array) -> tuple[Array, Array]:
-    """Without points that a straight line between their neighbours meets to 1 %, for the file."""
+    """Drop points that a straight line between their neighbours meets to 1 %, to save space."""
     while len(x) > 2:
         logs = np.log(curves)
         share = (x[1:-1] - x[:-2]) / (x[2:] - x[:-2])
@@ -137,14 +136,14 @@ def _thinned(x: Array, curves: Array) -> tuple[Array, Array]:
     return x, curves
 
 
-def _stems(stems: Stems) -> list[dict[str, Any]]:
-    """Ritz values with their weights."""
-    traces = list[dict[str, Any]]()
+def _stems(stems: Stems) -> list[Part]:
+    """Return Ritz values with their weights."""
+    traces = list[Part]()
     for name, color, values, weights in (
         ("Ritz value", BLUE, stems.values, stems.weights),
         ("outlier", VERMILLION, stems.outlier_values, stems.outlier_weights),
     ):
-        stem: dict[str, Any] = {"symmetric": False, "width": 0, "thickness": 1.0, "color": color}
+        stem: Part = {"symmetric": False, "width": 0, "thickness": 1.0, "color": color}
         stem |= {"array": np.zeros(len(values)), "arrayminus": weights - stems.bottom}
         traces.append(
             {
@@ -163,7 +162,7 @@ def _stems(stems: Stems) -> list[dict[str, Any]]:
     return traces
 
 
-def _triangles(outliers: list[Estimate], heights: Array) -> dict[str, Any]:
+def _triangles(outliers: list[Estimate], heights: Array) -> Part:
     errors = np.array([o.error for o in outliers])
     return {
         "type": "scatter",
@@ -178,7 +177,7 @@ def _triangles(outliers: list[Estimate], heights: Array) -> dict[str, Any]:
     }
 
 
-def _labels(panel: Panel) -> list[dict[str, Any]]:
+def _labels(panel: Panel) -> list[Part]:
     style = {"textangle": -90, "showarrow": False, "yshift": 9, "yanchor": "bottom"}
     style["font"] = {"color": VERMILLION, "size": 11}
     return [
@@ -189,9 +188,9 @@ def _labels(panel: Panel) -> list[dict[str, Any]]:
     ]
 
 
-def _zero_and_noise(panel: Panel) -> list[dict[str, Any]]:
-    """A line at zero, and a band where a value cannot be told from it, in both rows."""
-    shapes = list[dict[str, Any]]()
+def _zero_and_noise(panel: Panel) -> list[Part]:
+    """Return a line at zero, and a band of values that may be zero, in both rows."""
+    shapes = list[Part]()
     for axis in ("", "2"):
         where = {"xref": f"x{axis}", "yref": f"y{axis} domain", "y0": 0, "y1": 1}
         if panel.zero:

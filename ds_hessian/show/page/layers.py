@@ -1,4 +1,4 @@
-"""Where in the model curvature lies (eigenvectors, trace), and how far its blocks are coupled."""
+"""Curvature over the model: eigenvectors and traces by layer, and the coupling of its blocks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MOST_CELLS = 200
 
 
 def layers(run: Run) -> list[Section]:
-    """Sections of what was measured: eigenvectors, traces of blocks, coupling."""
+    """Return sections of what was measured: eigenvectors, traces of blocks, coupling."""
     return [*_concentrations(run), *_traces(run), *_couplings(run), *_shares(run)]
 
 
@@ -81,7 +81,7 @@ def _eigenvectors(pairs: HessianEigenpairs) -> Chart:
 def _map(
     title: str, shares: Array, names: Sequence[str], columns: Sequence[str], axis: str
 ) -> Figure:
-    """Shares `(names, columns)` as colours, and as numbers where there is room."""
+    """Return shares `(names, columns)` as colours, and as numbers where there is room."""
     numbered = shares.size <= MOST_CELLS and len(columns) <= 12
     cells = {
         "type": "heatmap",
@@ -147,7 +147,7 @@ def _couplings(run: Run) -> list[Section]:
 def _dots(
     name: str, blocks: Sequence[str], values: Array, null: Array, noises: Array | None
 ) -> Figure:
-    """Measured values of blocks, and what no structure would give."""
+    """Return measured values of blocks, and those of a matrix without structure."""
     common = {"type": "scatter", "y": list(blocks), "mode": "markers"}
     common["hovertemplate"] = "%{y}: %{x:.4g}"
     circle = {"symbol": "circle-open", "color": GREY, "size": 8}

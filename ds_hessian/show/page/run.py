@@ -21,6 +21,8 @@ from ds_hessian.records.sweep import DisplacementSweep
 
 R = TypeVar("R")
 Figure = dict[str, Any]
+Part = dict[str, Any]
+"""A part of a figure (a trace, an axis, a shape) as plotly.js takes it."""
 """`{"data": traces, "layout": axes and titles}`, as plotly.js documents them."""
 
 SHOWN: tuple[type[Measured], ...] = (
@@ -58,11 +60,11 @@ class Run:
             raise ResultError(f"nothing to show of {self.name}: it has no record of {kinds}")
 
     def of(self, kind: type[R]) -> list[R]:
-        """Records of a kind."""
+        """Return the records of a kind."""
         return [record for _, record in self.records if isinstance(record, kind)]
 
     def labelled(self, kind: type[R]) -> list[tuple[str, R]]:
-        """Records of a kind with their steps, and their folders where steps repeat."""
+        """Return the records of a kind with their steps, and their folders where steps repeat."""
         found = [(name, record) for name, record in self.records if isinstance(record, kind)]
         steps = [step_of(record) for _, record in found]
         return [
@@ -73,7 +75,7 @@ class Run:
 
 
 def step_of(record: Any) -> int:
-    """Training step that a record was measured at."""
+    """Return the training step at which a record was measured."""
     return int(record.provenance.step)
 
 
@@ -109,7 +111,7 @@ class State:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, what there is to know of it, and its states; a slider chooses one of several."""
+    """A heading, its explanation, and its states; a slider chooses one of several."""
 
     title: str
     text: str

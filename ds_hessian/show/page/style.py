@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from ds_hessian.records.density import Array
 from ds_hessian.records.estimate import Estimate
-from ds_hessian.show.page.run import Figure
+from ds_hessian.show.page.run import Figure, Part
 from ds_hessian.show.style import BLUE, COLORS, GREY, INK
 
 SHARES = [[0.0, "#FFFFFF"], [1.0, BLUE]]
@@ -51,32 +51,30 @@ TEMPLATE = {
 
 
 def clear(color: str, alpha: float) -> str:
-    """`#RRGGBB`, seen through."""
+    """Return the colour `#RRGGBB` with transparency."""
     return "rgba({}, {}, {}, {})".format(*bytes.fromhex(color[1:]), alpha)
 
 
-def titled(text: str) -> dict[str, Any]:
-    """The title of a figure or an axis."""
+def titled(text: str) -> Part:
+    """Return the title of a figure or an axis."""
     return {"title": {"text": text}}
 
 
-def figure(
-    title: str, data: list[Any], x: dict[str, Any], y: dict[str, Any], legend: bool = False
-) -> Figure:
-    """Traces in one pair of axes."""
+def figure(title: str, data: Sequence[Part], x: Part, y: Part, legend: bool = False) -> Figure:
+    """Return traces in one pair of axes."""
     room = {"margin": {"t": 64 if legend else 40}, "showlegend": legend}
     return {"data": data, "layout": titled(title) | {"xaxis": x, "yaxis": y} | room}
 
 
-def log_axis(name: str, values: Array) -> dict[str, Any]:
-    """A logarithmic axis for what is above 0 in the values: at least a decade."""
+def log_axis(name: str, values: Array) -> Part:
+    """Return a logarithmic axis for the values above 0: at least a decade."""
     known = np.log10(values[values > 0])
     middle, half = (known.min() + known.max()) / 2, 0.55 * max(float(np.ptp(known)), 0.9)
     return titled(name) | LOG | {"range": [float(middle - half), float(middle + half)]}
 
 
-def name_axis(names: Sequence[str]) -> dict[str, Any]:
-    """An axis with a row for each name, the first on top; every one is written."""
+def name_axis(names: Sequence[str]) -> Part:
+    """Return an axis with a row for each name, the first on top; every one is written."""
     return {
         "type": "category",
         "range": [len(names) - 0.5, -0.5],
@@ -92,7 +90,7 @@ def positive(values: Array) -> Array:
 
 
 def rows_height(count: int) -> int:
-    """Pixels of a figure with a row for each of so many names."""
+    """Return the pixels of a figure with a row for each of so many names."""
     return 110 + max(22 * count, 60)
 
 
@@ -112,26 +110,26 @@ class Series:
     def of(
         cls, name: str, color: str, at: Sequence[float], estimates: Sequence[Estimate], **kw: Any
     ) -> Series:
-        """With error bars."""
+        """Return a series of values with error bars."""
         values, errors = [e.value for e in estimates], [e.error for e in estimates]
         return cls(name, color, at, values, errors, **kw)
 
 
 def over_steps(title: str, unit: str, series: Sequence[Series], log: bool = False) -> Figure:
-    """Series over the training step, markers joined by lines."""
+    """Return series over the training step, markers joined by lines."""
     x = titled("training step") | {"tickformat": ",d"}
     return _lines(title, x, unit, series, log, "step %{x:,}: %{y:.5g}")
 
 
 def over(quantity: str, title: str, unit: str, series: Sequence[Series], log: bool) -> Figure:
-    """Series over a positive quantity, on a logarithmic axis."""
+    """Return series over a positive quantity, on a logarithmic axis."""
     values = np.concatenate([np.asarray(s.at, dtype=float) for s in series])
     x = log_axis(quantity, values)
     return _lines(title, x, unit, series, log, quantity.split(" (")[0] + " %{x:.3g}: %{y:.5g}")
 
 
 def _lines(
-    title: str, x: dict[str, Any], unit: str, series: Sequence[Series], log: bool, hover: str
+    title: str, x: Part, unit: str, series: Sequence[Series], log: bool, hover: str
 ) -> Figure:
     data = [_trace(s) | {"hovertemplate": hover} for s in series]
     values = np.concatenate([trace["y"] for trace in data])
@@ -139,7 +137,7 @@ def _lines(
     return figure(title, data, x, y, legend=len(series) > 1)
 
 
-def _trace(series: Series) -> dict[str, Any]:
+def _trace(series: Series) -> Part:
     s = series
     bars = {}
     if s.errors is not None:

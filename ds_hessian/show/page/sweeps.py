@@ -20,7 +20,7 @@ HIGHEST = 4.0
 
 
 def sweeps(run: Run) -> list[Section]:
-    """A state for each sweep."""
+    """Return a state for each sweep."""
     states = tuple(_state(label, sweep) for label, sweep in run.labelled(DisplacementSweep))
     return [Section("Curvature against scale", TEXT, states)] if states else []
 

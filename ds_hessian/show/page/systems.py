@@ -32,7 +32,7 @@ MOST = 20
 
 
 def systems(run: Run) -> list[Section]:
-    """Sections of solutions and of influence."""
+    """Return sections of solutions and of influence."""
     solved = tuple(
         State(label, tuple(solution_rows(r)), _residuals(r))
         for label, r in run.labelled(HessianSolution)
@@ -43,7 +43,7 @@ def systems(run: Run) -> list[Section]:
 
 
 def _residuals(solution: HessianSolution) -> tuple[Chart, ...]:
-    """Over the damping, where there are several."""
+    """Return residuals over the damping, where there are several."""
     if len(solution.dampings) < 2 or not (solution.dampings > 0).all():
         return ()
     at = solution.dampings.tolist()
@@ -71,7 +71,7 @@ def _influence(label: str, influence: HessianInfluence) -> State:
 
 
 def _scores(influence: HessianInfluence, chosen: list[int]) -> Figure:
-    """A row for each example, a marker for each damping."""
+    """Return a row for each example, a marker for each damping."""
     names = [f"example {i}" for i in chosen]
     errors = np.where(np.isfinite(influence.errors), influence.errors, np.nan)
     markers = [

@@ -18,7 +18,7 @@ CURVATURE = "loss per squared parameter"
 
 
 def training(run: Run) -> list[Section]:
-    """One state; nothing where there is only one step."""
+    """Return one state; nothing where there is only one step."""
     spectra, sharpness = run.of(HessianSpectrum), run.of(HessianSharpness)
     if len({step_of(record) for record in [*spectra, *sharpness]}) < 2:
         return []
@@ -59,7 +59,7 @@ def _eigenvalues(spectra: list[HessianSpectrum], sharpness: list[HessianSharpnes
 
 
 def _losses(spectra: list[HessianSpectrum], sharpness: list[HessianSharpness]) -> list[Chart]:
-    """Loss and gradient norm of the measured micro-batches, whichever record says them."""
+    """Return loss and gradient norm of the measured micro-batches, from any record with them."""
     found: dict[str, dict[int, float]] = {"loss": {}, "gradient norm": {}}
     records: list[HessianSpectrum | HessianSharpness] = [*spectra, *sharpness]
     for record in records:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ds_hessian.records.comparison import Comparison
+from ds_hessian.records.fields import Array
 from ds_hessian.records.files import replacing
 from ds_hessian.records.provenance import Cost
 from ds_hessian.records.spectrum import HessianSpectrum
@@ -61,13 +62,13 @@ def write_page(run: Run, path: Path) -> Path:
 
 
 def sections_of(run: Run) -> list[Section]:
-    """All that there is to show, from top to bottom."""
+    """Return all sections of the page, from top to bottom."""
     parts = (training, spectra, layers, systems, sweeps, costs, accuracy)
     return [section for part in parts for section in part(run)]
 
 
 def _head(run: Run) -> str:
-    """The model, the steps and the layout, and a note for each warning."""
+    """Return the model, the steps and the layout, and a note for each warning."""
     records = [record for _, record in run.records if isinstance(record, SHOWN)]
     steps, source = sorted({step_of(r) for r in records}), records[-1].provenance
     spectra = run.of(HessianSpectrum)
@@ -93,7 +94,7 @@ def _plural(micro_batches: int) -> str:
 
 
 def _html(number: int, section: Section) -> str:
-    """A section without its figures, which the script draws."""
+    """Return a section without its figures, which the script draws."""
     last = len(section.states) - 1
     slots = max(len(state.charts) for state in section.states)
     slider = ""
@@ -125,14 +126,14 @@ def _rows(state: State) -> str:
 
 
 def _data(sections: Iterable[Section]) -> str:
-    """All states as JSON that is safe inside of a script element."""
+    """Return all states as JSON that is safe inside of a script element."""
     content = {"template": TEMPLATE, "sections": [_states(section) for section in sections]}
     text = json.dumps(content, default=_typed, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 
 
-def _typed(array: np.ndarray[Any, Any]) -> dict[str, str]:
-    """An array as plotly.js reads it: its bytes, which keep every bit and NaN."""
+def _typed(array: Array) -> dict[str, str]:
+    """Return an array as plotly.js reads it: its bytes, which keep every bit and NaN."""
     kind = "f4" if array.dtype == np.float32 else "f8"
     text = base64.b64encode(array.astype(f"<{kind}").tobytes()).decode()
     return {"dtype": kind, "bdata": text, "shape": ", ".join(map(str, array.shape))}
@@ -157,7 +158,7 @@ def _states(section: Section) -> list[dict[str, Any]]:
 
 
 def _records(run: Run) -> str:
-    """A row for each record, with what it took."""
+    """Return a row for each record, with its cost."""
     titles = ("step", "record", "folder", "products", "gradients each", "seconds each", "seconds")
     shown = [(name, record) for name, record in run.records if isinstance(record, SHOWN)]
     rows = [
