@@ -81,13 +81,21 @@ def _commit(folder: Path, kind: str, digest: str, data: Mapping[str, bytes | mem
         with replacing(folder / f"{kind}.json") as file:
             file.write(data["json"])
     except BaseException:
-        aside.unlink(missing_ok=True)
+        if not _holds(folder / f"{kind}.json", data["json"]):  # else it names these arrays
+            aside.unlink(missing_ok=True)
         raise
     os.rename(aside, folder / f"{kind}.npz")
     flush_folder(folder)
     # Writers that were killed before their commit may have left arrays of other hashes.
     arrays = rf"{re.escape(kind)}\.[0-9a-f]{{16}}\.npz"
     remove_abandoned(folder, rf"{arrays}|\.{arrays}\.[0-9a-f]{{16}}\.tmp")
+
+
+def _holds(path: Path, data: bytes | memoryview) -> bool:
+    try:
+        return path.read_bytes() == data
+    except OSError:
+        return False
 
 
 def read(folder: Path, kind: str) -> tuple[Json, Arrays]:
