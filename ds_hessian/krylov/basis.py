@@ -267,7 +267,10 @@ class Basis:
             agree(self._failure, doing, self.space.group, self.space.device)
 
     def _try(self, use: Callable[[], object]) -> None:
-        """Use the rows, unless they have failed before."""
+        """Use the rows, unless they have failed before; only a disk may fail on one rank alone."""
+        if self.storage.place != "disk":
+            use()
+            return
         try:
             if self._failure is None:
                 use()

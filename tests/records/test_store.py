@@ -99,24 +99,26 @@ def test_a_save_that_fails_leaves_the_old_record_and_no_rubbish(
 def test_content_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path, spectrum: HessianSpectrum, monkeypatch: pytest.MonkeyPatch
 ):
-    flushed, named, fsync, replace = dict[int, int](), list[str](), os.fsync, os.replace
+    flushed, named, fsync, rename = dict[int, int](), list[str](), os.fsync, os.rename
 
     def seen_fsync(descriptor: int) -> None:
         fsync(descriptor)
         flushed[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
 
-    def seen_replace(source: Path, target: Path) -> None:
+    def seen_rename(source: Path, target: Path) -> None:
         found = os.stat(source)
         assert flushed.get(found.st_ino) == found.st_size > 0
-        replace(source, target)
+        rename(source, target)
         named.append(Path(target).name)
 
     monkeypatch.setattr(os, "fsync", seen_fsync)
-    monkeypatch.setattr(os, "replace", seen_replace)
+    monkeypatch.setattr(os, "rename", seen_rename)
     spectrum.save(tmp_path)
     with Writer(tmp_path / "v.safetensors", {"a": (3,)}, {}) as writer:
         writer.append(torch.ones(3))
-    assert sorted(named) == ["spectrum.json", "spectrum.npz", "v.safetensors"]
+    digest = json.loads((tmp_path / "spectrum.json").read_text())["arrays"]["sha256"]
+    arrays = f"spectrum.{digest[:16]}.npz"  # until the record is committed
+    assert named == [arrays, "spectrum.json", "spectrum.npz", "v.safetensors"]
 
 
 def _edit(folder: Path, **changes: object) -> None:

@@ -92,7 +92,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(ranks: Callable[[int], RankPool]
 
 
 def test_together_keeps_the_cause() -> None:
-    with pytest.raises(MeasurementError, match="while reading, ValueError: bad") as caught:
+    with pytest.raises(MeasurementError, match="while reading, rank 0: ValueError: bad") as caught:
         with together("reading"):
             raise ValueError("bad")
     assert isinstance(caught.value.__cause__, ValueError)

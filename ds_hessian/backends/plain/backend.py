@@ -235,7 +235,7 @@ class ModuleSession:
         self.gradient_scale: float | None = None
         self.loss = float("nan")
         self._backend, self._objective, self._guard = backend, objective, guard
-        self._trained, self._weights = trained, weights
+        self._trained, self.weights = trained, weights
         self._lockstep, self._widen = lockstep, widen
         self._states = [guard.initial]  # before micro-batch 0, 1, ...
         self._totals = Totals()
@@ -274,11 +274,11 @@ class ModuleSession:
 
     def displace(self, v: Tensor | None, h: float) -> Tensor:
         """Displace the stand-ins of the weights; every rank writes all of them."""
-        return self._weights.displace(v, h)
+        return self.weights.displace(v, h)
 
     def weight_norm(self) -> float:
         """Return the norm of the weights."""
-        return self._weights.norm()
+        return self.weights.norm()
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Add the gradients of these micro-batches, averaged over the ranks, to `out`."""
