@@ -122,14 +122,6 @@ def read(folder: Path, kind: str) -> tuple[Json, Arrays]:
         raise ResultError(f"{folder} does not hold a {kind}: its NPZ: {error}") from error
 
 
-def write_flushed(path: Path, data: bytes) -> None:
-    """Write and flush to the disk: the rename must not overtake the content."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _aside(folder: Path, kind: str, digest: str) -> Path:
     return folder / f"{kind}.{digest[:16]}.npz"
 

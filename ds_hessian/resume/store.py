@@ -24,7 +24,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 import shutil
 import uuid
 from collections import defaultdict
@@ -41,8 +40,8 @@ from torch import Tensor
 from ds_hessian.errors import ConfigError, ResultError
 from ds_hessian.ranks import checkpoint, together
 from ds_hessian.records.fields import Json
+from ds_hessian.records.files import remove_abandoned, replacing, temporaries
 from ds_hessian.records.safetensors import Reader, Writer
-from ds_hessian.records.store import write_flushed
 from ds_hessian.vectors import Box, Fragment, Layout, VectorSpace
 
 logger = logging.getLogger(__name__)
@@ -383,8 +382,9 @@ def _runs(folder: Path) -> list[Path]:
 
 def _remove_all(folder: Path) -> None:
     for slot in range(GENERATIONS):  # first what names the others
-        for path in (_state_file(folder, slot), _aside(_state_file(folder, slot))):
-            path.unlink(missing_ok=True)
+        path = _state_file(folder, slot)
+        path.unlink(missing_ok=True)
+        remove_abandoned(folder, temporaries(path.name))
     for run in _runs(folder):
         shutil.rmtree(run)
 
@@ -416,15 +416,8 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
     """Write a JSON object with its checksum; the file appears whole, or not at all."""
     text = json.dumps(content)
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    write_flushed(_aside(path), f'{{"blake2b": "{digest}", "content": {text}}}'.encode())
-    os.replace(_aside(path), path)
-
-
-def _aside(path: Path) -> Path:
-    """Return the temporary file of a target; the same name each time, so that the next write
-    replaces what a killed job left.
-    """
-    return path.with_name(f".{path.name}.tmp")
+    with replacing(path) as file:
+        file.write(f'{{"blake2b": "{digest}", "content": {text}}}'.encode())
 
 
 def _read_json(path: Path) -> Json:

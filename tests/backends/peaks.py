@@ -48,7 +48,7 @@ def peaks(folder: Path | None = None) -> Iterator[list[int]]:
         found[2] = max(found[2], _kept(folder))
 
     with ExitStack() as spies:
-        for name in ("posix_fallocate", "replace", "rename"):
+        for name in ("posix_fallocate", "rename"):
             spies.enter_context(mock.patch.object(os, name, _then(getattr(os, name), grown)))
         library.peak_start()
         yield found

@@ -285,16 +285,16 @@ def rank(number: int, world_size: int, meeting: str, folder: str, out: str, kind
 
 def killed_while_writing(folder: str, number: int) -> None:
     """A spectrum on one rank, which is killed before it renames file `number` that it wrote."""
-    rename, renamed = os.replace, 0
+    rename, renamed = os.rename, 0
 
-    def replace(source: Path, target: Path) -> None:
+    def killing(source: Path, target: Path) -> None:
         nonlocal renamed
         if renamed == number:
             os.kill(os.getpid(), signal.SIGKILL)
         renamed += 1
         rename(source, target)
 
-    os.replace = replace  # type: ignore[assignment]
+    os.rename = killing  # type: ignore[assignment]
     torch.set_num_threads(1)
     spectrum(folder)
 
