@@ -103,6 +103,7 @@ def test_the_measured_peak_of_every_analysis_is_within_a_tenth_of_its_plan(
     compare(fresh(2), 3, "fp32", ANALYSES)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_resume_keeps_is_within_a_tenth_of_the_plan(
     fresh: Callable[[int], RankPool], tmp_path: Path
@@ -143,6 +144,7 @@ def within_a_tenth(cases: Sequence[Any], found: Sequence[Any]) -> None:
             assert abs(there - expected) <= 0.1 * expected + 0.01 * vector, (case, shown)
 
 
+@pytest.mark.full
 def test_a_basis_in_bf16_elsewhere_gives_the_spectrum_within_its_bar(
     ranks: Callable[[int], RankPool],
 ) -> None:

@@ -28,8 +28,8 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 QUICK = (
-    *("DP", "DP distributed optimizer", "DP distributed optimizer overlap"),
-    *("TP sequence parallel recompute", "TP bf16", "PP interleaved"),
+    *("DP", "DP distributed optimizer overlap"),
+    *("TP sequence parallel recompute", "PP interleaved"),
 )
 
 

@@ -60,7 +60,14 @@ def killed(step: int, act: Callable[[], object]) -> bool:
         os._exit(1)
 
 
-@pytest.mark.parametrize("new", [ONE_ARRAY, NO_ARRAY, LARGER], ids=["arrays", "json", "all"])
+@pytest.mark.parametrize(
+    "new",
+    [
+        pytest.param(ONE_ARRAY, id="arrays"),
+        pytest.param(NO_ARRAY, id="json", marks=pytest.mark.full),
+        pytest.param(LARGER, id="all", marks=pytest.mark.full),
+    ],
+)
 def test_a_record_is_the_old_or_the_new_one_wherever_its_writer_is_killed(
     tmp_path: Path, new: HessianSpectrum
 ) -> None:
@@ -81,6 +88,7 @@ def test_a_record_is_the_old_or_the_new_one_wherever_its_writer_is_killed(
     assert len(found) > 20
 
 
+@pytest.mark.full
 def test_a_first_record_is_there_or_not(tmp_path: Path) -> None:
     for step in range(1, 1000):
         folder = tmp_path / str(step)
