@@ -157,6 +157,7 @@ def test_eigenvalues_of_a_trained_bf16_engine(ranks: Ranks, stage: int) -> None:
             assert abs(spectrum.eigenvalue_min.value - exact[0]) <= spectrum.eigenvalue_min.error
 
 
+@pytest.mark.full
 def test_1e8_weights_in_bf16_warn_of_a_step_that_is_lost_in_their_rounding(ranks: Ranks) -> None:
     fidelities, warnings = ranks(1).run(jobs.huge_spectrum, 0.2)[0]
     assert 0.3 < fidelities[0, 0] < 0.9 and any("fidelity" in text for text in warnings)

@@ -34,6 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "html"
 
 
+@pytest.mark.full
 def test_every_page_and_public_name_is_on_the_site(site: Path) -> None:
     pages = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
     assert [page for page in pages if not (site / page.with_suffix(".html")).exists()] == []

@@ -15,7 +15,7 @@ from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
 STAGES = {"0": {"stage": 0}, "2": {"stage": 2}, "3": {"stage": 3}}
-SLICE = 8
+SLICE = 6
 """Faults in the quick tier, of each stage."""
 
 

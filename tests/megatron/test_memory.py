@@ -21,7 +21,7 @@ __all__ = ["fresh"]  # a fixture
     [
         pytest.param(Job(), marks=pytest.mark.full),
         pytest.param(Job(distributed=True), marks=pytest.mark.full),
-        Job(distributed=True, dtype="bfloat16"),
+        pytest.param(Job(distributed=True, dtype="bfloat16"), marks=pytest.mark.full),
     ],
     ids=["DDP", "distributed optimizer", "distributed optimizer bf16"],
 )

@@ -40,6 +40,7 @@ def draw() -> Callable[[np.random.Generator, int, int], HessianSpectrum]:
     return one
 
 
+@pytest.mark.full
 def test_the_stated_error_is_that_of_other_draws_whatever_the_probe(
     draw: Callable[[np.random.Generator, int, int], HessianSpectrum],
 ) -> None:
