@@ -141,7 +141,7 @@ def _piece(value: ast.expr) -> str:
     return SECTION if named else "\0"
 
 
-QUICK = [ROOT / "README.md", ROOT / "docs" / "usage.md"]
+QUICK = [ROOT / "README.md"]
 
 
 @pytest.mark.parametrize("page", cells(with_blocks("python"), QUICK), ids=lambda page: page.name)

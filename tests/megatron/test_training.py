@@ -28,7 +28,7 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 QUICK = (
-    *("DP", "DP distributed optimizer overlap"),
+    *("DP", "DP distributed optimizer", "DP distributed optimizer overlap"),
     *("TP sequence parallel recompute", "PP interleaved"),
 )
 
