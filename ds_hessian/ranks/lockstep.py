@@ -227,10 +227,6 @@ class Lockstep(Follower):
         with self._noting(), together(doing, device=self.device):
             yield
 
-    def run(self, doing: str) -> AbstractContextManager[None]:
-        """Return the context of `together`."""
-        return self.together(doing)
-
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """Run the body between saving the training state and restoring it.

@@ -259,7 +259,7 @@ class MegatronSession:
             chunk.zero_grad_buffer()
         self._forward.start(first)
         last = first + count - 1
-        with self._lockstep.run(f"evaluating micro-batches {first} to {last}"):
+        with self._lockstep.together(f"evaluating micro-batches {first} to {last}"):
             host.run_schedule(
                 chunks,
                 self._forward,
