@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from ds_hessian.memory import FP32, Item, Place
+from ds_hessian.memory import FP32, Item, Tier
 from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
 
 
-def memory_of_operator(n_local: int, place: Place, scheme: SchemeName = "central") -> list[Item]:
+def memory_of_operator(n_local: int, tier: Tier, scheme: SchemeName = "central") -> list[Item]:
     """Return the items of a `FiniteDifferenceHessian`.
 
     Args:
         n_local: Coordinates on this rank.
-        place: The memory that holds its vectors.
+        tier: The memory that holds its vectors.
         scheme: The difference formula.
     """
     formula, vector = SCHEMES[scheme], FP32 * n_local
     # A trial is compared with the one before; several differences need one more to be added up.
     compared = 2 if len(formula.differences) == 1 else 3
     return [
-        Item("gradients of a trial", place, len({*formula.nodes, -1}) * vector),
-        Item("gradients at the weights", place, 2 * vector),
-        Item("trial before, or product made again", place, vector, ("passes",)),
-        Item("trials being compared", place, compared * vector, ("trials",)),
-        Item("product", place, vector, ("orthogonalization", "storing")),
+        Item("gradients of a trial", tier, len({*formula.nodes, -1}) * vector),
+        Item("gradients at the weights", tier, 2 * vector),
+        Item("trial before, or product made again", tier, vector, ("passes",)),
+        Item("trials being compared", tier, compared * vector, ("trials",)),
+        Item("product", tier, vector, ("orthogonalization", "storing")),
     ]
 
 
-def memory_of_sweep(n_local: int, place: Place) -> list[Item]:
+def memory_of_sweep(n_local: int, tier: Tier) -> list[Item]:
     """Return the items of `sweep`, beside its operator's and the direction."""
     vector = FP32 * n_local
     # In passes the last product is in the memory of the trial before, which a sweep does not have.
     return [
-        Item("product before", place, vector, ("orthogonalization", "storing")),
-        Item("difference of the products", place, vector, ("orthogonalization",)),
+        Item("product before", tier, vector, ("orthogonalization", "storing")),
+        Item("difference of the products", tier, vector, ("orthogonalization",)),
     ]

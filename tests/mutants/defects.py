@@ -888,7 +888,7 @@ CLI = (
         ("cli/test_plan.py",),
     ),
     Defect(
-        'r.node == mine.node or place == "resume"',
+        'r.node == mine.node or tier == "resume"',
         "r.node == mine.node",
         "ranks of other nodes are taken to have a resume folder of their own",
         ("test_memory.py",),
