@@ -18,6 +18,7 @@ from tests.tiers import cells
 Ranks = Callable[[int], RankPool]
 InOneGo = Callable[[str, int], list[Any]]
 
+QUICK = ("eigenpairs", "Hutch++", "MINRES", "preconditioned")
 NOISE = 1e-4
 """Relative, of a product in fp32: another rounding of its vector gives another noise."""
 
@@ -44,7 +45,7 @@ def in_one_go(ranks: Ranks) -> InOneGo:
     return functools.cache(lambda kind, size: ranks(size).run(jobs.analysis, kind, None))
 
 
-@pytest.mark.parametrize("kind", jobs.ANALYSES)
+@pytest.mark.parametrize("kind", cells(jobs.ANALYSES, QUICK))
 def test_on_the_same_layout_it_ends_with_the_same_bits(
     ranks: Ranks, tmp_path: Path, in_one_go: InOneGo, kind: str
 ) -> None:
