@@ -235,8 +235,8 @@ VECTORS = (
 
 ZERO = (
     Defect(
-        "max(0, min(length, p.ds_numel - start))",
-        "length",
+        "max(start, run.start), min(start + numel, run.start + run.numel)",
+        "max(start, run.start), start + numel",
         "ZeRO-3's padding is in the vectors",
         (ZERO3.format("a_product_is_the_dense_hessian_times_the_vector"),),
     ),
@@ -248,8 +248,8 @@ ZERO = (
     ),
     Defect(
         "optimizer.micro_step_id = micro_step - bool(ready)",
-        "optimizer.micro_step_id = micro_step",
-        "an accumulation window of ZeRO-2 goes on one micro-step too late",
+        "optimizer.micro_step_id = -1",
+        "an accumulation window of an offloaded ZeRO-2 begins anew",
         (SAME.format("2 optimizer offload"),),
     ),
     Defect(

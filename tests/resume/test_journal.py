@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,24 @@ def test_a_vector_that_differs_is_not_replayed(
     found = ranks(1).run(jobs.analysis, "MINRES", str(tmp_path))[0]
     assert found[2] == 3
     assert abs(found[0]["x"] - whole[0]["x"]).max() < NOISE
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_a_replayed_product_is_as_wrong_as_its_vector_is_off(
+    ranks: Ranks, tmp_path: Path, share: float
+) -> None:
+    job = jobs.replay_of_a_vector_off_by
+    kept, replayed, error = ranks(2).run(job, share, str(tmp_path))[0]
+    assert replayed == 2
+    # The distance is known from four random vectors.
+    assert 0.3 < math.sqrt(error**2 - kept**2) / (share * kept) < 2
+
+
+def test_a_product_of_a_vector_that_is_further_off_than_its_error_is_made_anew(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    kept, replayed, error = ranks(2).run(jobs.replay_of_a_vector_off_by, 8.0, str(tmp_path))[0]
+    assert replayed == 1 and error < 3 * kept
 
 
 FOREIGN = {
