@@ -359,6 +359,7 @@ def random_states(folder: str) -> bool:
     saved = SavedSpectrum(Path(folder), backend.layout, backend.space)
     saved._store.save({"runs": [], "seconds": 0.0, "all_reduces": 0}, {})
     first = draw()
+    draw()  # training continues
     second = SavedSpectrum(Path(folder), backend.layout, backend.space)
     before = torch.get_rng_state()
     with second.random_states():

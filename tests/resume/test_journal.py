@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,19 @@ def test_a_vector_that_differs_is_not_replayed(
     found = ranks(1).run(jobs.analysis, "MINRES", str(tmp_path))[0]
     assert found[2] == 3
     assert abs(found[0]["x"] - whole[0]["x"]).max() < NOISE
+
+
+def test_reductions_of_every_part_of_an_interrupted_run_are_counted(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    def reductions(folder: Path, *stops: int) -> int:
+        for stop in stops:
+            ranks(1).run(jobs.analysis, "Hutchinson", str(folder), stop)
+        _, path = jobs.newest(folder)
+        assert path is not None
+        return int(json.loads(path.read_text())["content"]["figures"]["all_reduces"])
+
+    assert reductions(tmp_path / "interrupted", 2, 4) >= reductions(tmp_path / "in one go", 4)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
