@@ -168,6 +168,19 @@ def test_a_row_that_was_not_written_is_an_error(way: str) -> None:
                 pass
 
 
+def test_a_rotated_block_that_was_not_written_is_an_error(way: str) -> None:
+    """Also where the block ends in columns that have no coordinate and stay as they were."""
+    stored = DiskRows(100, 2, torch.float32, torch.device("cpu"), None)
+    for row in (0, 1):
+        stored.write(row, torch.ones(100))
+    ((columns, block),) = stored.blocks(2)
+    with files_end_at(512):
+        stored.replace(columns, 2 * block)
+        with pytest.raises(OSError, match="too large|should have been written"):
+            for _ in stored.blocks(2):
+                pass
+
+
 def full_disk(way: str, where: str, mode: str) -> tuple[str, int]:
     """What Lanczos says on a rank when rank 1's disk is full, at the start or from step 3 on, and
     how many steps were made.
