@@ -37,6 +37,31 @@ def context() -> Any:
     return found
 
 
+def _references() -> dict[Any, int]:
+    """The process groups beside the default one, and how often each is referred to."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
+
+    found = {}
+    for group in list(_world.pg_map):
+        if group is not dist.group.WORLD:
+            found[group] = sys.getrefcount(group)
+    return found
+
+
+def _end_groups(alone: int) -> None:
+    """End the process groups to which nothing refers, whose threads poll 100 times a second.
+
+    Args:
+        alone: Number of references to a group that only torch.distributed keeps.
+    """
+    import torch.distributed as dist
+
+    for group, references in _references().items():
+        if references <= alone:
+            dist.destroy_process_group(group)
+
+
 def _serve(
     rank: int,
     world_size: int,
@@ -74,12 +99,18 @@ def _serve(
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", verbose=False)
+    made = [torch.distributed.new_group(list(range(world_size)))]
+    alone = _references()[made[0]] - 1
+    torch.distributed.destroy_process_group(made.pop())
     modules = 0
     while True:
         call = pipe.recv()
         if call is None:
             return
         function, args, kwargs = call
+        if function is None:
+            _end_groups(alone)
+            continue
         try:
             pipe.send((True, function(*args, **kwargs)))
         except BaseException:  # the test process shows it
@@ -156,6 +187,8 @@ class RankPool:
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 results[pipe] = pipe.recv()
+        for pipe in self.pipes:  # no rank is in a collective any more
+            pipe.send((None, (), {}))
         for rank, pipe in enumerate(self.pipes):
             good, value = results[pipe]
             if not good:

@@ -69,9 +69,9 @@ class HessianAlignment(Measured):
     kind: ClassVar[str] = "alignment"
     arrays: ClassVar[dict[str, Axes]] = {
         "values": Axes("k", finite=True),
-        "errors": Axes("k"),
-        "gradient_shares": Axes("k, or 0 without a gradient"),
-        "update_shares": Axes("k, or 0 without Adam"),
+        "errors": Axes("k", least=0),
+        "gradient_shares": Axes("k", optional=True),
+        "update_shares": Axes("k", optional=True),
         "principal_angles": Axes("angles"),
     }
     sharded: ClassVar[dict[str, str]] = {"vectors": "k"}

@@ -24,7 +24,7 @@ from ds_hessian.records.fields import Axes
 
 SYSTEMS = {
     "dampings": Axes("d", finite=True),
-    "residuals": Axes("d"),
+    "residuals": Axes("d", least=0),
     "converged": Axes("d", kind="b"),
     "negative_curvature": Axes("d", kind="b"),
 }
@@ -45,13 +45,13 @@ class HessianEigenpairs(Eigenpairs, Measured):
     kind: ClassVar[str] = "eigenpairs"
     arrays: ClassVar[dict[str, Axes]] = {
         "values": Axes("k", finite=True),
-        "errors": Axes("k"),
-        "residuals": Axes("k"),
-        "product_errors": Axes("k"),
+        "errors": Axes("k", least=0),
+        "residuals": Axes("k", least=0),
+        "product_errors": Axes("k", least=0),
         "displacements": Axes("k"),
         "converged": Axes("k", kind="b"),
         "concentrations": Axes("k", named=True),
-        "sampling_errors": Axes("k or 0"),
+        "sampling_errors": Axes("k", optional=True, least=0),
     }
     sharded: ClassVar[dict[str, str]] = {"vectors": "k"}
 
@@ -67,7 +67,7 @@ class HessianTrace(TraceEstimate, Measured):
     arrays: ClassVar[dict[str, Axes]] = {
         "samples": Axes("samples"),
         "block_values": Axes("B"),
-        "block_errors": Axes("B"),
+        "block_errors": Axes("B", least=0),
     }
     labels: ClassVar[dict[str, str]] = {"blocks": "B"}
 
@@ -78,7 +78,7 @@ class HessianSolution(Solution, Measured):
 
     kind: ClassVar[str] = "solution"
     arrays: ClassVar[dict[str, Axes]] = SYSTEMS | {
-        "errors": Axes("d"),
+        "errors": Axes("d", least=0),
         "steps": Axes("d", kind="i"),
     }
     sharded: ClassVar[dict[str, str]] = {"x": "d"}
@@ -103,7 +103,7 @@ class HessianInfluence(DampedSystems, Measured):
     kind: ClassVar[str] = "influence"
     arrays: ClassVar[dict[str, Axes]] = SYSTEMS | {
         "scores": Axes("d", "N"),
-        "errors": Axes("d", "N"),
+        "errors": Axes("d", "N", least=0),
     }
 
     scores: Array
@@ -158,10 +158,10 @@ class HessianBlockCoupling(BlockCoupling, Measured):
     kind: ClassVar[str] = "block_coupling"
     arrays: ClassVar[dict[str, Axes]] = {
         "sizes": Axes("B"),
-        "relative_errors": Axes("B"),
+        "relative_errors": Axes("B", least=0),
         "cosines": Axes("B"),
         "noises": Axes("B"),
-        "null_relative_errors": Axes("B"),
+        "null_relative_errors": Axes("B", least=0),
         "null_cosines": Axes("B"),
     }
     labels: ClassVar[dict[str, str]] = {"names": "B"}

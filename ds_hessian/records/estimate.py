@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ds_hessian.errors import NumericsError
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -13,10 +15,17 @@ class Estimate:
     Attributes:
         value: The value, in the unit of the quantity.
         error: One standard error, or the bound that the quantity's documentation names; same unit.
+
+    Raises:
+        NumericsError: the error is negative.
     """
 
     value: float
     error: float
+
+    def __post_init__(self) -> None:
+        if self.error < 0:
+            raise NumericsError(f"an error must be at least 0, got {self.value} ± {self.error}")
 
     def __float__(self) -> float:
         return self.value

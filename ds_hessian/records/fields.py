@@ -47,6 +47,8 @@ class Axes:
         axes: Their names.
         kind: Type of the entries.
         finite: Whether every entry must be finite.
+        least: What every entry must reach; 0 for errors.
+        optional: Whether the array may be empty instead.
         named: Whether the field is a mapping of names to arrays of this shape.
     """
 
@@ -55,9 +57,12 @@ class Axes:
         *axes: str,
         kind: Literal["f", "i", "b"] = "f",
         finite: bool = False,
+        least: float = -math.inf,
+        optional: bool = False,
         named: bool = False,
     ) -> None:
         self.axes, self.kind, self.finite, self.named = axes, kind, finite, named
+        self.least, self.optional = least, optional
 
     def __str__(self) -> str:
         return f"({', '.join(self.axes)})"
@@ -93,11 +98,12 @@ def _settle(name: str, value: object, axes: Axes, sizes: dict[str, int]) -> Arra
     if not issubclass(given.dtype.type, GIVEN[axes.kind]):
         raise ResultError(f"{name} must hold {STORED[axes.kind].__name__}, got {given.dtype}")
     array: Array = np.array(given, dtype=STORED[axes.kind], order="C")
-    if array.ndim == len(axes.axes):
+    empty = axes.optional and array.size == 0
+    if array.ndim == len(axes.axes) and not empty:
         for axis, size in zip(axes.axes, array.shape, strict=True):
             sizes.setdefault(axis, size)
     wanted = tuple(sizes.get(axis, -1) for axis in axes.axes)
-    if array.shape != wanted:
+    if array.shape != wanted and not (empty and array.ndim == len(wanted)):
         raise ResultError(f"{name} must be {wanted}, its {axes}, got {array.shape}")
     if axes.kind == "f":
         _check_size(name, array, axes)
@@ -110,6 +116,8 @@ def _check_size(name: str, array: Array, axes: Axes) -> None:
     if axes.finite and not finite.all():
         raise NumericsError(f"{name} must be finite, got {array}")
     largest = max(np.max(array, where=finite, initial=0), -np.min(array, where=finite, initial=0))
+    if np.min(array, where=finite, initial=0) < axes.least:
+        raise NumericsError(f"{name} must be at least {axes.least:g}, got {array}")
     if largest > LARGEST:
         raise NumericsError(f"{name} must be at most {LARGEST:g} in size, got {largest:g}")
 
