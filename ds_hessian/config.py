@@ -9,11 +9,11 @@ it selects an accelerator. Nothing here needs DeepSpeed to be importable, let al
 from __future__ import annotations
 
 import base64
-import binascii
 import difflib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeGuard, get_args, get_origin
 
@@ -90,13 +90,19 @@ class BasisConfig(_Section):
     device: Literal["accelerator", "host", "disk"] = _field(
         "accelerator",
         "Memory of the basis: that of the parameters; (pinned) host memory; or a nameless file in "
-        "`folder`, which vanishes with the process.",
+        "`folder`, which vanishes with the process. In mode `none` a spectrum stores no basis, but "
+        "other analyses do.",
     )
     folder: Annotated[str, BeforeValidator(_path_text), Field(min_length=1)] | None = _field(
         None,
         "Folder of the basis on `disk`; null for the system's temporary folder.",
         "a path that is not empty, or null",
     )
+
+
+_WINDOW = ReorthogonalizationConfig.model_fields["window"]
+_WINDOWED = ("window", "selective")
+"""Modes in which `window` has an effect."""
 
 
 class HessianConfig(_Section):
@@ -220,6 +226,11 @@ class HessianConfig(_Section):
             for name, interval in intervals.items()
             if interval and not self.enabled
         ]
+        if self.resume is not None and not self.enabled:
+            lines.append(
+                f"{SECTION}.resume: has no effect while {SECTION}.enabled is false, which measures "
+                "nothing: remove one of the two"
+            )
         if self.start_step and not self.scheduled:
             lines.append(
                 f"{SECTION}.start_step: {self.start_step} has no effect while {SECTION}.interval "
@@ -231,6 +242,12 @@ class HessianConfig(_Section):
                 f"{SECTION}.sampling: needs Ritz vectors, for which "
                 f'{SECTION}.reorthogonalization.mode = "{self.reorthogonalization.mode}" stores '
                 'too little: set "full" or "selective", or leave sampling off'
+            )
+        found = self.reorthogonalization
+        if found.mode not in _WINDOWED and found.window != _WINDOW.default:
+            lines.append(
+                f"{SECTION}.reorthogonalization.window: {found.window} has no effect in mode "
+                f'"{found.mode}": set {" or ".join(map(_shown, _WINDOWED))}, or remove window'
             )
         if self.basis.folder is not None and self.basis.device != "disk":
             lines.append(
@@ -274,9 +291,12 @@ class HessianConfig(_Section):
         if SECTION in settings:
             return cls.parse(settings[SECTION])
         for key in settings:
-            if difflib.SequenceMatcher(None, str(key).lower(), SECTION).ratio() > 0.85:
+            name = str(key).lower()
+            # No key of DeepSpeed's contains the first letters.
+            if SECTION[:4] in name or difflib.SequenceMatcher(None, name, SECTION).ratio() > 0.85:
                 raise ConfigError(
-                    f'{key}: unknown key of the DeepSpeed configuration; did you mean "{SECTION}"?'
+                    f"{_brief(str(key))}: unknown key of the DeepSpeed configuration; "
+                    f'did you mean "{SECTION}"?'
                 )
         return None
 
@@ -286,7 +306,8 @@ class HessianConfig(_Section):
         Args:
             **overrides: Top-level keys; keys of a subsection by their own name
                 (`displacement=1e-3`); or a subsection as a dictionary, whose other keys stay
-                (`finite_difference={"displacement": 1e-3}`).
+                (`finite_difference={"displacement": 1e-3}`). A setting of this config that
+                would have no effect with them, and is not among them, is dropped.
 
         Raises:
             ConfigError: an override is unknown or given twice, or the result is wrong.
@@ -295,7 +316,10 @@ class HessianConfig(_Section):
         for name, value in overrides.items():
             paths = [path for path in leaves() if path == name or path.endswith(f".{name}")]
             nested = section.get(name)
-            if isinstance(nested, dict) and isinstance(value, Mapping | BaseModel):
+            if isinstance(nested, dict):
+                if not isinstance(value, Mapping | BaseModel):
+                    lines.append(f"{SECTION}.{name}: must be an object, got {_shown(value)}")
+                    continue
                 changes = _plain(value)
                 nested.update(changes)
                 touched = [f"{name}.{key}" for key in changes]
@@ -306,13 +330,23 @@ class HessianConfig(_Section):
                 section[parent][leaf], touched = value, paths
             else:
                 known = [*section, *(path.split(".")[-1] for path in leaves())]
-                lines.append(f"{name}: unknown override{_suggestion(name, known)}")
+                lines.append(f"{_brief(name)}: unknown override{_suggestion(name, known)}")
                 continue
             lines += [f"{SECTION}.{p}: overridden twice: keep one" for p in touched if p in given]
             given.update(touched)
         if lines:
             raise ConfigError("\n".join(lines))
+        _drop_inert(section, given)
         return self.parse(section)
+
+
+def _drop_inert(section: dict[str, Any], given: set[str]) -> None:
+    """Reset settings without effect, unless they were given in the same call."""
+    mode, device = section["reorthogonalization"]["mode"], section["basis"]["device"]
+    if mode not in _WINDOWED and "reorthogonalization.window" not in given:
+        section["reorthogonalization"]["window"] = _WINDOW.default
+    if device != "disk" and "basis.folder" not in given:
+        section["basis"]["folder"] = None
 
 
 def describe() -> str:
@@ -339,12 +373,15 @@ def _is_section(annotation: object) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def _plain(value: Any) -> Any:
-    """Return mappings and sections as dictionaries (strict pydantic takes no other mapping)."""
+def _plain(value: Any, levels: int = 2) -> Any:
+    """Return mappings and sections as dictionaries (strict pydantic takes no other mapping).
+
+    Deeper than so many levels no setting is, and the value stays as it is, to be refused.
+    """
     if isinstance(value, BaseModel):
         return value.model_dump()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, Mapping) and levels:
+        return {str(key): _plain(entry, levels - 1) for key, entry in value.items()}
     return value
 
 
@@ -360,25 +397,36 @@ def read_deepspeed(config: str | Path) -> Mapping[str, Any]:
         raise ConfigError(
             f"the DeepSpeed configuration must be a dictionary or a path, got {_shown(config)}"
         )
-    try:
-        if os.path.exists(config):
-            text, source = Path(config).read_text(encoding="utf-8"), str(config)
-        else:
-            text, source = base64.urlsafe_b64decode(str(config)).decode(), "base64 text"
-    except (binascii.Error, UnicodeDecodeError, ValueError):
-        raise ConfigError(
-            "the DeepSpeed configuration must be a path of a JSON file, got "
-            f"{_shown(str(config))}: no such file, and not base64 text either"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"cannot read the DeepSpeed configuration {config}: {error}") from error
+    text, source = _text_of(config)
     try:
         settings = hjson.loads(text, object_pairs_hook=_without_duplicates)
-    except hjson.HjsonDecodeError as error:
+    except RecursionError:
+        raise ConfigError(f"{source} is nested too deeply for a configuration") from None
+    except (ValueError, OverflowError) as error:  # hjson's own, or a number out of range
         raise ConfigError(f"{source} is not JSON: {error}") from error
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{source} must hold a JSON object, got {_shown(settings)}")
     return settings
+
+
+def _text_of(config: str | Path) -> tuple[str, str]:
+    """Return the text of a configuration, and where it is from."""
+    try:
+        if os.path.exists(config):
+            return Path(config).read_bytes().decode("utf-8"), str(config)
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"the DeepSpeed configuration {config} is not UTF-8 text ({error}): save it as UTF-8"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the DeepSpeed configuration {config}: {error}") from error
+    try:
+        return base64.urlsafe_b64decode(str(config)).decode(), "base64 text"
+    except ValueError:  # not base64, or not the base64 of text
+        raise ConfigError(
+            "the DeepSpeed configuration must be a path of a JSON file, got "
+            f"{_shown(str(config))}: no such file, and not base64 text either"
+        ) from None
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -410,7 +458,7 @@ def _explain(location: tuple[int | str, ...], kind: str, value: object) -> tuple
     path = SECTION
     for name in map(str, location):
         if name not in model.model_fields:
-            return f"{path}.{name}", f"unknown key{_suggest_key(path, name, model)}"
+            return f"{path}.{_brief(name)}", f"unknown key{_suggest_key(path, name, model)}"
         path, field = f"{path}.{name}", model.model_fields[name]
         if not _is_section(field.annotation):
             return path, f"must be {_required(field)}, got {_shown(value)}: {_advice(field, value)}"
@@ -474,8 +522,13 @@ def _is_literal(text: str) -> bool:
 
 def _shown(value: object) -> str:
     """Return a value as JSON would write it, shortened."""
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError):
-        text = repr(value)
+    text = f"a value of type {type(value).__name__}"
+    for write in (json.dumps, repr):  # neither shows a number of thousands of digits, or any depth
+        with suppress(TypeError, ValueError, RecursionError):
+            text = write(value)
+            break
+    return _brief(text)
+
+
+def _brief(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."

@@ -89,6 +89,7 @@ class Subject:
                     same = {"settings": settings_of(self.config), **(identity or {})}
                     retire(place, backend.space, same, backend.step)
                 saved = kind(place, backend.layout, backend.space)
+                stack.callback(saved.close)
                 stack.enter_context(saved.random_states())
                 began, reduced = began - saved.seconds, reduced - saved.all_reduces
             session = stack.enter_context(backend.measuring(self.objective, self.passes))

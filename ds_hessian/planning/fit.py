@@ -131,10 +131,8 @@ def alternatives(analysis: A, config: HessianConfig) -> list[Alternative[A]]:
         less = [*less, {"resume": None}]
     for change in less:
         other, overrides = analysis.changed(change)
-        device = overrides.get("device", config.basis.device)
-        folder = config.basis.folder if device == "disk" else None
         try:
-            settings = config.with_overrides(**overrides, folder=folder)
+            settings = config.with_overrides(**overrides)
         except ConfigError:
             continue  # contradicts something else that was asked for
         if settings != config or other.settings() != analysis.settings():

@@ -37,6 +37,10 @@ class LockstepError(RuntimeError):
     """
 
 
+class RankInterrupt(KeyboardInterrupt):
+    """Another rank was interrupted; the message names it."""
+
+
 class Follower:
     """The state of a thread of this rank between meetings; `Lockstep` also follows other ranks.
 
@@ -111,7 +115,7 @@ class _Failure(NamedTuple):
 
 def _failure(error: BaseException, when: When, rank: int, depth: int, doing: str) -> _Failure:
     message = f"{type(error).__name__}: {error}"
-    return _Failure(when, rank, depth, doing, message, _interrupts(error))
+    return _Failure(when, rank, depth, doing, message, interrupts(error))
 
 
 def agree(
@@ -172,18 +176,18 @@ def agree(
 def _raise_first(
     failed: Sequence[_Failure], error: BaseException | None, when: When, as_it_is: bool
 ) -> NoReturn:
-    first = min(failed)
+    first, interrupted = min(failed), any(failure.interrupt for failure in failed)
     if error is not None:
         first_too = isinstance(error, HessianError) and when == first.when
-        if _interrupts(error) or first_too or as_it_is:
+        if interrupts(error) or ((first_too or as_it_is) and not interrupted):
             raise error
     text = f"while {first.doing}, rank {first.rank}: {first.message}"
-    if any(failure.interrupt for failure in failed):
-        raise KeyboardInterrupt(text) from error
+    if interrupted:
+        raise RankInterrupt(text) from error
     raise MeasurementError(text) from error
 
 
-def _interrupts(error: BaseException) -> bool:
+def interrupts(error: BaseException) -> bool:
     """Return whether an error ends more than the measurement."""
     return not isinstance(error, Exception)
 

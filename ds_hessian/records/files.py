@@ -13,10 +13,15 @@ import fcntl
 import os
 import re
 import secrets
+import socket
+import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+
+from ds_hessian.errors import ConfigError
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -108,4 +113,55 @@ def _remove_if_abandoned(path: Path) -> None:
         if _lock(descriptor):
             path.unlink(missing_ok=True)
     finally:
+        os.close(descriptor)
+
+
+class Claim:
+    """The claim of this process on a folder, until it is released or the process ends.
+
+    It is a lock on a hidden file of the folder, which says whose it is. Within one process it is
+    not exclusive; a file system without locks has no claims.
+
+    Raises:
+        ConfigError: another process has claimed the folder; the message names it.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / ".in_use"
+        descriptor = _locked(path)
+        who = f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}"
+        self._release = weakref.finalize(self, _unlock, path, descriptor, os.getpid())
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, who.encode(), 0)
+
+    def release(self) -> None:
+        """Let other processes claim the folder."""
+        self._release()
+
+
+def _locked(path: Path) -> int:
+    """Return a descriptor of the file that other processes find there, locked."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            who = os.pread(descriptor, 200, 0).decode(errors="replace")
+            os.close(descriptor)
+            raise ConfigError(
+                f"{path.parent} is in use by {who or 'another process'}: wait for its end, or name "
+                "another folder"
+            ) from None
+        except OSError:  # no locks here
+            return descriptor
+        if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
+            return descriptor
+        os.close(descriptor)  # its owner has removed it meanwhile
+
+
+def _unlock(path: Path, descriptor: int, owner: int) -> None:
+    if os.getpid() == owner:  # not a child that was forked from it
+        path.unlink(missing_ok=True)
         os.close(descriptor)

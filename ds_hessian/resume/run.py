@@ -94,6 +94,10 @@ class SavedRun:
         """Remove the state: the measurement is complete."""
         self._store.clear()
 
+    def close(self) -> None:
+        """Let other jobs use the folder. Not collective."""
+        self._store.close()
+
     def _keep(self, figures: Mapping[str, object], vectors: Mapping[str, Given]) -> None:
         """Save these figures and vectors with those of every measurement; see `StateStore.save`."""
         common = {

@@ -1,65 +1,98 @@
 """The state of a run on disk: figures, the same on every rank, and sharded vectors.
 
-    <folder>/state.0.json, state.1.json      two generations of figures, written by rank 0
-    <folder>/run-<id>/rank<r>.json           the fragments of a rank's vectors, and its notes
-    <folder>/run-<id>/<name>.rank<r>.safetensors    a rank's part of a vector
+    <folder>/state.<g>.json                  generations of figures, written by rank 0
+    <folder>/run-<id>/rank<r>/layout.json    the fragments of a rank's vectors, and its notes
+    <folder>/run-<id>/rank<r>/<name>.safetensors    a rank's part of a vector
 
 A vector never changes once it has its name, so each is written once. A generation names its vectors
-and is written last, when every rank has written its own, over the older one of the two; every file
-is written aside, flushed to the disk and renamed, and holds a checksum. A job may so be killed at
-any moment: what is on disk is at worst one `save` old, and what it was about to write is removed
-with what is no longer needed. The folder must be seen by all ranks.
+and is written last, when every rank has written its own. It is kept as long as the newest two
+generations name all of its vectors: a vector that is damaged costs the products since it was
+written, whichever it is. Every file is written aside, flushed to the disk and renamed, and holds a
+checksum. A job may so be killed at any moment: what is on disk is at worst one `save` old, and what
+it was about to write is removed with what is no longer needed.
 
-Another layout reads the same vectors by parameter name and index in the unsharded parameter, and
-continues in a run of its own beside the old one.
+The folder must be seen by all ranks, and one job at a time may use it. A rank lists only its own
+folder. Another layout reads the same vectors by parameter name and index in the unsharded
+parameter, and continues in a run of its own beside the old one.
 
 Cost of a `save` with one new vector: 4 n_local bytes written by each rank, three small all-reduces.
 Resuming reads every vector once: its checksum, and the vector itself when it is asked for, are of
-the same pages, which stay in the system's cache of files and in nobody's memory.
+the same pages, which stay in the system's cache of files and in nobody's memory. On another layout
+each rank also reads the layouts of a share of the old ranks, which are then exchanged.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
 import logging
 import shutil
 import uuid
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ds_hessian.errors import ConfigError, ResultError
-from ds_hessian.ranks import checkpoint, together
+from ds_hessian.ranks import checkpoint, gather_objects, together
 from ds_hessian.records.fields import Json
-from ds_hessian.records.files import remove_abandoned, replacing, temporaries
-from ds_hessian.records.safetensors import Reader, Writer
-from ds_hessian.vectors import Box, Fragment, Layout, VectorSpace
+from ds_hessian.records.files import Claim
+from ds_hessian.resume.files import (
+    Origin,
+    read_json,
+    read_vector,
+    text_digest,
+    write_json,
+    write_vector,
+)
+from ds_hessian.resume.generations import (
+    ID,
+    Generation,
+    from_rank_0,
+    generations,
+    remove_all,
+    runs_in,
+    state_file,
+    state_files,
+    still_whole,
+)
+from ds_hessian.resume.parts import Index, from_json, overlaps, to_json
+from ds_hessian.vectors import Layout, VectorSpace
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-FORMAT = 1
+FORMAT = 2
 """Format of the files; raised with every change that an older reader would misread."""
 
-GENERATIONS = 2
-
-ID = 12
-"""Hexadecimal digits of a run's id."""
-
-Index = slice | Tensor
-Parts = dict[int, list[tuple[Index, Index]]]
 Source = Callable[[str], Tensor]
 Given = Tensor | Callable[[], Tensor] | None
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """The files of one rank of a run.
+
+    Attributes:
+        digest: The digest of its layout.
+        n_local: The size of its vectors.
+        pairs: Which coordinates of this rank are in them, and where.
+    """
+
+    run: str
+    rank: int
+    digest: str
+    n_local: int
+    pairs: list[tuple[Index, Index]]
+
+
+@dataclass(frozen=True)
+class _Unusable:
+    """Why a generation cannot be used, and its damaged (run, vector), of all ranks."""
+
+    text: str
+    vectors: frozenset[tuple[str, str]] = frozenset()
 
 
 class StateStore:
@@ -76,9 +109,10 @@ class StateStore:
         notes: This rank's, of the run that is resumed; None if it has another layout.
 
     Raises:
-        ConfigError: there is a state, but none of its generations can be read.
+        ConfigError: another job uses the folder, or there is a state, but none of its generations
+            can be read.
 
-    Collective: the constructor and all methods.
+    Collective: the constructor and all methods but `close`.
     """
 
     def __init__(
@@ -89,17 +123,26 @@ class StateStore:
         self.notes: Json | None = None
         self._doing = f"keeping the state of the run in {folder}"
         self._source: Source | None = None
-        self._whole: dict[Path, Tensor] = {}  # mapped, with the right checksum, not asked for yet
-        self._kept: list[tuple[str, frozenset[str]]] = []  # (run, vectors) of both generations
+        self._mapped: dict[Path, Tensor] = {}  # with the right checksum, not asked for yet
+        self._kept: list[Generation] = []
         self._written: frozenset[str] = frozenset()
-        self._generation = 0
-        self._run = _from_rank_0(space, f"run-{uuid.uuid4().hex[:ID]}")
+        self._listed = False
+        self._claim: Claim | None = None
+        with together(self._doing, device=space.device):
+            if space.rank == 0:
+                self._claim = Claim(folder)
+        self._run = from_rank_0(space, f"run-{uuid.uuid4().hex[:ID]}")
+        fragments = to_json(layout)
+        self._digest = text_digest(json.dumps(fragments))
         self._take_up()
         if self.notes is None:
             with together(self._doing, device=space.device):
-                content = {"fragments": [_plain(f) for f in layout.fragments], "notes": dict(notes)}
-                (folder / self._run).mkdir(parents=True, exist_ok=True)
-                _write_json(self._rank_file(self._run, space.rank), content)
+                content = {
+                    **{"run": self._run, "rank": space.rank},
+                    **{"fragments": fragments, "notes": dict(notes)},
+                }
+                self._place(self._run, space.rank).mkdir(parents=True, exist_ok=True)
+                write_json(self._layout_file(self._run, space.rank), content)
 
     def vector(self, name: str) -> Tensor:
         """Return a vector of the state that was found, `(n_local,)` fp32, on the CPU.
@@ -123,9 +166,10 @@ class StateStore:
             MeasurementError: some rank could not write (the state before is still there), or could
                 not remove what is no longer needed.
         """
-        names, generation = frozenset(vectors), self._generation + 1
+        number = self._kept[-1].number + 1 if self._kept else 1
+        new = Generation(number, self._run, frozenset(vectors))
         with together(self._doing, device=self.space.device):
-            for name in sorted(names - self._written):
+            for name in sorted(new.vectors - self._written):
                 v = vectors[name]
                 v = v() if callable(v) else v
                 self._write_vector(name, self._read(name) if v is None else v)
@@ -133,299 +177,217 @@ class StateStore:
             if self.space.rank == 0:
                 content = {
                     "format": FORMAT,
-                    "generation": generation,
+                    "generation": new.number,
                     "run": self._run,
                     "world_size": self.space.world_size,
-                    "vectors": sorted(names),
+                    "vectors": sorted(new.vectors),
                     "figures": dict(figures),
                 }
-                _write_json(self._state_file(generation), content)
-        self._generation, self._written, self._source = generation, names, None
-        self._whole.clear()
-        self._kept = [*self._kept, (self._run, names)][-GENERATIONS:]
+                write_json(state_file(self.folder, new.number), content)
+        self._written, self._source = new.vectors, None
+        self._mapped.clear()
+        before, self._kept = self._kept, still_whole([*self._kept, new])
         with together(self._doing, device=self.space.device):
-            self._remove_unused()
+            self._remove_unused([g for g in before if g not in self._kept])
 
     def clear(self) -> None:
         """Remove the state: the run has ended."""
         self._source, self._written, self._kept = None, frozenset(), []
-        self._whole.clear()
+        self._mapped.clear()
         with together(self._doing, device=self.space.device):
             if self.space.rank == 0:
-                _remove_all(self.folder)
+                remove_all(self.folder)
+            self.close()
+
+    def close(self) -> None:
+        """Let other jobs use the folder. Not collective."""
+        if self._claim is not None:
+            self._claim.release()
 
     # ---- reading
 
     def _take_up(self) -> None:
-        problems = []
+        problems, bad = [], frozenset[tuple[str, str]]()
         for content in generations(self.folder, self.space):
-            if isinstance(content, str):
-                problems.append(content)
+            if self._kept:  # older than the one that is resumed
+                if not isinstance(content, str):
+                    self._kept.insert(0, Generation.of(content))
                 continue
-            found = self._find(content)
-            if isinstance(found, str):
-                problems.append(found)
-                continue
-            self._source, notes = found
-            self.figures, self._generation = content["figures"], content["generation"]
-            names = frozenset(content["vectors"])
-            self._kept = [(content["run"], names)]
-            if notes is not None:
-                self._run, self.notes, self._written = content["run"], notes, names
-            return
-        if problems:
+            problem = self._require_usable(content, bad)
+            if isinstance(problem, _Unusable):
+                problems.append(problem.text)
+                bad |= problem.vectors
+        if problems and not self._kept:
             raise ConfigError(
                 f"the state in {self.folder} cannot be resumed: {'; '.join(problems)}: remove the "
                 "folder, or name another, to begin anew"
             )
+        if problems and self.space.rank == 0:
+            text = "an older generation of the state in %s is used, generation %d: %s"
+            logger.warning(text, self.folder, self._kept[-1].number, "; ".join(problems))
+
+    def _require_usable(
+        self, content: Json | str, bad: frozenset[tuple[str, str]]
+    ) -> _Unusable | None:
+        """Resume from a generation, or return why not."""
+        if isinstance(content, str):
+            return _Unusable(content)
+        if content["format"] != FORMAT:
+            found = content["format"]
+            return _Unusable(f"it has format {found}, this ds_hessian reads {FORMAT}")
+        generation = Generation.of(content)
+        if generation.needs & bad:
+            return _Unusable(f"generation {generation.number} names them too")
+        state = self._find(content)
+        if isinstance(state, _Unusable):
+            return state
+        self._source, notes = state
+        self.figures, self._kept = content["figures"], [generation]
+        if notes is not None:
+            self._run, self.notes, self._written = generation.run, notes, generation.vectors
+        return None
 
     def _read(self, name: str) -> Tensor:
         assert self._source is not None
         return self._source(name)
 
-    def _find(self, content: Json) -> tuple[Source, Json | None] | str:
+    def _find(self, content: Json) -> tuple[Source, Json | None] | _Unusable:
         """Return a function that reads a generation's vectors, and this rank's notes if this layout
-        wrote them; or what is wrong with them, on any rank.
+        wrote them.
         """
-        if content["format"] != FORMAT:
-            return f"it has format {content['format']}, this ds_hessian reads {FORMAT}"
-        run, ranks, problem = content["run"], range(content["world_size"]), None
-        own: Json = {}
+        run, world_size, own = content["run"], content["world_size"], Json()
+        problem: str | None = None
         try:
-            if self.space.world_size == len(ranks):
-                own = _read_json(self._rank_file(run, self.space.rank))
+            if self.space.world_size == world_size:
+                own = self._read_layout(run, self.space.rank)
         except ResultError as error:
             problem = str(error)
         # The same layout on every rank, or another one for all: they write as one run.
-        differs = own.get("fragments") != [_plain(f) for f in self.layout.fragments]
+        differs = own.get("fragments") != to_json(self.layout)
         count = self.space.reduce(torch.tensor([float(differs)], dtype=torch.float64))
         same = float(count[0]) == 0
-        source: Source = partial(self._read_vector, run, self.space.rank)
-        needed = [self.space.rank]
-        self._whole.clear()
+        ranks, damaged = list[_Rank](), list[str]()
         try:
-            if not same:
-                parts = self._parts(run, ranks)
-                source = partial(self._assemble, run, parts)
-                needed = [rank for rank, pairs in parts.items() if pairs]
-            for name in content["vectors"]:  # the checksums, now, while refusing is still possible
-                for rank in needed:
-                    path = self._vector_file(run, name, rank)
-                    self._whole[path] = _checked(path)
+            if same:
+                ranks = [_Rank(run, self.space.rank, self._digest, self.layout.n_local, [])]
+            else:
+                ranks = self._overlapping(run, world_size)
         except ResultError as error:
             problem = problem or str(error)
-        problem = self._everywhere(problem)
-        return problem or (source, own["notes"] if same else None)
+        for name in content["vectors"]:  # the checksums, now, while refusing is still possible
+            try:
+                for rank in ranks:
+                    path = self._vector_file(run, name, rank.rank)
+                    if path not in self._mapped:
+                        self._mapped[path] = self._checked(rank, name)
+            except ResultError as error:
+                damaged.append(name)
+                problem = problem or str(error)
+        found = gather_objects((problem, damaged))
+        every = frozenset((run, name) for _, names in found for name in names)
+        for number, (text, _) in enumerate(found):
+            if text:
+                return _Unusable(f"rank {number}: {text}", every)
+        if same:
+            return partial(self._whole, ranks[0]), own["notes"]
+        return partial(self._assemble, ranks), None
 
-    def _parts(self, run: str, ranks: range) -> Parts:
-        """Find which coordinates of this rank are stored in the files of another layout's ranks."""
-        parts, missing = {}, torch.ones(self.layout.n_local, dtype=torch.bool)
-        for rank in ranks:
-            entries = _read_json(self._rank_file(run, rank))["fragments"]
-            parts[rank] = overlaps(self.layout, Layout([_fragment(entry) for entry in entries]))
-            for here, _ in parts[rank]:
+    def _overlapping(self, run: str, world_size: int) -> list[_Rank]:
+        """Find which coordinates of this rank are in the files of another layout's ranks.
+
+        Collective: each layout is read by one rank.
+        """
+        mine: dict[int, Json | str] = {}
+        for number in range(self.space.rank, world_size, self.space.world_size):
+            try:
+                mine[number] = self._read_layout(run, number)
+            except ResultError as error:
+                mine[number] = str(error)
+        found, missing = list[_Rank](), torch.ones(self.layout.n_local, dtype=torch.bool)
+        for number, entry in (item for each in gather_objects(mine) for item in each.items()):
+            if isinstance(entry, str):
+                raise ResultError(entry)
+            there = from_json(entry["fragments"])
+            pairs = overlaps(self.layout, there)
+            if pairs:
+                digest = text_digest(json.dumps(entry["fragments"]))
+                found.append(_Rank(run, number, digest, there.n_local, pairs))
+            for here, _ in pairs:
                 missing[here] = False
         if bool(missing.any()):
             raise ResultError(
                 f"{int(missing.sum())} coordinates of this model are not in it: it is the state of "
                 "another model"
             )
-        return parts
+        return found
 
-    def _assemble(self, run: str, parts: Parts, name: str) -> Tensor:
+    def _whole(self, rank: _Rank, name: str) -> Tensor:
+        v = self._mapped.pop(self._vector_file(rank.run, name, rank.rank), None)
+        return self._checked(rank, name) if v is None else v
+
+    def _assemble(self, ranks: list[_Rank], name: str) -> Tensor:
         v = torch.zeros(self.layout.n_local)
-        for rank, pairs in parts.items():
-            theirs = self._read_vector(run, rank, name) if pairs else v
-            for here, there in pairs:
+        for rank in ranks:
+            theirs = self._whole(rank, name)
+            for here, there in rank.pairs:
                 v[here] = theirs[there]
         return v
 
-    def _read_vector(self, run: str, rank: int, name: str) -> Tensor:
-        path = self._vector_file(run, name, rank)
-        v = self._whole.pop(path, None)
-        return _checked(path) if v is None else v
+    def _checked(self, rank: _Rank, name: str) -> Tensor:
+        origin = Origin(rank.run, rank.rank, name, rank.digest)
+        return read_vector(self._vector_file(rank.run, name, rank.rank), origin, rank.n_local)
+
+    def _read_layout(self, run: str, rank: int) -> Json:
+        path = self._layout_file(run, rank)
+        content = read_json(path)
+        if (content["run"], content["rank"]) != (run, rank):
+            raise ResultError(
+                f"{path} is of rank {content['rank']} in {content['run']}, not of rank {rank} in "
+                f"{run}: files have been exchanged"
+            )
+        return content
 
     # ---- writing
 
     def _write_vector(self, name: str, v: Tensor) -> None:
-        wide = v.detach().to("cpu", torch.float32).contiguous()
-        path = self._vector_file(self._run, name, self.space.rank)
-        with Writer(path, {"vector": tuple(wide.shape)}, {"blake2b": _digest(wide)}) as writer:
-            writer.append(wide)
+        rank = self.space.rank
+        origin = Origin(self._run, rank, name, self._digest)
+        write_vector(self._vector_file(self._run, name, rank), v, origin)
 
-    def _remove_unused(self) -> None:
-        """Remove files of this rank (of rank 0, whole runs) that no generation names any more."""
-        needed = {name for run, names in self._kept if run == self._run for name in names}
-        used = {self._vector_file(self._run, name, self.space.rank) for name in needed}
-        for path in (self.folder / self._run).glob(f"*.rank{self.space.rank}.safetensors*"):
-            if path not in used:
-                path.unlink()
+    def _remove_unused(self, dropped: list[Generation]) -> None:
+        """Remove files of this rank (of rank 0, whole runs) that no generation names any more.
+
+        The first time, what jobs before this one have left is looked for.
+        """
+        used = frozenset(need for g in self._kept for need in g.needs)
+        gone = self._own_files({need for g in dropped for need in g.needs} - used)
+        runs, states = {g.run for g in dropped}, {g.number for g in dropped}
+        if not self._listed:
+            place = self._place(self._run, self.space.rank)
+            found = {*place.glob("*.safetensors"), *place.glob(".*.tmp")}
+            gone |= found - self._own_files(used)
+            runs |= {path.name for path in runs_in(self.folder)}
+            states |= {int(path.name.split(".")[1]) for path in state_files(self.folder)}
+        for path in gone:
+            path.unlink(missing_ok=True)
         if self.space.rank == 0:
-            for run in self._runs():
-                if run.name not in {name for name, _ in self._kept}:
-                    shutil.rmtree(run)
+            for number in states - {g.number for g in self._kept}:
+                state_file(self.folder, number).unlink(missing_ok=True)
+            for run in runs - {g.run for g in self._kept}:
+                shutil.rmtree(self.folder / run)
+        self._listed = True
 
-    # ---- files, and agreement
+    def _own_files(self, needs: Iterable[tuple[str, str]]) -> set[Path]:
+        rank = self.space.rank
+        return {self._vector_file(run, n, rank) for run, n in needs if run == self._run}
 
-    def _state_file(self, generation: int) -> Path:
-        return _state_file(self.folder, generation)
+    # ---- files
 
-    def _rank_file(self, run: str, rank: int) -> Path:
-        return self.folder / run / f"rank{rank}.json"
+    def _place(self, run: str, rank: int) -> Path:
+        return self.folder / run / f"rank{rank}"
+
+    def _layout_file(self, run: str, rank: int) -> Path:
+        return self._place(run, rank) / "layout.json"
 
     def _vector_file(self, run: str, name: str, rank: int) -> Path:
-        return self.folder / run / f"{name}.rank{rank}.safetensors"
-
-    def _runs(self) -> list[Path]:
-        return _runs(self.folder)
-
-    def _everywhere(self, problem: str | None) -> str | None:
-        """Return the problem of the lowest rank that has one, on every rank."""
-        if not self.space.distributed:
-            return problem
-        found: list[str | None] = [None] * self.space.world_size
-        dist.all_gather_object(found, problem)
-        return next((f"rank {r}: {text}" for r, text in enumerate(found) if text), None)
-
-
-def generations(folder: Path, space: VectorSpace) -> list[Json | str]:
-    """Return what rank 0 finds in a folder, the newest first: contents, or what is wrong with a
-    file.
-
-    Collective.
-    """
-    found: list[Json | str] = []
-    if space.rank == 0:
-        for slot in range(GENERATIONS):
-            path = _state_file(folder, slot)
-            try:
-                if path.exists():
-                    found.append(_read_json(path))
-            except ResultError as error:
-                found.append(str(error))
-        found.sort(key=lambda c: -1 if isinstance(c, str) else c["generation"], reverse=True)
-    return _from_rank_0(space, found)
-
-
-def retire(folder: Path, space: VectorSpace, wanted: Mapping[str, object], step: int) -> None:
-    """Remove the state of the same measurement at another optimizer step.
-
-    Args:
-        folder: Folder of the state.
-        space: Space of the vectors.
-        wanted: Entries of `identity_of` that must be the same; another state is left alone.
-        step: The optimizer step that is measured now.
-
-    Raises:
-        MeasurementError: rank 0 could not remove it.
-
-    Collective.
-    """
-    here = json.loads(json.dumps(dict(wanted)))
-    for content in generations(folder, space):
-        if isinstance(content, str):
-            continue
-        there = content["figures"]["identity"]
-        same = all(there.get(name) == value for name, value in here.items())
-        if same and there["optimizer steps"] != step:
-            with together(f"removing the state in {folder}", device=space.device):
-                if space.rank == 0:
-                    logger.warning(
-                        "the state in %s is of optimizer step %d, which was not finished; it is "
-                        "removed, and step %d is measured",
-                        folder,
-                        there["optimizer steps"],
-                        step,
-                    )
-                    _remove_all(folder)
-        return
-
-
-def overlaps(mine: Layout, theirs: Layout) -> list[tuple[Index, Index]]:
-    """Return pairs of indices, into a vector of either layout, of the same coordinates."""
-    by_name = defaultdict(list)
-    for fragment, span in theirs:
-        by_name[fragment.name].append((fragment, span.start))
-    pairs: list[tuple[Index, Index]] = []
-    for fragment, part in mine:
-        for other, offset in by_name[fragment.name]:
-            if fragment.box is None and other.box is None:
-                start = max(fragment.start, other.start)
-                stop = min(fragment.start + fragment.numel, other.start + other.numel)
-                if start < stop:
-                    a, b = part.start - fragment.start, offset - other.start
-                    pairs.append((slice(a + start, a + stop), slice(b + start, b + stop)))
-                continue
-            _, i, j = np.intersect1d(
-                fragment.index().numpy(), other.index().numpy(), True, return_indices=True
-            )
-            if len(i):
-                pairs.append((torch.from_numpy(i + part.start), torch.from_numpy(j + offset)))
-    return pairs
-
-
-def _from_rank_0(space: VectorSpace, value: T) -> T:
-    if not space.distributed:
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, src=0, device=space.device)
-    return values[0]
-
-
-def _state_file(folder: Path, generation: int) -> Path:
-    return folder / f"state.{generation % GENERATIONS}.json"
-
-
-def _runs(folder: Path) -> list[Path]:
-    return list(folder.glob("run-" + "[0-9a-f]" * ID))
-
-
-def _remove_all(folder: Path) -> None:
-    for slot in range(GENERATIONS):  # first what names the others
-        path = _state_file(folder, slot)
-        path.unlink(missing_ok=True)
-        remove_abandoned(folder, temporaries(path.name))
-    for run in _runs(folder):
-        shutil.rmtree(run)
-
-
-def _plain(fragment: Fragment) -> Json:
-    """Return a fragment as JSON values."""
-    return dict(json.loads(json.dumps(dataclasses.asdict(fragment))))
-
-
-def _fragment(entry: Json) -> Fragment:
-    box = entry["box"] and Box(tuple(entry["box"]["offset"]), tuple(entry["box"]["shape"]))
-    return Fragment(**{**entry, "shape": torch.Size(entry["shape"]), "box": box})
-
-
-def _checked(path: Path) -> Tensor:
-    """Return the vector in a file, mapped."""
-    reader = Reader(path)
-    v = reader.read("vector")
-    if _digest(v) != reader.metadata.get("blake2b"):
-        raise ResultError(f"{path} is damaged: its checksum differs")
-    return v
-
-
-def _digest(v: Tensor) -> str:
-    return hashlib.blake2b(v.numpy().data, digest_size=16).hexdigest()
-
-
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Write a JSON object with its checksum; the file appears whole, or not at all."""
-    text = json.dumps(content)
-    digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    with replacing(path) as file:
-        file.write(f'{{"blake2b": "{digest}", "content": {text}}}'.encode())
-
-
-def _read_json(path: Path) -> Json:
-    try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-        content, digest = dict(whole["content"]), whole["blake2b"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ResultError(f"{path} is missing or damaged: {error}") from error
-    if hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest() != digest:
-        raise ResultError(f"{path} is damaged: its checksum differs")
-    return content
+        return self._place(run, rank) / f"{name}.safetensors"

@@ -79,7 +79,7 @@ def _kept(folder: Path | None) -> int:
     if folder is None:
         return 0
     kept = 0
-    for path in folder.rglob(f"*.rank{dist.get_rank()}.safetensors"):
+    for path in folder.rglob(f"rank{dist.get_rank()}/*.safetensors"):
         with suppress(FileNotFoundError):  # of a run that rank 0 is removing
             kept += path.stat().st_size
     return kept

@@ -97,6 +97,12 @@ def test_leaf_names_are_unique_so_that_overrides_can_use_them():
             {"sampling": True, "reorthogonalization": {"mode": "none"}},
             r'sampling: needs Ritz vectors, for which hessian\..*mode = "none" stores too little',
         ),
+        ({"resume": "x", "enabled": False}, r"resume: has no effect while hessian\.enabled is fa"),
+        (
+            {"reorthogonalization": {"mode": "none", "window": 20}},
+            r'window: 20 has no effect in mode "none": set "window" or "selective"',
+        ),
+        ({"seed": [10**5000]}, r"hessian\.seed: .*, got a value of type list"),
         (5, r"^hessian: must be an object of settings, got 5"),
     ],
 )
@@ -180,11 +186,18 @@ def test_the_section_is_read_from_everything_that_deepspeed_reads(tmp_path: Path
         ("[1, 2]", r"must hold a JSON object"),
         ('{"hesian": {}}', r'hesian: unknown key of the DeepSpeed.*mean "hessian"\?'),
         ('{"hessian": null}', r"hessian: must be an object of settings, got null"),
+        ('{"hess": {}}', r'hess: unknown key of the DeepSpeed.*mean "hessian"\?'),
+        ('{"ds_hessian": {}}', r"ds_hessian: unknown key"),
+        ('{"Hessian_Config": {}}', r"Hessian_Config: unknown key"),
+        ('{"hessian": {"seed": ' + "9" * 5000 + "}}", r"ds\.json is not JSON: .*digits"),
+        ("[" * 100_000, r"ds\.json is nested too deeply"),
+        ('{"hessian": ' + '{"basis":' * 200 + "1" + "}" * 201, r"basis: unknown key"),
+        ('{"hessian": {}}'.encode("utf-16"), r"ds\.json is not UTF-8 text .*: save it as UTF-8"),
     ],
 )
-def test_a_bad_file_is_refused(tmp_path: Path, text: str, message: str):
+def test_a_bad_file_is_refused(tmp_path: Path, text: str | bytes, message: str):
     path = tmp_path / "ds.json"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=message):
         HessianConfig.from_deepspeed(path)
 
@@ -221,11 +234,23 @@ def test_overrides_change_top_level_keys_leaves_and_parts_of_subsections():
         ),
         ({"finite_difference": {"h": 1}}, r"^hessian\.finite_difference\.h: unknown key"),
         ({"basis": None}, r"^hessian\.basis: must be an object"),
+        ({"basis": 3, "dtype": "bf16"}, r"^hessian\.basis: must be an object, got 3"),
+        ({"mode": "full", "window": 20}, r'window: 20 has no effect in mode "full"'),
     ],
 )
 def test_a_wrong_override_is_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         HessianConfig().with_overrides(**overrides)
+
+
+def test_an_override_drops_what_has_no_effect_with_it():
+    """Else a call could not leave a mode or a device whose settings the section has."""
+    window = HessianConfig.parse({"reorthogonalization": {"mode": "window", "window": 20}})
+    assert window.with_overrides(mode="full").reorthogonalization.window == 10
+    assert window.with_overrides(mode="selective").reorthogonalization.window == 20
+    disk = HessianConfig.parse({"basis": {"device": "disk", "folder": "x"}})
+    assert disk.with_overrides(device="host").basis.folder is None
+    assert disk.with_overrides(dtype="bf16").basis.folder == "x"
 
 
 def test_importing_the_config_loads_neither_torch_nor_deepspeed():

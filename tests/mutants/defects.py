@@ -730,7 +730,7 @@ RECORDS = (
 
 RESUME = (
     Defect(
-        'f"state.{generation % GENERATIONS}.json"',
+        'f"state.{generation}.json"',
         '"state.0.json"',
         "the state before is overwritten",
         (
@@ -739,8 +739,8 @@ RESUME = (
         ),
     ),
     Defect(
-        'if _digest(v) != reader.metadata.get("blake2b"):',
-        'if not reader.metadata.get("blake2b"):',
+        'found.digest(v) == reader.metadata["blake2b"]',
+        'bool(reader.metadata["blake2b"])',
         "a damaged vector is taken up",
         (
             "resume/test_resume.py::test_a_damaged_state_is_not_read_but_the_one_before",
@@ -783,8 +783,8 @@ RESUME = (
         ("resume/test_resume.py::test_random_states_are_those_of_the_beginning",),
     ),
     Defect(
-        "[*self._kept, (self._run, names)][-GENERATIONS:]",
-        "[*self._kept, (self._run, names)][-1:]",
+        "for g in kept[-2:] for need",
+        "for g in kept[-1:] for need",
         "vectors of the generation before are removed",
         (
             "resume/test_resume.py::test_a_damaged_state_is_not_read_but_the_one_before",

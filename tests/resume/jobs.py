@@ -30,8 +30,8 @@ from ds_hessian.krylov import (
     xtrace,
 )
 from ds_hessian.operators import FiniteDifferenceHessian, LinearOperator, Product
-from ds_hessian.resume import Journal, SavedSpectrum, StateStore, identity_of
-from ds_hessian.resume.store import _write_json
+from ds_hessian.resume import Journal, SavedSpectrum, StateStore, identity_of, store
+from ds_hessian.resume.files import read_json, write_json
 from ds_hessian.vectors import VectorSpace, random_vector
 from tests.krylov.matrices import SPECTRA, Matrix, layout_of
 from tests.nets import TinyGPT, batch
@@ -159,6 +159,7 @@ def spectrum(
             saved = None
             if folder is not None:
                 saved = SavedSpectrum(Path(folder), backend.layout, backend.space)
+                stack.callback(saved.close)
                 stack.enter_context(saved.random_states())
             session = stack.enter_context(backend.measuring(batches))
             operator = FiniteDifferenceHessian(session)
@@ -244,6 +245,8 @@ def analysis(
             journal = (
                 None if folder is None else Journal(Path(folder), backend.layout, backend.space)
             )
+            if journal is not None:
+                stack.callback(journal.close)
             session = stack.enter_context(backend.measuring(batches))
             operator = FiniteDifferenceHessian(session)
             if journal is not None:
@@ -332,6 +335,48 @@ def matrix_run(folder: str, stop: int | None, steps: int = 25) -> Any:
     return taken_up, np.array(state.alphas), np.array(state.betas)
 
 
+_open: StateStore | None = None
+
+
+def keep_open(folder: str | None) -> str:
+    """Open the state of a run and keep it open in this process; with None, close it."""
+    global _open
+    if folder is None:
+        assert _open is not None
+        _open.close()
+        _open = None
+        return "closed"
+    operator = Matrix.of(SPECTRA["spiked"])
+    _open = StateStore(Path(folder), operator.layout, operator.space, {})
+    return "open"
+
+
+def listed(folder: str, stop: int) -> tuple[set[str], list[str]]:
+    """Folders that a spectrum lists on this rank, and the layouts of ranks that it reads."""
+    names, read, scandir, listdir = set[str](), list[str](), os.scandir, os.listdir
+
+    def listing(function: Any) -> Any:
+        def call(path: Any = ".") -> Any:
+            if str(path).startswith(folder):
+                names.add(str(path).removeprefix(folder).strip("/"))
+            return function(path)
+
+        return call
+
+    def reading(path: Path) -> Any:
+        if path.name == "layout.json":
+            read.append(path.parent.name)
+        return read_json(path)
+
+    os.scandir, os.listdir = listing(scandir), listing(listdir)
+    store.read_json = reading
+    try:
+        spectrum(folder, stop)
+    finally:
+        os.scandir, os.listdir, store.read_json = scandir, listdir, read_json
+    return names, read
+
+
 def vectors_without_files(folder: str) -> list[bool]:
     """Whether the vectors of a state are those of its run, when their files are gone."""
     operator = Matrix.of(SPECTRA["spiked"])
@@ -340,7 +385,7 @@ def vectors_without_files(folder: str) -> list[bool]:
     while state.steps < 5:
         state.step()
     operator.space.reduce(torch.zeros(1, dtype=torch.float64))  # all ranks have taken it up
-    for path in Path(folder).glob("*/*.safetensors"):
+    for path in Path(folder).glob("*/*/*.safetensors"):
         path.unlink(missing_ok=True)
     near = 64 * 2.0**-24
     return [
@@ -371,7 +416,7 @@ def rewrite(path: Path, change: Callable[[Any], None]) -> None:
     """Change the content of a file of the state, with a checksum that fits."""
     content = json.loads(path.read_text())["content"]
     change(content)
-    _write_json(path, content)
+    write_json(path, content)
 
 
 def newest(folder: Path) -> tuple[int, Path | None]:

@@ -156,14 +156,14 @@ def test_a_foreign_state_is_refused(ranks: Ranks, tmp_path: Path, what: str) -> 
 def test_a_damaged_product_is_made_again(ranks: Ranks, tmp_path: Path, in_one_go: InOneGo) -> None:
     whole = in_one_go("Hutchinson", 2)[0]
     ranks(2).run(jobs.analysis, "Hutchinson", str(tmp_path), 6)
-    (path,) = tmp_path.glob("*/product6.rank1.safetensors")
+    (path,) = tmp_path.glob("*/rank1/product6.safetensors")
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
     found = ranks(2).run(jobs.analysis, "Hutchinson", str(tmp_path))[0]
     assert equal(found, whole) and found[2] == 5
     ranks(2).run(jobs.analysis, "Hutchinson", str(tmp_path), 6)
-    for path in tmp_path.glob("*/product2.rank0.safetensors"):
+    for path in tmp_path.glob("*/rank0/product2.safetensors"):
         path.write_bytes(path.read_bytes()[:-4])
     for refused in ranks(2).run(jobs.analysis, "Hutchinson", str(tmp_path)):
         assert refused.startswith("ConfigError") and "truncated or damaged" in refused

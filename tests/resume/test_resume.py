@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from ds_hessian.errors import ConfigError
+from ds_hessian.errors import ConfigError, ResultError
 from ds_hessian.krylov import LanczosOptions, Storage
 from ds_hessian.resume import refuse_foreign
-from ds_hessian.resume.store import overlaps
+from ds_hessian.resume.files import Origin, read_vector, write_vector
+from ds_hessian.resume.parts import overlaps
 from ds_hessian.vectors import Box, Fragment, Layout
 from tests.ranks import RankPool
 from tests.resume import jobs, kills
@@ -54,9 +56,12 @@ def test_what_a_killed_job_was_writing_is_removed(ranks: Ranks, tmp_path: Path) 
     left = set[str]()
     for number in range(6):
         kills.while_writing(tmp_path, number)
-        left |= {re.sub("[0-9a-f]{16}", "#", path.name) for path in tmp_path.rglob("*tmp")}
-    files = {f".{name}.json.#.tmp" for name in ("rank0", "state.0", "state.1")}
-    assert files <= left and len(left) > 4
+        left |= {
+            re.sub("[0-9a-f]{16}|(?<=state.)[0-9]+", "#", path.name)
+            for path in tmp_path.rglob("*tmp")
+        }
+    files = {f".{name}.json.#.tmp" for name in ("layout", "state.#")}
+    assert files <= left and len(left) > 3
     found = ranks(1).run(jobs.spectrum, str(tmp_path))[0]
     assert equal(found, ranks(1).run(jobs.spectrum, None)[0])
     assert list(tmp_path.iterdir()) == []
@@ -85,9 +90,9 @@ def test_every_basis_is_taken_up_to_the_same_bits(
 def test_a_basis_vector_is_written_once(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(jobs.spectrum, str(tmp_path), 4)
     (run,) = [path for path in tmp_path.iterdir() if path.is_dir()]
-    before = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
+    before = {path.relative_to(run): path.stat().st_mtime_ns for path in run.glob("*/*")}
     ranks(2).run(jobs.spectrum, str(tmp_path), 3)
-    after = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
+    after = {path.relative_to(run): path.stat().st_mtime_ns for path in run.glob("*/*")}
     assert before.items() <= after.items()
     assert len(after) == len(before) + 2 * 3  # one for each rank and product
 
@@ -157,14 +162,14 @@ def alter_state(folder: Path) -> None:
 
 
 def damage_vector(folder: Path) -> None:
-    path = max(folder.glob("*/*.rank1.safetensors"), key=lambda p: int(p.name[4:].split(".")[0]))
+    path = max(folder.glob("*/rank1/p*.safetensors"), key=lambda p: int(p.name[4:].split(".")[0]))
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
 
 
 def lose_vector(folder: Path) -> None:
-    max(folder.glob("*/*.rank0.safetensors"), key=lambda p: p.stat().st_mtime_ns).unlink()
+    max(folder.glob("*/rank0/p*.safetensors"), key=lambda p: p.stat().st_mtime_ns).unlink()
 
 
 @pytest.mark.parametrize("harm", [damage_state, alter_state, damage_vector, lose_vector])
@@ -178,11 +183,101 @@ def test_a_damaged_state_is_not_read_but_the_one_before(
     assert found[-1] == jobs.PROBES * jobs.STEPS - 7  # one product again
 
 
+def exchange_ranks(folder: Path) -> None:
+    """The parts of a vector are in each other's place; they are of different sizes."""
+    exchange(*(folder.glob(f"*/rank{r}/p0-q4.safetensors") for r in (0, 1)))
+
+
+def exchange_vectors(folder: Path) -> None:
+    """Two vectors of one rank, of the same size."""
+    exchange(*(folder.glob(f"*/rank1/p0-q{i}.safetensors") for i in (4, 5)))
+
+
+def exchange(first: Iterator[Path], second: Iterator[Path]) -> None:
+    (a,), (b,) = first, second
+    texts = a.read_bytes(), b.read_bytes()
+    b.write_bytes(texts[0]), a.write_bytes(texts[1])
+
+
+def damage_an_old_vector(folder: Path) -> None:
+    (path,) = folder.glob("*/rank1/p0-q4.safetensors")
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+@pytest.mark.parametrize("harm", [exchange_ranks, exchange_vectors, damage_an_old_vector])
+def test_an_older_vector_that_is_damaged_costs_the_products_since(
+    ranks: Ranks,
+    tmp_path: Path,
+    whole: Any,
+    harm: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Vector q4 is named from the fourth product on: the third generation is the newest whole."""
+    ranks(2).run(jobs.spectrum, str(tmp_path), 8)
+    harm(tmp_path)
+    found = ranks(2).run(jobs.spectrum, str(tmp_path))[0]
+    assert equal(found, whole)
+    assert found[-1] == jobs.PROBES * jobs.STEPS - 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_place_of_another_is_named(tmp_path: Path) -> None:
+    origins = [Origin("run-1", rank, "q0", "ab") for rank in (0, 1)]
+    for origin in origins:
+        write_vector(tmp_path / f"{origin.rank}", torch.ones(3), origin)
+    read_vector(tmp_path / "1", origins[1], 3)
+    with pytest.raises(ResultError, match=r"vector q0 of rank 1 in run-1, not vector q0 of rank 0"):
+        read_vector(tmp_path / "1", origins[0], 3)
+    with pytest.raises(ResultError, match="in another layout"):
+        read_vector(tmp_path / "1", dataclasses.replace(origins[1], layout="cd"), 3)
+    with pytest.raises(ResultError, match=r"shape \(3,\), not \(4,\)"):
+        read_vector(tmp_path / "1", origins[1], 4)
+
+
+def test_no_bit_of_a_file_can_flip_unnoticed(tmp_path: Path) -> None:
+    """Neither of the header nor of the vector, whatever it makes of lengths, names and shapes."""
+    origin, path = Origin("run-1", 0, "q0", "ab"), tmp_path / "vector"
+    v = torch.arange(1.0, 5.0)
+    write_vector(path, v, origin)
+    whole = path.read_bytes()
+    for place in range(8 * len(whole)):
+        data = bytearray(whole)
+        data[place // 8] ^= 1 << place % 8
+        path.write_bytes(data)
+        try:
+            assert torch.equal(read_vector(path, origin, 4), v), place  # padding of the header
+        except ResultError:
+            continue
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ResultError):
+            read_vector(path, origin, 4)
+
+
+def test_another_job_is_refused_the_folder_of_a_run(ranks: Ranks, tmp_path: Path) -> None:
+    """It names the first, which keeps its state; and may take over when that has ended."""
+    assert set(ranks(2).run(jobs.keep_open, str(tmp_path))) == {"open"}
+    for found in ranks(1).run(jobs.spectrum, str(tmp_path)):
+        assert re.match(r"ConfigError: .* is in use by process \d+ on .*, since", found), found
+    assert set(ranks(2).run(jobs.keep_open, None)) == {"closed"}
+    assert not isinstance(ranks(1).run(jobs.spectrum, str(tmp_path))[0], str)
+
+
+def test_no_rank_lists_what_other_ranks_write(ranks: Ranks, tmp_path: Path) -> None:
+    """With the state taken up, a save lists the rank's own folder; a start reads each layout once
+    among all ranks."""
+    ranks(2).run(jobs.spectrum, str(tmp_path), 3)
+    for listed, _ in ranks(2).run(jobs.listed, str(tmp_path), 3):
+        assert all(re.fullmatch(r"|run-[0-9a-f]+/rank\d", name) for name in listed), listed
+    layouts = [read for _, read in ranks(3).run(jobs.listed, str(tmp_path), 2)]
+    assert sorted(sum(layouts, [])) == ["rank0", "rank1"]
+
+
 def test_without_a_whole_generation_it_is_refused_on_every_rank(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     ranks(2).run(jobs.spectrum, str(tmp_path), 5)
-    for path in tmp_path.glob("*/*q1.rank1.*"):
+    for path in tmp_path.glob("*/rank1/*q1.*"):
         path.write_bytes(path.read_bytes()[:-4])
     for found in ranks(2).run(jobs.spectrum, str(tmp_path)):
         assert found.startswith("ConfigError") and "truncated or damaged" in found
