@@ -25,6 +25,9 @@ from ds_hessian.errors import ConfigError
 
 SECTION = "hessian"
 
+OperatorName = Literal["hessian", "ggn", "residual", "fisher"]
+"""The matrices that can be measured."""
+
 
 def _field(default: object, description: str, requires: str = "", **constraints: Any) -> Any:
     """Return a documented field; `requires` says in words what its type and constraints accept."""
@@ -131,6 +134,18 @@ class HessianConfig(_Section):
         "an integer, at least 0",
         ge=0,
     )
+    operator: OperatorName = _field(
+        "hessian",
+        "The matrix that is measured: the Hessian H; `ggn`, its Gauss-Newton part G, the Fisher "
+        "matrix of a cross entropy; `residual`, R = H - G; `fisher`, the empirical Fisher matrix "
+        "of tokens.",
+    )
+    outputs: Annotated[str, Field(min_length=1)] | None = _field(
+        None,
+        "Name of the module that returns the model's outputs (logits), for the operators other "
+        "than `hessian`; null to find it.",
+        "the name of a module, or null",
+    )
     num_matvecs: int = _field(
         30,
         "Lanczos steps, which is Hessian-vector products, for each probe. More resolve more "
@@ -231,6 +246,17 @@ class HessianConfig(_Section):
                 f"{SECTION}.sampling: needs Ritz vectors, for which "
                 f'{SECTION}.reorthogonalization.mode = "{self.reorthogonalization.mode}" stores '
                 'too little: set "full" or "selective", or leave sampling off'
+            )
+        if self.outputs is not None and self.operator == "hessian":
+            lines.append(
+                f'{SECTION}.outputs: has no effect while {SECTION}.operator is "hessian": set '
+                '"ggn", "residual" or "fisher", or remove outputs'
+            )
+        if self.operator in ("ggn", "fisher") and self.finite_difference.scheme != "central":
+            lines.append(
+                f'{SECTION}.finite_difference.scheme: "{self.finite_difference.scheme}" has no '
+                f'meaning for {SECTION}.operator = "{self.operator}", which takes central '
+                "differences of the outputs: remove one of the two"
             )
         if self.basis.folder is not None and self.basis.device != "disk":
             lines.append(

@@ -156,7 +156,7 @@ class Journaled(Analysis[R]):
         identity = {"call": self.settings()}
         with subject.open(Journal, self.record.kind, identity) as (run, journal):
             figures = self.figures(run, journal or run.curvature)
-        record: R = self.record(**figures, cost=run.cost(), provenance=subject.provenance())
+        record: R = self.record(**figures, cost=run.cost(), provenance=run.provenance())
         run.finished()
         return record
 

@@ -92,7 +92,7 @@ class Eigenpairs(Journaled[HessianEigenpairs]):
         names = partition(subject.backend, "parameters")
         shares = names.dots([(v, v) for v in found.vectors])
         errors = [
-            standard_error(micro_batch_curvatures(run.session, y, float(h)))
+            standard_error(micro_batch_curvatures(run.curvature, y, float(h)))
             for y, h in zip(found.vectors, found.displacements, strict=True)
             if subject.config.sampling
         ]

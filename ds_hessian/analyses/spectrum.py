@@ -135,7 +135,7 @@ class Spectrum(Analysis[HessianSpectrum]):
             runs,
             n=space.n,
             cost=run.cost(),
-            provenance=subject.provenance(),
+            provenance=run.provenance(),
             loss=run.session.loss,
             gradient_norm=gradient_norm,
             sampling=sampling,
@@ -153,11 +153,11 @@ def _sampling_errors(
     """Return standard errors from the last probe's extreme Ritz vectors, and from all probes."""
     displacement = float(np.median(runs[-1].displacements))
     extremes = [
-        standard_error(micro_batch_curvatures(run.session, y, displacement))
+        standard_error(micro_batch_curvatures(run.curvature, y, displacement))
         for y in ritz_vectors(last, [-1, 0])
     ]
     forms = [
-        micro_batch_curvatures(run.session, run.subject.draw(p), float(found.displacements[0]))
+        micro_batch_curvatures(run.curvature, run.subject.draw(p), float(found.displacements[0]))
         for p, found in enumerate(runs)
     ]
     trace = run.session.space.n * np.mean(forms, axis=0)

@@ -101,7 +101,8 @@ class ModelObjective(MicroBatches):
             loss = result
         else:
             loss = _loss_of(_call(model, batch))
-        if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
+        graph = isinstance(loss, Tensor) and (loss.requires_grad or not torch.is_grad_enabled())
+        if not (isinstance(loss, Tensor) and loss.numel() == 1 and graph):
             raise ConfigError(
                 "a micro-batch must give one scalar loss that requires gradients, got "
                 f"{_kind(loss)}; pass loss_fn(model, batch) that returns it"

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hessian.memory import Item
@@ -104,6 +105,28 @@ class Objective(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Head:
+    """Where the outputs of a model are, from which on the loss is a known function.
+
+    Attributes:
+        modules: The modules that the passes call, as hooks see them.
+        name: The name of the module of the outputs where the host knows it; None where it is to be
+            found among `modules`, which are then the same on every rank.
+        module: That module; None on ranks that have none.
+        classes: Where the module's last dimension is split over ranks: how many there are in all.
+        group: The ranks over which they are split; None if they are not.
+        per_unit: Forward passes of the module in one unit of the session.
+    """
+
+    modules: Sequence[nn.Module]
+    name: str | None = None
+    module: nn.Module | None = None
+    classes: int = 0
+    group: dist.ProcessGroup | None = None
+    per_unit: int = 1
+
+
 class Session(Protocol):
     """One measurement: the job as a function from weights to gradients.
 
@@ -116,6 +139,10 @@ class Session(Protocol):
         gradient_scale: The factor from the sum of the terms of `add_gradient` to the gradient of
             the loss; None until every unit has been evaluated once.
         loss: The mean loss at the weights; NaN until every unit has been evaluated once.
+        head: Where the model's outputs are. It, `forward` and `cotangent_scale` are for operators
+            of the loss in the outputs.
+        cotangent_scale: The factor from derivatives of the loss, as hooks saw them in the last
+            backward, to terms of `add_gradient`, which are then their sum over all ranks.
     """
 
     layout: Layout
@@ -124,6 +151,8 @@ class Session(Protocol):
     unit_roundoff: float
     gradient_scale: float | None
     loss: float
+    head: Head
+    cotangent_scale: float
 
     def displace(self, v: Tensor | None, h: float) -> Tensor:
         """Make the weights of all ranks `w + h v` (`w` with None), rounded once from the masters.
@@ -153,6 +182,18 @@ class Session(Protocol):
             MeasurementError: the model, the loss or the backward raised on some rank.
             NumericsError: a loss is not finite.
             ConfigError: no scalar loss can be read from what the model or the loss returned.
+
+        Collective.
+        """
+        ...
+
+    def forward(self, micro_batches: range) -> None:
+        """Run the forward of these units at the current weights, without a graph.
+
+        Every unit must have been evaluated once by `add_gradient`. Raises what that raises.
+
+        Args:
+            micro_batches: The same range on every rank.
 
         Collective.
         """

@@ -78,8 +78,11 @@ class Curvature(LinearOperator, Protocol):
         gradient: The gradient of the loss at the weights, divided by `scale`, `(n_local,)` fp32.
         scale: The session's `gradient_scale`.
         cost: The cost of its products so far.
+        outputs: The model's outputs and how the loss in them is known, in words; None for the
+            Hessian, which does not depend on them.
     """
 
+    outputs: str | None
     session: Session
     gradient: Tensor
     scale: float

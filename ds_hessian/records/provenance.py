@@ -78,6 +78,8 @@ class Provenance:
         world_size: Number of ranks.
         model_dtype: Type of the weights.
         data_fingerprint: Hash of the micro-batches.
+        operator: The matrix that was measured.
+        outputs: The module of the model's outputs and the loss in them, for the operators of these.
         versions: Versions of python, torch, deepspeed and other packages.
         ds_hessian_version: Version of this package.
         created: When the record was made, ISO 8601, UTC.
@@ -96,6 +98,8 @@ class Provenance:
     world_size: int
     model_dtype: str
     data_fingerprint: str
+    operator: str = "hessian"
+    outputs: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     ds_hessian_version: str
     created: str = field(default_factory=_now)

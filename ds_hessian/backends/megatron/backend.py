@@ -231,6 +231,8 @@ class MegatronSession:
         self._backend, self._objective = backend, objective
         self._forward, self._finalize, self._lockstep = forward, finalize, lockstep
         self._evaluated: set[int] = set()
+        self.head = host.head(backend.chunks, backend.group)
+        self.cotangent_scale = float("nan")
 
     def displace(self, v: Tensor | None, h: float) -> Tensor:
         """Displace this rank's shards, and gather the weights from them."""
@@ -250,13 +252,21 @@ class MegatronSession:
         self._note(micro_batches)
         # The schedule has averaged over the micro-batches of the run, or summed over tokens.
         factor = 1.0 if self._forward.per_token else float(len(micro_batches))
+        self.cotangent_scale = factor * host.share_of_rank(self._forward.per_token, self.head)
         for run, (_, part) in zip(backend.runs, self.layout, strict=True):
             out[part].add_(run.gradient.to(out.dtype), alpha=factor)
 
-    def _run(self, first: int, count: int) -> None:
+    def forward(self, micro_batches: range) -> None:
+        """Run the schedule on these units without backward or graph."""
+        group = self._backend.group
+        with torch.no_grad():
+            self._run(micro_batches.start * group, len(micro_batches) * group, forward_only=True)
+
+    def _run(self, first: int, count: int, forward_only: bool = False) -> None:
         objective, chunks = self._objective, self._backend.chunks
         for chunk in chunks:
-            chunk.zero_grad_buffer()
+            if not forward_only:
+                chunk.zero_grad_buffer()
         self._forward.start(first)
         last = first + count - 1
         with self._lockstep.together(f"evaluating micro-batches {first} to {last}"):
@@ -266,6 +276,7 @@ class MegatronSession:
                 lambda: objective.iterator(first, count),
                 self._lockstep,
                 num_microbatches=count,
+                forward_only=forward_only,
                 **objective.sizes,
             )
 

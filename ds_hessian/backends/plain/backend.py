@@ -34,6 +34,7 @@ from ds_hessian.backends.protocol import (
     DEFAULT_PASSES,
     AdamState,
     Description,
+    Head,
     Objective,
     Passes,
     Precision,
@@ -240,6 +241,8 @@ class ModuleSession:
         self._states = [guard.initial]  # before micro-batch 0, 1, ...
         self._totals = Totals()
         self._buffers = self._first_buffers()
+        self.head = Head(backend.modules)
+        self.cotangent_scale = 1.0 / self.space.world_size
         device = self.space.device.type
         guard.callback(
             backend.model.register_forward_pre_hook(lambda *_: self._note_autocast(device)).remove
@@ -286,10 +289,7 @@ class ModuleSession:
             return
         mine = self.space.zeros() if self.space.distributed else out
         for index in micro_batches:
-            self._guard.random.set(self._states[index])
-            for owner, name, value in self._buffers:
-                owner._buffers[name] = value.clone()
-            with self._lockstep.together(f"evaluating micro-batch {index}"):
+            with self._evaluating(index):
                 self._evaluate(mine, index)
             if len(self._states) == index + 1:  # first evaluation: the next one starts from here
                 self._states.append(self._guard.random.get())
@@ -299,12 +299,29 @@ class ModuleSession:
         if self.gradient_scale is None and len(self._totals) == self.num_micro_batches:
             self.gradient_scale, self.loss = self._totals.reduce(self.space)
 
+    def forward(self, micro_batches: range) -> None:
+        """Run the forward of these micro-batches, without a graph."""
+        for index in micro_batches:
+            with self._evaluating(index), torch.no_grad():
+                self._loss(index)
+
+    @contextmanager
+    def _evaluating(self, index: int) -> Iterator[None]:
+        """Run a pass of a micro-batch, from its own random state and buffers, on all ranks."""
+        self._guard.random.set(self._states[index])
+        for owner, name, value in self._buffers:
+            owner._buffers[name] = value.clone()
+        with self._lockstep.together(f"evaluating micro-batch {index}"):
+            yield
+
+    def _loss(self, index: int) -> tuple[Tensor, float | None]:
+        device = self.space.device
+        return self._objective.loss(self._backend.module, index, device, self._widen)
+
     def _evaluate(self, out: Tensor, index: int) -> None:
         for p in self._trained:
             p.grad = None
-        loss, count = self._objective.loss(
-            self._backend.module, index, self.space.device, self._widen
-        )
+        loss, count = self._loss(index)
         loss.backward()
         self._totals.add(index, float(loss.detach()), count)
         for p, (_, part) in zip(self._trained, self.layout, strict=True):

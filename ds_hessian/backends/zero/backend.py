@@ -31,6 +31,7 @@ from ds_hessian.backends.protocol import (
     DEFAULT_PASSES,
     AdamState,
     Description,
+    Head,
     Objective,
     Passes,
     Precision,
@@ -258,6 +259,8 @@ class ZeroSession:
         self._states = [guard.initial]  # before micro-batch 0, 1, ...
         self._totals = Totals()
         self._replicas_checked = backend.tensor_ranks == 1
+        self.head = Head(() if backend.tensor_ranks > 1 else backend.modules)
+        self.cotangent_scale = float("nan")
 
     def displace(self, v: Tensor | None, h: float) -> Tensor:
         """Displace this rank's shards, and gather the weights from them."""
@@ -271,9 +274,7 @@ class ZeroSession:
         """Add the gradients of these micro-batches, each reduced by the engine, to `out`."""
         accumulates = self._backend.shards.accumulates
         for index in micro_batches:
-            self._guard.random.set(self._states[index])
-            for buffers in self._guard.buffers:
-                buffers.restore()
+            self._start(index)
             last = index == micro_batches[-1] or not accumulates
             factor = self._run(index, last)
             if len(self._states) == index + 1:  # first evaluation: the next one starts from here
@@ -281,15 +282,36 @@ class ZeroSession:
             if last:
                 self._collect(out, factor)
 
+    def forward(self, micro_batches: range) -> None:
+        """Run the forward of these micro-batches, without a graph."""
+        shards = self._backend.shards
+        for index in micro_batches:
+            self._start(index)
+            try:
+                with self._lockstep.together(f"evaluating micro-batch {index}"), torch.no_grad():
+                    shards.prepare()
+                    self._loss(index)
+            except HessianError:
+                shards.abandon()
+                raise
+
+    def _start(self, index: int) -> None:
+        """Restore the random states and the buffers with which a micro-batch begins."""
+        self._guard.random.set(self._states[index])
+        for buffers in self._guard.buffers:
+            buffers.restore()
+
+    def _loss(self, index: int) -> tuple[Tensor, float | None]:
+        backend = self._backend
+        return self._objective.loss(backend.engine, index, backend.device, self._widen)
+
     def _run(self, index: int, last: bool) -> float:
         """Forward and backward; returns the factor of the reduced gradient."""
         backend, shards = self._backend, self._backend.shards
         try:
             with self._lockstep.together(f"evaluating micro-batch {index}"):
                 shards.prepare()
-                loss, count = self._objective.loss(
-                    backend.engine, index, backend.device, self._widen
-                )
+                loss, count = self._loss(index)
                 scale = host.backward(backend.engine, loss, last)
                 self._totals.add(index, float(loss.detach()), count)
         except HessianError:
@@ -297,6 +319,7 @@ class ZeroSession:
             raise
         if self.gradient_scale is None and len(self._totals) == self.num_micro_batches:
             self.gradient_scale, self.loss = self._totals.reduce(self.space)
+        self.cotangent_scale = 1 / (scale * self.space.world_size)
         return host.averaging_factor(backend.engine) / scale
 
     def _collect(self, out: Tensor, factor: float) -> None:
