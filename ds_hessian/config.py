@@ -128,9 +128,25 @@ class HessianConfig(_Section):
         "an integer, at least 0",
         ge=0,
     )
+    curvature_interval: int = _field(
+        0,
+        "Measure the curvature along gradient and update (and `curvature_vectors`) every so many "
+        "optimizer steps, that of the Gauss-Newton matrix unless `operator` names another than the "
+        "Hessian: by forwards alone, about two gradients; 0: only on request.",
+        "an integer, at least 0",
+        ge=0,
+    )
+    curvature_vectors: Annotated[str, BeforeValidator(_path_text), Field(min_length=1)] | None = (
+        _field(
+            None,
+            "File of vectors, such as eigenvectors that were saved, along which "
+            "`curvature_interval` measures too.",
+            "a path that is not empty, or null",
+        )
+    )
     start_step: int = _field(
         0,
-        "First optimizer step at which `interval` and `sharpness_interval` may measure.",
+        "First optimizer step at which the intervals may measure.",
         "an integer, at least 0",
         ge=0,
     )
@@ -223,34 +239,34 @@ class HessianConfig(_Section):
     @property
     def scheduled(self) -> bool:
         """True if anything is measured automatically during training."""
-        return bool(self.interval or self.sharpness_interval)
+        return any(self.intervals.values())
+
+    @property
+    def intervals(self) -> dict[str, int]:
+        """The settings that measure automatically, by name."""
+        names = ("interval", "sharpness_interval", "curvature_interval")
+        return {name: getattr(self, name) for name in names}
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
         lines = []
-        intervals = {"interval": self.interval, "sharpness_interval": self.sharpness_interval}
         lines += [
             f"{SECTION}.{name}: {interval} contradicts {SECTION}.enabled = false, which measures "
             "nothing: remove one of the two"
-            for name, interval in intervals.items()
+            for name, interval in self.intervals.items()
             if interval and not self.enabled
         ]
         if self.start_step and not self.scheduled:
             lines.append(
                 f"{SECTION}.start_step: {self.start_step} has no effect while {SECTION}.interval "
-                f"and {SECTION}.sharpness_interval are 0 (only on request): set one of them above "
-                "0 or remove start_step"
+                f"and the other intervals are 0 (only on request): set one of them above 0 or "
+                "remove start_step"
             )
         if self.sampling and self.reorthogonalization.mode in ("window", "none"):
             lines.append(
                 f"{SECTION}.sampling: needs Ritz vectors, for which "
                 f'{SECTION}.reorthogonalization.mode = "{self.reorthogonalization.mode}" stores '
                 'too little: set "full" or "selective", or leave sampling off'
-            )
-        if self.outputs is not None and self.operator == "hessian":
-            lines.append(
-                f'{SECTION}.outputs: has no effect while {SECTION}.operator is "hessian": set '
-                '"ggn", "residual" or "fisher", or remove outputs'
             )
         if self.operator in ("ggn", "fisher") and self.finite_difference.scheme != "central":
             lines.append(

@@ -19,6 +19,8 @@ from ds_hessian.analyses import (
     Analysis,
     BlockCoupling,
     Blocks,
+    Curvatures,
+    Decomposition,
     Eigenpairs,
     Followed,
     Influence,
@@ -44,10 +46,11 @@ from ds_hessian.operators import Curvature, Product
 from ds_hessian.planning import plan
 from ds_hessian.ranks import together
 from ds_hessian.records import (
-    PICTURE,
     DisplacementSweep,
     HessianAlignment,
     HessianBlockCoupling,
+    HessianCurvatures,
+    HessianDecomposition,
     HessianEigenpairs,
     HessianInfluence,
     HessianOffBlockShare,
@@ -265,24 +268,30 @@ class Hessian:
 
     # ---- records
 
-    def save(self, record: Measured, folder: str | Path | None = None) -> Path:
+    def save(
+        self, record: Measured | HessianDecomposition, folder: str | Path | None = None
+    ) -> Path:
         """Write a record: `<kind>.json` and `<kind>.npz` on rank 0, its vectors, a picture.
 
         Eigenvectors and solutions go to `<kind>.safetensors`, as `save_vectors` writes them; the
-        picture shows a spectrum, unless `plot` is off.
+        picture shows a spectrum or decomposition, unless `plot` is off.
 
         Args:
             record: What to write.
-            folder: Where to; None for `<output_path>/step_<global step>`.
+            folder: Where to; None for `<output_path>/step_<global step>`, with the name of the
+                operator after it where that is not the Hessian.
 
         Raises:
             MeasurementError: rank 0 could not write.
         """
         if folder is None:
-            folder = Path(self.config.output_path) / f"step_{record.provenance.step:06d}"
+            source = record.provenance
+            other = "" if source.operator == "hessian" else f"_{source.operator}"
+            folder = Path(self.config.output_path) / f"step_{source.step:06d}{other}"
         vector_files.save_record(self.backend, record, Path(folder))
-        if self.config.plot and isinstance(record, HessianSpectrum):
-            picture = Path(folder) / PICTURE
+        drawn = isinstance(record, (HessianSpectrum, HessianDecomposition))
+        if self.config.plot and drawn:
+            picture = Path(folder) / f"{record.kind}.png"
             with together(f"drawing {picture}", device=self.backend.space.device):
                 if self.rank == 0:
                     record.plot(picture)
@@ -551,6 +560,40 @@ class Hessian:
             earlier=earlier,
         )
         return self._measure(analysis, overrides)
+
+    def curvatures(
+        self,
+        directions: Sequence[str] | None = Curvatures.directions,
+        vectors: Mapping[str, Tensor] | str | Path | None = None,
+        **overrides: object,
+    ) -> HessianCurvatures:
+        """Measure `v'Cv / v'v` along the gradient, Adam's last step and vectors of one's own.
+
+        With `operator="ggn"` each costs two forwards, two thirds of a gradient, and nothing is kept
+        for a backward; beside them the gradient at the weights is evaluated once.
+
+        The arguments are those of `ds_hessian.analyses.Curvatures`.
+
+        Raises:
+            ConfigError: an unknown direction, or no Adam that has made a step.
+            NumericsError: a direction is zero, or something is not finite.
+            ResultError: the file of vectors is missing, damaged, or of another model.
+        """
+        return self._measure(Curvatures(directions=directions, vectors=vectors), overrides)
+
+    def decomposition(
+        self, batches: Batches | None = None, loss_fn: Loss = None, **overrides: object
+    ) -> HessianDecomposition:
+        """Measure the spectra of H, of its Gauss-Newton part G, and of the residual R = H - G.
+
+        The probes are the same, so that the traces and the densities compare. Takes what `spectrum`
+        takes, three times its time, and raises what it raises.
+
+        Raises:
+            UnsupportedError: the model's outputs have no single Gauss-Newton matrix.
+        """
+        self._use_if(batches, loss_fn)
+        return self._measure(Decomposition(show=SpectrumProgress), overrides)
 
     def displacement_sweep(
         self,

@@ -1,6 +1,7 @@
 """Automatic measurements, every so many optimizer steps, on micro-batches fixed for the run.
 
-Spectra every `interval` steps, sharpness every `sharpness_interval`; both, where both are due.
+Spectra every `interval` steps, sharpness every `sharpness_interval`, curvatures along gradient and
+update every `curvature_interval`; all that are due.
 
 The micro-batches are the first `num_micro_batches` with which training calls the engine, copied;
 nothing is drawn from the user's iterator. `hessian.use(batches, loss_fn)` before the first
@@ -24,7 +25,7 @@ from ds_hessian.backends.objective import Call
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import HessianError
 from ds_hessian.hessian import Hessian
-from ds_hessian.records import PICTURE, HessianSharpness, HessianSpectrum
+from ds_hessian.records import PICTURE, HessianCurvatures, HessianSharpness, HessianSpectrum
 from ds_hessian.show.monitor import monitor_events, write_tensorboard, write_wandb
 
 if TYPE_CHECKING:
@@ -70,7 +71,9 @@ class Capture:
                 self.stop()
 
 
-Kind = Literal["spectrum", "sharpness"]
+Kind = Literal["spectrum", "sharpness", "curvatures"]
+Scheduled = HessianSpectrum | HessianSharpness | HessianCurvatures
+"""The records of automatic measurements."""
 
 
 def due(config: HessianConfig, step: int, default: int = 0) -> list[Kind]:
@@ -84,6 +87,7 @@ def due(config: HessianConfig, step: int, default: int = 0) -> list[Kind]:
     intervals: dict[Kind, int] = {
         "spectrum": config.interval or default,
         "sharpness": config.sharpness_interval,
+        "curvatures": config.curvature_interval,
     }
     if step < config.start_step:
         return []
@@ -96,12 +100,14 @@ class Measurements:
     Attributes:
         spectra: `{step: record}` of the spectra.
         sharpness: `{step: record}` of the sharpness.
+        curvatures: `{step: record}` of the curvatures along directions.
         failures: `{step: error}` of failed measurements; of several at a step, the last.
     """
 
     def __init__(self) -> None:
         self.spectra: dict[int, HessianSpectrum] = {}
         self.sharpness: dict[int, HessianSharpness] = {}
+        self.curvatures: dict[int, HessianCurvatures] = {}
         self.failures: dict[int, HessianError] = {}
 
     def take(
@@ -109,7 +115,7 @@ class Measurements:
         kind: Kind,
         step: int,
         ready: Callable[[], Hessian],
-        write: Callable[[HessianSpectrum | HessianSharpness, Path | None], None],
+        write: Callable[[Scheduled, Path | None], None],
     ) -> None:
         """Measure now, save the record, and write it to the host's monitor. Collective.
 
@@ -121,14 +127,11 @@ class Measurements:
                 monitor; called on every rank.
         """
         first = not dist.is_initialized() or dist.get_rank() == 0
-        record: HessianSpectrum | HessianSharpness
+        record: Scheduled
         try:
             hessian = ready()
             with hessian.retiring():  # a killed run's state must not end later measurements
-                if kind == "spectrum":
-                    record = hessian.spectrum()
-                else:
-                    record = hessian.sharpness(preconditioned=None)
+                record = _measured(kind, hessian)
             folder = hessian.save(record)
         except HessianError as error:  # every rank has it: training must not end by a measurement
             self.failures[step] = error
@@ -137,12 +140,24 @@ class Measurements:
             return
         if isinstance(record, HessianSpectrum):
             self.spectra[step] = record
-        else:
+        elif isinstance(record, HessianSharpness):
             self.sharpness[step] = record
+        else:
+            self.curvatures[step] = record
         if first:
             logger.info("Hessian %s at step %d\n%s", kind, step, record.table())
         drawn = kind == "spectrum" and hessian.config.plot
         write(record, folder / PICTURE if drawn else None)
+
+
+def _measured(kind: Kind, hessian: Hessian) -> Scheduled:
+    if kind == "spectrum":
+        return hessian.spectrum()
+    if kind == "sharpness":
+        return hessian.sharpness(preconditioned=None)
+    named = hessian.config.operator
+    operator = "ggn" if named == "hessian" else named
+    return hessian.curvatures(vectors=hessian.config.curvature_vectors, operator=operator)
 
 
 class Schedule(Measurements):
@@ -186,7 +201,7 @@ class Schedule(Measurements):
             self.captured = None
         return self.hessian
 
-    def _write(self, record: HessianSpectrum | HessianSharpness, picture: Path | None) -> None:
+    def _write(self, record: Scheduled, picture: Path | None) -> None:
         write_monitor(self.engine.monitor, record, picture)
 
 
@@ -216,9 +231,7 @@ class ModuleSchedule(Measurements):
         return self.hessian
 
 
-def write_monitor(
-    monitor: Private, record: HessianSpectrum | HessianSharpness, picture: Path | None
-) -> None:
+def write_monitor(monitor: Private, record: Scheduled, picture: Path | None) -> None:
     """Write a record to every tool of DeepSpeed's monitor (they are on rank 0).
 
     TensorBoard and W&B get the picture too.

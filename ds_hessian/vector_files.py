@@ -18,7 +18,7 @@ from torch import Tensor
 from ds_hessian.backends.protocol import Backend
 from ds_hessian.errors import ConfigError, ResultError
 from ds_hessian.ranks import together
-from ds_hessian.records import Measured
+from ds_hessian.records import HessianDecomposition, Measured
 from ds_hessian.records.safetensors import Reader, Writer
 from ds_hessian.vectors import collected, distribute
 
@@ -61,7 +61,7 @@ def _expect(full: Mapping[str, Tensor] | None, name: str, shape: torch.Size) -> 
     return full[name]
 
 
-def save_record(backend: Backend, record: Measured, folder: Path) -> Path:
+def save_record(backend: Backend, record: Measured | HessianDecomposition, folder: Path) -> Path:
     """Write `<kind>.json` and `<kind>.npz` on rank 0, and `<kind>.safetensors` of its vectors.
 
     Raises:
@@ -154,7 +154,7 @@ def load_vectors(backend: Backend, path: Path) -> Tensor:
     return vectors
 
 
-def _origin(record: Measured) -> dict[str, object]:
+def _origin(record: Measured | HessianDecomposition) -> dict[str, object]:
     """Return what a file of vectors says of the record that they are part of."""
     return {"record": type(record).__name__, "provenance": vars(record.provenance)}
 

@@ -3,6 +3,8 @@
 from ds_hessian.analyses.alignment import Alignment
 from ds_hessian.analyses.base import Analysis, Blocks, measure, share_of
 from ds_hessian.analyses.blocks import BlockCoupling, OffBlockShare
+from ds_hessian.analyses.curvatures import Curvatures
+from ds_hessian.analyses.decomposition import Decomposition
 from ds_hessian.analyses.eigenpairs import Eigenpairs
 from ds_hessian.analyses.influence import Influence
 from ds_hessian.analyses.measurement import Measurement, Subject
@@ -20,6 +22,8 @@ __all__ = [
     "Analysis",
     "BlockCoupling",
     "Blocks",
+    "Curvatures",
+    "Decomposition",
     "Eigenpairs",
     "Followed",
     "Influence",

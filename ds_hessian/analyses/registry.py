@@ -7,6 +7,8 @@ from typing import Any
 from ds_hessian.analyses.alignment import Alignment
 from ds_hessian.analyses.base import Analysis
 from ds_hessian.analyses.blocks import BlockCoupling, OffBlockShare
+from ds_hessian.analyses.curvatures import Curvatures
+from ds_hessian.analyses.decomposition import Decomposition
 from ds_hessian.analyses.eigenpairs import Eigenpairs
 from ds_hessian.analyses.influence import Influence
 from ds_hessian.analyses.self_test import SelfTest
@@ -32,6 +34,8 @@ ANALYSES: dict[str, type[Analysis[Any]]] = {
         BlockCoupling,
         OffBlockShare,
         Alignment,
+        Curvatures,
+        Decomposition,
         Sweep,
         SelfTest,
     )

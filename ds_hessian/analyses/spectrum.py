@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -53,6 +53,10 @@ class _Silent:
         """Show nothing."""
 
 
+SILENT: Any = transient(lambda total, enabled: nullcontext(_Silent()))
+"""The field of a `Show` that shows nothing."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Spectrum(Analysis[HessianSpectrum]):
     """The arguments of a spectrum; all of its settings are values of the configuration.
@@ -64,7 +68,7 @@ class Spectrum(Analysis[HessianSpectrum]):
     title = "spectrum"
     summary = "spectral density, extreme eigenvalues, trace"
 
-    show: Show = transient(lambda total, enabled: nullcontext(_Silent()))
+    show: Show = SILENT
 
     def products(self, config: HessianConfig) -> int:
         """Return the products of all probes, and two evaluations for each extreme and one for each

@@ -91,7 +91,8 @@ def plan(analysis: Planned, share: Share, config: HessianConfig) -> MemoryPlan:
     Raises:
         ConfigError: `resume` keeps a number of vectors that depends on the model.
     """
-    operator = memory_of_operator(share.n_local, share.place, config.finite_difference.scheme)
+    scheme = config.finite_difference.scheme
+    operator = memory_of_operator(share.n_local, share.place, scheme, config.operator)
     items = analysis.memory(share, config)
     if config.resume is not None and analysis.resumes:
         count = analysis.vectors_kept(config)

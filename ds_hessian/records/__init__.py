@@ -12,6 +12,8 @@ from ds_hessian.records.analyses import (
 )
 from ds_hessian.records.base import Measured, Record
 from ds_hessian.records.comparison import Comparison
+from ds_hessian.records.curvatures import HessianCurvatures
+from ds_hessian.records.decomposition import HessianDecomposition
 from ds_hessian.records.density import Density
 from ds_hessian.records.estimate import Estimate, SamplingErrors
 from ds_hessian.records.parts import density_of_parts
@@ -32,6 +34,8 @@ __all__ = [
     "Estimate",
     "HessianAlignment",
     "HessianBlockCoupling",
+    "HessianCurvatures",
+    "HessianDecomposition",
     "HessianEigenpairs",
     "HessianInfluence",
     "HessianOffBlockShare",

@@ -19,6 +19,8 @@ from ds_hessian.records.analyses import (
 )
 from ds_hessian.records.base import Record
 from ds_hessian.records.comparison import Comparison
+from ds_hessian.records.curvatures import HessianCurvatures
+from ds_hessian.records.decomposition import HessianDecomposition
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.records.sweep import DisplacementSweep
 from ds_hessian.records.verdict import SelfTest
@@ -29,6 +31,7 @@ from ds_hessian.show.block_pictures import (
     trace_picture,
 )
 from ds_hessian.show.comparison_picture import comparison_picture
+from ds_hessian.show.decomposition_picture import decomposition_picture
 from ds_hessian.show.spectrum_picture import spectrum_picture
 from ds_hessian.show.sweep_picture import sweep_picture
 from ds_hessian.show.system_pictures import (
@@ -62,6 +65,7 @@ PICTURES: dict[type[Record], Callable[[Any, Path], Path]] = {
     HessianAlignment: alignment_picture,
     DisplacementSweep: sweep_picture,
     Comparison: comparison_picture,
+    HessianDecomposition: decomposition_picture,
     SelfTest: self_test_picture,
 }
 """The function that draws each class of records."""
@@ -69,5 +73,6 @@ FEW = "at one step it is a few numbers, which table() prints; `ds-hessian page` 
 WITHOUT: dict[type[Record], str] = {
     HessianSharpness: FEW + "training",
     HessianOffBlockShare: FEW + "training",
+    HessianCurvatures: FEW + "training",
 }
 """Why a class of records has no picture."""

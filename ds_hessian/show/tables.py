@@ -21,12 +21,15 @@ from ds_hessian.records.analyses import (
 )
 from ds_hessian.records.base import Measured, Record
 from ds_hessian.records.comparison import Comparison
+from ds_hessian.records.curvatures import HessianCurvatures
+from ds_hessian.records.decomposition import HessianDecomposition
 from ds_hessian.records.estimate import Estimate
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.records.sweep import DisplacementSweep
 from ds_hessian.records.verdict import SelfTest
 from ds_hessian.show.layers import layer_shares
 from ds_hessian.show.spectrum_table import spectrum_headline, spectrum_rows
+from ds_hessian.show.style import MATRICES
 
 Rows = list[tuple[str, str]]
 
@@ -63,6 +66,8 @@ def _measured(title: str, rows: Callable[[Any], Rows]) -> Callable[[Any], str]:
         source, cost = record.provenance, record.cost
         price = f"{cost.products} products, {cost.seconds_total:.3g} s in all"
         last = [("cost", price), ("measured on", _measured_on(record))]
+        if source.outputs is not None:
+            last.insert(1, ("matrix", f"{MATRICES[source.operator]}, {source.outputs}"))
         return lined(f"{title} at step {source.step}", rows(record) + last)
 
     return make
@@ -165,7 +170,8 @@ def _sharpness(sharpness: HessianSharpness) -> str:
     if not all(sharpness.converged):
         text += f" ({_missed(sharpness.limited)})"
     step = sharpness.provenance.step
-    return f"Hessian sharpness at step {step}: {text}; {sharpness.num_matvecs} products"
+    matrix = MATRICES[sharpness.provenance.operator]
+    return f"{matrix} sharpness at step {step}: {text}; {sharpness.num_matvecs} products"
 
 
 def _block_coupling(coupling: HessianBlockCoupling) -> str:
@@ -230,6 +236,28 @@ def _self_test(verdict: SelfTest) -> str:
     return "\n".join(lines + [f"  suggestion: {text}" for text in verdict.suggestions])
 
 
+def _curvatures(record: HessianCurvatures) -> Rows:
+    return [(name, str(record.along(name))) for name in record.directions]
+
+
+def _decomposition(parts: HessianDecomposition) -> str:
+    rows = [
+        (
+            f"{MATRICES[name]}",
+            f"largest {s.eigenvalue_max}, smallest {s.eigenvalue_min}, trace {s.trace}",
+        )
+        for name, s in parts.spectra.items()
+    ]
+    rows += [
+        ("tr G + tr R - tr H", str(parts.closure)),
+        ("|R| / |H|", f"{parts.share_of_residual:.3g}"),
+        ("negative eigenvalues", f"sum {parts.negative('hessian')} in H"),
+        ("", f"sum {parts.negative('residual')} in R, of which {parts.surviving} is left in H"),
+        ("outputs", str(parts.gauss_newton.provenance.outputs)),
+    ]
+    return lined(f"H = G + R at step {parts.provenance.step}", rows)
+
+
 def _alignment(alignment: HessianAlignment) -> Rows:
     pairs = zip(alignment.values, alignment.errors, strict=True)
     rows = [(f"eigenvalue {i + 1}", str(Estimate(*map(float, p)))) for i, p in enumerate(pairs)]
@@ -269,6 +297,8 @@ TABLES: dict[type[Record], Callable[[Any], str]] = {
     HessianOffBlockShare: _measured("Off-block share of the Hessian", _off_block_share),
     DisplacementSweep: _measured("Curvature against scale", _sweep),
     Comparison: _comparison,
+    HessianDecomposition: _decomposition,
+    HessianCurvatures: _measured("Curvature along directions", _curvatures),
     SelfTest: _self_test,
 }
 """The table of each class of records."""

@@ -19,6 +19,7 @@ from ds_hessian.records import (
     Estimate,
     HessianAlignment,
     HessianBlockCoupling,
+    HessianCurvatures,
     HessianEigenpairs,
     HessianInfluence,
     HessianOffBlockShare,
@@ -111,6 +112,16 @@ def records() -> list[Any]:
         HessianOffBlockShare(**vars(off_block_share(operator, partition, draw, 2, 0)), **MEASURED),
         HessianSharpness(**sharpness, preconditioned=Estimate(1e-300, math.nan), **MEASURED),
         HessianSharpness(**sharpness, preconditioned=None, **MEASURED),
+        HessianCurvatures(
+            directions=("gradient", "vector 1"),
+            values=np.array([1 / 3, -1e-300]),
+            errors=np.array([math.inf, 0.1]),
+            norms=np.ones(2),
+            displacements=np.array([1e-3, 1e-2]),
+            gradient_norm=2.0,
+            loss=1.0,
+            **MEASURED,
+        ),
     ]
 
 

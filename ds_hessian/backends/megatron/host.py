@@ -130,12 +130,18 @@ def first_optimizer_instance(chunk: Chunk) -> bool:
 
 
 def head(chunks: Sequence[Chunk], per_unit: int) -> Head:
-    """Return where the logits are: the output layer, on the last stage of a pipeline."""
+    """Return where the logits are: the output layer, on the last stage of a pipeline.
+
+    A model of another kind, whose output layer has another name, is searched if it is whole.
+    """
     from megatron.core import parallel_state
 
     found = [getattr(unwrap(chunk), "output_layer", None) for chunk in chunks]
     layers = [layer for layer in found if layer is not None]
     layer: Any = layers[-1] if layers else None
+    if layer is None and parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        whole = parallel_state.get_tensor_model_parallel_world_size() == 1
+        return Head([unwrap(chunk) for chunk in chunks] if whole else ())
     parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
     group = parallel_state.get_tensor_model_parallel_group() if parallel else None
     classes = getattr(layer, "output_size", 0)
@@ -264,7 +270,8 @@ def run_schedule(
     micro_batch_size: int,
     forward_only: bool = False,
 ) -> None:
-    """Run forward and, unless `forward_only`, backward of `num_microbatches` micro-batches, in a pass of the lockstep.
+    """Run forward, and backward unless `forward_only`, of `num_microbatches` micro-batches, in a
+    pass of the lockstep.
 
     Collective.
     """

@@ -85,6 +85,12 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> Tap:
     head = session.head
     if head.name is not None and name in (None, head.name):
         session.add_gradient(out, range(1))
+        have = torch.tensor([head.module is not None], dtype=torch.float64)
+        if not session.space.reduce(have)[0]:
+            raise UnsupportedError(
+                f"ds_hessian does not support operators of the outputs of a model without a "
+                f"{head.name!r} on any rank"
+            )
         return Tap(head.name, head.module, head.per_unit)
     if head.name is not None:
         raise ConfigError(
@@ -92,8 +98,8 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> Tap:
         )
     if not head.modules:
         raise UnsupportedError(
-            "ds_hessian does not support operators of the model's outputs under tensor parallelism "
-            'by a DeepSpeed mpu; use operator "hessian", or megatron-core\'s own data parallelism'
+            "ds_hessian does not support operators of the outputs of this tensor-parallel model, "
+            'whose layer of outputs is not known: use operator "hessian"'
         )
     named = [(n, m) for root in head.modules for n, m in root.named_modules()]
     watch = _Watch(named)

@@ -100,7 +100,8 @@ class GaussNewton:
                 "at the loss on these micro-batches"
             )
         assert session.gradient_scale is not None
-        self.scale, self.outputs = session.gradient_scale, reading.words
+        self.scale = session.gradient_scale
+        self.outputs: str | None = reading.words
         count = session.num_micro_batches
         self._pilot, self._rest, self._count = range(1), range(1, count), count
         self._passes = Passes(
@@ -208,8 +209,18 @@ class GaussNewton:
         self.cost.product_seconds += time.perf_counter() - started
         return self._made(out, found, length, None, None, 0)
 
-    def forms(self, v: Tensor, h: float) -> NDArray[np.float64]:
+    @property
+    def first_displacement(self) -> float:
+        """A displacement for a vector of which nothing is known."""
+        return self._steps.learnt.h
+
+    def forms(self, v: Tensor, h: float, micro_batches: range | None = None) -> NDArray[np.float64]:
         """Return `v'G_i v / v'v` for micro-batch i of all ranks, `(G,)`; the mean is that of G.
+
+        Args:
+            v: `(n_local,)` fp32.
+            h: The displacement.
+            micro_batches: Some of them; None for all.
 
         Cost: two forwards over all micro-batches where the loss in the outputs is known, else a
         product; one small all-reduce.
@@ -217,11 +228,11 @@ class GaussNewton:
         Raises:
             NumericsError: v is zero or not finite, or a form is not finite.
         """
-        length, every = self._length(v), range(self._count)
+        length, every = self._length(v), micro_batches or range(self._count)
         unit = self._count * self.scale / (2 * h) ** 2
         if self._passes.product is not None:
             mine = self._passes.forms(v, h / length, every)
-            self.cost.gradient_evaluations += 2 / 3
+            self.cost.gradient_evaluations += 2 / 3 * len(every) / self._count
         else:
             waste, mine = self.space.zeros(), []
             for i in every:
@@ -286,7 +297,7 @@ class GaussNewton:
         trial = Trial(
             h=h,
             size=math.sqrt(square) * unit if square >= 0 else math.inf,
-            nonlinearity=_ratio(math.sqrt(second), math.sqrt(first)) if second >= 0 else math.inf,
+            nonlinearity=_nonlinearity(first, second),
             spread=math.sqrt(first / count) / (2 * h) if first > 0 else 0.0,
             form=q * self.scale / (share * (2 * h * kappa) ** 2),
             change=change,
@@ -352,6 +363,13 @@ class GaussNewton:
             error=error,
             trials=trials,
         )
+
+
+def _nonlinearity(first: float, second: float) -> float:
+    """Return the norm of second differences over that of first ones, from their squares."""
+    if second == 0:
+        return 0.0
+    return math.sqrt(second / first) if second > 0 and first > 0 else math.inf
 
 
 def _ratio(a: float, b: float, nothing: float = math.inf) -> float:

@@ -28,8 +28,9 @@ ROUNDING = 32.0
 """The cotangent of cross entropy is within this many roundings of omega (p - y): measured 1 - 13,
 where label smoothing and mean squared error are off by 0.25 - 1 (docs/gauss_newton.md)."""
 
-COHERENT = 6.0
-"""Largest sum of all entries of the cotangents, in standard deviations of their rounding."""
+COHERENT, BIAS = 6.0, 4.0
+"""Largest sum of all entries of the cotangents: in standard deviations of their rounding, and in
+roundings of each token, since a softmax in 16 bits does not sum to 1 without bias."""
 
 
 @dataclass(frozen=True)
@@ -107,25 +108,27 @@ def _read(f: Tensor, c: Tensor, dim: int, group: dist.ProcessGroup | None) -> To
     roundoff = max(torch.finfo(t.dtype).eps / 2 for t in (f, c))
     given = _rows(c, dim)
     negative = given < 0
-    if bool(_summed(negative.sum(-1).float(), group).gt(1).any()):  # enough for most other losses
+    found = _summed(negative.sum(-1).float(), group)
+    if bool(found.gt(1).any()):  # enough for most other losses
         return None
     labels = torch.where(negative.any(-1), given.argmin(-1), -1)
     d = _less_labels(_softmax(_rows(f, dim), group), labels)
-    sums = torch.stack([(d * d).sum(-1), (given * d).sum(-1), given.sum(-1)])
-    squares, along, total = _summed(sums, group)
-    sizes = squares.sqrt()
+    sums = [(d * d).sum(-1), (given * d).sum(-1), given.sum(-1), given.square().sum(-1)]
+    squares, along, total, seen = _summed(torch.stack(sums), group)
     weights = along / squares.clamp_min(torch.finfo(torch.float32).tiny)
-    # The cotangent of a sure token is all rounding, of entries that were near 1, and so is omega.
-    sure = sizes <= ROUNDING * roundoff
+    # The cotangent of a sure token is all rounding, of entries that were near 1, and so is omega;
+    # in 16 bits its label may not show. Without a loss it is zero.
+    sure = (squares.sqrt() <= ROUNDING * roundoff) | (found == 0)
     largest = weights.masked_fill(sure, 0.0).max()
     bound = ROUNDING * roundoff * torch.where(sure, largest, weights)
     rest = torch.where(sure[:, None], given, given - weights[:, None] * d)
     off = _summed(rest.square().sum(-1), group).sqrt()
     if not bool((off <= bound).all()):  # not for a negative or infinite weight, nor NaN
         return None
-    if float(total.sum().abs()) > COHERENT / ROUNDING * float(bound.norm()):
+    allowed = COHERENT * bound.norm() + BIAS * bound.sum()
+    if bool(ROUNDING * total.sum().abs() > allowed):
         return None  # such as a z-loss, which is lost in the rounding of one token
-    kept = torch.where(sure, weights.clamp(0, float(largest)), weights)
+    kept = torch.where(sure, torch.where(seen > 0, largest, 0.0), weights)
     return Tokens(kept, labels, dim, group)
 
 

@@ -186,17 +186,17 @@ class OutputSteps:
     def _descend(self, trials: list[Trial]) -> tuple[float, bool]:
         """Walk down the ladder, or up, until the changes between its steps have a least one."""
         if not self._accepting(trials):
-            last, heights = trials[-1].h, [t.h for t in trials if t.finite]
+            here, heights = trials[-1].h, [t.h for t in trials if t.finite]
             changes = self._changes(trials)
             if len(changes) < 2:
-                return last / LADDER, False
+                return here / LADDER, False
             low, high = min(changes, key=lambda pair: changes[pair])
             if low == min(heights) and low / LADDER > self.rounding / 64:
                 return low / LADDER, False
             if high == max(heights) and high * LADDER**2 <= self.learnt.largest:
                 return high * LADDER**2, False
-            if last == max(heights):  # after a step up: its neighbour below
-                return last / LADDER, False
+            if here == max(heights):  # after a step up: its neighbour below
+                return here / LADDER, False
         self._fit(trials)
         last = trials[-1]
         best = self._best(last.size)
