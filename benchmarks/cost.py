@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--num_matvecs", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--operator", default="hessian")
     args = parser.parse_args()
     deepspeed.utils.logger.setLevel("ERROR")
     torch.manual_seed(0)
@@ -70,7 +71,8 @@ def main() -> None:
     plain_gradient(engine, batches)
     spectra, gradients = [], [plain_gradient(engine, batches) for _ in range(4)]
     for _ in range(args.rounds):
-        spectra.append(engine.hessian_spectrum(batches, num_matvecs=args.num_matvecs))
+        settings = {"num_matvecs": args.num_matvecs, "operator": args.operator}
+        spectra.append(engine.hessian_spectrum(batches, **settings))
         gradients += [plain_gradient(engine, batches) for _ in range(8)]
     report(engine, spectra, gradients[:-4], trained)
     dist.barrier()

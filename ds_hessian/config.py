@@ -25,6 +25,9 @@ from ds_hessian.errors import ConfigError
 
 SECTION = "hessian"
 
+OperatorName = Literal["hessian", "ggn", "residual", "fisher"]
+"""The matrices that can be measured."""
+
 
 def _field(default: object, description: str, requires: str = "", **constraints: Any) -> Any:
     """Return a documented field; `requires` says in words what its type and constraints accept."""
@@ -34,6 +37,10 @@ def _field(default: object, description: str, requires: str = "", **constraints:
 
 def _path_text(value: object) -> object:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _names(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
 
 
 class _Section(BaseModel):
@@ -131,11 +138,39 @@ class HessianConfig(_Section):
         "an integer, at least 0",
         ge=0,
     )
-    start_step: int = _field(
+    curvature_interval: int = _field(
         0,
-        "First optimizer step at which `interval` and `sharpness_interval` may measure.",
+        "Measure the curvature along gradient and update (and `curvature_vectors`) every so many "
+        "optimizer steps, that of the Gauss-Newton matrix unless `operator` names another than the "
+        "Hessian: by forwards alone, about two gradients; 0: only on request.",
         "an integer, at least 0",
         ge=0,
+    )
+    curvature_vectors: Annotated[str, BeforeValidator(_path_text), Field(min_length=1)] | None = (
+        _field(
+            None,
+            "File of vectors, such as eigenvectors that were saved, along which "
+            "`curvature_interval` measures too.",
+            "a path that is not empty, or null",
+        )
+    )
+    start_step: int = _field(
+        0,
+        "First optimizer step at which the intervals may measure.",
+        "an integer, at least 0",
+        ge=0,
+    )
+    operator: OperatorName = _field(
+        "hessian",
+        "The matrix that is measured: the Hessian H; `ggn`, its Gauss-Newton part G, the Fisher "
+        "matrix of a cross entropy; `residual`, R = H - G; `fisher`, the empirical Fisher matrix "
+        "of tokens.",
+    )
+    outputs: Annotated[str, Field(min_length=1)] | None = _field(
+        None,
+        "Name of the module that returns the model's outputs (logits), for the operators other "
+        "than `hessian`; null to find it.",
+        "the name of a module, or null",
     )
     num_matvecs: int = _field(
         30,
@@ -182,6 +217,12 @@ class HessianConfig(_Section):
         "(`true`), or in eval mode (`false`).",
         "true or false",
     )
+    parameters: Annotated[str | list[str], BeforeValidator(_names)] | None = _field(
+        None,
+        "Measure the block of these parameters alone, P H P: a regular expression that is searched "
+        "in their names, or a list of names. Vectors still cover all parameters, zero outside.",
+        "a regular expression, a list of names, or null",
+    )
     sampling: bool = _field(
         False,
         "Also estimate what other micro-batches would change in extreme eigenvalues and trace; a "
@@ -214,16 +255,21 @@ class HessianConfig(_Section):
     @property
     def scheduled(self) -> bool:
         """True if anything is measured automatically during training."""
-        return bool(self.interval or self.sharpness_interval)
+        return any(self.intervals.values())
+
+    @property
+    def intervals(self) -> dict[str, int]:
+        """The settings that measure automatically, by name."""
+        names = ("interval", "sharpness_interval", "curvature_interval")
+        return {name: getattr(self, name) for name in names}
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
         lines = []
-        intervals = {"interval": self.interval, "sharpness_interval": self.sharpness_interval}
         lines += [
             f"{SECTION}.{name}: {interval} contradicts {SECTION}.enabled = false, which measures "
             "nothing: remove one of the two"
-            for name, interval in intervals.items()
+            for name, interval in self.intervals.items()
             if interval and not self.enabled
         ]
         if self.resume is not None and not self.enabled:
@@ -234,8 +280,8 @@ class HessianConfig(_Section):
         if self.start_step and not self.scheduled:
             lines.append(
                 f"{SECTION}.start_step: {self.start_step} has no effect while {SECTION}.interval "
-                f"and {SECTION}.sharpness_interval are 0 (only on request): set one of them above "
-                "0 or remove start_step"
+                f"and the other intervals are 0 (only on request): set one of them above 0 or "
+                "remove start_step"
             )
         if self.sampling and self.reorthogonalization.mode in ("window", "none"):
             lines.append(
@@ -248,6 +294,12 @@ class HessianConfig(_Section):
             lines.append(
                 f"{SECTION}.reorthogonalization.window: {found.window} has no effect in mode "
                 f'"{found.mode}": set {" or ".join(map(_shown, _WINDOWED))}, or remove window'
+            )
+        if self.operator in ("ggn", "fisher") and self.finite_difference.scheme != "central":
+            lines.append(
+                f'{SECTION}.finite_difference.scheme: "{self.finite_difference.scheme}" has no '
+                f'meaning for {SECTION}.operator = "{self.operator}", which takes central '
+                "differences of the outputs: remove one of the two"
             )
         if self.basis.folder is not None and self.basis.device != "disk":
             lines.append(

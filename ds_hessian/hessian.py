@@ -8,20 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
-from ds_hessian import vector_files
 from ds_hessian.analyses import (
     Alignment,
     Analysis,
     BlockCoupling,
     Blocks,
+    BlockSpectra,
+    Curvatures,
+    Decomposition,
     Eigenpairs,
     Followed,
     Influence,
+    Kronecker,
     OffBlockShare,
     SelfTest,
     Sharpness,
@@ -35,34 +39,37 @@ from ds_hessian.analyses import (
     share_of,
 )
 from ds_hessian.backends.protocol import Backend, Objective
+from ds_hessian.backends.restricted import Choice, Restricted, restricted
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
+from ds_hessian.job_vectors import JobVectors
 from ds_hessian.krylov import SolveMethod, Which
 from ds_hessian.krylov.traces import Method
 from ds_hessian.memory import MemoryPlan
-from ds_hessian.operators import Curvature, Product
+from ds_hessian.operators import Curvature, Embedded, Product
+from ds_hessian.operators.kronecker import Adapter, Kind
 from ds_hessian.planning import plan
-from ds_hessian.ranks import collective, together
+from ds_hessian.ranks import collective
 from ds_hessian.records import (
-    PICTURE,
     DisplacementSweep,
     HessianAlignment,
     HessianBlockCoupling,
+    HessianBlockSpectra,
+    HessianCurvatures,
+    HessianDecomposition,
     HessianEigenpairs,
     HessianInfluence,
+    HessianKronecker,
     HessianOffBlockShare,
     HessianSharpness,
     HessianSolution,
     HessianSpectrum,
     HessianTrace,
-    Measured,
 )
 from ds_hessian.records import SelfTest as Verdict
 from ds_hessian.show.progress import SpectrumProgress
-from ds_hessian.vectors import ProbeKind, random_vector
 
 R = TypeVar("R")
-M = TypeVar("M", bound=Measured)
 
 Batches = Iterable[object]
 """Micro-batches of this rank, in the form that the host's model takes."""
@@ -70,7 +77,7 @@ Loss = Any
 """`loss_fn(model, batch)`; on Megatron the `forward_step` of its schedules."""
 
 
-class Hessian:
+class Hessian(JobVectors):
     """The Hessian of one training job.
 
     Every method but `memory_plan` is collective: all ranks call it, in the same order, outside of a
@@ -78,8 +85,11 @@ class Hessian:
 
     Analyses need `use` (or a first spectrum) to have fixed the micro-batches. Their `overrides` are
     values of the configuration for this call, such as `seed=`, `displacement=` or `resume=`; where
-    a basis is stored, `dtype=`, `device=` and `folder=` say how. The memory plan is logged before
-    the run, and one that does not fit is refused with a `ConfigError` that says what would.
+    a basis is stored, `dtype=`, `device=` and `folder=` say how. With `parameters=` (a regular
+    expression, or names) they measure the block of these parameters, P H P: vectors still cover all
+    parameters, but only the chosen part of an argument counts, and results are zero outside of it.
+    The memory plan is logged before the run, and one that does not fit is refused with a
+    `ConfigError` that says what would.
 
     Args:
         backend: The job.
@@ -92,12 +102,11 @@ class Hessian:
     """
 
     def __init__(self, backend: Backend, config: HessianConfig | None = None) -> None:
-        self.backend, self.config = backend, config or HessianConfig()
+        super().__init__(backend, config or HessianConfig())
         self._retires = False
         self._objective: Objective | None = None
         self._open: Curvature | None = None
-        self._followed = Followed()
-        self.output = vector_files.Output(backend, Path(self.config.output_path))
+        self._followed: dict[str, Followed] = {}  # by the choice of parameters
 
     # ---- what H is
 
@@ -126,11 +135,6 @@ class Hessian:
     def _use_if(self, batches: Batches | None, loss_fn: Loss) -> None:
         if batches is not None:
             self.use(batches, loss_fn)
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process in the job."""
-        return self.backend.space.rank
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -170,9 +174,12 @@ class Hessian:
         """
         device = self.backend.space.device
         with collective("measuring", device), self._subject(overrides).open() as (run, _):
-            self._open = run.curvature
+            backend, operator = run.subject.backend, run.curvature
+            if isinstance(backend, Restricted):
+                operator = Embedded(operator, backend)
+            self._open = operator
             try:
-                yield run.curvature
+                yield operator
             finally:
                 self._open = None
 
@@ -182,7 +189,8 @@ class Hessian:
         if self._open is not None:
             raise ConfigError("a measurement is open already: leave `measuring()` first")
         config = self.config.with_overrides(**overrides)
-        return Subject(self.backend, self._objective, config, self._retires)
+        backend = restricted(self.backend, config.parameters)
+        return Subject(backend, self._objective, config, self._retires)
 
     @contextmanager
     def retiring(self) -> Iterator[None]:
@@ -215,91 +223,6 @@ class Hessian:
         with self.measuring() as operator:
             return operator.matvec(v)
 
-    # ---- vectors
-
-    def random_vector(self, seed: int = 0, kind: ProbeKind = "gaussian", probe: int = 0) -> Tensor:
-        """Return a random unit vector, `(n_local,)` fp32; the same one in every layout."""
-        return random_vector(self.backend.layout, self.backend.space, seed, probe, kind)
-
-    def dot(self, a: Tensor, b: Tensor) -> float:
-        """Return the global inner product, summed in fp64; the same bits on every rank."""
-        return self.backend.space.dot(a, b)
-
-    def gather(self, v: Tensor) -> dict[str, Tensor] | None:
-        """Return `{parameter name: tensor in its unsharded shape}` on rank 0, None elsewhere.
-
-        For small models, tests and export: parameters travel one by one, in full.
-        """
-        return vector_files.gather(self.backend, v)
-
-    def scatter(self, full: Mapping[str, Tensor] | None) -> Tensor:
-        """Return the vector of rank 0's tensors, the inverse of `gather`; other ranks pass None.
-
-        Raises:
-            ConfigError: on rank 0 a trainable parameter is missing, or has another shape; the other
-                ranks raise MeasurementError.
-        """
-        return vector_files.scatter(self.backend, full)
-
-    def save_vectors(
-        self, vectors: Tensor, path: str | Path, metadata: Mapping[str, object] | None = None
-    ) -> Path:
-        """Write vectors `(k, n_local)` as `{parameter name: (k, *unsharded shape)}`, safetensors.
-
-        Parameters travel to rank 0 one by one; any layout can load the file.
-
-        Args:
-            vectors: Vectors such as the eigenvectors of `eigenpairs`.
-            path: Path of the file.
-            metadata: Kept beside them, as JSON.
-
-        Raises:
-            MeasurementError: rank 0 could not write.
-        """
-        return vector_files.save_vectors(self.backend, vectors, Path(path), metadata)
-
-    def load_vectors(self, path: str | Path) -> Tensor:
-        """Return the vectors that `save_vectors` wrote, `(k, n_local)`, in this job's layout.
-
-        Raises:
-            ResultError: on rank 0 the file is missing, damaged, or of another model; the other
-                ranks raise MeasurementError.
-        """
-        return vector_files.load_vectors(self.backend, Path(path))
-
-    # ---- records
-
-    def save(self, record: Measured, folder: str | Path | None = None) -> Path:
-        """Write a record: `<kind>.json` and `<kind>.npz` on rank 0, its vectors, a picture.
-
-        Eigenvectors and solutions go to `<kind>.safetensors`, as `save_vectors` writes them; the
-        picture shows a spectrum, unless `plot` is off.
-
-        Args:
-            record: What to write.
-            folder: Where to; None for `<output_path>/step_<global step>`.
-
-        Raises:
-            ConfigError: another job uses the `output_path`.
-            MeasurementError: rank 0 could not write.
-        """
-        found = self.output.of_step(record.provenance.step) if folder is None else Path(folder)
-        vector_files.save_record(self.backend, record, found)
-        if self.config.plot and isinstance(record, HessianSpectrum):
-            with together(f"drawing {found / PICTURE}", device=self.backend.space.device):
-                if self.rank == 0:
-                    record.plot(found / PICTURE)
-        return found
-
-    def load(self, record: type[M], folder: str | Path) -> M:
-        """Return the record of a kind that `save` wrote, its vectors in this job's layout.
-
-        Raises:
-            ResultError: files are missing, damaged, of another schema, another model, or of
-                different records; on ranks that do not read them, MeasurementError.
-        """
-        return vector_files.load_record(self.backend, record, Path(folder))
-
     # ---- plans
 
     def memory_plan(self, analysis: str = "spectrum", **settings: object) -> MemoryPlan:
@@ -313,7 +236,8 @@ class Hessian:
             ConfigError: there is no such analysis, or a setting is unknown or impossible.
         """
         found, overrides = analysis_of(analysis, settings)
-        return plan(found, share_of(self.backend), self.config.with_overrides(**overrides))
+        config = self.config.with_overrides(**overrides)
+        return plan(found, share_of(restricted(self.backend, config.parameters)), config)
 
     # ---- analyses
 
@@ -394,7 +318,7 @@ class Hessian:
         method: SolveMethod = Solve.method,
         tolerance: float = Solve.tolerance,
         num_matvecs: int | None = Solve.num_matvecs,
-        preconditioner: Tensor | Literal["adam"] | None = None,
+        preconditioner: Tensor | Literal["adam", "ekfac"] | None = None,
         **overrides: object,
     ) -> HessianSolution:
         """Solve (H + damping I) x = b for each damping (`ds_hessian.krylov.solve`).
@@ -427,6 +351,7 @@ class Hessian:
         method: SolveMethod = Influence.method,
         tolerance: float = Influence.tolerance,
         num_matvecs: int | None = Influence.num_matvecs,
+        preconditioner: Literal["adam", "ekfac"] | None = Influence.preconditioner,
         **overrides: object,
     ) -> HessianInfluence:
         """Estimate the influence of training examples on the loss of a query.
@@ -443,6 +368,7 @@ class Hessian:
             method: As for `solve`.
             tolerance: As for `solve`.
             num_matvecs: As for `solve`.
+            preconditioner: As for `solve`; then a Krylov space for each damping.
             overrides: Values of the configuration for this call.
 
         Raises:
@@ -460,6 +386,7 @@ class Hessian:
             method=method,
             tolerance=tolerance,
             num_matvecs=num_matvecs,
+            preconditioner=preconditioner,
             query=asked,
             examples=given,
         )
@@ -490,9 +417,10 @@ class Hessian:
             preconditioned=preconditioned,
             tolerance=tolerance,
             max_matvecs=max_matvecs,
-            followed=self._followed,
         )
-        return self._measure(analysis, overrides)
+        subject = self._subject(overrides)
+        followed = self._followed.setdefault(repr(subject.config.parameters), Followed())
+        return measure(replace(analysis, followed=followed), subject)
 
     def block_coupling(
         self, blocks: Blocks = BlockCoupling.blocks, **overrides: object
@@ -517,6 +445,49 @@ class Hessian:
             NumericsError: fewer than 2 blocks.
         """
         return self._measure(OffBlockShare(blocks=blocks, num_probes=num_probes), overrides)
+
+    def block_spectra(
+        self, blocks: Blocks = BlockSpectra.blocks, **overrides: object
+    ) -> HessianBlockSpectra:
+        """Measure the spectrum of each diagonal block of H, and how far apart they are.
+
+        The arguments are those of `ds_hessian.analyses.BlockSpectra`.
+        """
+        return self._measure(BlockSpectra(blocks=blocks), overrides)
+
+    def kronecker(
+        self,
+        kinds: Sequence[Kind] = Kronecker.kinds,
+        layers: Choice | None = Kronecker.layers,
+        basis: int = Kronecker.basis,
+        probes: int = Kronecker.probes,
+        extremes: int = Kronecker.extremes,
+        damping: float = Kronecker.damping,
+        draws: int = Kronecker.draws,
+        adapter: Adapter | None = None,
+        layers_at_once: int | None = Kronecker.layers_at_once,
+        **overrides: object,
+    ) -> HessianKronecker:
+        """Measure how close the Kronecker factors of optimizers are to H, layer by layer.
+
+        The arguments are those of `ds_hessian.analyses.Kronecker`.
+
+        Raises:
+            ConfigError: an argument is impossible, or there is no Adam that has made a step.
+            UnsupportedError: a weight is not that of one linear layer.
+        """
+        analysis = Kronecker(
+            kinds=kinds,
+            layers=layers,
+            basis=basis,
+            probes=probes,
+            extremes=extremes,
+            damping=damping,
+            draws=draws,
+            adapter=adapter,
+            layers_at_once=layers_at_once,
+        )
+        return self._measure(analysis, overrides)
 
     def alignment(
         self,
@@ -554,6 +525,40 @@ class Hessian:
             earlier=earlier,
         )
         return self._measure(analysis, overrides)
+
+    def curvatures(
+        self,
+        directions: Sequence[str] | None = Curvatures.directions,
+        vectors: Mapping[str, Tensor] | str | Path | None = None,
+        **overrides: object,
+    ) -> HessianCurvatures:
+        """Measure `v'Cv / v'v` along the gradient, Adam's last step and vectors of one's own.
+
+        With `operator="ggn"` each costs two forwards, two thirds of a gradient, and nothing is kept
+        for a backward; beside them the gradient at the weights is evaluated once.
+
+        The arguments are those of `ds_hessian.analyses.Curvatures`.
+
+        Raises:
+            ConfigError: an unknown direction, or no Adam that has made a step.
+            NumericsError: a direction is zero, or something is not finite.
+            ResultError: the file of vectors is missing, damaged, or of another model.
+        """
+        return self._measure(Curvatures(directions=directions, vectors=vectors), overrides)
+
+    def decomposition(
+        self, batches: Batches | None = None, loss_fn: Loss = None, **overrides: object
+    ) -> HessianDecomposition:
+        """Measure the spectra of H, of its Gauss-Newton part G, and of the residual R = H - G.
+
+        The probes are the same, so that the traces and the densities compare. Takes what `spectrum`
+        takes, three times its time, and raises what it raises.
+
+        Raises:
+            UnsupportedError: the model's outputs have no single Gauss-Newton matrix.
+        """
+        self._use_if(batches, loss_fn)
+        return self._measure(Decomposition(show=SpectrumProgress), overrides)
 
     def displacement_sweep(
         self,

@@ -1,6 +1,7 @@
 """Automatic measurements, every so many optimizer steps, on micro-batches fixed for the run.
 
-Spectra every `interval` steps, sharpness every `sharpness_interval`; both, where both are due.
+Spectra every `interval` steps, sharpness every `sharpness_interval`, curvatures along gradient and
+update every `curvature_interval`; all that are due.
 
 The micro-batches are the first `num_micro_batches` with which training calls the engine, copied;
 nothing is drawn from the user's iterator. They are kept with the results, and a job that is resumed
@@ -27,7 +28,7 @@ from ds_hessian.config import HessianConfig
 from ds_hessian.errors import HessianError
 from ds_hessian.hessian import Hessian
 from ds_hessian.ranks import collective
-from ds_hessian.records import PICTURE, HessianSharpness, HessianSpectrum
+from ds_hessian.records import PICTURE, HessianCurvatures, HessianSharpness, HessianSpectrum
 from ds_hessian.show.monitor import monitor_events, write_tensorboard, write_wandb
 from ds_hessian.slices import settled
 
@@ -108,7 +109,9 @@ class Capture:
                 self.stop()
 
 
-Kind = Literal["spectrum", "sharpness"]
+Kind = Literal["spectrum", "sharpness", "curvatures"]
+Scheduled = HessianSpectrum | HessianSharpness | HessianCurvatures
+"""The records of automatic measurements."""
 
 
 def due(config: HessianConfig, step: int, default: int = 0) -> list[Kind]:
@@ -122,6 +125,7 @@ def due(config: HessianConfig, step: int, default: int = 0) -> list[Kind]:
     intervals: dict[Kind, int] = {
         "spectrum": config.interval or default,
         "sharpness": config.sharpness_interval,
+        "curvatures": config.curvature_interval,
     }
     if step < config.start_step:
         return []
@@ -134,12 +138,14 @@ class Measurements:
     Attributes:
         spectra: `{step: record}` of the spectra.
         sharpness: `{step: record}` of the sharpness.
+        curvatures: `{step: record}` of the curvatures along directions.
         failures: `{step: error}` of failed measurements; of several at a step, the last.
     """
 
     def __init__(self) -> None:
         self.spectra: dict[int, HessianSpectrum] = {}
         self.sharpness: dict[int, HessianSharpness] = {}
+        self.curvatures: dict[int, HessianCurvatures] = {}
         self.failures: dict[int, HessianError] = {}
 
     def take(
@@ -148,7 +154,7 @@ class Measurements:
         step: int,
         device: torch.device,
         ready: Callable[[], Hessian],
-        write: Callable[[HessianSpectrum | HessianSharpness, Path | None], None],
+        write: Callable[[Scheduled, Path | None], None],
     ) -> None:
         """Measure now, save the record, and write it to the host's monitor. Collective.
 
@@ -166,8 +172,10 @@ class Measurements:
                 record, picture = self._record(kind, ready())
                 if isinstance(record, HessianSpectrum):
                     self.spectra[step] = record
-                else:
+                elif isinstance(record, HessianSharpness):
                     self.sharpness[step] = record
+                else:
+                    self.curvatures[step] = record
                 write(record, picture)
                 if first:
                     logger.info("Hessian %s at step %d\n%s", kind, step, record.table())
@@ -176,20 +184,24 @@ class Measurements:
             if first:
                 logger.exception("no Hessian %s at step %d; training continues", kind, step)
 
-    def _record(
-        self, kind: Kind, hessian: Hessian
-    ) -> tuple[HessianSpectrum | HessianSharpness, Path | None]:
+    def _record(self, kind: Kind, hessian: Hessian) -> tuple[Scheduled, Path | None]:
         """Measure and save; return the record and its picture."""
         hessian.output.claim()  # before the time of a measurement is spent
-        record: HessianSpectrum | HessianSharpness
         with hessian.retiring():  # a killed run's state must not end later measurements
-            if kind == "spectrum":
-                record = hessian.spectrum()
-            else:
-                record = hessian.sharpness(preconditioned=None)
+            record = _measured(kind, hessian)
         folder = hessian.save(record)
         drawn = kind == "spectrum" and hessian.config.plot
         return record, folder / PICTURE if drawn else None
+
+
+def _measured(kind: Kind, hessian: Hessian) -> Scheduled:
+    if kind == "spectrum":
+        return hessian.spectrum()
+    if kind == "sharpness":
+        return hessian.sharpness(preconditioned=None)
+    named = hessian.config.operator
+    operator = "ggn" if named == "hessian" else named
+    return hessian.curvatures(vectors=hessian.config.curvature_vectors, operator=operator)
 
 
 class Schedule(Measurements):
@@ -234,7 +246,7 @@ class Schedule(Measurements):
             self.captured = None
         return self.hessian
 
-    def _write(self, record: HessianSpectrum | HessianSharpness, picture: Path | None) -> None:
+    def _write(self, record: Scheduled, picture: Path | None) -> None:
         write_monitor(self.engine.monitor, record, picture)
 
 
@@ -266,9 +278,7 @@ class ModuleSchedule(Measurements):
         return self.hessian
 
 
-def write_monitor(
-    monitor: Private, record: HessianSpectrum | HessianSharpness, picture: Path | None
-) -> None:
+def write_monitor(monitor: Private, record: Scheduled, picture: Path | None) -> None:
     """Write a record to every tool of DeepSpeed's monitor (they are on rank 0).
 
     TensorBoard and W&B get the picture too.

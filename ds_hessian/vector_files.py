@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from ds_hessian.backends.protocol import Backend
+from ds_hessian.backends.restricted import Restricted
 from ds_hessian.errors import ConfigError, ResultError
 from ds_hessian.ranks import collective, together
-from ds_hessian.records import Measured
+from ds_hessian.records import HessianDecomposition, Measured
 from ds_hessian.records.files import Claim, flush_folder, remove_abandoned
 from ds_hessian.records.safetensors import Reader, Writer
 from ds_hessian.vectors import collected, distribute
@@ -72,10 +73,13 @@ class Output:
             if self.backend.space.rank == 0 and self._claim is None:
                 self._claim = Claim(self.folder)
 
-    def of_step(self, step: int) -> Path:
-        """Claim the folder, and return that of an optimizer step in it. Collective."""
+    def of_step(self, step: int, operator: str = "hessian") -> Path:
+        """Claim the folder, and return that of an optimizer step in it, with the name of the
+        operator where that is not the Hessian. Collective.
+        """
         self.claim()
-        return self.folder / f"step_{step:06d}"
+        other = "" if operator == "hessian" else f"_{operator}"
+        return self.folder / f"step_{step:06d}{other}"
 
 
 @_collective("gathering a vector")
@@ -117,7 +121,7 @@ def _expect(full: Mapping[str, Tensor] | None, name: str, shape: torch.Size) -> 
 
 
 @_collective("writing results")
-def save_record(backend: Backend, record: Measured, folder: Path) -> Path:
+def save_record(backend: Backend, record: Measured | HessianDecomposition, folder: Path) -> Path:
     """Write `<kind>.json` and `<kind>.npz` on rank 0, and `<kind>.safetensors` of its vectors.
 
     The JSON is the commit point of them all: the vectors are first written beside those of the
@@ -200,10 +204,14 @@ def save_vectors(
 def load_vectors(backend: Backend, path: Path) -> Tensor:
     """Return the vectors that `save_vectors` wrote, `(k, n_local)`, in this job's layout.
 
+    Files are of all parameters, also of a job that is restricted to some of them.
+
     Raises:
         ResultError: on rank 0 the file is missing, damaged, or of another model; the other ranks
             raise MeasurementError.
     """
+    if isinstance(backend, Restricted):
+        return backend.select(load_vectors(backend.whole, path))
     layout, space = backend.layout, backend.space
     doing, device = f"reading vectors from {path}", space.device
     reader, count = None, 0
@@ -223,12 +231,12 @@ def load_vectors(backend: Backend, path: Path) -> Tensor:
     return vectors
 
 
-def _origin(record: Measured) -> dict[str, object]:
+def _origin(record: Measured | HessianDecomposition) -> dict[str, object]:
     """Return what a file of vectors says of the record that they are part of."""
     return {"record": type(record).__name__, "provenance": vars(record.provenance)}
 
 
-def _vector_files(record: Measured, folder: Path) -> tuple[Path, Path]:
+def _vector_files(record: Measured | HessianDecomposition, folder: Path) -> tuple[Path, Path]:
     """Return the file of a record's vectors, and the one in which they are first written."""
     origin = json.dumps(_origin(record), sort_keys=True).encode()
     key = hashlib.blake2b(origin, digest_size=8).hexdigest()

@@ -13,6 +13,7 @@ EVERY_3_AND_2 = {"interval": 3, "sharpness_interval": 2}
 CASES = [
     ({"interval": 3}, {3: ["spectrum"], 6: ["spectrum"]}),
     ({"sharpness_interval": 4}, {4: ["sharpness"]}),
+    ({"curvature_interval": 3}, {3: ["curvatures"], 6: ["curvatures"]}),
     (
         EVERY_3_AND_2,
         {2: ["sharpness"], 3: ["spectrum"], 4: ["sharpness"], 6: ["spectrum", "sharpness"]},

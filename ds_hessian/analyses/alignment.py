@@ -112,6 +112,7 @@ class Alignment(Journaled[HessianAlignment]):
             *first,
             *(replace(item, stage=f"{item.stage} of the complement") for item in then),
             *(share.vectors("space", self.k, stage=f"{s} of the complement") for s in stages),
+            share.returned(self.k),
         ]
 
     def with_less(self, config: HessianConfig) -> list[Settings]:

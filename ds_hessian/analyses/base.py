@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ds_hessian.analyses.measurement import Measurement, Subject
 from ds_hessian.backends.protocol import Backend
+from ds_hessian.backends.restricted import Restricted
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.memory import Item, tier_of
@@ -32,6 +33,7 @@ from ds_hessian.planning import (
     refuse_too_large,
 )
 from ds_hessian.ranks import collective, gather_objects, together
+from ds_hessian.records import Record
 from ds_hessian.resume import Journal
 from ds_hessian.vectors import Partition, by_layer, by_pattern
 
@@ -83,6 +85,10 @@ class Analysis(ABC, Generic[R]):
         """
         return self.products(config)
 
+    def share(self, share: Share) -> Share:
+        """Return the part of a rank's share of the job on which its operator works."""
+        return share
+
     def with_less(self, config: HessianConfig) -> list[Settings]:
         """Return other settings that need less memory, the least harmful first."""
         return []
@@ -117,6 +123,16 @@ class Analysis(ABC, Generic[R]):
         return {f.name: getattr(self, f.name) for f in fields(self) if not f.metadata}
 
     # ---- its run
+
+    def within(self, backend: Restricted) -> Self:
+        """Return the same analysis with its vectors in the coordinates of a restriction."""
+        own: dict[str, Any] = {}
+        for name, value in ((f.name, getattr(self, f.name)) for f in fields(self)):
+            if isinstance(value, Tensor):
+                own[name] = backend.select(value)
+            elif isinstance(value, Mapping) and all(isinstance(v, Tensor) for v in value.values()):
+                own[name] = {key: backend.select(v) for key, v in value.items()}
+        return replace(self, **own)
 
     def prepared(self, backend: Backend, config: HessianConfig) -> Self:
         """Return the same analysis with everything filled in that only a job can say.
@@ -156,7 +172,7 @@ class Journaled(Analysis[R]):
         identity = {"call": self.settings()}
         with subject.open(Journal, self.record.kind, identity) as (run, journal):
             figures = self.figures(run, journal or run.curvature)
-        record: R = self.record(**figures, cost=run.cost(), provenance=subject.provenance())
+        record: R = self.record(**figures, cost=run.cost(), provenance=run.provenance())
         run.finished()
         return record
 
@@ -169,10 +185,22 @@ def measure(analysis: Analysis[R], subject: Subject) -> R:
 
     Collective.
     """
-    with collective(f"measuring the {analysis.title}", subject.backend.space.device):
-        analysis = analysis.prepared(subject.backend, subject.config)
-        plan_or_refuse(analysis, subject.backend, subject.config)
-        return analysis.run(subject)
+    backend = subject.backend
+    with collective(f"measuring the {analysis.title}", backend.space.device):
+        if isinstance(backend, Restricted):
+            analysis = analysis.within(backend)
+        analysis = analysis.prepared(backend, subject.config)
+        plan_or_refuse(analysis, backend, subject.config)
+        record = analysis.run(subject)
+        return _everywhere(record, backend) if isinstance(backend, Restricted) else record
+
+
+def _everywhere(record: R, backend: Restricted) -> R:
+    """Return the record with its vectors over all parameters, zero outside of the chosen ones."""
+    if not isinstance(record, Record):
+        return record
+    vectors: dict[str, Any] = {n: backend.embed(getattr(record, n)) for n in record.sharded}
+    return replace(record, **vectors) if vectors else record
 
 
 def plan_or_refuse(analysis: Analysis[R], backend: Backend, config: HessianConfig) -> None:
@@ -196,22 +224,26 @@ def plan_or_refuse(analysis: Analysis[R], backend: Backend, config: HessianConfi
 def share_of(backend: Backend) -> Share:
     """Return this rank's share of the job, for memory plans."""
     space = backend.space
-    return Share(space.n, space.n_local, tier_of(space.device), backend.memory)
+    whole = backend.whole.space.n_local if isinstance(backend, Restricted) else 0
+    return Share(space.n, space.n_local, tier_of(space.device), backend.memory, whole)
 
 
 def partition(backend: Backend, blocks: Blocks) -> Partition:
-    """Return the coordinates of this rank by block.
+    """Return the coordinates of this rank by block; raises what `groups_of` raises."""
+    return Partition(backend.layout, backend.space, groups_of(backend, blocks))
+
+
+def groups_of(backend: Backend, blocks: Blocks) -> dict[str, str]:
+    """Return {parameter name: block} of all parameters.
 
     Raises:
         ConfigError: `blocks` is none of the three things that it may be.
     """
     names = [name for name, _ in backend.parameters]
     if isinstance(blocks, Mapping):
-        groups = by_pattern(names, blocks)
-    elif blocks in ("layers", "parameters"):
-        groups = by_layer(names) if blocks == "layers" else {name: name for name in names}
-    else:
+        return by_pattern(names, blocks)
+    if blocks not in ("layers", "parameters"):
         raise ConfigError(
             f'blocks must be "layers", "parameters" or a mapping of patterns, got {blocks!r}'
         )
-    return Partition(backend.layout, backend.space, groups)
+    return by_layer(names) if blocks == "layers" else {name: name for name in names}

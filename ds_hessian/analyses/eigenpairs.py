@@ -66,7 +66,8 @@ class Eigenpairs(Journaled[HessianEigenpairs]):
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
         """Return the basis, then the eigenvectors, of which `start` is none."""
-        return memory_of_eigenpairs(share, config, self.k, self.size)
+        search = memory_of_eigenpairs(share, config, self.k, self.size)
+        return [*search, share.returned(self.k)]
 
     def with_less(self, config: HessianConfig) -> list[Settings]:
         """Return another basis, a smaller one, and fewer products for `resume` to keep."""
@@ -92,7 +93,7 @@ class Eigenpairs(Journaled[HessianEigenpairs]):
         names = partition(subject.backend, "parameters")
         shares = names.dots([(v, v) for v in found.vectors])
         errors = [
-            standard_error(micro_batch_curvatures(run.session, y, float(h)))
+            standard_error(micro_batch_curvatures(run.curvature, y, float(h)))
             for y, h in zip(found.vectors, found.displacements, strict=True)
             if subject.config.sampling
         ]

@@ -10,7 +10,7 @@ import platform
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ds_hessian.backends.protocol import Backend, Objective, Passes, Session
-from ds_hessian.config import HessianConfig
+from ds_hessian.backends.restricted import names_of
+from ds_hessian.config import HessianConfig, OperatorName
 from ds_hessian.operators import Curvature, curvature
 from ds_hessian.operators.sampling import require_several
 from ds_hessian.records import Cost, Provenance
@@ -95,11 +96,20 @@ class Subject:
             session = stack.enter_context(backend.measuring(self.objective, self.passes))
             if self.config.sampling:
                 require_several(session)
-            operator = curvature(session, self.config.finite_difference)
+            operator = self.curvature(session)
             if saved is not None:
                 here = {**self._identity(session, operator), **(identity or {})}
                 saved.take_up(operator, here, session.unit_roundoff)
             yield Measurement(self, session, operator, saved, began, reduced), saved
+
+    def curvature(self, session: Session, operator: OperatorName | None = None) -> Curvature:
+        """Return the curvature of a name in an open session, that of the settings if None.
+
+        A measurement may have several: `subject.curvature(run.session, "ggn")`. Collective.
+        """
+        config = self.config
+        settings, name = config.finite_difference, operator or config.operator
+        return curvature(session, settings, name, config.outputs)
 
     def _identity(self, session: Session, operator: Curvature) -> dict[str, object]:
         parameters, step = self.backend.parameters, self.backend.step
@@ -127,6 +137,8 @@ class Subject:
             scheme=difference.scheme,
             precision=difference.precision,
             dropout=config.dropout,
+            operator=config.operator,
+            parameters=names_of(self.backend),
             ds_hessian_version=__version__,
         )
 
@@ -163,6 +175,10 @@ class Measurement:
             trials=spent.trials,
             all_reduces=space.all_reduces - self.reduced,
         )
+
+    def provenance(self) -> Provenance:
+        """Return what was measured, with the outputs that the operator found."""
+        return replace(self.subject.provenance(), outputs=self.curvature.outputs)
 
     def finished(self) -> None:
         """Remove the state on disk: its record is made. Collective."""

@@ -75,7 +75,7 @@ class SelfTest(Analysis[Verdict]):
         widen = narrow and "fp32" in subject.backend.precisions
         settings = subject.config.finite_difference
         suggestions = _suggestions(checks, settings, widen, error)
-        return Verdict(checks, error, found.hv.displacement, suggestions, subject.provenance())
+        return Verdict(checks, error, found.hv.displacement, suggestions, run.provenance())
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -53,6 +53,10 @@ class _Silent:
         """Show nothing."""
 
 
+SILENT: Any = transient(lambda total, enabled: nullcontext(_Silent()))
+"""The field of a `Show` that shows nothing."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Spectrum(Analysis[HessianSpectrum]):
     """The arguments of a spectrum; all of its settings are values of the configuration.
@@ -64,7 +68,7 @@ class Spectrum(Analysis[HessianSpectrum]):
     title = "spectrum"
     summary = "spectral density, extreme eigenvalues, trace"
 
-    show: Show = transient(lambda total, enabled: nullcontext(_Silent()))
+    show: Show = SILENT
 
     def products(self, config: HessianConfig) -> int:
         """Return the products of all probes, and two evaluations for each extreme and one for each
@@ -135,7 +139,7 @@ class Spectrum(Analysis[HessianSpectrum]):
             runs,
             n=space.n,
             cost=run.cost(),
-            provenance=subject.provenance(),
+            provenance=run.provenance(),
             loss=run.session.loss,
             gradient_norm=gradient_norm,
             sampling=sampling,
@@ -153,11 +157,11 @@ def _sampling_errors(
     """Return standard errors from the last probe's extreme Ritz vectors, and from all probes."""
     displacement = float(np.median(runs[-1].displacements))
     extremes = [
-        standard_error(micro_batch_curvatures(run.session, y, displacement))
+        standard_error(micro_batch_curvatures(run.curvature, y, displacement))
         for y in ritz_vectors(last, [-1, 0])
     ]
     forms = [
-        micro_batch_curvatures(run.session, run.subject.draw(p), float(found.displacements[0]))
+        micro_batch_curvatures(run.curvature, run.subject.draw(p), float(found.displacements[0]))
         for p, found in enumerate(runs)
     ]
     trace = run.session.space.n * np.mean(forms, axis=0)

@@ -97,7 +97,7 @@ class Sweep(Analysis[DisplacementSweep]):
             loss=run.session.loss,
             gradient_norm=gradient_norm,
             cost=run.cost(),
-            provenance=subject.provenance(),
+            provenance=run.provenance(),
         )
 
     def _vectors(self, run: Measurement) -> dict[str, Tensor]:

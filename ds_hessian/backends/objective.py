@@ -89,7 +89,7 @@ class ModelObjective(MicroBatches):
 
         Raises:
             ConfigError: no scalar loss can be read from what the model or `loss_fn` returned.
-            NumericsError: the loss is not finite.
+            NumericsError: the loss is not finite, and gradients are taken of it.
         """
         batch = _to(self.batches[index], device, widen)
         loss: object
@@ -101,12 +101,13 @@ class ModelObjective(MicroBatches):
             loss = result
         else:
             loss = _loss_of(_call(model, batch))
-        if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
+        graph = isinstance(loss, Tensor) and (loss.requires_grad or not torch.is_grad_enabled())
+        if not (isinstance(loss, Tensor) and loss.numel() == 1 and graph):
             raise ConfigError(
                 "a micro-batch must give one scalar loss that requires gradients, got "
                 f"{_kind(loss)}; pass loss_fn(model, batch) that returns it"
             )
-        if not torch.isfinite(loss.detach()).item():
+        if torch.is_grad_enabled() and not torch.isfinite(loss.detach()).item():
             raise NumericsError(f"the loss of micro-batch {index} is {loss.item()}")
         return loss.reshape(()), count
 

@@ -29,14 +29,16 @@ What a host promises:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_hessian.backends.weights import Weight
 from ds_hessian.memory import Item
 from ds_hessian.vectors import Layout, VectorSpace
 
@@ -106,6 +108,28 @@ class Objective(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Head:
+    """Where the outputs of a model are, from which on the loss is a known function.
+
+    Attributes:
+        modules: The modules that the passes call, as hooks see them.
+        name: The name of the module of the outputs where the host knows it; None where it is to be
+            found among `modules`, which are then the same on every rank.
+        module: That module; None on ranks that have none.
+        classes: Where the module's last dimension is split over ranks: how many there are in all.
+        group: The ranks over which they are split; None if they are not.
+        per_unit: Forward passes of the module in one unit of the session.
+    """
+
+    modules: Sequence[nn.Module]
+    name: str | None = None
+    module: nn.Module | None = None
+    classes: int = 0
+    group: dist.ProcessGroup | None = None
+    per_unit: int = 1
+
+
 class Session(Protocol):
     """One measurement: the job as a function from weights to gradients.
 
@@ -118,6 +142,10 @@ class Session(Protocol):
         gradient_scale: The factor from the sum of the terms of `add_gradient` to the gradient of
             the loss; None until every unit has been evaluated once.
         loss: The mean loss at the weights; NaN until every unit has been evaluated once.
+        head: Where the model's outputs are. It, `forward` and `cotangent_scale` are for operators
+            of the loss in the outputs.
+        cotangent_scale: The factor from derivatives of the loss, as hooks saw them in the last
+            backward, to terms of `add_gradient`, which are then their sum over all ranks.
     """
 
     layout: Layout
@@ -126,6 +154,8 @@ class Session(Protocol):
     unit_roundoff: float
     gradient_scale: float | None
     loss: float
+    head: Head
+    cotangent_scale: float
 
     def displace(self, v: Tensor | None, h: float) -> Tensor:
         """Make the weights of all ranks `w + h v` (`w` with None), rounded once from the masters.
@@ -160,8 +190,23 @@ class Session(Protocol):
         """
         ...
 
-    def weight_norm(self) -> float:
-        """Return `|w|` over all ranks. Collective: one all-reduce."""
+    def forward(self, micro_batches: range) -> None:
+        """Run the forward of these units at the current weights, without a graph.
+
+        Every unit must have been evaluated once by `add_gradient`. Raises what that raises.
+
+        Args:
+            micro_batches: The same range on every rank.
+
+        Collective.
+        """
+        ...
+
+    def weight_norm(self, names: Collection[str] | None = None) -> float:
+        """Return `|w|` over all ranks, or that of the parameters of these names.
+
+        Collective: one all-reduce.
+        """
         ...
 
 
@@ -240,6 +285,14 @@ class Backend(Protocol):
         Raises:
             ConfigError: the optimizer is not Adam, or has not made a step yet.
             UnsupportedError: the host's optimizer cannot be read.
+        """
+        ...
+
+    def weights(self) -> Iterable[Weight]:
+        """Return the weights of two dims, with the modules that this rank has. Not collective.
+
+        Raises:
+            UnsupportedError: it is not known how they are split.
         """
         ...
 

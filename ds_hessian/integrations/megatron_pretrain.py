@@ -37,8 +37,7 @@ from ds_hessian.errors import UnsupportedError
 from ds_hessian.hessian import Hessian
 from ds_hessian.hosts import device_of, hessian_of, megatron_hessian
 from ds_hessian.ranks import collective
-from ds_hessian.records import HessianSharpness, HessianSpectrum
-from ds_hessian.schedule import Kind, Measurements, due
+from ds_hessian.schedule import Kind, Measurements, Scheduled, due
 from ds_hessian.show.monitor import write_tensorboard, write_wandb
 from ds_hessian.slices import settled
 
@@ -143,7 +142,7 @@ class PretrainHook(Measurements):
         from megatron.training import get_args
 
         iteration = int(get_args().curr_iteration) + 1
-        if iteration not in {*self.spectra, *self.sharpness, *self.failures}:
+        if iteration not in {*self.spectra, *self.sharpness, *self.curvatures, *self.failures}:
             for kind in due(self.config, iteration, default=1):
                 self.measure(model, iteration, kind)
 
@@ -352,7 +351,7 @@ def _interval_timer_stopped() -> Iterator[None]:
         timers("interval-time", log_level=0).start(barrier=True)
 
 
-def _write(record: HessianSpectrum | HessianSharpness, picture: Path | None) -> None:
+def _write(record: Scheduled, picture: Path | None) -> None:
     """Write a record to TensorBoard and W&B, on the rank where Megatron-LM has them."""
     from megatron.training import get_tensorboard_writer, get_wandb_writer
 

@@ -29,8 +29,7 @@ from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.hessian import Hessian
 from ds_hessian.hosts import attach
 from ds_hessian.ranks import collective
-from ds_hessian.records import HessianSharpness, HessianSpectrum
-from ds_hessian.schedule import Measurements, copied, due, write_monitor
+from ds_hessian.schedule import Measurements, Scheduled, copied, due, write_monitor
 from ds_hessian.show.monitor import figures_of
 from ds_hessian.slices import settled
 from ds_hessian.vectors import VectorSpace
@@ -123,7 +122,7 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
             self._engine = engine
             # The callback measures at the end of the Trainer's step, not in the middle of it.
             self._hessian = attach(
-                engine, config.with_overrides(interval=0, sharpness_interval=0, start_step=0)
+                engine, config.with_overrides(**dict.fromkeys(config.intervals, 0), start_step=0)
             )
         self._stop()  # of a training that did not come to its end
         self._compute_loss = self.trainer.compute_loss
@@ -249,7 +248,7 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
             loss: Any = self._compute_loss(engine, inputs, num_items_in_batch=num_items)
         return loss * micro_batch["repeats"]
 
-    def _write(self, record: HessianSpectrum | HessianSharpness, picture: Path | None) -> None:
+    def _write(self, record: Scheduled, picture: Path | None) -> None:
         assert self._engine is not None
         write_monitor(self._engine.monitor, record, picture)
         self.trainer.log({f"hessian/{name}": value for name, value in figures_of(record).items()})

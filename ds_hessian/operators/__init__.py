@@ -1,23 +1,27 @@
 """Operators: the Hessian as a matrix that is only ever multiplied with vectors."""
 
-from ds_hessian.operators.curvatures import CurvatureName, curvature
+from ds_hessian.operators.curvatures import curvature
 from ds_hessian.operators.displacement.schemes import SCHEMES, Scheme, SchemeName
 from ds_hessian.operators.evaluations import expected_evaluations
 from ds_hessian.operators.finite_difference import FiniteDifferenceHessian
 from ds_hessian.operators.memory import memory_of_operator, memory_of_sweep
+from ds_hessian.operators.outputs.gauss_newton import GaussNewton
 from ds_hessian.operators.protocol import Curvature, LinearOperator, OperatorCost, Product
 from ds_hessian.operators.sweep import SweepPoint, default_range, sweep
-from ds_hessian.operators.views import Congruent
+from ds_hessian.operators.views import Congruent, Embedded, Metric, Scale, scaled
 
 __all__ = [
     "SCHEMES",
     "Congruent",
     "Curvature",
-    "CurvatureName",
+    "Embedded",
     "FiniteDifferenceHessian",
+    "GaussNewton",
     "LinearOperator",
+    "Metric",
     "OperatorCost",
     "Product",
+    "Scale",
     "Scheme",
     "SchemeName",
     "SweepPoint",
@@ -26,5 +30,6 @@ __all__ = [
     "expected_evaluations",
     "memory_of_operator",
     "memory_of_sweep",
+    "scaled",
     "sweep",
 ]

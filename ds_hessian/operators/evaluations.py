@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from ds_hessian.config import OperatorName
 from ds_hessian.operators.displacement.control import ALWAYS, SELDOM
 from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
 from ds_hessian.operators.finite_difference import PILOT
@@ -16,6 +17,13 @@ estimate the error."""
 OTHERS = 0.06
 """Average number of discarded trials of a later vector, beside the one above h if that is due."""
 
+BY_OUTPUTS = 5 / 3
+"""Gradients of a product of a Gauss-Newton matrix whose loss is known in the outputs."""
+
+OF_OUTPUTS, ANEW = 7.0, 0.15
+"""Its discarded trials of one micro-batch each: of the first two vectors, with that of the
+backward's noise; and of each other vector on average."""
+
 REPEATED = 0.02
 """Share of the products that are repeated, if the pilot is not all micro-batches."""
 
@@ -25,12 +33,16 @@ def expected_evaluations(
     num_micro_batches: int,
     scheme: SchemeName = "central",
     displacement: float | Literal["auto"] = "auto",
+    operator: OperatorName = "hessian",
 ) -> float:
     """Return the gradients over all micro-batches per product, trials included.
 
     The averages are those of small nets (tests/test_timing.py) and of benchmarks/plan.py; a net
     whose curvature changes much from vector to vector takes more.
     """
+    if operator in ("ggn", "fisher"):
+        trials = (OF_OUTPUTS if displacement == "auto" else 3) / num_products + ANEW
+        return BY_OUTPUTS * (1 + trials / num_micro_batches)
     formula = SCHEMES[scheme]
     nodes, pilot = len(formula.nodes), math.ceil(num_micro_batches / PILOT) / num_micro_batches
     of_trial = 2 if formula.one_sided else nodes

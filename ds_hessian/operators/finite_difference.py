@@ -104,6 +104,7 @@ class FiniteDifferenceHessian:
         self.session, self.space = session, session.space
         self.displacement, self.scheme = displacement, SCHEMES[scheme]
         self.cost = OperatorCost()
+        self.outputs: str | None = None
         count = session.num_micro_batches
         self._all, self._pilot = range(count), range(math.ceil(count / PILOT))
         self._rest = range(len(self._pilot), count)

@@ -1,19 +1,31 @@
-"""The memory of the finite-difference Hessian; counted from `finite_difference`'s own tensors."""
+"""The memory of curvatures; counted from the operators' own tensors."""
 
 from __future__ import annotations
 
+from ds_hessian.config import OperatorName
 from ds_hessian.memory import FP32, Item, Tier
 from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
 
 
-def memory_of_operator(n_local: int, tier: Tier, scheme: SchemeName = "central") -> list[Item]:
-    """Return the items of a `FiniteDifferenceHessian`.
+def memory_of_operator(
+    n_local: int,
+    tier: Tier,
+    scheme: SchemeName = "central",
+    operator: OperatorName = "hessian",
+) -> list[Item]:
+    """Return the items of a curvature.
+
+    A Gauss-Newton or Fisher matrix also holds the outputs of a micro-batch, fp32 and two of them,
+    where these are larger than a vector; a residual holds the cotangents of all micro-batches.
 
     Args:
         n_local: Coordinates on this rank.
         tier: The memory that holds its vectors.
         scheme: The difference formula.
+        operator: The curvature.
     """
+    if operator in ("ggn", "fisher"):
+        return _of_gauss_newton(FP32 * n_local, tier)
     formula, vector = SCHEMES[scheme], FP32 * n_local
     # A trial is compared with the one before; several differences need one more to be added up.
     compared = 2 if len(formula.differences) == 1 else 3
@@ -23,6 +35,15 @@ def memory_of_operator(n_local: int, tier: Tier, scheme: SchemeName = "central")
         Item("trial before, or product made again", tier, vector, ("passes",)),
         Item("trials being compared", tier, compared * vector, ("trials",)),
         Item("product", tier, vector, ("orthogonalization", "storing")),
+    ]
+
+
+def _of_gauss_newton(vector: int, tier: Tier) -> list[Item]:
+    return [
+        Item("gradient at the weights", tier, vector),
+        Item("product, and trial before", tier, 2 * vector, ("passes",)),
+        Item("outputs of some micro-batches", tier, 2 * vector, ("passes",)),
+        Item("product", tier, vector, ("trials", "orthogonalization", "storing")),
     ]
 
 

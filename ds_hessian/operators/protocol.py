@@ -74,16 +74,32 @@ class Curvature(LinearOperator, Protocol):
     """The curvature of a job's loss at its weights, in one session.
 
     Attributes:
-        session: The measurement to which it belongs.
-        gradient: The gradient of the loss at the weights, divided by `scale`, `(n_local,)` fp32.
         scale: The session's `gradient_scale`.
-        cost: The cost of its products so far.
     """
 
-    session: Session
-    gradient: Tensor
     scale: float
-    cost: OperatorCost
+
+    @property
+    def session(self) -> Session:
+        """The measurement to which it belongs."""
+        ...
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient of the loss at the weights, divided by `scale`, `(n_local,)` fp32."""
+        ...
+
+    @property
+    def cost(self) -> OperatorCost:
+        """The cost of its products so far."""
+        ...
+
+    @property
+    def outputs(self) -> str | None:
+        """The model's outputs and how the loss in them is known, in words; None for the Hessian,
+        which does not depend on them.
+        """
+        ...
 
     @property
     def gradient_norm(self) -> float:

@@ -22,17 +22,21 @@ from torch import Tensor
 from ds_hessian import ops
 from ds_hessian.backends.protocol import Session
 from ds_hessian.errors import ConfigError, NumericsError
+from ds_hessian.operators.outputs.gauss_newton import GaussNewton
+from ds_hessian.operators.protocol import Curvature
 
 
-def micro_batch_curvatures(session: Session, v: Tensor, displacement: float) -> NDArray[np.float64]:
+def micro_batch_curvatures(
+    operator: Curvature, v: Tensor, displacement: float
+) -> NDArray[np.float64]:
     """Return `v'H_i v / v'v` for micro-batch i of all ranks, `(G,)`; the mean is `v'Hv / v'v`.
 
-    They are central differences of the slope along v. Call this after every micro-batch has been
-    evaluated once. A micro-batch counts as G times its part in the mean loss: with token
-    weighting, different counts are part of the spread.
+    They are central differences of the slope along v, or those of the operator itself. A
+    micro-batch counts as G times its part in the mean loss: with token weighting, different counts
+    are part of the spread.
 
     Args:
-        session: The measurement.
+        operator: The curvature H.
         v: `(n_local,)`, of any length but zero.
         displacement: The displacement h, such as that of a product with v.
 
@@ -45,7 +49,10 @@ def micro_batch_curvatures(session: Session, v: Tensor, displacement: float) -> 
 
     Collective.
     """
+    session = operator.session
     require_several(session)
+    if isinstance(operator, GaussNewton):
+        return operator.forms(v, displacement)
     count, space = session.num_micro_batches, session.space
     assert session.gradient_scale is not None
     length, gradient, slopes = space.norm(v), space.zeros(), list[Tensor]()

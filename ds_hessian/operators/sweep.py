@@ -20,6 +20,7 @@ from torch import Tensor
 from ds_hessian.backends.protocol import Session
 from ds_hessian.errors import ConfigError
 from ds_hessian.operators.finite_difference import FiniteDifferenceHessian
+from ds_hessian.operators.outputs.gauss_newton import GaussNewton
 from ds_hessian.operators.protocol import Curvature
 
 
@@ -62,7 +63,7 @@ def sweep(operator: Curvature, v: Tensor, displacements: Sequence[float]) -> lis
 
     Collective.
     """
-    if not isinstance(operator, FiniteDifferenceHessian):
+    if not isinstance(operator, (FiniteDifferenceHessian, GaussNewton)):
         raise ConfigError(
             "a sweep over displacements needs a curvature by finite differences, got "
             f"{type(operator).__name__}"

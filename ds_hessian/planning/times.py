@@ -117,7 +117,11 @@ def plan_time(
     """
     difference = config.finite_difference
     evaluations = expected_evaluations(
-        products, config.num_micro_batches, difference.scheme, difference.displacement
+        products,
+        config.num_micro_batches,
+        difference.scheme,
+        difference.displacement,
+        config.operator,
     )
     stored = 2 if config.basis.dtype == "bf16" else 4
     device = config.basis.device

@@ -73,11 +73,14 @@ class Provenance:
         scheme: Finite-difference formula.
         precision: Arithmetic of the gradients.
         dropout: Whether the modules were in train mode.
+        parameters: Names of the parameters whose block was measured; empty for all.
         num_micro_batches: Micro-batches of each data-parallel rank.
         layout: How the model was split, for people: "ZeRO-3, 2 ranks".
         world_size: Number of ranks.
         model_dtype: Type of the weights.
         data_fingerprint: Hash of the micro-batches.
+        operator: The matrix that was measured.
+        outputs: The module of the model's outputs and the loss in them, for the operators of these.
         versions: Versions of python, torch, deepspeed and other packages.
         ds_hessian_version: Version of this package.
         created: When the record was made, ISO 8601, UTC.
@@ -91,11 +94,14 @@ class Provenance:
     scheme: str
     precision: str
     dropout: bool = False
+    parameters: tuple[str, ...] = ()
     num_micro_batches: int
     layout: str
     world_size: int
     model_dtype: str
     data_fingerprint: str
+    operator: str = "hessian"
+    outputs: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     ds_hessian_version: str
     created: str = field(default_factory=_now)

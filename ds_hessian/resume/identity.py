@@ -29,6 +29,7 @@ SETTINGS = (
     "finite_difference",
     "reorthogonalization",
     "dropout",
+    "parameters",
 )
 """Keys of the configuration that the answer depends on, with the dtype of the basis."""
 
@@ -70,7 +71,10 @@ def identity_of(
 def settings_of(config: HessianConfig) -> dict[str, object]:
     """Return the settings that the answer depends on, as JSON values."""
     settings = config.model_dump()
-    return {key: settings[key] for key in SETTINGS} | {"basis": settings["basis"]["dtype"]}
+    found = {key: settings[key] for key in SETTINGS} | {"basis": settings["basis"]["dtype"]}
+    if config.operator != "hessian":
+        found |= {"operator": config.operator, "outputs": config.outputs}
+    return found
 
 
 def refuse_foreign(found: Mapping[str, Any], here: Mapping[str, Any], roundoff: float) -> None:

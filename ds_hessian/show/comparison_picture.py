@@ -32,7 +32,7 @@ def comparison_picture(comparison: Comparison, path: Path) -> Path:
     colors = colormaps["viridis"](np.linspace(0.0, 0.9, len(spectra)))
     figure = new_figure(11.5, 6.0, layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=[1.5, 1.0])
-    _draw_densities(figure.add_subplot(grid[:, 0]), comparison, colors)
+    draw_densities(figure.add_subplot(grid[:, 0]), comparison, colors)
     extremes, trace = figure.add_subplot(grid[0, 1]), figure.add_subplot(grid[1, 1])
     values = spectra.values()
     _draw_series(extremes, comparison, [s.eigenvalue_max for s in values], BLUE, "largest")
@@ -45,7 +45,8 @@ def comparison_picture(comparison: Comparison, path: Path) -> Path:
     return save_figure(figure, path)
 
 
-def _draw_densities(axes: Axes, comparison: Comparison, colors: Any) -> None:
+def draw_densities(axes: Axes, comparison: Comparison, colors: Any) -> None:
+    """Draw the densities of all spectra on the same axes."""
     densities = [s.density() for s in comparison.spectra.values()]
     top = max(float(d.values.max()) for d in densities)
     floor = top * 10.0**-DECADES

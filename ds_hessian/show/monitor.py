@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ds_hessian.records.analyses import HessianSharpness
+from ds_hessian.records.curvatures import HessianCurvatures
 from ds_hessian.records.estimate import Estimate
 from ds_hessian.records.fields import Array
 from ds_hessian.records.spectrum import HessianSpectrum
@@ -21,20 +22,23 @@ PREFIX = "Train/Hessian/"
 PICTURE, STEP = PREFIX + "spectrum", PREFIX + "step"
 
 Event = tuple[str, float, int]
+Followed = HessianSpectrum | HessianSharpness | HessianCurvatures
 
 
-def monitor_events(record: HessianSpectrum | HessianSharpness) -> list[Event]:
+def monitor_events(record: Followed) -> list[Event]:
     """Return finite `(tag, value, optimizer step)` for `engine.monitor.write_events`."""
     step = record.provenance.step
     return [(PREFIX + name, value, step) for name, value in figures_of(record).items()]
 
 
-def figures_of(record: HessianSpectrum | HessianSharpness) -> dict[str, float]:
+def figures_of(record: Followed) -> dict[str, float]:
     """Return the figures to follow over training by name; errors have the suffix `_error`."""
     if isinstance(record, HessianSpectrum):
         named = _of_spectrum(record)
-    else:
+    elif isinstance(record, HessianSharpness):
         named = _of_sharpness(record)
+    else:
+        named = {f"curvature/{name}": record.along(name) for name in record.directions}
     figures: dict[str, float | None] = {}
     for name, figure in named.items():
         if isinstance(figure, Estimate):
@@ -77,9 +81,7 @@ def _of_sharpness(s: HessianSharpness) -> dict[str, Estimate | float | None]:
     return {f"sharpness/{name}": figure for name, figure in figures.items()}
 
 
-def write_tensorboard(
-    writer: Any, record: HessianSpectrum | HessianSharpness, picture: Path | None
-) -> None:
+def write_tensorboard(writer: Any, record: Followed, picture: Path | None) -> None:
     """Write figures, and the picture if there is one, to a TensorBoard `SummaryWriter`."""
     for event in monitor_events(record):
         writer.add_scalar(*event)
@@ -90,7 +92,7 @@ def write_tensorboard(
 
 def write_wandb(
     wandb: ModuleType,
-    record: HessianSpectrum | HessianSharpness,
+    record: Followed,
     picture: Path | None,
     step: int | None = None,
 ) -> None:

@@ -12,7 +12,7 @@ from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.show.canvas import Style, new_figure, save_figure, tidy
 from ds_hessian.show.spectrum_table import products_line
 from ds_hessian.show.spectrum_view import WHOLE, Panel, views_of
-from ds_hessian.show.style import BLUE, EIGENVALUE, GREY, INK, VERMILLION, count, short
+from ds_hessian.show.style import BLUE, EIGENVALUE, GREY, INK, MATRICES, VERMILLION, count, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -153,7 +153,8 @@ def _write_around(figure: Figure, spectrum: HessianSpectrum, density: Density) -
     """Write the title above, figures below."""
     s, source = spectrum, spectrum.provenance
     loss = "" if s.loss is None else f", loss {s.loss:.4g}"
-    figure.text(0.02, 0.945, "Hessian spectrum", fontsize=15, weight="bold", color=INK)
+    title = f"{MATRICES[source.operator]} spectrum"
+    figure.text(0.02, 0.945, title, fontsize=15, weight="bold", color=INK)
     figure.text(
         0.02,
         0.9,

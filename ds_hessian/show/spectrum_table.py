@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_hessian.records.provenance import Provenance
 from ds_hessian.records.spectrum import HessianSpectrum
+from ds_hessian.show.style import MATRICES
 
 Array = NDArray[np.float64]
 
@@ -22,7 +24,16 @@ def spectrum_headline(spectrum: HessianSpectrum) -> str:
         parts.append(f"loss {spectrum.loss:.4g}")
     if spectrum.gradient_norm is not None:
         parts.append(f"|gradient| {spectrum.gradient_norm:.3g}")
-    return f"Hessian spectrum at step {spectrum.provenance.step}: " + ", ".join(parts)
+    source = spectrum.provenance
+    return f"{MATRICES[source.operator]} spectrum at step {source.step}: " + ", ".join(parts)
+
+
+def of_block(source: Provenance) -> str:
+    """Return the parameters whose block was measured, to be added to a line; nothing for all."""
+    if not source.parameters:
+        return ""
+    first, *others = source.parameters
+    return f", block of {first}" + (f" and {len(others)} more" if others else "")
 
 
 def products_line(spectrum: HessianSpectrum) -> str:
@@ -55,10 +66,11 @@ def _rows(spectrum: HessianSpectrum) -> list[tuple[str, str]]:
         ("displacement", _range(s.displacements)),
         ("nonlinearity", _range(s.nonlinearities)),
         ("fidelity", f"at least {s.fidelities.min():.4f}"),
+        *([("outputs", source.outputs)] if source.outputs is not None else []),
         (
             "measured on",
             f"{source.layout}, {source.model_dtype}, {source.num_micro_batches} micro-batches, "
-            f"{source.probe} probes, seed {source.seed}",
+            f"{source.probe} probes, seed {source.seed}{of_block(source)}",
         ),
     ]
 

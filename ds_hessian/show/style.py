@@ -9,6 +9,13 @@ BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 GREY, INK = "#8A8A8A", "#222222"
 COLORS = (BLUE, VERMILLION, GREEN, PURPLE, "#E69F00", "#56B4E9")
 """Colours of series, in order."""
+MATRICES = {
+    "hessian": "Hessian",
+    "ggn": "Gauss-Newton",
+    "residual": "Residual",
+    "fisher": "Empirical Fisher",
+}
+"""Names of the operators, for titles."""
 EIGENVALUE = "eigenvalue (loss per squared parameter)"
 
 

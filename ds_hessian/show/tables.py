@@ -20,18 +20,25 @@ from ds_hessian.records.analyses import (
     HessianTrace,
 )
 from ds_hessian.records.base import Measured, Record
+from ds_hessian.records.block_spectra import HessianBlockSpectra
 from ds_hessian.records.comparison import Comparison
+from ds_hessian.records.curvatures import HessianCurvatures
+from ds_hessian.records.decomposition import HessianDecomposition
 from ds_hessian.records.estimate import Estimate
+from ds_hessian.records.kronecker import HessianKronecker
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.records.sweep import DisplacementSweep
 from ds_hessian.records.verdict import SelfTest
 from ds_hessian.show.layers import layer_shares
-from ds_hessian.show.spectrum_table import spectrum_headline, spectrum_rows
+from ds_hessian.show.spectrum_table import of_block, spectrum_headline, spectrum_rows
+from ds_hessian.show.style import MATRICES
 
 Rows = list[tuple[str, str]]
 
 MOST_ROWS = 12
 """Rows of a list of blocks or examples; those left out are counted."""
+MOST_LETTERS = 28
+"""Letters of a parameter's name in a table of many columns."""
 MOST_LAYERS = 3
 """Layers that are named for each eigenvector."""
 
@@ -63,6 +70,8 @@ def _measured(title: str, rows: Callable[[Any], Rows]) -> Callable[[Any], str]:
         source, cost = record.provenance, record.cost
         price = f"{cost.products} products, {cost.seconds_total:.3g} s in all"
         last = [("cost", price), ("measured on", _measured_on(record))]
+        if source.outputs is not None:
+            last.insert(1, ("matrix", f"{MATRICES[source.operator]}, {source.outputs}"))
         return lined(f"{title} at step {source.step}", rows(record) + last)
 
     return make
@@ -70,7 +79,8 @@ def _measured(title: str, rows: Callable[[Any], Rows]) -> Callable[[Any], str]:
 
 def _measured_on(record: Measured) -> str:
     source = record.provenance
-    return f"{source.layout}, {source.model_dtype}, {source.num_micro_batches} micro-batches"
+    where = f"{source.layout}, {source.model_dtype}, {source.num_micro_batches} micro-batches"
+    return where + of_block(source)
 
 
 def _spectrum(spectrum: HessianSpectrum) -> str:
@@ -165,7 +175,8 @@ def _sharpness(sharpness: HessianSharpness) -> str:
     if not all(sharpness.converged):
         text += f" ({_missed(sharpness.limited)})"
     step = sharpness.provenance.step
-    return f"Hessian sharpness at step {step}: {text}; {sharpness.num_matvecs} products"
+    matrix = MATRICES[sharpness.provenance.operator]
+    return f"{matrix} sharpness at step {step}: {text}; {sharpness.num_matvecs} products"
 
 
 def _block_coupling(coupling: HessianBlockCoupling) -> str:
@@ -181,6 +192,57 @@ def _block_coupling(coupling: HessianBlockCoupling) -> str:
         + [f"{n:<{width}}  {e:14.3f} {e0:6.3f} {c:7.3f} {c0:6.3f}" for n, e, e0, c, c0 in rows]
         + [f"{c.share:.3f} of |Hv|^2 is made by off-diagonal blocks; {_measured_on(c)}"]
     )
+
+
+def block_spectra_rows(spectra: HessianBlockSpectra) -> Rows:
+    """Return the extremes and the trace of each block, and the mean distance of the blocks."""
+    s, rows = spectra, list[tuple[str, str]]()
+    for i, name in enumerate(s.names):
+        top, bottom, trace = (
+            Estimate(float(values[i]), float(errors[i]))
+            for values, errors in (
+                (s.largest, s.largest_errors),
+                (s.smallest, s.smallest_errors),
+                (s.traces, s.trace_errors),
+            )
+        )
+        rows.append((f"block {name}", f"{bottom} .. {top}, trace {trace}"))
+    floor = float(np.nanmax(s.floors, initial=0.0)) if not np.isnan(s.floors).all() else None
+    known = "not known from one probe" if floor is None else f"at most {floor:.2f}"
+    return [
+        *_shortened(rows, "blocks"),
+        ("mean distance", f"{s.heterogeneity:.3f} between blocks; within a block {known}"),
+    ]
+
+
+def _kronecker(found: HessianKronecker) -> str:
+    """Tabulate each layer and kind."""
+    k = found
+    width = max(len("layer"), *(len(_ended(name)) for name in k.layers))
+    head = (
+        f"{'layer':<{width}}  kind          cosine        best scale  diagonal share"
+        "    largest   solve   samples"
+    )
+    lines = [f"Kronecker factors beside the Hessian at step {k.provenance.step}", head]
+    for i, name in enumerate(k.layers):
+        for j, kind in enumerate(k.kinds):
+            cosine = f"{k.cosines[i, j]:6.3f} ± {k.cosine_errors[i, j]:.3f}"
+            share = f"{k.shares[i, j]:.3f} ± {k.share_errors[i, j]:.3f}"
+            lines.append(
+                f"{_ended(name) if j == 0 else '':<{width}}  {kind:<11}{cosine}  "
+                f"{k.scales[i, j]:10.3g}   {share}  {k.extremes[i, j]:9.3g}  {k.solves[i, j]:6.3f}"
+                f"  {k.samples[i, j]:8,d}"
+            )
+        plain = f"{k.plain_shares[i]:.3f} ± {k.plain_share_errors[i]:.3f}"
+        lines.append(f"{'':<{width}}  in the parameters' own basis          {plain}")
+    note = f"; left out: {', '.join(map(_ended, k.left_out))}" if k.left_out else ""
+    price = f"{k.cost.products} products, {k.cost.seconds_total:.3g} s in all"
+    return "\n".join([*lines, f"{price}; {_measured_on(k)}"] + ([note[2:120]] if note else []))
+
+
+def _ended(name: str) -> str:
+    """Return a parameter's name, of a long one its end."""
+    return name if len(name) <= MOST_LETTERS else f"...{name[3 - MOST_LETTERS :]}"
 
 
 def _off_block_share(share: HessianOffBlockShare) -> Rows:
@@ -230,6 +292,28 @@ def _self_test(verdict: SelfTest) -> str:
     return "\n".join(lines + [f"  suggestion: {text}" for text in verdict.suggestions])
 
 
+def _curvatures(record: HessianCurvatures) -> Rows:
+    return [(name, str(record.along(name))) for name in record.directions]
+
+
+def _decomposition(parts: HessianDecomposition) -> str:
+    rows = [
+        (
+            f"{MATRICES[name]}",
+            f"largest {s.eigenvalue_max}, smallest {s.eigenvalue_min}, trace {s.trace}",
+        )
+        for name, s in parts.spectra.items()
+    ]
+    rows += [
+        ("tr G + tr R - tr H", str(parts.closure)),
+        ("|R| / |H|", f"{parts.share_of_residual:.3g}"),
+        ("negative eigenvalues", f"sum {parts.negative('hessian')} in H"),
+        ("", f"sum {parts.negative('residual')} in R, of which {parts.surviving} is left in H"),
+        ("outputs", str(parts.gauss_newton.provenance.outputs)),
+    ]
+    return lined(f"H = G + R at step {parts.provenance.step}", rows)
+
+
 def _alignment(alignment: HessianAlignment) -> Rows:
     pairs = zip(alignment.values, alignment.errors, strict=True)
     rows = [(f"eigenvalue {i + 1}", str(Estimate(*map(float, p)))) for i, p in enumerate(pairs)]
@@ -266,9 +350,13 @@ TABLES: dict[type[Record], Callable[[Any], str]] = {
     HessianAlignment: _measured("Alignment with the top eigenspace", _alignment),
     HessianSharpness: _sharpness,
     HessianBlockCoupling: _block_coupling,
+    HessianBlockSpectra: _measured("Spectra of the Hessian's blocks", block_spectra_rows),
+    HessianKronecker: _kronecker,
     HessianOffBlockShare: _measured("Off-block share of the Hessian", _off_block_share),
     DisplacementSweep: _measured("Curvature against scale", _sweep),
     Comparison: _comparison,
+    HessianDecomposition: _decomposition,
+    HessianCurvatures: _measured("Curvature along directions", _curvatures),
     SelfTest: _self_test,
 }
 """The table of each class of records."""

@@ -187,6 +187,7 @@ def train(
     failures: Sequence[Failure] = (),
     dropout_on: bool = True,
     displacement: float | str = 1e-2,
+    operator: str = "hessian",
     **config: Any,
 ) -> dict[str, Any]:
     """Train with dropout; mode "bare", "measured" (after steps 3 and 7), "inside" (a window),
@@ -198,6 +199,7 @@ def train(
     # The section is there in every mode: attaching must not change training either, which the
     # bare mode, made by deepspeed.initialize without it, is compared with.
     settings = {"dropout": dropout_on, "finite_difference": {"displacement": displacement}}
+    settings["operator"] = operator
     section = {} if mode == "bare" else {"hessian": {**QUIET, **settings}}
     engine = make_engine(zero=zero, **section, **config)
     losses, errors = [], []

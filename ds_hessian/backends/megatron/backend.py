@@ -11,7 +11,7 @@ is such a group.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from ds_hessian.backends.guard import Guard, guarded
 from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.forward import FixedForward
 from ds_hessian.backends.megatron.objective import ForwardStep, PipelineObjective
-from ds_hessian.backends.megatron.runs import runs_of
+from ds_hessian.backends.megatron.runs import runs_of, weights_of
 from ds_hessian.backends.objective import reading
 from ds_hessian.backends.protocol import (
     DEFAULT_PASSES,
@@ -34,6 +34,7 @@ from ds_hessian.backends.protocol import (
 )
 from ds_hessian.backends.refusal import refuse_methods, training_refused
 from ds_hessian.backends.sharded import Shard, ShardedWeights
+from ds_hessian.backends.weights import Weight
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import Item, tier_of
 from ds_hessian.ranks import gather_objects, together
@@ -204,6 +205,10 @@ class MegatronBackend:
             "preconditioned=False"
         )
 
+    def weights(self) -> Iterable[Weight]:
+        """Return the weights of two dims of this rank's layers, with their rows and columns."""
+        return [weight for chunk in self.chunks for weight in weights_of(chunk)]
+
     def memory(self, precision: Precision = "model") -> list[Item]:
         """Return what a session of the job holds beyond training's memory."""
         alone = sum(run.weight.nbytes for run in self.runs if run.master is None)
@@ -240,14 +245,16 @@ class MegatronSession:
         self._backend, self._objective = backend, objective
         self._forward, self._finalize, self._lockstep = forward, finalize, lockstep
         self._evaluated: set[int] = set()
+        self.head = host.head(backend.chunks, backend.group)
+        self.cotangent_scale = float("nan")
 
     def displace(self, v: Tensor | None, h: float) -> Tensor:
         """Displace this rank's shards, and gather the weights from them."""
         return self.weights.displace(v, h)
 
-    def weight_norm(self) -> float:
+    def weight_norm(self, names: Collection[str] | None = None) -> float:
         """Return the norm of the weights, from the masters of all ranks."""
-        return self.weights.norm()
+        return self.weights.norm(names)
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Run the schedule on these units, reduce the gradients, and add them to `out`."""
@@ -259,13 +266,21 @@ class MegatronSession:
         self._note(micro_batches)
         # The schedule has averaged over the micro-batches of the run, or summed over tokens.
         factor = 1.0 if self._forward.per_token else float(len(micro_batches))
+        self.cotangent_scale = factor * host.share_of_rank(self._forward.per_token, self.head)
         for run, (_, part) in zip(backend.runs, self.layout, strict=True):
             out[part].add_(run.gradient.to(out.dtype), alpha=factor)
 
-    def _run(self, first: int, count: int) -> None:
+    def forward(self, micro_batches: range) -> None:
+        """Run the schedule on these units without backward or graph."""
+        group = self._backend.group
+        with torch.no_grad():
+            self._run(micro_batches.start * group, len(micro_batches) * group, forward_only=True)
+
+    def _run(self, first: int, count: int, forward_only: bool = False) -> None:
         objective, chunks = self._objective, self._backend.chunks
         for chunk in chunks:
-            chunk.zero_grad_buffer()
+            if not forward_only:
+                chunk.zero_grad_buffer()
         self._forward.start(first)
         last = first + count - 1
         with self._lockstep.together(f"evaluating micro-batches {first} to {last}"):
@@ -275,6 +290,7 @@ class MegatronSession:
                 lambda: objective.iterator(first, count),
                 self._lockstep,
                 num_microbatches=count,
+                forward_only=forward_only,
                 **objective.sizes,
             )
 

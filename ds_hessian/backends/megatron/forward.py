@@ -59,7 +59,8 @@ class FixedForward:
 
         Raises:
             ConfigError: what the job's step returned is not what the schedule takes.
-            NumericsError: the loss is not finite; raised by the function of it that is returned.
+            NumericsError: the loss is not finite, and gradients are taken of it; raised by the
+                function of it that is returned.
         """
         chunk = self.chunks[id(host.unwrap(model))]
         index = self._next[chunk]
@@ -86,7 +87,7 @@ class FixedForward:
     def _record(self, index: int, loss: Tensor, tokens: Tensor | None = None) -> None:
         # The schedule divides the loss in place.
         value = loss.detach().clone().double().reshape(())
-        if not torch.isfinite(value):
+        if torch.is_grad_enabled() and not torch.isfinite(value):
             raise NumericsError(f"the loss of micro-batch {index} is {value.item()}")
         if self.per_token and tokens is None:
             raise ConfigError(

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hessian.backends.guard import Attributes
 from ds_hessian.backends.megatron.steps import Steps
+from ds_hessian.backends.protocol import Head
 from ds_hessian.ranks.lockstep import Lockstep
 
 if TYPE_CHECKING:
@@ -119,6 +121,13 @@ def first_tensor_rank() -> bool:
     return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
 
 
+def tensor_group() -> tuple[dist.ProcessGroup, bool]:
+    """Return the tensor-parallel group of this rank, and whether this rank is its first."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group(), first_tensor_rank()
+
+
 def first_optimizer_instance(chunk: Chunk) -> bool:
     """Return whether this rank's shards are those of the first distributed-optimizer instance."""
     from megatron.core import parallel_state
@@ -126,6 +135,41 @@ def first_optimizer_instance(chunk: Chunk) -> bool:
     if chunk.ddp_config.num_distributed_optimizer_instances == 1:
         return True
     return bool(parallel_state.get_inter_distributed_optimizer_instance_group().rank() == 0)
+
+
+def head(chunks: Sequence[Chunk], per_unit: int) -> Head:
+    """Return where the logits are: the output layer, on the last stage of a pipeline.
+
+    A model of another kind, whose output layer has another name, is searched if it is whole.
+    """
+    from megatron.core import parallel_state
+
+    found = [getattr(unwrap(chunk), "output_layer", None) for chunk in chunks]
+    layers = [layer for layer in found if layer is not None]
+    layer: Any = layers[-1] if layers else None
+    if layer is None and parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        whole = parallel_state.get_tensor_model_parallel_world_size() == 1
+        return Head([unwrap(chunk) for chunk in chunks] if whole else ())
+    parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
+    group = parallel_state.get_tensor_model_parallel_group() if parallel else None
+    classes = getattr(layer, "output_size", 0)
+    return Head(list(chunks), "output_layer", layer, classes, group, per_unit)
+
+
+def share_of_rank(per_token: bool, head: Head) -> float:
+    """Return the part of a rank's cotangents in a term of the gradient.
+
+    Data parallelism averages over its ranks, or sums with `calculate_per_token_loss`; whole logits
+    are on every tensor-parallel rank.
+    """
+    from megatron.core import parallel_state
+
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    layer: Any = head.module
+    copies = 1
+    if head.group is not None and getattr(layer, "gather_output", False):
+        copies = head.group.size()
+    return 1.0 / (copies if per_token else copies * ranks)
 
 
 def micro_batch_group(chunks: Sequence[Chunk]) -> int:
@@ -232,8 +276,10 @@ def run_schedule(
     num_microbatches: int,
     seq_length: int,
     micro_batch_size: int,
+    forward_only: bool = False,
 ) -> None:
-    """Run forward and backward of `num_microbatches` micro-batches, in a pass of the lockstep.
+    """Run forward, and backward unless `forward_only`, of `num_microbatches` micro-batches, in a
+    pass of the lockstep.
 
     Collective.
     """
@@ -258,7 +304,7 @@ def run_schedule(
             num_microbatches=num_microbatches,
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
-            forward_only=False,
+            forward_only=forward_only,
         )
 
 

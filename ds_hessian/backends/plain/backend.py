@@ -8,7 +8,7 @@ asked for is averaged over the ranks, each of which has its own, by one all-redu
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -34,12 +34,14 @@ from ds_hessian.backends.protocol import (
     DEFAULT_PASSES,
     AdamState,
     Description,
+    Head,
     Objective,
     Passes,
     Precision,
 )
 from ds_hessian.backends.refusal import training_refused
 from ds_hessian.backends.sharded import Shard, ShardedWeights
+from ds_hessian.backends.weights import Weight, module_weights
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import FP32, Item, tier_of
 from ds_hessian.ranks.lockstep import Lockstep
@@ -195,6 +197,10 @@ class ModuleBackend:
             found.append(moments(state[p], settings[id(p)], 0, p.numel()) if known else None)
         return collect(found, self.layout, self.space, self.optimizer)
 
+    def weights(self) -> Iterable[Weight]:
+        """Return the weights of two dims, which every rank has whole."""
+        return module_weights(self.model, self.parameters)
+
     def memory(self, precision: Precision = "model") -> list[Item]:
         """Return what a session of the module holds beyond training's memory."""
         tier, n = tier_of(self.space.device), self.layout.n_local
@@ -242,6 +248,8 @@ class ModuleSession:
         self._states = [guard.initial]  # before micro-batch 0, 1, ...
         self._totals = Totals()
         self._buffers = self._first_buffers()
+        self.head = Head(backend.modules)
+        self.cotangent_scale = 1.0 / self.space.world_size
         device = self.space.device.type
         guard.callback(
             backend.model.register_forward_pre_hook(lambda *_: self._note_autocast(device)).remove
@@ -278,9 +286,9 @@ class ModuleSession:
         """Displace the stand-ins of the weights; every rank writes all of them."""
         return self.weights.displace(v, h)
 
-    def weight_norm(self) -> float:
+    def weight_norm(self, names: Collection[str] | None = None) -> float:
         """Return the norm of the weights."""
-        return self.weights.norm()
+        return self.weights.norm(names)
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Add the gradients of these micro-batches, averaged over the ranks, to `out`."""
@@ -288,10 +296,7 @@ class ModuleSession:
             return
         mine = self.space.zeros() if self.space.distributed else out
         for index in micro_batches:
-            self._guard.random.set(self._states[index])
-            for owner, name, value in self._buffers:
-                owner._buffers[name] = value.clone()
-            with self._lockstep.together(f"evaluating micro-batch {index}"):
+            with self._evaluating(index):
                 self._evaluate(mine, index)
             if len(self._states) == index + 1:  # first evaluation: the next one starts from here
                 self._states.append(self._guard.random.get())
@@ -301,12 +306,29 @@ class ModuleSession:
         if self.gradient_scale is None and len(self._totals) == self.num_micro_batches:
             self.gradient_scale, self.loss = self._totals.reduce(self.space)
 
+    def forward(self, micro_batches: range) -> None:
+        """Run the forward of these micro-batches, without a graph."""
+        for index in micro_batches:
+            with self._evaluating(index), torch.no_grad():
+                self._loss(index)
+
+    @contextmanager
+    def _evaluating(self, index: int) -> Iterator[None]:
+        """Run a pass of a micro-batch, from its own random state and buffers, on all ranks."""
+        self._guard.random.set(self._states[index])
+        for owner, name, value in self._buffers:
+            owner._buffers[name] = value.clone()
+        with self._lockstep.together(f"evaluating micro-batch {index}"):
+            yield
+
+    def _loss(self, index: int) -> tuple[Tensor, float | None]:
+        device = self.space.device
+        return self._objective.loss(self._backend.module, index, device, self._widen)
+
     def _evaluate(self, out: Tensor, index: int) -> None:
         for p in self._trained:
             p.grad = None
-        loss, count = self._objective.loss(
-            self._backend.module, index, self.space.device, self._widen
-        )
+        loss, count = self._loss(index)
         loss.backward()
         self._totals.add(index, float(loss.detach()), count)
         for p, (_, part) in zip(self._trained, self.layout, strict=True):

@@ -10,7 +10,7 @@ fp32.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -31,12 +31,14 @@ from ds_hessian.backends.protocol import (
     DEFAULT_PASSES,
     AdamState,
     Description,
+    Head,
     Objective,
     Passes,
     Precision,
 )
 from ds_hessian.backends.refusal import refuse_methods, training_refused
 from ds_hessian.backends.sharded import Shard, ShardedWeights
+from ds_hessian.backends.weights import Weight, module_weights
 from ds_hessian.backends.zero import host
 from ds_hessian.backends.zero.flat import BF16Shards, FlatShards
 from ds_hessian.backends.zero.host import Engine
@@ -45,7 +47,7 @@ from ds_hessian.backends.zero.replicated import ReplicatedShards
 from ds_hessian.backends.zero.shards import Piece, Shards
 from ds_hessian.backends.zero.stage3 import Stage3Shards
 from ds_hessian.backends.zero.tensor_parallel import Placement, Replicas, place
-from ds_hessian.errors import ConfigError, HessianError
+from ds_hessian.errors import ConfigError, HessianError, UnsupportedError
 from ds_hessian.memory import Item, tier_of
 from ds_hessian.ranks import gather_objects
 from ds_hessian.ranks.lockstep import Lockstep
@@ -202,6 +204,20 @@ class ZeroBackend:
         found = [self.shards.adam(piece) for piece in self.pieces]
         return collect(found, self.layout, self.space, self.engine.optimizer)
 
+    def weights(self) -> Iterable[Weight]:
+        """Return the weights of two dims, which the passes gather.
+
+        Raises:
+            UnsupportedError: an mpu has split the layers.
+        """
+        if self.tensor_ranks > 1:
+            raise UnsupportedError(
+                "ds_hessian does not support Kronecker factors of layers that an mpu of "
+                f"{self.tensor_ranks} tensor-parallel ranks has split; use megatron-core's own, or "
+                "a job without tensor parallelism"
+            )
+        return module_weights(self.engine.module, self.parameters)
+
     def memory(self, precision: Precision = "model") -> list[Item]:
         """Return what a session of the engine holds beyond training's memory."""
         return memory_of_zero(self._figures(), precision)
@@ -260,22 +276,22 @@ class ZeroSession:
         self._states = [guard.initial]  # before micro-batch 0, 1, ...
         self._totals = Totals()
         self._replicas_checked = backend.tensor_ranks == 1
+        self.head = Head(() if backend.tensor_ranks > 1 else backend.modules)
+        self.cotangent_scale = float("nan")
 
     def displace(self, v: Tensor | None, h: float) -> Tensor:
         """Displace this rank's shards, and gather the weights from them."""
         return self.weights.displace(v, h)
 
-    def weight_norm(self) -> float:
+    def weight_norm(self, names: Collection[str] | None = None) -> float:
         """Return the norm of the weights, from the masters of all ranks."""
-        return self.weights.norm()
+        return self.weights.norm(names)
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Add the gradients of these micro-batches, each reduced by the engine, to `out`."""
         accumulates = self._backend.shards.accumulates
         for index in micro_batches:
-            self._guard.random.set(self._states[index])
-            for buffers in self._guard.buffers:
-                buffers.restore()
+            self._start(index)
             last = index == micro_batches[-1] or not accumulates
             factor = self._run(index, last)
             if len(self._states) == index + 1:  # first evaluation: the next one starts from here
@@ -283,15 +299,36 @@ class ZeroSession:
             if last:
                 self._collect(out, factor)
 
+    def forward(self, micro_batches: range) -> None:
+        """Run the forward of these micro-batches, without a graph."""
+        shards = self._backend.shards
+        for index in micro_batches:
+            self._start(index)
+            try:
+                with self._lockstep.together(f"evaluating micro-batch {index}"), torch.no_grad():
+                    shards.prepare()
+                    self._loss(index)
+            except HessianError:
+                shards.abandon()
+                raise
+
+    def _start(self, index: int) -> None:
+        """Restore the random states and the buffers with which a micro-batch begins."""
+        self._guard.random.set(self._states[index])
+        for buffers in self._guard.buffers:
+            buffers.restore()
+
+    def _loss(self, index: int) -> tuple[Tensor, float | None]:
+        backend = self._backend
+        return self._objective.loss(backend.engine, index, backend.device, self._widen)
+
     def _run(self, index: int, last: bool) -> float:
         """Forward and backward; returns the factor of the reduced gradient."""
         backend, shards = self._backend, self._backend.shards
         try:
             with self._lockstep.together(f"evaluating micro-batch {index}"):
                 shards.prepare()
-                loss, count = self._objective.loss(
-                    backend.engine, index, backend.device, self._widen
-                )
+                loss, count = self._loss(index)
                 scale = host.backward(backend.engine, loss, last)
                 self._totals.add(index, float(loss.detach()), count)
         except HessianError:
@@ -299,6 +336,7 @@ class ZeroSession:
             raise
         if self.gradient_scale is None and len(self._totals) == self.num_micro_batches:
             self.gradient_scale, self.loss = self._totals.reduce(self.space)
+        self.cotangent_scale = 1 / (scale * self.space.world_size)
         return host.averaging_factor(backend.engine) / scale
 
     def _collect(self, out: Tensor, factor: float) -> None:

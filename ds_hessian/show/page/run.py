@@ -16,6 +16,9 @@ from ds_hessian.records.analyses import (
     HessianTrace,
 )
 from ds_hessian.records.base import Measured
+from ds_hessian.records.block_spectra import HessianBlockSpectra
+from ds_hessian.records.curvatures import HessianCurvatures
+from ds_hessian.records.kronecker import HessianKronecker
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.records.sweep import DisplacementSweep
 
@@ -28,10 +31,13 @@ Part = dict[str, Any]
 SHOWN: tuple[type[Measured], ...] = (
     HessianSpectrum,
     HessianSharpness,
+    HessianCurvatures,
     HessianEigenpairs,
     HessianTrace,
     HessianBlockCoupling,
     HessianOffBlockShare,
+    HessianBlockSpectra,
+    HessianKronecker,
     HessianSolution,
     HessianInfluence,
     DisplacementSweep,
@@ -59,9 +65,20 @@ class Run:
             kinds = ", ".join(kind.__name__ for kind in SHOWN)
             raise ResultError(f"nothing to show of {self.name}: it has no record of {kinds}")
 
-    def of(self, kind: type[R]) -> list[R]:
-        """Return the records of a kind."""
+    @property
+    def operator(self) -> str:
+        """The operator that is drawn over training: the Hessian, if it was measured."""
+        found = [r.provenance.operator for _, r in self.records if isinstance(r, SHOWN)]
+        return "hessian" if "hessian" in found else str(found[0])
+
+    def every(self, kind: type[R]) -> list[R]:
+        """Return the records of a kind, of all operators."""
         return [record for _, record in self.records if isinstance(record, kind)]
+
+    def of(self, kind: type[R]) -> list[R]:
+        """Return the records of a kind, of the operator that is drawn over training."""
+        found: list[Any] = self.every(kind)
+        return [record for record in found if record.provenance.operator == self.operator]
 
     def labelled(self, kind: type[R]) -> list[tuple[str, R]]:
         """Return the records of a kind with their steps, and their folders where steps repeat."""

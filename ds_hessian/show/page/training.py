@@ -5,10 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from ds_hessian.records.analyses import HessianSharpness
+from ds_hessian.records.curvatures import HessianCurvatures
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.show.page.run import Chart, Run, Section, State, step_of
 from ds_hessian.show.page.style import Series, over_steps
-from ds_hessian.show.style import BLUE, GREEN, GREY, INK, PURPLE, VERMILLION
+from ds_hessian.show.style import (
+    BLUE,
+    COLORS,
+    GREEN,
+    GREY,
+    INK,
+    MATRICES,
+    PURPLE,
+    VERMILLION,
+)
 
 TEXT = (
     "Bars are bounds for eigenvalues, standard errors for the trace. The largest eigenvalue can be "
@@ -20,14 +30,15 @@ CURVATURE = "loss per squared parameter"
 def training(run: Run) -> list[Section]:
     """Return one state; nothing where there is only one step."""
     spectra, sharpness = run.of(HessianSpectrum), run.of(HessianSharpness)
-    if len({step_of(record) for record in [*spectra, *sharpness]}) < 2:
+    curvatures = run.every(HessianCurvatures)
+    if len({step_of(record) for record in [*spectra, *sharpness, *curvatures]}) < 2:
         return []
-    charts = [_eigenvalues(spectra, sharpness)]
+    charts = [_eigenvalues(spectra, sharpness)] if spectra or sharpness else []
     steps = [step_of(s) for s in spectra]
     if len(spectra) > 1:
         trace = [Series.of("trace", INK, steps, [s.trace for s in spectra])]
         charts.append(Chart(over_steps("trace", CURVATURE, trace)))
-    charts += _losses(spectra, sharpness) + _along(sharpness)
+    charts += _losses(spectra, sharpness) + _along(sharpness) + _directions(curvatures)
     return [Section("Over training", TEXT, (State("", (), tuple(charts)),))]
 
 
@@ -91,6 +102,23 @@ def _along(sharpness: list[HessianSharpness]) -> list[Chart]:
         title = "largest, preconditioned by Adam"
         line = [Series.of("preconditioned", GREEN, at, estimates)]
         charts.append(Chart(over_steps(title, "1 / learning rate", line)))
+    return charts
+
+
+def _directions(curvatures: list[HessianCurvatures]) -> list[Chart]:
+    """Return the curvature along each direction, one chart for each operator."""
+    charts = []
+    for operator in dict.fromkeys(c.provenance.operator for c in curvatures):
+        mine = [c for c in curvatures if c.provenance.operator == operator]
+        series = []
+        names = dict.fromkeys(name for c in mine for name in c.directions)
+        for number, name in enumerate(names):
+            found = [(step_of(c), c.along(name)) for c in mine if name in c.directions]
+            steps, estimates = zip(*found, strict=True)
+            series.append(Series.of(name, COLORS[number % len(COLORS)], steps, estimates))
+        if len(mine) > 1:
+            title = f"curvature along directions, {MATRICES[operator]}"
+            charts.append(Chart(over_steps(title, CURVATURE, series)))
     return charts
 
 

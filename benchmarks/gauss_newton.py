@@ -1,0 +1,126 @@
+"""How exact Gauss-Newton products are, family by family of models: docs/gauss_newton.md.
+
+    python benchmarks/gauss_newton.py                 # reporting families, some minutes on one core
+    python benchmarks/gauss_newton.py --calibration   # those that constants were looked at on
+    python benchmarks/gauss_newton.py lora tied --arithmetic bf16
+
+The families are those of `benchmarks/families.py`. Products with a random vector and with powers of
+G are compared with automatic differentiation in fp64, and with the best of many constant
+displacements; v'Gv by forwards alone with the exact form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from families import FAMILIES, Problem, problem
+from torch import Tensor, nn
+
+from ds_hessian.operators import GaussNewton
+from ds_hessian.operators.outputs.forms import Forms
+from ds_hessian.vectors import random_vector
+
+Row = tuple[float, float, float, float, float, float]
+"""Error, its estimate, the best of a constant h, gradients, error of the form, its estimate."""
+
+
+class Exact:
+    """fp64 products of G at a net whose outputs are those of one module."""
+
+    def __init__(self, net: nn.Module, batches: Sequence[Sequence[Tensor]]) -> None:
+        self.net = copy.deepcopy(net).double()
+        self.head = getattr(self.net, "logits", None) or self.net.net
+        self.parameters = [p for p in self.net.parameters() if p.requires_grad]
+        self.batches = batches
+
+    def __call__(self, v: Tensor) -> Tensor:
+        """`(n,)` to `(n,)`."""
+        parts = v.double().split([p.numel() for p in self.parameters])
+        return torch.stack([self._of(batch, parts) for batch in self.batches]).mean(0)
+
+    def _of(self, batch: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+        seen = list[Tensor]()
+        handle = self.head.register_forward_hook(lambda m, a, f: seen.append(f))
+        loss = self.net(*batch)
+        handle.remove()
+        (f,) = seen
+        (c,) = torch.autograd.grad(loss, f, create_graph=True)
+        dual = torch.zeros_like(f, requires_grad=True)
+        options = {"create_graph": True, "materialize_grads": True}
+        back = torch.autograd.grad(f, self.parameters, dual, **options)
+        along = sum((g * p.view_as(g)).sum() for g, p in zip(back, parts, strict=True))
+        (u,) = torch.autograd.grad(along, dual)
+        (product,) = torch.autograd.grad(c, f, u.detach(), retain_graph=True)
+        found = torch.autograd.grad(f, self.parameters, product, materialize_grads=True)
+        return torch.cat([g.reshape(-1) for g in found])
+
+
+def rows(case: Problem, exact: Exact, count: int, weight: float) -> Iterator[Row]:
+    """Measure products with a random vector and the powers of G after it."""
+    v = random_vector(case.backend.layout, case.backend.space, seed=0)
+    with case.measuring() as session:
+        operator, forms = GaussNewton(session), Forms(GaussNewton(session))
+        for _ in range(count):
+            truth, before = exact(v), operator.cost.gradient_evaluations
+            size = float(truth.norm())
+            if size == 0:
+                return
+            product, found = operator.matvec(v), forms.along(v)
+            cost = operator.cost.gradient_evaluations - before
+            heights = weight * np.geomspace(1e-6, 3, 26)
+            tried = [operator.product_at(v, float(h)).vector for h in heights]
+            best = min(float((p.double() - truth).norm()) / size for p in tried)
+            error = float((product.vector.double() - truth).norm()) / size
+            form = float(v.double() @ truth) / float(v.double() @ v.double())
+            off = abs(found.value - form) / form, found.error / form
+            yield error, product.error or math.nan, best, cost, *off
+            v = (truth / size).float()
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--calibration", action="store_true")
+    parser.add_argument("--arithmetic", default="fp32", choices=("fp32", "bf16"))
+    parser.add_argument("--count", type=int, default=8)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    chosen = args.names or [n for n, f in FAMILIES.items() if f.calibration == args.calibration]
+    every = list[Row]()
+    print("family: error (estimate; best constant h) of each vector; gradients of the last")
+    for name in chosen:
+        case = problem(name, args.arithmetic, args.count)
+        masters = case.backend.masters or [p.detach() for p in _trained(case.backend.model)]
+        net = copy.deepcopy(case.backend.model).float()
+        for p, master in zip(_trained(net), masters, strict=True):
+            p.data.copy_(master.detach())
+        weight = math.sqrt(sum(float(m.double().square().sum()) for m in masters))
+        found = list(rows(case, Exact(net, case.batches), 6, weight))
+        every += found
+        texts = [f"{e:.1e} ({s:.1e}; {b:.1e})" for e, s, b, *_ in found]
+        print(f"{name:20} " + "  ".join(texts) + (f"  {found[-1][3]:.2f}" if found else ""))
+    e, s, b, _, f, fs = np.array(every).T
+    print(f"{len(e)} products: within 2x of the best constant h {_share(e <= 2 * b)}")
+    print(f"estimate within 3x of the error {_share((s < 3 * e) & (e < 3 * s))}, ", end="")
+    print(f"error above 3 x estimate {_share(e > 3 * s)}")
+    print(
+        f"v'Gv by forwards: median error {np.median(f):.1e}, above 3 x its bar {_share(f > 3 * fs)}"
+    )
+
+
+def _trained(net: nn.Module) -> list[nn.Parameter]:
+    return [p for p in net.parameters() if p.requires_grad]
+
+
+def _share(mask: np.ndarray) -> str:
+    return f"{100 * float(np.mean(mask)):.0f} %"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Operators of the loss as a function of the model's outputs: Gauss-Newton, residual, Fisher."""

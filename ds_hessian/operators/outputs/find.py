@@ -1,0 +1,173 @@
+"""Finding the outputs of a model: the module from whose output on the loss is a known function.
+
+A module that is named is taken. Otherwise the modules are watched in one gradient: where the
+cotangent at a module's output is that of cross entropy, the output is the logits; where this is so
+at none, the outputs are those of the module that transformers call the output embeddings, or of the
+last that was called. Two different outputs with a cross entropy are two heads, which are refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hessian.backends.protocol import Session
+from ds_hessian.errors import ConfigError, UnsupportedError
+from ds_hessian.operators.outputs.losses import read_cross_entropy
+from ds_hessian.operators.outputs.tap import Tap, in_backward, tensor_of
+
+CALLED, ELSEWHERE, SEEN, OTHER, ORDER = range(5)
+"""Columns of what a rank saw of each module: its calls that returned a tensor; its other calls; how
+often the cotangent was that of cross entropy, and was not; when its last call ended."""
+
+
+class _Watch:
+    """Hooks on all modules during one gradient of one micro-batch."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
+        self.named = named
+        self.table = torch.zeros(len(named), 5, dtype=torch.float64)
+        self.outputs: dict[int, Tensor] = {}  # of cross entropies
+        self._ended = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for number, (_, module) in enumerate(self.named):
+                stack.callback(module.register_forward_hook(self._hook(number)).remove)
+            yield
+
+    def _hook(self, number: int) -> Any:
+        def hook(module: nn.Module, args: object, output: object) -> None:
+            if in_backward():
+                return
+            f, row = tensor_of(output), self.table[number]
+            self._ended += 1
+            row[ORDER] = self._ended
+            if f is None or f.ndim == 0 or not torch.is_grad_enabled() or not f.requires_grad:
+                row[ELSEWHERE] += 1
+                return
+            row[CALLED] += 1
+            seen, version = f.detach(), f._version
+            f.register_hook(lambda c: self._judge(number, seen, version, c))
+
+        return hook
+
+    def _judge(self, number: int, f: Tensor, version: int, c: Tensor) -> None:
+        if not bool(c.any()):
+            return
+        if f._version != version or read_cross_entropy(f, c) is None:
+            self.table[number, OTHER] += 1
+        else:
+            self.table[number, SEEN] += 1
+            self.outputs[number] = f
+
+
+def find_outputs(session: Session, name: str | None, out: Tensor) -> Tap:
+    """Return the tap at the outputs, and add the gradient of the first micro-batch to `out`.
+
+    Args:
+        session: The measurement; the weights are not displaced.
+        name: The module's name, or None.
+        out: `(n_local,)` fp32.
+
+    Raises:
+        ConfigError: there is no module of that name, or none that could be taken.
+        UnsupportedError: there are several heads.
+
+    Collective: the gradient, and one small all-reduce.
+    """
+    head = session.head
+    if head.name is not None and name in (None, head.name):
+        session.add_gradient(out, range(1))
+        have = torch.tensor([head.module is not None], dtype=torch.float64)
+        if not session.space.reduce(have)[0]:
+            raise UnsupportedError(
+                f"ds_hessian does not support operators of the outputs of a model without a "
+                f"{head.name!r} on any rank"
+            )
+        return Tap(head.name, head.module, head.per_unit)
+    if head.name is not None:
+        raise ConfigError(
+            f"outputs: on this host they are those of {head.name!r}, got {name!r}; leave it out"
+        )
+    if not head.modules:
+        raise UnsupportedError(
+            "ds_hessian does not support operators of the outputs of this tensor-parallel model, "
+            'whose layer of outputs is not known: use operator "hessian"'
+        )
+    named = [(n, m) for root in head.modules for n, m in root.named_modules()]
+    watch = _Watch(named)
+    with watch.watching():
+        session.add_gradient(out, range(1))
+    mine = watch.table.clone()
+    mine[:, ORDER] *= session.space.rank == 0
+    table = session.space.reduce(mine.reshape(-1)).reshape(mine.shape)
+    chosen = _named(name, named) if name is not None else _chosen(session, named, table)
+    _refuse_other_heads(session, named, table, watch, chosen)
+    return Tap(named[chosen][0] or "the model itself", named[chosen][1])
+
+
+def _named(name: str, named: Sequence[tuple[str, nn.Module]]) -> int:
+    names = [n for n, _ in named]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 3)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ConfigError(f"outputs: the model has no module {name!r}{hint}")
+    return names.index(name)
+
+
+def _chosen(session: Session, named: Sequence[tuple[str, nn.Module]], table: Tensor) -> int:
+    ranks = session.space.world_size
+    once = (table[:, CALLED] == ranks) & (table[:, ELSEWHERE] == 0)
+    entropic = once & (table[:, SEEN] > 0) & (table[:, OTHER] == 0)
+    order = torch.where(once, table[:, ORDER], -1.0)
+    if bool(entropic.any()):
+        return int(torch.where(entropic, order, torch.inf).argmin())  # the innermost
+    for root in session.head.modules:
+        module = getattr(root, "get_output_embeddings", lambda: None)()
+        for number, (_, other) in enumerate(named):
+            if module is other and bool(once[number]):
+                return number
+    if not bool(once.any()):
+        raise ConfigError(
+            "no module returned a tensor in just one call of the forward: name the one that "
+            'returns the outputs, outputs="..."'
+        )
+    return int(order.argmax())
+
+
+def _refuse_other_heads(
+    session: Session,
+    named: Sequence[tuple[str, nn.Module]],
+    table: Tensor,
+    watch: _Watch,
+    chosen: int,
+) -> None:
+    """Raise if the outputs of another module, other numbers, have a cross entropy too."""
+    different = torch.zeros(len(named), dtype=torch.float64)
+    mine = watch.outputs.get(chosen)
+    for number, f in watch.outputs.items():
+        different[number] = not _same(f, mine)
+    different = session.space.reduce(different)
+    heads = [n for (n, _), other in zip(named, different, strict=True) if other]
+    if heads and bool(table[chosen, SEEN]):
+        several = ", ".join(repr(n) for n in [named[chosen][0], *heads])
+        raise UnsupportedError(
+            f"ds_hessian does not support a Gauss-Newton operator of several heads, each with a "
+            f'cross entropy: {several}; use operator "hessian", or a loss of one of them'
+        )
+
+
+def _same(a: Tensor, b: Tensor | None) -> bool:
+    """Return whether two outputs are the same numbers, maybe in another shape or dtype."""
+    if b is None or a.numel() != b.numel():
+        return False
+    roundoff = max(torch.finfo(t.dtype).eps for t in (a, b))
+    difference = (a.float().reshape(-1) - b.float().reshape(-1)).abs().max()
+    return bool(difference <= roundoff * b.float().abs().max())

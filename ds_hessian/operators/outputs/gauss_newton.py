@@ -1,0 +1,376 @@
+"""The Gauss-Newton matrix and the empirical Fisher matrix of tokens as operators.
+
+    G v  =  J' H_out J v        J = df/dw at the outputs f, H_out the Hessian of the loss in them
+
+H = G + R with the residual R, in which the model's own second derivatives are. For cross entropy G
+is the (true) Fisher matrix; it is positive semidefinite where the loss is convex in the outputs.
+The empirical Fisher matrix is a sum over tokens, `sum omega_t g_t g_t'`, with their gradients.
+
+Cost of a product: 5/3 gradients where the loss in the outputs is known, 8/3 else
+(`ds_hessian.operators.outputs.passes`), and trials on the first micro-batch, of which there are
+some for the first two vectors and few afterwards. Memory per rank: four vectors (six, where part of
+the loss does not pass the outputs), and differences of outputs of about one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds_hessian import ops
+from ds_hessian.backends.protocol import Session
+from ds_hessian.errors import NumericsError, UnsupportedError
+from ds_hessian.memory import FP32
+from ds_hessian.operators.outputs.passes import OutputProduct, Passes, Sums
+from ds_hessian.operators.outputs.reading import Reading
+from ds_hessian.operators.outputs.steps import OutputSteps, Trial
+from ds_hessian.operators.protocol import OperatorCost, Product
+
+OutputMatrix = Literal["ggn", "fisher"]
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """Figures over all ranks of an evaluation, of a unit vector.
+
+    Attributes:
+        trial: The product.
+        along: `v'P` by the backward.
+        fidelity: Cosine between the realised displacement and v.
+    """
+
+    trial: Trial
+    along: float
+    fidelity: float
+
+
+@dataclass(frozen=True)
+class _Before:
+    """The trial before: what it added up, and the factor from that to a product."""
+
+    vector: Tensor
+    unit: float
+
+
+class GaussNewton:
+    """G at the session's weights, over its micro-batches: a `Curvature`.
+
+    Args:
+        session: The measurement.
+        displacement: `"auto"`, or the value of h: the length of the step in parameter space.
+        outputs: The name of the module that returns the outputs; None to find it.
+        matrix: Which matrix of the outputs.
+
+    Attributes:
+        outputs: The module of the outputs, and how the loss in them is known, in words.
+
+    Raises:
+        ConfigError: the outputs cannot be found.
+        NumericsError: the gradient at the weights is not finite.
+        UnsupportedError: the outputs have no single Gauss-Newton matrix, or a Fisher matrix is
+            asked for and the loss is no cross entropy.
+
+    Collective: the constructor evaluates the gradient once.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        displacement: float | Literal["auto"] = "auto",
+        outputs: str | None = None,
+        matrix: OutputMatrix = "ggn",
+    ) -> None:
+        self.session, self.space = session, session.space
+        self.cost = OperatorCost()
+        started = time.perf_counter()
+        reading = Reading(session, outputs)
+        self.gradient = reading.gradient
+        self.cost.gradient_seconds = time.perf_counter() - started
+        if not math.isfinite(self.space.norm(self.gradient)):
+            raise NumericsError(
+                "the gradient at the current weights is not finite, so there is no curvature: look "
+                "at the loss on these micro-batches"
+            )
+        assert session.gradient_scale is not None
+        self.scale = session.gradient_scale
+        self.outputs: str | None = reading.words
+        count = session.num_micro_batches
+        self._pilot, self._rest, self._count = range(1), range(1, count), count
+        self._passes = Passes(
+            session,
+            reading.tap,
+            self._product_of(reading, matrix),
+            session.unit_roundoff ** (1 / 3),
+            *self._room(reading.largest),
+        )
+        self._around = self._gradient_around(reading)
+        self._before: _Before | None = None
+        self._steps = OutputSteps(
+            session.unit_roundoff,
+            session.weight_norm(),
+            1 / count,
+            None if displacement == "auto" else float(displacement),
+        )
+
+    def _product_of(self, reading: Reading, matrix: OutputMatrix) -> OutputProduct | None:
+        if matrix == "fisher":
+            if reading.kind != "cross entropy":
+                raise UnsupportedError(
+                    "ds_hessian does not support an empirical Fisher matrix of another loss than "
+                    f'cross entropy, as at {reading.tap.name!r}; use operator "ggn"'
+                )
+            return lambda i, f, u: reading.tokens[i].fisher(f, u)
+        if reading.kind is None:
+            return None
+        kept = reading.tokens if reading.kind == "cross entropy" else reading.squares
+        return lambda i, f, u: kept[i].hessian(f, u)
+
+    def _room(self, largest: int) -> tuple[int, int]:
+        """Return the bytes of the largest outputs, and of the smallest vector, of all ranks."""
+        mine = torch.zeros(2, self.space.world_size, dtype=torch.float64)
+        mine[:, self.space.rank] = torch.tensor([largest, FP32 * self.space.n_local])
+        found = self.space.reduce(mine.reshape(-1)).reshape(2, -1)
+        return int(found[0].max()), int(found[1].min())
+
+    def _gradient_around(self, reading: Reading) -> tuple[Tensor, Tensor] | None:
+        """Return the gradients of pilot and rest that do not pass the outputs; None for none.
+
+        Differences of two evaluations do not have them.
+        """
+        if self._passes.product is None:
+            return None
+        around = self.space.zeros()
+        self._passes.around(around, self._pilot)
+        if not self.space.norm(around):
+            return None
+        rest = self.space.zeros()
+        if self._rest:
+            self._passes.around(rest, self._rest)
+        return around, rest
+
+    @property
+    def gradient_norm(self) -> float:
+        """The norm |g(w)| of the gradient of the loss, over all ranks."""
+        return self.space.norm(self.gradient) * self.scale
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the cost so far, and what the next product depends on beside weights and
+        micro-batches, as JSON values.
+        """
+        return {"steps": self._steps.state_dict(), "cost": asdict(self.cost)}
+
+    def load_state_dict(self, figures: Mapping[str, Any]) -> None:
+        """Continue from the `state_dict` of another operator of the same matrix."""
+        self._steps.load_state_dict(figures["steps"])
+        self.cost = OperatorCost(**figures["cost"])
+
+    # ---- products
+
+    def matvec(self, v: Tensor) -> Product:
+        """Return `G v` and estimates of its error, for `v` `(n_local,)` fp32 of nonzero length.
+
+        Raises:
+            NumericsError: v is zero or not finite, or the product is not finite.
+        """
+        started, length = time.perf_counter(), self._length(v)
+        h, out, sums, trials = self._search(v, length)
+        found = self._finish(v, length, h, out, sums)
+        (better,) = self.space.of_rank_0(self._steps.judge(found.trial))
+        if better != h:
+            out = self.space.zeros()
+            sums = self._evaluate(out, v, better / length, self._pilot, True)
+            found = self._finish(v, length, better, out, sums)
+            self._steps.judge(found.trial)
+        mismatch = abs(found.along - found.trial.form)
+        noise, error = self._steps.conclude(found.trial, mismatch)
+        self.cost.products += 1
+        self.cost.trials += trials
+        self.cost.product_seconds += time.perf_counter() - started
+        return self._made(out, found, length, noise, error, trials)
+
+    def product_at(self, v: Tensor, h: float) -> Product:
+        """Return the product at displacement h, without trials or estimates of its error.
+
+        Raises:
+            NumericsError: v is zero or not finite, or the product is not finite.
+        """
+        started, length, out = time.perf_counter(), self._length(v), self.space.zeros()
+        sums = self._evaluate(out, v, h / length, self._pilot, True)
+        found = self._finish(v, length, h, out, sums)
+        self.cost.products += 1
+        self.cost.product_seconds += time.perf_counter() - started
+        return self._made(out, found, length, None, None, 0)
+
+    @property
+    def first_displacement(self) -> float:
+        """A displacement for a vector of which nothing is known."""
+        return self._steps.learnt.h
+
+    def forms(self, v: Tensor, h: float, micro_batches: range | None = None) -> NDArray[np.float64]:
+        """Return `v'G_i v / v'v` for micro-batch i of all ranks, `(G,)`; the mean is that of G.
+
+        Args:
+            v: `(n_local,)` fp32.
+            h: The displacement.
+            micro_batches: Some of them; None for all.
+
+        Cost: two forwards over all micro-batches where the loss in the outputs is known, else a
+        product; one small all-reduce.
+
+        Raises:
+            NumericsError: v is zero or not finite, or a form is not finite.
+        """
+        length, every = self._length(v), micro_batches or range(self._count)
+        unit = self._count * self.scale / (2 * h) ** 2
+        if self._passes.product is not None:
+            mine = self._passes.forms(v, h / length, every)
+            self.cost.gradient_evaluations += 2 / 3 * len(every) / self._count
+        else:
+            waste, mine = self.space.zeros(), []
+            for i in every:
+                sums = self._evaluate(waste, v, h / length, range(i, i + 1), True)
+                mine.append(sums.form / self._passes.kappa**2)
+        found = unit * self.space.reduce(torch.tensor(mine, dtype=torch.float64)).numpy()
+        if not np.isfinite(found).all():
+            raise NumericsError(
+                f"a quadratic form at displacement {h:.3e} is not finite: the outputs are not "
+                "finite there; use a smaller displacement"
+            )
+        return np.asarray(found)
+
+    def _length(self, v: Tensor) -> float:
+        length = self.space.norm(v)
+        if not (math.isfinite(length) and length > 0):
+            raise NumericsError(f"a product needs a finite vector other than zero; |v| = {length}")
+        return length
+
+    def _evaluate(self, out: Tensor, v: Tensor, step: float, some: range, first: bool) -> Sums:
+        sums = self._passes.evaluate(out, v, step, some, first)
+        if self._around is not None:
+            out.sub_(self._around[some.start > 0])
+        self.cost.gradient_evaluations += self._passes.gradients * len(some) / self._count
+        return sums
+
+    def _finish(self, v: Tensor, length: float, h: float, out: Tensor, sums: Sums) -> _Figures:
+        """Add the other micro-batches to the pilot's product; return the figures of all."""
+        if self._rest:
+            more = self._evaluate(out, v, h / length, self._rest, False)
+            sums.squares += more.squares
+            sums.form += more.form
+        found = self._figures(v, length, h, out, sums, 1.0)
+        if not found.trial.finite:
+            raise NumericsError(
+                f"the product at displacement {h:.3e} is not finite: the outputs or the loss are "
+                'not finite there; use a smaller displacement, or "auto"'
+            )
+        out.mul_(self._unit(h) * length)
+        return found
+
+    def _unit(self, h: float) -> float:
+        """Return the factor from what an evaluation adds to `G v` of a unit vector."""
+        return self.scale / (2 * h * self._passes.kappa * self._passes.factor)
+
+    def _figures(
+        self, v: Tensor, length: float, h: float, out: Tensor, sums: Sums, share: float
+    ) -> _Figures:
+        """Return the figures of an evaluation of a share of the micro-batches, for the mean."""
+        pairs = [(out, out), (out, v)]
+        if share < 1 and self._before is not None:
+            pairs += [(self._before.vector, self._before.vector), (self._before.vector, out)]
+        dots = ops.dots(pairs, self.space.n_owned).cpu()
+        form = torch.tensor([sums.form], dtype=torch.float64)
+        figures = self.space.reduce(torch.cat([sums.squares, form, sums.change, dots])).tolist()
+        _, count, first, second, q, along, moved, square, dot, *before = figures
+        unit, kappa, change = self._unit(h) / share, self._passes.kappa, math.inf
+        if before and self._before is not None:
+            other = self._before.unit
+            apart = unit**2 * square + other**2 * before[0] - 2 * unit * other * before[1]
+            change = math.sqrt(max(apart, 0.0)) if math.isfinite(apart) else math.inf
+        trial = Trial(
+            h=h,
+            size=math.sqrt(square) * unit if square >= 0 else math.inf,
+            nonlinearity=_nonlinearity(first, second),
+            spread=math.sqrt(first / count) / (2 * h) if first > 0 else 0.0,
+            form=q * self.scale / (share * (2 * h * kappa) ** 2),
+            change=change,
+        )
+        fidelity = -_ratio(along, math.sqrt(moved) * length, nothing=0.0)
+        return _Figures(trial, dot * unit / length, fidelity)
+
+    # ---- trials
+
+    def _search(self, v: Tensor, length: float) -> tuple[float, Tensor, Sums, int]:
+        """Make trials on the pilot until one is accepted, which the product then finishes.
+
+        Returns:
+            Its h, what it has added up, its sums, and the number of discarded trials.
+        """
+        trials, share = list[Trial](), len(self._pilot) / self._count
+        (h,) = self.space.of_rank_0(self._steps.first_h())
+        self._before = None
+        while True:
+            out = self.space.zeros()
+            sums = self._evaluate(out, v, h / length, self._pilot, True)
+            trials.append(self._figures(v, length, h, out, sums, share).trial)
+            if len(trials) == 1 and not self._steps.learnt.products:
+                self._measure_backward(v, length, out, trials[0], share)
+            self._passes.forget()
+            better, accept = self.space.of_rank_0(*self._steps.advise(trials))
+            if accept:
+                self._before = None
+                return h, out, sums, len(trials) - 1
+            self._before = _Before(out, self._unit(h) / share)
+            h = better
+
+    def _measure_backward(
+        self, v: Tensor, length: float, out: Tensor, trial: Trial, share: float
+    ) -> None:
+        """Measure the noise of the backward: the same differences, at weights displaced by their
+        rounding.
+        """
+        again = self.space.zeros()
+        self._passes.repeat(again, v, self._steps.rounding / length, self._pilot)
+        if self._around is not None:
+            again.sub_(self._around[0])
+        self.cost.gradient_evaluations += self._passes.gradients / self._count
+        apart = self.space.norm(again.sub_(out)) * self._unit(trial.h) / share
+        self._steps.note_backward(apart, trial)
+
+    def _made(
+        self,
+        out: Tensor,
+        found: _Figures,
+        length: float,
+        noise: float | None,
+        error: float | None,
+        trials: int,
+    ) -> Product:
+        return Product(
+            vector=out,
+            norm=found.trial.size,
+            displacement=found.trial.h,
+            nonlinearity=found.trial.nonlinearity,
+            noise=noise,
+            fidelity=found.fidelity,
+            error=error,
+            trials=trials,
+        )
+
+
+def _nonlinearity(first: float, second: float) -> float:
+    """Return the norm of second differences over that of first ones, from their squares."""
+    if second == 0:
+        return 0.0
+    return math.sqrt(second / first) if second > 0 and first > 0 else math.inf
+
+
+def _ratio(a: float, b: float, nothing: float = math.inf) -> float:
+    return a / b if b > 0 else nothing

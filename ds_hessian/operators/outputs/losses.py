@@ -1,0 +1,206 @@
+"""The loss as a function of the outputs, recognised from what a gradient shows of it.
+
+For cross entropy the cotangent of token t is `omega_t (p_t - y_t)`, with the softmax p and the
+label's unit vector y: the label is its only negative entry, and the weight omega_t (mask, token
+count, loss scale) is read off it. The second derivative is then known,
+
+    H_out u  =  omega (p * u - p <p, u>)
+
+and so is the empirical Fisher matrix of tokens, `omega (p - y) <p - y, u>`.
+
+A loss whose cotangent is linear in the outputs (mean squared error) has `H_out u = omega u`.
+
+Memory: a weight, and for the Fisher matrix a label, for each token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hessian.backends.protocol import Head
+
+ROUNDING = 32.0
+"""The cotangent of cross entropy is within this many roundings of omega (p - y): measured 1 - 13,
+where label smoothing and mean squared error are off by 0.25 - 1 (docs/gauss_newton.md)."""
+
+COHERENT, BIAS = 6.0, 4.0
+"""Largest sum of all entries of the cotangents: in standard deviations of their rounding, and in
+roundings of each token, since a softmax in 16 bits does not sum to 1 without bias."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What is kept of the cross entropy of one micro-batch.
+
+    Attributes:
+        weights: omega, `(T,)` fp32; 0 for a token without a loss.
+        labels: `(T,)`, of this rank's classes; -1 for a label elsewhere, or none.
+        dim: The dimension of the outputs along which the classes are.
+        group: The ranks over which these are split; None if they are not.
+    """
+
+    weights: Tensor
+    labels: Tensor
+    dim: int
+    group: dist.ProcessGroup | None
+
+    def hessian(self, f: Tensor, u: Tensor) -> Tensor:
+        """Return `H_out u`, in the shape of the outputs, fp32."""
+        p, rows = _softmax(_rows(f, self.dim), self.group), _rows(u, self.dim)
+        mean = _summed((p * rows).sum(-1, keepdim=True), self.group)
+        return _shaped(p * (rows - mean) * self.weights[:, None], f, self.dim)
+
+    def fisher(self, f: Tensor, u: Tensor) -> Tensor:
+        """Return the empirical Fisher matrix of the tokens times u, fp32."""
+        d = _less_labels(_softmax(_rows(f, self.dim), self.group), self.labels)
+        along = _summed((d * _rows(u, self.dim)).sum(-1, keepdim=True), self.group)
+        return _shaped(d * along * self.weights[:, None], f, self.dim)
+
+    def sampled(self, f: Tensor, seed: int) -> Tensor:
+        """Return `sqrt(omega) (p - y)` with labels y drawn from the model, fp32.
+
+        The mean of its outer products over all draws is `H_out`. Collective in the group.
+        """
+        p = _softmax(_rows(f, self.dim), self.group)
+        generator = torch.Generator().manual_seed(seed)
+        u = torch.rand(len(p), generator=generator, dtype=torch.float64).to(p.device, p.dtype)
+        first, last = _place(self.group)
+        parts = p.new_zeros(last + 1, len(p))
+        parts[first] = p.sum(-1)
+        u -= _summed(parts, self.group)[:first].sum(0)
+        labels = (p.cumsum(-1) < u[:, None]).sum(-1)
+        if first == last:  # of what rounding leaves
+            labels.clamp_(max=p.shape[-1] - 1)
+        here = (u >= 0) & (labels < p.shape[-1])
+        d = _less_labels(p, torch.where(here, labels, -1))
+        return _shaped(d * self.weights.clamp_min(0).sqrt()[:, None], f, self.dim)
+
+
+@dataclass(frozen=True)
+class Squares:
+    """What is kept of a loss that is quadratic in the outputs of one micro-batch.
+
+    Attributes:
+        weights: omega for each entry of the outputs, or one for each row, fp32.
+    """
+
+    weights: Tensor
+
+    def hessian(self, f: Tensor, u: Tensor) -> Tensor:
+        """Return `H_out u`."""
+        return u * self.weights
+
+
+def group_of(f: Tensor, head: Head) -> dist.ProcessGroup | None:
+    """Return the ranks over which the classes of these outputs are split."""
+    return head.group if f.shape[-1] < head.classes else None
+
+
+def read_cross_entropy(
+    f: Tensor, c: Tensor, group: dist.ProcessGroup | None = None
+) -> Tokens | None:
+    """Return what the cotangent says of a cross entropy; None if the loss is another.
+
+    Args:
+        f: The outputs, the classes along the last dimension, or along the second.
+        c: The cotangent.
+        group: The ranks over which the last dimension is split.
+
+    Collective in the group: a few floats a token.
+    """
+    if group is not None:
+        return _read(f, c, f.ndim - 1, group)
+    for dim in dict.fromkeys((f.ndim - 1, 1)):
+        if 0 < dim < f.ndim and f.shape[dim] > 1:
+            found = _read(f, c, dim, None)
+            if found is not None:
+                return found
+    return None
+
+
+def _read(f: Tensor, c: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tokens | None:
+    roundoff = max(torch.finfo(t.dtype).eps / 2 for t in (f, c))
+    given = _rows(c, dim)
+    negative = given < 0
+    found = _summed(negative.sum(-1).float(), group)
+    if bool(found.gt(1).any()):  # enough for most other losses
+        return None
+    labels = torch.where(negative.any(-1), given.argmin(-1), -1)
+    d = _less_labels(_softmax(_rows(f, dim), group), labels)
+    sums = [(d * d).sum(-1), (given * d).sum(-1), given.sum(-1), given.square().sum(-1)]
+    squares, along, total, seen = _summed(torch.stack(sums), group)
+    weights = along / squares.clamp_min(torch.finfo(torch.float32).tiny)
+    # The cotangent of a sure token is all rounding, of entries that were near 1, and so is omega;
+    # in 16 bits its label may not show. Without a loss it is zero.
+    sure = (squares.sqrt() <= ROUNDING * roundoff) | (found == 0)
+    largest = weights.masked_fill(sure, 0.0).max()
+    bound = ROUNDING * roundoff * torch.where(sure, largest, weights)
+    rest = torch.where(sure[:, None], given, given - weights[:, None] * d)
+    off = _summed(rest.square().sum(-1), group).sqrt()
+    if not bool((off <= bound).all()):  # not for a negative or infinite weight, nor NaN
+        return None
+    allowed = COHERENT * bound.norm() + BIAS * bound.sum()
+    if bool(ROUNDING * total.sum().abs() > allowed):
+        return None  # such as a z-loss, which is lost in the rounding of one token
+    kept = torch.where(sure, torch.where(seen > 0, largest, 0.0), weights)
+    return Tokens(kept, labels, dim, group)
+
+
+def _softmax(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is None:
+        return rows.softmax(-1)
+    highest = rows.amax(-1, keepdim=True)
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+    p = (rows - highest).exp_()
+    return p.div_(_summed(p.sum(-1, keepdim=True), group))
+
+
+def _less_labels(p: Tensor, labels: Tensor) -> Tensor:
+    """Subtract the unit vectors of the labels that this rank has, in place."""
+    here = labels >= 0
+    p[here, labels[here]] -= 1.0
+    return p
+
+
+def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return this rank's number among the ranks that split the classes, and the last one."""
+    return (0, 0) if group is None else (dist.get_rank(group), dist.get_world_size(group) - 1)
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None:
+        dist.all_reduce(x, group=group)
+    return x
+
+
+def read_squares(before: Tensor, after: Tensor, added: Tensor) -> Squares | None:
+    """Return what two cotangents say of a loss that is quadratic in the outputs; None for others.
+
+    Args:
+        before: The cotangent at the outputs.
+        after: The cotangent with `added` added to them, whose entries are +-a.
+        added: What was added.
+    """
+    roundoff = max(torch.finfo(t.dtype).eps / 2 for t in (before, after))
+    found = ((after.float() - before.float()) / added).reshape(-1, added.shape[-1])
+    weights = found.mean(-1, keepdim=True)
+    scale = float(before.float().abs().max() + after.float().abs().max()) / float(added.abs().max())
+    if not float((found - weights).abs().max()) <= ROUNDING * roundoff * scale:
+        return None
+    if not bool((weights >= 0).all()) or not math.isfinite(scale):
+        return None
+    return Squares(weights.reshape(*added.shape[:-1], 1))
+
+
+def _rows(x: Tensor, dim: int) -> Tensor:
+    return x.float().movedim(dim, -1).reshape(-1, x.shape[dim])
+
+
+def _shaped(rows: Tensor, like: Tensor, dim: int) -> Tensor:
+    shape = [*like.shape[:dim], *like.shape[dim + 1 :], like.shape[dim]]
+    return rows.reshape(shape).movedim(-1, dim)

@@ -1,0 +1,289 @@
+"""Passes of a Gauss-Newton product: differences of outputs, and their way back into the model.
+
+    delta = f(w + h v) - f(w - h v)                             two forwards, no graph
+    J' H_out delta                                              one forward and backward at w
+
+with `H_out delta` in place of the cotangent where the loss in the outputs is known; else from the
+job's own loss at `f +- rho delta`, two forwards and backwards at w.
+
+Memory: the differences of a group of micro-batches, fp32: as many as fit into one vector, and one
+at least.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ds_hessian.backends.protocol import Session
+from ds_hessian.operators.outputs.tap import Tap
+
+SAMPLES = 2**16
+"""Entries of the outputs of a micro-batch from which the nonlinearity ratio is taken, at most."""
+
+OutputProduct = Callable[[int, Tensor, Tensor], Tensor]
+"""`(micro-batch, f, u)` to `H_out u`, in the shape of the outputs, fp32."""
+
+
+@dataclass
+class Sums:
+    """Sums of this rank over the outputs of an evaluation.
+
+    Attributes:
+        squares: `(4,)` fp64: the squares of delta and their number; of the first and of the second
+            differences of a sample.
+        form: `<kappa delta, H_out kappa delta>`.
+        change: `(2,)`: what `displace` returned for the way from `w + h v` to `w - h v`.
+    """
+
+    squares: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
+    form: float = 0.0
+    change: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+
+
+class _Recorder:
+    """Keeps the outputs of a pass."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, Tensor] = {}
+
+    def outputs(self, index: int, f: Tensor) -> None:
+        self.found[index] = f.to(torch.float32, copy=True)  # what follows may write into f
+
+    def cotangent(self, index: int, f: Tensor, c: Tensor) -> None:
+        raise AssertionError("a forward without a graph has no cotangent")
+
+
+class _Silence:
+    """Stops the loss at the outputs."""
+
+    def outputs(self, index: int, f: Tensor) -> None:
+        """Add nothing."""
+
+    def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
+        return torch.zeros_like(c)
+
+
+class _Known:
+    """Puts `H_out delta` in place of the cotangent."""
+
+    def __init__(self, group: Group, product: OutputProduct, sums: Sums) -> None:
+        self.group, self.product, self.sums = group, product, sums
+
+    def outputs(self, index: int, f: Tensor) -> None:
+        self.group.bend(index, f, self.sums)
+
+    def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
+        u = self.group.differences[index]
+        found = self.product(index, f, u)
+        self.sums.form += float((found * u).sum(dtype=torch.float64))
+        return found.to(c.dtype)
+
+
+class _Shifted:
+    """Lets the job's loss run at `f + rho delta`."""
+
+    def __init__(self, group: Group, rho: float, sums: Sums) -> None:
+        self.group, self.rho, self.sums = group, rho, sums
+
+    def outputs(self, index: int, f: Tensor) -> Tensor:
+        if self.rho > 0:
+            self.group.bend(index, f, self.sums)
+        return self.rho * self.group.differences[index]
+
+    def cotangent(self, index: int, f: Tensor, c: Tensor) -> None:
+        along = (c.float() * self.group.differences[index]).sum(dtype=torch.float64)
+        self.sums.form += math.copysign(0.5 / abs(self.rho), self.rho) * float(along)
+
+
+class Group:
+    """Differences of the outputs of some micro-batches, `kappa delta`.
+
+    Attributes:
+        differences: `{micro-batch: difference}`, fp32.
+        middles: A sample of `f(w + h v) + f(w - h v)`, for the second difference.
+    """
+
+    def __init__(self, above: dict[int, Tensor], below: dict[int, Tensor]) -> None:
+        self.middles = {i: _sample(f) + _sample(below[i]) for i, f in above.items()}
+        self.differences = {i: f.sub_(below.pop(i)) for i, f in above.items()}
+        self._first = {i: _square(_sample(d)) for i, d in self.differences.items()}
+
+    def sizes(self, sums: Sums) -> None:
+        """Add the squares of the differences, and their number."""
+        for i, d in self.differences.items():
+            sums.squares += torch.tensor([_square(d), d.numel(), self._first[i], 0.0])
+
+    def bend(self, index: int, f: Tensor, sums: Sums) -> None:
+        """Add the square of the second difference."""
+        sums.squares[3] += _square(self.middles[index] - 2 * _sample(f.float()))
+
+    def scale(self, kappa: float) -> None:
+        """Multiply the differences."""
+        for d in self.differences.values():
+            d.mul_(kappa)
+
+
+class Passes:
+    """Evaluations of `J' H_out J v`.
+
+    Args:
+        session: The measurement.
+        tap: The outputs.
+        product: `H_out`; None where the loss in the outputs is not known.
+        rho: The displacement of the outputs where it is not, in units of the rms of delta.
+        largest: Bytes of the largest outputs of a micro-batch on any rank, in fp32.
+        room: Bytes of the smallest rank's vector.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        tap: Tap,
+        product: OutputProduct | None,
+        rho: float,
+        largest: int,
+        room: int,
+    ) -> None:
+        self.session, self.tap, self.product, self.rho = session, tap, product, rho
+        self.size = max(1, room // max(largest, 1))
+        self.kappa = 1.0
+        self._last: Group | None = None  # while there may be a `repeat`
+
+    @property
+    def gradients(self) -> float:
+        """Gradients of one evaluation: a forward is a third of one."""
+        return 2 / 3 + (1 if self.product else 2)
+
+    @property
+    def factor(self) -> float:
+        """What an evaluation adds is `J' H_out kappa delta` times this."""
+        return 1.0 if self.product else 2 * self.rho
+
+    def evaluate(
+        self, out: Tensor, v: Tensor, step: float, micro_batches: range, first: bool
+    ) -> Sums:
+        """Add `factor J' H_out kappa delta` of these micro-batches to `out`; return their sums.
+
+        Args:
+            out: `(n_local,)` fp32.
+            v: `(n_local,)` fp32.
+            step: delta is `f(w + step v) - f(w - step v)`.
+            micro_batches: The micro-batches.
+            first: Whether kappa is chosen, which makes the rms of `kappa delta` about 1.
+
+        Collective.
+        """
+        sums = Sums()
+        for some in self._groups(micro_batches):
+            group = self.differences(v, step, some, sums)
+            if first:
+                self._choose(sums)
+                first = False
+            group.scale(self.kappa)
+            self.session.displace(None, 0.0)
+            self.back(out, group, some, sums)
+            self._last = group if micro_batches.start == 0 else None
+        return sums
+
+    def repeat(self, out: Tensor, v: Tensor, step: float, micro_batches: range) -> None:
+        """Add what the last evaluation has added, with its differences, but the backward at
+        `w + step v`.
+        """
+        assert self._last is not None
+        self.session.displace(v, step)
+        self.back(out, self._last, micro_batches, Sums())
+
+    def forget(self) -> None:
+        """Drop the differences of the last evaluation."""
+        self._last = None
+
+    def back(self, out: Tensor, group: Group, micro_batches: range, sums: Sums) -> None:
+        """Add `factor J' H_out` times the group's differences to `out`, J at the weights as they
+        are.
+        """
+        if self.product is not None:
+            self._pass(out, micro_batches, _Known(group, self.product, found := Sums()), found)
+            _add(sums, found)
+            return
+        for sign in (1.0, -1.0):
+            listener = _Shifted(group, sign * self.rho, found := Sums())
+            self._pass(out, micro_batches, listener, found)
+            _add(sums, found)
+            out.neg_()
+
+    def _pass(self, out: Tensor, some: range, listener: _Known | _Shifted, found: Sums) -> None:
+        with self.tap.listening(some, listener):
+            self.session.add_gradient(out, some)
+        found.form *= self.session.cotangent_scale
+
+    def differences(self, v: Tensor, step: float, micro_batches: range, sums: Sums) -> Group:
+        """Return the differences of the outputs, not scaled yet."""
+        group = Group(*self._ends(v, step, micro_batches, sums))
+        group.sizes(sums)
+        return group
+
+    def _ends(
+        self, v: Tensor, step: float, micro_batches: range, sums: Sums
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Return the outputs at `w + step v` and at `w - step v`."""
+        ends = []
+        for sign in (1.0, -1.0):
+            change = self.session.displace(v, sign * step)
+            recorder = _Recorder()
+            with self.tap.listening(micro_batches, recorder):
+                self.session.forward(micro_batches)
+            ends.append(recorder.found)
+        sums.change = change.double().cpu()
+        return ends[0], ends[1]
+
+    def _choose(self, sums: Sums) -> None:
+        square, count = self.session.space.reduce(sums.squares[:2].clone()).tolist()
+        known = math.isfinite(square) and square > 0
+        self.kappa = 2.0 ** -round(math.log2(math.sqrt(square / count))) if known else 1.0
+
+    def _groups(self, micro_batches: range) -> Iterator[range]:
+        for start in range(micro_batches.start, micro_batches.stop, self.size):
+            yield range(start, min(start + self.size, micro_batches.stop))
+
+    def forms(self, v: Tensor, step: float, micro_batches: range) -> list[float]:
+        """Return this rank's parts of `delta' H_out delta` of each micro-batch, by forwards alone.
+
+        H_out is that at the mean of the two outputs, which for differences of second order is as
+        good as that at w.
+        """
+        found, product = list[float](), self.product
+        assert product is not None
+        for some in self._groups(micro_batches):
+            above, below = self._ends(v, step, some, Sums())
+            for unit in some:
+                form = 0.0
+                for i in self.tap.calls(range(unit, unit + 1)):
+                    if i in above:
+                        delta, middle = above[i] - below[i], above[i].add_(below[i]).div_(2)
+                        form += float((product(i, middle, delta) * delta).double().sum())
+                found.append(form)
+        return [form * self.session.cotangent_scale for form in found]
+
+    def around(self, out: Tensor, micro_batches: range) -> None:
+        """Add the gradient that does not pass the outputs to `out`, at the weights as they are."""
+        with self.tap.listening(micro_batches, _Silence()):
+            self.session.add_gradient(out, micro_batches)
+
+
+def _add(sums: Sums, found: Sums) -> None:
+    sums.squares += found.squares
+    sums.form += found.form
+
+
+def _sample(x: Tensor) -> Tensor:
+    flat = x.reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLES)]
+
+
+def _square(x: Tensor) -> float:
+    return float(x.square().sum(dtype=torch.float64))

@@ -1,0 +1,70 @@
+"""The residual R = H - G of the Gauss-Newton matrix, by differences of gradients.
+
+R is the Hessian of `<c, f(w)>`, with the outputs f and the cotangent c of the loss at w held fixed,
+beside that of what does not pass the outputs. So it is a difference of gradients like H itself,
+with the same estimates of its error; at w the two gradients are the same.
+
+Memory: the cotangents of all micro-batches, in the dtype of the outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ds_hessian.backends.protocol import Session
+from ds_hessian.operators.displacement.schemes import SchemeName
+from ds_hessian.operators.finite_difference import FiniteDifferenceHessian
+from ds_hessian.operators.outputs.find import find_outputs
+from ds_hessian.operators.outputs.tap import Tap
+
+
+class FixedCotangents:
+    """A session whose loss is linear in the outputs: the cotangents are those at the weights.
+
+    Args:
+        session: The measurement.
+        tap: The outputs.
+    """
+
+    def __init__(self, session: Session, tap: Tap) -> None:
+        self._session, self._tap = session, tap
+        self._kept: dict[int, Tensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def add_gradient(self, out: Tensor, micro_batches: range) -> None:
+        """Add the gradient terms of these units: the first time, those of the loss itself."""
+        if micro_batches:
+            with self._tap.listening(micro_batches, self):
+                self._session.add_gradient(out, micro_batches)
+
+    def outputs(self, index: int, f: Tensor) -> None:
+        """Add nothing."""
+
+    def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor | None:
+        """Return the cotangent of the first evaluation."""
+        if index in self._kept:
+            return self._kept[index]
+        self._kept[index] = c.clone()
+        return None
+
+
+def residual(
+    session: Session,
+    displacement: float | Literal["auto"] = "auto",
+    scheme: SchemeName = "central",
+    outputs: str | None = None,
+) -> FiniteDifferenceHessian:
+    """Return R at the session's weights; the arguments are those of its `Curvature` and `outputs`.
+
+    Collective: it evaluates the gradient once, and that of the first micro-batch.
+    """
+    session.displace(None, 0.0)
+    tap = find_outputs(session, outputs, session.space.zeros())
+    fixed: Any = FixedCotangents(session, tap)
+    operator = FiniteDifferenceHessian(fixed, displacement, scheme)
+    operator.outputs = f"{tap.name}: cotangents held"
+    return operator

@@ -1,0 +1,340 @@
+"""Choosing the displacement of Gauss-Newton products by measurement, and estimating their error.
+
+Only outputs are differenced; the backward is at w. So a product's relative error, as a function of
+the displacement h of a unit vector, is
+
+    error^2  =  (N / (h |P|))^2  +  (kappa (b h)^2)^2  +  (nu sqrt(v'Gv) / |P|)^2
+
+N    rounding noise of the outputs, as products see it; hardly depends on the vector
+b    the bend of the outputs along the vector: their nonlinearity ratio r, the norm of the second
+     difference of the outputs over that of the first, is b h where it is above its own noise. It
+     costs no pass: the outputs at w are those of the backward's forward
+kappa, nu   truncation in units of r^2; rounding noise of the backward
+
+N and kappa are measured by products at two displacements on the pilot, which truncation and noise
+part differently: for the first vector at as many displacements, each a quarter of the one before,
+as it takes to see both sides of the valley. nu is measured once, by a backward at weights displaced
+by their rounding. Every product bears one more witness: v'(Gv) by the backward and by the outputs
+alone differ by no more than the error.
+
+The gradient of G at w is zero by construction, so the ratio that judges differences of gradients
+would misjudge its noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+LADDER = 4.0
+"""Ratio of the displacements of the first vector's trials."""
+
+MOST = 9
+"""Trials of a vector, at most."""
+
+ACCEPT, REPEAT = 1.5, 2.5
+"""Ratio of the expected error to the least possible, up to which a trial is accepted, and above
+which a product is made again."""
+
+SELDOM = 16
+"""One vector in so many has a second trial, so that kappa and N are measured anew."""
+
+ABOVE = 2.5
+"""Ratio of the displacement of that trial to the best one."""
+
+AFTER_PROBE = 6.0
+"""Ratio of the best h of a random vector to the first trial of the next, rich in outliers."""
+
+INDEPENDENT = 0.45
+"""The noise of k pilots falls as k^-0.45: micro-batches share the rounding of the weights."""
+
+TYPICAL = 1.0
+"""kappa before it is measured: 2/3 for an exponential, more where curvature is concentrated."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A product of some micro-batches with a unit vector.
+
+    Attributes:
+        h: The displacement.
+        size: `|P|`.
+        nonlinearity: r.
+        spread: Norm of the outputs' derivative, in the units of r's noise.
+        form: `v'Gv` from the outputs alone.
+        change: `|P - P'|` from the trial before; inf for the first.
+    """
+
+    h: float
+    size: float
+    nonlinearity: float
+    spread: float
+    form: float
+    change: float = math.inf
+
+    @property
+    def finite(self) -> bool:
+        """Whether every figure is."""
+        return all(map(math.isfinite, (self.size, self.nonlinearity, self.form)))
+
+
+@dataclass
+class Learnt:
+    """What products have shown so far; see the module.
+
+    Attributes:
+        h: The displacement of the next vector's first trial.
+        largest: Above it something was not finite.
+        noise: N of the pilot.
+        ratio_noise: The noise of r, times h and the spread.
+        bend: b of the last vector.
+        kappa: kappa.
+        backward: nu.
+        products: Their number.
+    """
+
+    h: float
+    largest: float
+    noise: float = 0.0
+    ratio_noise: float = 0.0
+    bend: float = 0.0
+    kappa: float = TYPICAL
+    backward: float = 0.0
+    products: int = 0
+
+
+class OutputSteps:
+    """The displacements of one operator's products.
+
+    Args:
+        unit_roundoff: That of the passes.
+        weight_norm: `|w|`.
+        pilot: Share of the pilot in the micro-batches.
+        fixed: A displacement for every product, or None.
+    """
+
+    def __init__(
+        self, unit_roundoff: float, weight_norm: float, pilot: float, fixed: float | None
+    ) -> None:
+        scale = weight_norm if weight_norm > 0 else 1.0
+        self.rounding, self.fixed = unit_roundoff * scale, fixed
+        self.quiet = pilot**INDEPENDENT
+        self.learnt = Learnt(fixed or 3 * unit_roundoff ** (1 / 3) * scale, 3 * scale)
+        self._bend = 0.0  # of the present vector
+        self._kappa = self._noise = 0.0  # as the present vector's trials have it
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next product depends on, as JSON values."""
+        return asdict(self.learnt)
+
+    def load_state_dict(self, figures: Mapping[str, Any]) -> None:
+        """Continue from another's `state_dict`."""
+        self.learnt = Learnt(**figures)
+
+    # ---- trials
+
+    def first_h(self) -> float:
+        """Return the displacement of the next vector's first trial."""
+        found = self.learnt
+        self._bend, self._kappa, self._noise = found.bend, found.kappa, found.noise
+        return self.fixed or self._clamp(found.h * (ABOVE if self._due else 1.0))
+
+    @property
+    def _due(self) -> bool:
+        count = self.learnt.products
+        return self.fixed is None and count > 0 and (count == 1 or count % SELDOM == 2)
+
+    def advise(self, trials: list[Trial]) -> tuple[float, bool]:
+        """Return the displacement to use next, and whether it is that of the last trial, accepted.
+
+        With a fixed displacement the first vector has a trial beside it, for its error.
+        """
+        last, count = trials[-1], len(trials)
+        if last.size == 0 or count > MOST:
+            return last.h, True
+        if not last.finite:
+            if self.fixed is not None:
+                return last.h, True  # the product will say so
+            self.learnt.largest = last.h / 8
+            return last.h / 8, False
+        if self.fixed is not None:
+            return self._beside(trials)
+        if self.learnt.products == 0:
+            return self._descend(trials)
+        self._observe(trials)
+        best = self._best(last.size)
+        if self._due and count == 1:
+            return self._clamp(min(best, last.h / ABOVE)), False
+        good = self.error(last.h, last.size) <= ACCEPT * self.error(best, last.size)
+        return (last.h, True) if good or count == MOST else (best, False)
+
+    def _beside(self, trials: list[Trial]) -> tuple[float, bool]:
+        """Make trials of the first vector at half the displacement, at its double and at it."""
+        assert self.fixed is not None
+        if self.learnt.products or len(trials) == 4:
+            if self.learnt.products == 0:
+                self._fit(trials)
+            else:
+                self._observe(trials)
+            return self.fixed, True
+        return (self.fixed * (0.5, 2.0, 1.0)[len(trials) - 1]), False
+
+    def _descend(self, trials: list[Trial]) -> tuple[float, bool]:
+        """Walk down the ladder, or up, until the changes between its steps have a least one."""
+        if not self._accepting(trials):
+            here, heights = trials[-1].h, [t.h for t in trials if t.finite]
+            changes = self._changes(trials)
+            if len(changes) < 2:
+                return here / LADDER, False
+            low, high = min(changes, key=lambda pair: changes[pair])
+            if low == min(heights) and low / LADDER > self.rounding / 64:
+                return low / LADDER, False
+            if high == max(heights) and high * LADDER**2 <= self.learnt.largest:
+                return high * LADDER**2, False
+            if here == max(heights):  # after a step up: its neighbour below
+                return here / LADDER, False
+        self._fit(trials)
+        last = trials[-1]
+        best = self._best(last.size)
+        good = self.error(last.h, last.size) <= ACCEPT * self.error(best, last.size)
+        return (last.h, True) if good or len(trials) >= MOST else (best, False)
+
+    def _accepting(self, trials: list[Trial]) -> bool:
+        """Return whether the last trial left the ladder, for the best displacement."""
+        if len(trials) >= MOST - 1:
+            return True
+        steps = [math.log(t.h / trials[0].h) / math.log(LADDER) for t in trials]
+        return any(abs(step - round(step)) > 1e-6 for step in steps)
+
+    def _changes(self, trials: list[Trial]) -> dict[tuple[float, float], float]:
+        """Return the changes between neighbours of the ladder, relative, by (low h, high h)."""
+        found = {}
+        for a, b in zip(trials, trials[1:], strict=False):
+            low, high = sorted((a.h, b.h))
+            near = high < 1.5 * LADDER * low
+            if near and math.isfinite(b.change) and min(a.size, b.size) > 0:
+                found[low, high] = b.change / min(a.size, b.size)
+        return found
+
+    def _fit(self, trials: list[Trial]) -> None:
+        """Fit N, kappa, the bend and the ratio's noise to all trials of the vector."""
+        pairs = [(a, b) for a, b in zip(trials, trials[1:], strict=False) if a.finite and b.finite]
+        size = min(t.size for t in trials if t.finite)
+        bent, noisy = [], []
+        for a, b in pairs:
+            change = max(b.change, 1e-30)
+            bent.append(abs(a.h**2 - b.h**2) * size / change)
+            noisy.append(math.hypot(1 / a.h, 1 / b.h) / change)
+        truncation, self._noise = _two_terms(bent, noisy)
+        finite = [t for t in trials if t.finite and t.nonlinearity > 0]
+        ratio = [t.h / t.nonlinearity for t in finite if t.nonlinearity < 0.5]
+        rounding = [1 / (t.h * t.spread * t.nonlinearity) for t in finite if t.nonlinearity < 0.5]
+        bend, self.learnt.ratio_noise = _two_terms(ratio, rounding) if ratio else (0.0, 0.0)
+        self._bend = bend or math.sqrt(truncation / TYPICAL)
+        self._kappa = max(truncation / self._bend**2, 1e-3) if self._bend else TYPICAL
+        self._noise = max(self._noise, 1e-3 * self.rounding * size)
+
+    def _observe(self, trials: list[Trial]) -> None:
+        """Learn from the last trial of a later vector, and from its change to the one before."""
+        last = trials[-1]
+        self._bend = self._bend_of(last)
+        if len(trials) < 2 or not trials[-2].finite or not self._bend:
+            return
+        above, below = sorted(trials[-2:], key=lambda t: -t.h)
+        noise = self._noise * math.hypot(1 / above.h, 1 / below.h)
+        width = (above.h**2 - below.h**2) * self._bend**2 * last.size
+        seen = last.change
+        if seen > 3 * noise and width > 0:
+            self._kappa = math.sqrt(seen**2 - noise**2) / width
+        elif seen > 3 * self._kappa * width:
+            rest = math.sqrt(seen**2 - (self._kappa * width) ** 2)
+            self._noise *= math.sqrt(rest / noise) if noise > 0 else 1.0
+
+    def _bend_of(self, trial: Trial) -> float:
+        noise = self.learnt.ratio_noise / (trial.h * trial.spread) if trial.spread else math.inf
+        if trial.nonlinearity > 2 * noise:
+            return math.sqrt(trial.nonlinearity**2 - noise**2) / trial.h
+        return min(self._bend, trial.nonlinearity / trial.h) if self._bend else 0.0
+
+    def _best(self, size: float) -> float:
+        bent = math.sqrt(2) * self._kappa * self._bend**2 * size
+        if self._noise <= 0 or bent <= 0:
+            return self._clamp(self.learnt.h)
+        return self._clamp((self._noise / bent) ** (1 / 3))
+
+    def error(self, h: float, size: float, quiet: float = 1.0) -> float:
+        """Return the expected relative error at a displacement, without the backward's."""
+        bent = min(self._bend * h, 1.2)
+        return math.hypot(min(quiet * self._noise / (h * size), 2.0), self._kappa * bent**2)
+
+    def _clamp(self, h: float) -> float:
+        return min(max(h, self.rounding / 16), self.learnt.largest)
+
+    def note_backward(self, apart: float, trial: Trial) -> None:
+        """Learn nu from the distance of two products that differ in the backward's rounding."""
+        if trial.form > 0 and math.isfinite(apart):
+            self.learnt.backward = apart / math.sqrt(2 * trial.form)
+
+    # ---- after a product
+
+    def judge(self, product: Trial) -> float:
+        """Return the displacement at which to make a product again, or its own."""
+        if product.size == 0 or self.fixed is not None or not product.finite:
+            return product.h
+        self._bend = max(self._bend, self._bend_of(product))
+        best = self._best(product.size)
+        bad = self.error(product.h, product.size) > REPEAT * self.error(best, product.size)
+        return best if bad else product.h
+
+    def conclude(self, product: Trial, mismatch: float) -> tuple[float | None, float | None]:
+        """Learn from the product that is kept; return its relative noise and error.
+
+        Args:
+            product: The product of all micro-batches.
+            mismatch: `|v'(Gv) - v'Gv|` from the backward and from the outputs.
+        """
+        found = self.learnt
+        if product.size == 0 or not self._noise:
+            return None, None
+        back = found.backward * math.sqrt(max(product.form, 0.0)) / product.size * self.quiet
+        noise = math.hypot(self.quiet * self._noise / (product.h * product.size), back)
+        error = math.hypot(self.error(product.h, product.size, self.quiet), back)
+        if product.nonlinearity > 0.5:  # no ratio above it tells how far the outputs bend
+            error = max(error, product.nonlinearity)
+        error = max(error, mismatch / product.size)
+        first = found.products == 0
+        found.noise = self._noise if first else math.sqrt(found.noise * self._noise)
+        found.kappa = self._kappa if first else math.sqrt(found.kappa * self._kappa)
+        found.bend = self._bend
+        if self.fixed is None:
+            found.h = self._clamp(self._best(product.size) / (AFTER_PROBE if first else 1.0))
+        found.products += 1
+        return noise, error
+
+
+def _two_terms(first: list[float], second: list[float]) -> tuple[float, float]:
+    """Return x, y >= 0 that make `(x first)^2 + (y second)^2` nearest to 1 for all entries."""
+    a, b = np.square(first), np.square(second)
+    scale_a, scale_b = a.max(), b.max()
+    if not (scale_a > 0 and scale_b > 0):
+        return 0.0, 0.0
+    a, b = a / scale_a, b / scale_b
+    # Changes span many orders of magnitude: each counts by its logarithm, by a fixed-point weight.
+    x, y = 1.0, 1.0
+    weight = np.ones(len(a))
+    for _ in range(20):
+        aa, ab, bb = (weight * a * a).sum(), (weight * a * b).sum(), (weight * b * b).sum()
+        ra, rb = (weight * a).sum(), (weight * b).sum()
+        determinant = aa * bb - ab * ab
+        if determinant > 1e-12 * aa * bb:
+            x, y = (ra * bb - rb * ab) / determinant, (rb * aa - ra * ab) / determinant
+        if x <= 0 or determinant <= 1e-12 * aa * bb:
+            x, y = 0.0, rb / bb
+        elif y <= 0:
+            x, y = ra / aa, 0.0
+        weight = 1 / np.square(np.maximum(x * a + y * b, 1e-3))
+    return math.sqrt(x / scale_a), math.sqrt(y / scale_b)

@@ -1,0 +1,140 @@
+"""A tap at the outputs of a model: reads them, adds to them, and may replace their cotangents.
+
+The outputs are those of one module: logits, for a language model. A hook on it sees them in every
+pass; a hook on its output tensor sees the cotangent, the derivative of the loss in the outputs, and
+may return another. Both are there during a pass and gone after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ds_hessian.errors import UnsupportedError
+
+
+class Listener(Protocol):
+    """What a pass does at the outputs."""
+
+    def outputs(self, index: int, f: Tensor) -> Tensor | None:
+        """Return what is added to the outputs of a micro-batch, or None.
+
+        Args:
+            index: The number of the micro-batch.
+            f: The outputs, without their graph.
+        """
+        ...
+
+    def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor | None:
+        """Return the cotangent that goes on into the model, or None for `c` itself."""
+        ...
+
+
+class Tap:
+    """The outputs of one module.
+
+    Args:
+        name: Its name, for messages and records.
+        module: The module; None on ranks that do not have it (other stages of a pipeline).
+        per_unit: Calls of the module in one unit of the session.
+    """
+
+    def __init__(self, name: str, module: nn.Module | None, per_unit: int = 1) -> None:
+        self.name, self.module, self.per_unit = name, module, per_unit
+
+    def calls(self, units: range) -> range:
+        """Return the numbers of the micro-batches of some units."""
+        return range(units.start * self.per_unit, units.stop * self.per_unit)
+
+    @contextmanager
+    def listening(self, units: range, listener: Listener) -> Iterator[None]:
+        """Run a pass of these units with a listener.
+
+        Raises:
+            UnsupportedError: the pass called the module more or less than once for each.
+        """
+        if self.module is None:
+            yield
+            return
+        calls = _Calls(self.name, self.calls(units), listener)
+        handle = self.module.register_forward_hook(calls)
+        try:
+            yield
+        finally:
+            handle.remove()
+        calls.require_all()
+
+
+class _Calls:
+    """The forward hook of one pass."""
+
+    def __init__(self, name: str, micro_batches: range, listener: Listener) -> None:
+        self.name, self.micro_batches, self.listener = name, micro_batches, listener
+        self.count = 0
+
+    def __call__(self, module: nn.Module, args: object, output: Any) -> Any:
+        if in_backward():
+            raise UnsupportedError(
+                f"ds_hessian does not support outputs ({self.name!r}) that are computed again in "
+                "the backward: leave the layer of the outputs out of activation checkpointing"
+            )
+        if self.count == len(self.micro_batches):
+            raise UnsupportedError(
+                f"ds_hessian does not support a module {self.name!r} that is called more than once "
+                "for a micro-batch as the outputs of a Gauss-Newton operator: several heads, or a "
+                'head that is shared, have no single Gauss-Newton matrix; use operator "hessian"'
+            )
+        index = self.micro_batches[self.count]
+        self.count += 1
+        f = tensor_of(output)
+        if f is None:
+            raise UnsupportedError(
+                f"the output of {self.name!r} is no floating-point tensor, nor begins with one: "
+                "name the module that returns the logits, outputs=..."
+            )
+        added = self.listener.outputs(index, f.detach())
+        if added is not None:
+            f = f.float() + added
+        if f.requires_grad:
+            seen = f.detach().clone()  # the loss may write into f
+            f.register_hook(lambda c: self.listener.cotangent(index, seen, c))
+        elif torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"ds_hessian does not support outputs ({self.name!r}) without a graph in a "
+                "gradient's forward: leave their layer out of activation checkpointing"
+            )
+        return None if added is None else with_tensor(output, f)
+
+    def require_all(self) -> None:
+        """Raise if some micro-batch had no call."""
+        if self.count < len(self.micro_batches):
+            raise UnsupportedError(
+                f"the forward did not call {self.name!r}, which was to return the outputs: a fused "
+                "linear cross entropy never has them, so that a Gauss-Newton operator cannot be "
+                "measured; switch the fusion off, or name another module, outputs=..."
+            )
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward, as activation checkpointing's second forward."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
+def tensor_of(output: Any) -> Tensor | None:
+    """Return the floating-point tensor that a module returned, alone or first in a tuple."""
+    if isinstance(output, (tuple, list)) and output:
+        output = output[0]
+    return output if isinstance(output, Tensor) and output.is_floating_point() else None
+
+
+def with_tensor(output: Any, f: Tensor) -> Any:
+    """Return what a module returned with another tensor."""
+    if not isinstance(output, (tuple, list)):
+        return f
+    if hasattr(output, "_fields"):
+        return type(output)(f, *output[1:])
+    return type(output)((f, *output[1:]))

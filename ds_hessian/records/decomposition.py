@@ -1,0 +1,125 @@
+"""The record of a decomposition H = G + R: the spectra of all three, from the same probes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ds_hessian.errors import ResultError
+from ds_hessian.records.comparison import Comparison
+from ds_hessian.records.estimate import Estimate
+from ds_hessian.records.provenance import Provenance
+from ds_hessian.records.spectrum import HessianSpectrum
+
+PARTS = ("hessian", "ggn", "residual")
+
+
+@dataclass(frozen=True, eq=False)
+class HessianDecomposition(Comparison):
+    """Spectra of the Hessian H, of its Gauss-Newton part G, and of the residual R = H - G.
+
+    G is positive semidefinite where the loss is convex in the outputs: the negative curvature of H
+    is made by R, and G takes some of it away.
+
+    Attributes:
+        spectra: `{"hessian": H, "ggn": G, "residual": R}`.
+
+    Raises:
+        ResultError: it has other parts, or their probes differ.
+    """
+
+    kind: ClassVar[str] = "decomposition"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if tuple(self.spectra) != PARTS:
+            raise ResultError(f"a decomposition has {', '.join(PARTS)}, got {list(self.spectra)}")
+        if len({(s.n, s.num_probes, s.provenance.seed) for s in self.spectra.values()}) > 1:
+            raise ResultError("the parts of a decomposition must have the same probes")
+
+    @property
+    def hessian(self) -> HessianSpectrum:
+        """The spectrum of H."""
+        return self.spectra["hessian"]
+
+    @property
+    def gauss_newton(self) -> HessianSpectrum:
+        """The spectrum of G."""
+        return self.spectra["ggn"]
+
+    @property
+    def residual(self) -> HessianSpectrum:
+        """The spectrum of R."""
+        return self.spectra["residual"]
+
+    @property
+    def provenance(self) -> Provenance:
+        """The provenance of H's spectrum."""
+        return self.hessian.provenance
+
+    @property
+    def closure(self) -> Estimate:
+        """`tr G + tr R - tr H`, with the error that the products of the three may make.
+
+        The probes are the same, so their own error is not in it.
+        """
+        traces = [self.gauss_newton.trace, self.residual.trace, self.hessian.trace]
+        gap = traces[0].value + traces[1].value - traces[2].value
+        return Estimate(gap, sum(_first_product(s) for s in self.spectra.values()))
+
+    @property
+    def share_of_residual(self) -> float:
+        """`|R|_F / |H|_F`, from the spectra."""
+        return _norm(self.residual) / _norm(self.hessian)
+
+    def negative(self, part: str) -> Estimate:
+        """The sum of the negative eigenvalues of a part.
+
+        The error has the standard error over the probes (none for one probe), what eigenvalues
+        within the products' errors of zero may add, and what the Ritz value next to zero stands
+        for: a quadrature does not say on which side of zero its eigenvalues are.
+        """
+        s = self.spectra[part]
+        weights, values = s.reduced_weights, np.minimum(s.ritz_values, 0.0)
+        sums = s.n * (weights * values).sum(axis=1)
+        spread = sums.std(ddof=1) / math.sqrt(len(sums)) if len(sums) > 1 else 0.0
+        noise = s.n * float((weights * np.minimum(s.ritz_errors, s.product_noise)).sum(1).mean())
+        next_to_zero = np.abs(s.ritz_values).argmin(axis=1)
+        rows = np.arange(len(sums))
+        unsure = s.n * np.abs(weights * s.ritz_values)[rows, next_to_zero].mean()
+        return Estimate(float(sums.mean()), float(spread) + noise + float(unsure))
+
+    @property
+    def surviving(self) -> Estimate:
+        """The share of R's negative curvature that is left in H, where G is added to it.
+
+        It is the ratio of the sums of negative eigenvalues, at most 1 for a semidefinite G; NaN
+        where R has none.
+        """
+        left, made = self.negative("hessian"), self.negative("residual")
+        if not made.value < 0:
+            return Estimate(math.nan, math.nan)
+        share = left.value / made.value
+        error = math.hypot(left.error, share * made.error) / abs(made.value)
+        return Estimate(share, error)
+
+    def derived(self) -> dict[str, object]:
+        """Return what follows from the spectra, for readers of the file."""
+        return {
+            "traces": {name: s.trace.value for name, s in self.spectra.items()},
+            "negative": {name: self.negative(name).value for name in PARTS},
+            "surviving": str(self.surviving),
+            "share_of_residual": self.share_of_residual,
+        }
+
+
+def _norm(s: HessianSpectrum) -> float:
+    return math.sqrt(s.n * float((s.weights * s.ritz_values**2).sum(axis=1).mean()))
+
+
+def _first_product(s: HessianSpectrum) -> float:
+    """Return the error of the trace that is due to the probes' own products."""
+    return s.n * float(s.product_errors[:, 0].max())

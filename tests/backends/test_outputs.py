@@ -1,0 +1,137 @@
+"""Gauss-Newton, residual and Fisher operators on engines of two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.backends import jobs, output_jobs
+from tests.backends.test_stages import ENGINES
+from tests.nets import TinyGPT, batch
+from tests.operators.gauss_newton import ExactGaussNewton
+from tests.ranks import RankPool
+from tests.tiers import cells
+
+Ranks = Callable[[int], RankPool]
+SLACK = 3.0
+"""Estimates are within this factor of the error."""
+
+CASES = {name: (name, "model") for name in ENGINES} | {
+    f"{name} in fp32": (name, "fp32") for name in ("1 bf16", "3 bf16", "2 fp16", "3 bf16 offload")
+}
+QUICK = ("2", "3", "1 bf16 fp32 accumulation", "3 bf16 in fp32")
+
+
+def net_with(weights: dict[str, Tensor]) -> nn.Module:
+    """TinyGPT in fp64 at these weights."""
+    net = TinyGPT(dropout=0.0).double()
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            p.copy_(weights[name].double().reshape(p.shape))
+    return net
+
+
+def loss(net: nn.Module, b: Any) -> Tensor:
+    """The module's own."""
+    value = net(*b)
+    assert isinstance(value, Tensor)
+    return value
+
+
+@pytest.mark.parametrize("name", cells(CASES, QUICK))
+def test_products_are_those_of_automatic_differentiation(ranks: Ranks, name: str) -> None:
+    engine, precision = CASES[name]
+    weights, rows, outputs = ranks(2).run(output_jobs.products, ENGINES[engine], precision)[0]
+    assert outputs == "head: cross entropy"
+    net, data = net_with(weights), [batch(500 + i, 0) for i in range(jobs.TOTAL)]
+    names = [n for n, _ in net.named_parameters()]
+    exact = {
+        "ggn": ExactGaussNewton(net, "head", loss, data),
+        "fisher": ExactGaussNewton(net, "head", loss, data, fisher=True),
+    }
+    narrow = precision == "model" and engine not in jobs_in_fp32()
+    for k, (v, figures, gap) in enumerate(rows):
+        for kind, of in exact.items():
+            found, error, _ = figures[kind]
+            off = relative(flat(found, names), of(flat(v, names)))
+            limit = (0.3 if k == 0 else 0.1) if narrow else (3e-4 if k == 0 else 1e-4)
+            assert off < min(limit, SLACK * error), (kind, k)
+        products = [figures[kind] for kind in ("ggn", "residual", "hessian")]
+        assert gap < SLACK * sum(error * norm for _, error, norm in products)
+
+
+def jobs_in_fp32() -> set[str]:
+    """The engines whose passes are fp32."""
+    return {name for name in ENGINES if not any(t in name for t in ("bf16", "fp16", "autocast"))}
+
+
+def flat(full: dict[str, Tensor], names: list[str]) -> Tensor:
+    """One fp64 vector."""
+    return torch.cat([full[name].double().reshape(-1) for name in names])
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """`|a - b| / |b|`."""
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize(
+    ("size", "stage"), cells([(1, 0), (1, 3), (2, 0), (2, 1), (3, 3)], [(1, 3), (2, 0)])
+)
+def test_spectra_do_not_depend_on_the_layout(ranks: Ranks, size: int, stage: int) -> None:
+    operators = ["ggn", "residual", "fisher"]
+    expected = ranks(2).run(output_jobs.spectra, ENGINES["3"], operators)[0]
+    config = {"zero_optimization": {"stage": stage}}
+    for found in ranks(size).run(output_jobs.spectra, config, operators):
+        for (alphas, betas), (a, b) in zip(found, expected, strict=True):
+            scale = abs(a).max()
+            # Random directions have the largest relative errors: 3e-4 of |Gv|.
+            assert np.abs(alphas - a).max() < 1e-3 * scale
+            assert np.abs(betas - b).max() < 1e-3 * scale
+
+
+TRAINED = {
+    "3 ggn": ("ggn", {"zero_optimization": {"stage": 3}}),
+    "1 residual": ("residual", {"zero_optimization": {"stage": 1}}),
+    "2 bf16 fisher": ("fisher", {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}),
+    "3 bf16 ggn": ("ggn", {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}),
+    "0 residual": ("residual", {"zero_optimization": {"stage": 0}}),
+}
+
+
+@pytest.mark.parametrize("name", cells(TRAINED, ["3 ggn", "1 residual"]))
+def test_training_is_bitwise_the_same_with_measurements_in_between(ranks: Ranks, name: str) -> None:
+    operator, config = TRAINED[name]
+    modes = [{"mode": mode, "operator": operator, **config} for mode in ("bare", "measured")]
+    for differing, _ in ranks(2).run(jobs.compare_training, modes):
+        assert differing == [[]]
+
+
+def test_a_tap_that_fails_on_one_rank_fails_on_all(ranks: Ranks) -> None:
+    for message, left in ranks(2).run(output_jobs.twice_on_one_rank):
+        assert "UnsupportedError" in message and "called more than once" in message
+        assert left == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("operator", ["ggn", "residual"])
+def test_failures_in_the_passes_leave_training_as_it_was(ranks: Ranks, operator: str) -> None:
+    failures = [
+        [(stage, at, (rank,))]
+        for rank, (stage, at) in enumerate(
+            [("model", 7), ("backward", 9), ("model backward", 12), ("gather", 30)]
+        )
+        if rank < 2
+    ]
+    modes = [
+        {"mode": "bare"},
+        {"mode": "failing", "operator": operator, "failures": failures},
+    ]
+    for differing, errors in ranks(2).run(jobs.compare_training, modes):
+        assert differing == [[]]
+        assert all("on purpose" in error for error in errors[0])

@@ -1,0 +1,141 @@
+"""What runs on the ranks: operators of the outputs on megatron-core."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from ds_hessian.config import FiniteDifferenceConfig, OperatorName
+from ds_hessian.operators import curvature
+from tests.megatron.job import (
+    CAUSAL,
+    POSITIONS,
+    SEQUENCE,
+    SIZE,
+    VOCABULARY,
+    Job,
+    hessian_of,
+    micro_batches,
+    running,
+    stored,
+)
+
+Full = dict[str, Tensor]
+
+
+def products(job: Job, count: int = 2) -> Any:
+    """(for each vector (v, {operator: (product, error, norm)}, |G + R - H|), outputs, forms,
+    whether the weights came back, spectra of G and R).
+    """
+    with running(job) as chunks:
+        before = [p.detach().clone() for c in chunks for p in c.parameters()]
+        hooks = _hooks(chunks)
+        hessian = hessian_of(chunks, job)
+        backend, space = hessian.backend, hessian.backend.space
+        v, rows = hessian.random_vector(seed=5), []
+        with hessian.measuring() as opened:
+            settings, session = FiniteDifferenceConfig(), opened.session
+            found: Any = {
+                name: curvature(session, settings, name) for name in get_args(OperatorName)
+            }
+            for _ in range(count):
+                made = {name: operator.matvec(v) for name, operator in found.items()}
+                g, r, h = (made[name].vector for name in ("ggn", "residual", "hessian"))
+                figures = {
+                    name: (stored(backend, p.vector), p.error, p.norm) for name, p in made.items()
+                }
+                form = found["ggn"].forms(v, made["ggn"].displacement).mean()
+                row = stored(backend, v), figures, space.norm(g + r - h), form - space.dot(v, g)
+                rows.append(row)
+                v = g / space.norm(g)
+        spectra = [hessian.spectrum(operator=name, num_matvecs=5) for name in ("ggn", "residual")]
+        after = [p.detach() for c in chunks for p in c.parameters()]
+        back = all(map(torch.equal, before, after)) and _hooks(chunks) == hooks
+        return rows, found["ggn"].outputs, back, [(s.alphas[0], s.betas[0]) for s in spectra]
+
+
+def _hooks(chunks: list[Any]) -> int:
+    return sum(len(m._forward_hooks) for c in chunks for m in c.modules())
+
+
+def reference(job: Job, vectors: list[Full], fisher: bool = False) -> list[Full]:
+    """G v, or the empirical Fisher matrix of tokens times v, in fp64; one process."""
+    with running(job) as chunks:
+        from ds_hessian.backends.megatron import host
+        from ds_hessian.backends.megatron.runs import fragment_of
+
+        model = host.unwrap(chunks[0]).eval()
+        parameters = list(model.parameters())
+        where: dict[int, list[tuple[int, Any]]] = {}
+        for parameter, offset, tensor in host.sharded_tensors(chunks[0]):
+            fragment = fragment_of(tensor, 0, tensor.data.numel(), True)
+            where.setdefault(id(parameter), []).append((offset, fragment))
+        masks = [
+            b["mask"].double() if job.per_token else torch.ones(SIZE, SEQUENCE)
+            for b in micro_batches()
+        ]
+        count = sum(float(mask.sum()) for mask in masks)
+        found = []
+        for v in vectors:
+            directions = [_of(v, p, where[id(p)]) for p in parameters]
+            total = [torch.zeros_like(p) for p in parameters]
+            for batch, mask in zip(micro_batches(), masks, strict=True):
+                f = model(batch["tokens"], POSITIONS, CAUSAL).reshape(-1, VOCABULARY)
+                dual = torch.zeros_like(f, requires_grad=True)
+                back = torch.autograd.grad(f, parameters, dual, create_graph=True)
+                along = sum((g * d).sum() for g, d in zip(back, directions, strict=True))
+                (u,) = torch.autograd.grad(along, dual)
+                p = f.detach().softmax(-1)
+                if fisher:
+                    p[torch.arange(len(p)), batch["labels"].reshape(-1)] -= 1
+                    product = p * (p * u).sum(-1, keepdim=True)
+                else:
+                    product = p * (u - (p * u).sum(-1, keepdim=True))
+                product = product * mask.reshape(-1, 1) / count
+                for t, g in zip(total, torch.autograd.grad(f, parameters, product), strict=True):
+                    t += g
+            full: Full = {}
+            for p, t in zip(parameters, total, strict=True):
+                for offset, fragment in where[id(p)]:
+                    whole = torch.zeros(fragment.shape.numel(), dtype=torch.float64)
+                    values = t.reshape(-1)[offset : offset + fragment.numel]
+                    full.setdefault(fragment.name, whole)[fragment.index()] = values
+            found.append(full)
+        return found
+
+
+def _of(v: Full, p: Tensor, where: list[tuple[int, Any]]) -> Tensor:
+    flat = torch.zeros(p.numel(), dtype=torch.float64)
+    for offset, fragment in where:
+        flat[offset : offset + fragment.numel] = v[fragment.name][fragment.index()]
+    return flat.view(p.shape)
+
+
+def several_predictions() -> str:
+    """The message for a model whose output layer is called twice for a micro-batch."""
+    import ds_hessian
+
+    with running(Job()) as chunks:
+        from ds_hessian.backends.megatron import host
+
+        model = host.unwrap(chunks[0])
+        model.output_layer.register_forward_pre_hook(_again(model))
+        try:
+            hessian_of(chunks, Job()).spectrum(operator="ggn", num_matvecs=2)
+        except ds_hessian.HessianError as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+
+def _again(model: Any) -> Any:
+    inside: list[bool] = []
+
+    def call(layer: Any, args: Any, *rest: Any) -> None:
+        if not inside:
+            inside.append(True)
+            layer(*args, weight=model.shared_embedding_or_output_weight())
+            inside.clear()
+
+    return call

@@ -1,0 +1,104 @@
+"""Gauss-Newton, residual and Fisher operators in every layout of megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from tests.megatron import output_jobs
+from tests.megatron.job import MOE, Job
+from tests.megatron.test_layouts import LAYOUTS, error, whole
+from tests.ranks import RankPool
+from tests.tiers import cells
+
+Ranks = Callable[[int], RankPool]
+SLACK = 3.0
+QUICK = ("TP sequence parallel", "PP interleaved", "DP distributed optimizer per token")
+EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "EP": (2, {**MOE, "ep": 2}),
+    "EP auxiliary loss": (2, {**MOE, "ep": 2, "aux_loss": 0.1}),
+    "TP x EP": (2, {**MOE, "tp": 2, "ep": 2, "sequence_parallel": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def one(megatron_ranks: Ranks) -> Callable[[bool], Any]:
+    """Of one process: vectors, exact products of G and of the Fisher matrix, and coefficients."""
+    kept: dict[bool, Any] = {}
+
+    def get(per_token: bool) -> Any:
+        if per_token not in kept:
+            ranks = megatron_ranks(1)
+            (run,) = ranks.run(output_jobs.products, Job(per_token=per_token))
+            vectors = [whole([row[0]]) for row in run[0]]
+            job = Job(per_token=per_token, dtype="float64")
+            exact = {
+                name: ranks.run(output_jobs.reference, job, vectors, name == "fisher")[0]
+                for name in ("ggn", "fisher")
+            }
+            kept[per_token] = vectors, exact, run[3]
+        return kept[per_token]
+
+    return get
+
+
+@pytest.mark.parametrize("name", cells(LAYOUTS, QUICK))
+def test_products_and_spectra_are_those_of_one_process(
+    megatron_ranks: Ranks, one: Callable[[bool], Any], name: str
+) -> None:
+    size, layout = LAYOUTS[name]
+    vectors, exact, coefficients = one(layout.get("per_token", False))
+    runs = megatron_ranks(size).run(output_jobs.products, Job(**layout))
+    assert all(run[1] == "output_layer: cross entropy" and run[2] for run in runs)
+    for k, v in enumerate(vectors):
+        rows = [run[0][k] for run in runs]
+        if k == 0:
+            assert error(whole([row[0] for row in rows]), v) == 0.0
+            for kind, of in exact.items():
+                found = whole([row[1][kind][0] for row in rows])
+                assert error(found, of[0]) < min(3e-4, SLACK * rows[0][1][kind][1])
+        check(rows)
+    for found, expected in zip(runs[0][3], coefficients, strict=True):
+        scale = abs(expected[0]).max()
+        for a, b in zip(found, expected, strict=True):
+            assert np.abs(a - b).max() < 1e-3 * scale
+
+
+def check(rows: list[Any]) -> None:
+    """G + R = H, and v'Gv by outputs alone is that of the product."""
+    _, figures, gap, form = rows[0]
+    products = [figures[kind] for kind in ("ggn", "residual", "hessian")]
+    assert gap < SLACK * sum(error * norm for _, error, norm in products)
+    assert abs(form) < SLACK * figures["ggn"][1] * figures["ggn"][2]
+
+
+@pytest.mark.parametrize("name", cells(EXPERTS, ["EP auxiliary loss"]))
+def test_experts(megatron_ranks: Ranks, name: str) -> None:
+    size, layout = EXPERTS[name]
+    alone = {k: v for k, v in layout.items() if k not in ("ep", "tp", "sequence_parallel")}
+    (single,) = megatron_ranks(1).run(output_jobs.products, Job(**alone))
+    runs = megatron_ranks(size).run(output_jobs.products, Job(**layout))
+    for kind in ("ggn", "fisher"):
+        found = whole([run[0][0][1][kind][0] for run in runs])
+        expected = whole([single[0][0][1][kind][0]])
+        errors = [run[0][0][1][kind][1] for run in (*runs[:1], single)]
+        assert error(found, expected) < SLACK * sum(errors)
+    for k in range(2):
+        check([run[0][k] for run in runs])
+
+
+def test_several_predictions_for_a_token_are_refused(megatron_ranks: Ranks) -> None:
+    (message,) = megatron_ranks(1).run(output_jobs.several_predictions)
+    assert "'output_layer' that is called more than once" in message
+
+
+def test_bf16(megatron_ranks: Ranks, one: Callable[[bool], Any]) -> None:
+    _, exact, _ = one(False)
+    runs = megatron_ranks(2).run(output_jobs.products, Job(tp=2, dtype="bfloat16"))
+    rows = [run[0][0] for run in runs]
+    found: dict[str, Tensor] = whole([row[1]["ggn"][0] for row in rows])
+    assert error(found, exact["ggn"][0]) < min(0.2, SLACK * rows[0][1]["ggn"][1])

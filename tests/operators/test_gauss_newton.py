@@ -1,0 +1,310 @@
+"""Gauss-Newton, residual and Fisher products against automatic differentiation in fp64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ds_hessian
+from ds_hessian.backends import Passes
+from ds_hessian.backends.plain import ModuleBackend
+from ds_hessian.config import FiniteDifferenceConfig, OperatorName
+from ds_hessian.errors import ConfigError, UnsupportedError
+from ds_hessian.operators import Curvature, FiniteDifferenceHessian, curvature
+from ds_hessian.vectors import random_vector
+from tests.nets import TinyGPT, batch
+from tests.operators.gauss_newton import ExactGaussNewton
+from tests.operators.nets import Exact, batches, loss_of, relative, train
+
+SLACK = 3.0
+"""Estimates are within this factor of the error."""
+
+
+def tokens(net: nn.Module, b: Any) -> Tensor:
+    """The mean of what a loss of logits gives."""
+    return functional.cross_entropy(net.logits(b[0]).flatten(0, 1), b[1].flatten())
+
+
+def masked(net: nn.Module, b: Any) -> Tensor:
+    """Every third label -100."""
+    labels = b[1].flatten().clone()
+    labels[::3] = -100
+    return functional.cross_entropy(net.logits(b[0]).flatten(0, 1), labels)
+
+
+def weighted(net: nn.Module, b: Any) -> Tensor:
+    """A weight for each token, one of them zero."""
+    each = functional.cross_entropy(
+        net.logits(b[0]).flatten(0, 1), b[1].flatten(), reduction="none"
+    )
+    return (each * torch.linspace(0, 2, len(each), dtype=each.dtype)).sum() / 17
+
+
+def smooth(net: nn.Module, b: Any) -> Tensor:
+    """Label smoothing."""
+    return functional.cross_entropy(
+        net.logits(b[0]).flatten(0, 1), b[1].flatten(), label_smoothing=0.1
+    )
+
+
+def z_loss(net: nn.Module, b: Any) -> Tensor:
+    """A penalty of log Z."""
+    logits = net.logits(b[0]).flatten(0, 1)
+    return (
+        functional.cross_entropy(logits, b[1].flatten())
+        + 1e-2 * logits.logsumexp(-1).square().mean()
+    )
+
+
+def squared(net: nn.Module, b: Any) -> Tensor:
+    """Squares with a weight for each token."""
+    logits = net.logits(b[0])
+    target = functional.one_hot(b[1], logits.shape[-1]).to(logits.dtype)
+    weights = torch.linspace(0.5, 2, logits.shape[1], dtype=logits.dtype)[:, None]
+    return (weights * (logits - target).square()).mean()
+
+
+LOSSES = {
+    tokens: "cross entropy",
+    masked: "cross entropy",
+    weighted: "cross entropy",
+    smooth: "a loss known by its values",
+    z_loss: "a loss known by its values",
+    squared: "squares",
+}
+DATA = [batch(500 + i, 0) for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    net = TinyGPT(dropout=0.0)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    for i in range(40):
+        optimizer.zero_grad()
+        net(*batch(i, 0)).backward()
+        optimizer.step()
+    return net.eval()
+
+
+@contextmanager
+def operators(
+    net: nn.Module,
+    data: Any,
+    loss: Any,
+    *names: OperatorName,
+    outputs: str | None = None,
+    passes: Passes | None = None,
+) -> Iterator[tuple[ModuleBackend, list[Curvature]]]:
+    backend = ModuleBackend(net)
+    with backend.measuring(backend.objective(data, loss), passes or Passes()) as session:
+        settings = FiniteDifferenceConfig()
+        yield backend, [curvature(session, settings, name, outputs) for name in names]
+
+
+def krylov(backend: ModuleBackend, exact: Any, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """A random vector and powers of it, towards the top, with their exact products."""
+    v = random_vector(backend.layout, backend.space, seed=0)
+    for _ in range(count):
+        product = exact(v)
+        yield v, product
+        v = (product / product.norm()).float()
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
+def test_products_are_exact_whatever_the_loss(gpt: nn.Module, loss: Callable[..., Tensor]) -> None:
+    exact = ExactGaussNewton(gpt, "head", loss, DATA)
+    with operators(gpt, DATA, loss, "ggn", "residual", "hessian") as (backend, found):
+        g, r, h = found
+        assert g.outputs == f"head: {LOSSES[loss]}"
+        for k, (v, truth) in enumerate(krylov(backend, exact, 3)):
+            products = [operator.matvec(v) for operator in (g, r, h)]
+            error = relative(products[0].vector, truth)
+            assert error < (3e-4 if k == 0 else 1e-4)
+            assert error < SLACK * products[0].error
+            gap = (products[0].vector + products[1].vector - products[2].vector).norm()
+            assert gap < SLACK * sum(p.error * p.norm for p in products)
+            form = g.forms(v, products[0].displacement).mean()
+            assert abs(form - v.double() @ truth) < 1e-3 * products[0].norm
+    assert not any(m._forward_hooks for m in gpt.modules())
+
+
+@pytest.mark.parametrize("loss", [tokens, masked, weighted], ids=lambda f: f.__name__)
+def test_fisher_is_the_sum_over_tokens(gpt: nn.Module, loss: Callable[..., Tensor]) -> None:
+    exact = ExactGaussNewton(gpt, "head", loss, DATA, fisher=True)
+    with operators(gpt, DATA, loss, "fisher") as (backend, (fisher,)):
+        for v, truth in krylov(backend, exact, 3):
+            product = fisher.matvec(v)
+            assert relative(product.vector, truth) < min(3e-4, SLACK * product.error)
+
+
+def test_fisher_of_another_loss_is_refused(gpt: nn.Module) -> None:
+    with (
+        pytest.raises(UnsupportedError, match="empirical Fisher matrix of another loss"),
+        operators(gpt, DATA, smooth, "fisher"),
+    ):
+        pass
+
+
+def test_gauss_newton_is_the_hessian_of_softmax_regression() -> None:
+    torch.manual_seed(0)
+    data = batches(6)
+    net = train(nn.Sequential(nn.Linear(10, 3)), data, 10)
+    exact = Exact(net, data)
+    with operators(net, data, loss_of, "ggn", "hessian", "residual") as (backend, found):
+        g, h, r = found
+        for v, truth in exact.krylov(backend, 4):
+            product = g.matvec(v)
+            assert relative(product.vector, truth) < min(1e-5, SLACK * product.error)
+            assert relative(h.matvec(v).vector, product.vector) < 1e-3
+            assert r.matvec(v).norm < 1e-3 * product.norm
+
+
+def test_no_eigenvalue_is_below_zero_by_more_than_its_bar(gpt: nn.Module) -> None:
+    hessian = ds_hessian.attach(gpt).use(DATA)
+    spectrum = hessian.spectrum(num_matvecs=25, operator="ggn", progress=False)
+    low = spectrum.eigenvalue_min
+    assert low.value > -low.error and spectrum.provenance.operator == "ggn"
+    assert hessian.spectrum(num_matvecs=25, progress=False).eigenvalue_min.value < -1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("precision", ["model", "fp32"])
+def test_narrow_passes(gpt: nn.Module, dtype: torch.dtype, precision: Any) -> None:
+
+    net = copy.deepcopy(gpt).to(dtype)
+    exact = ExactGaussNewton(net, "head", tokens, DATA)
+    passes = Passes(precision=precision)
+    with operators(net, DATA, None, "ggn", passes=passes) as (backend, (g,)):
+        for k, (v, truth) in enumerate(krylov(backend, exact, 3)):
+            product = g.matvec(v)
+            error = relative(product.vector, truth)
+            limit = (3e-4 if precision == "fp32" else 0.2) if k == 0 else 0.05
+            assert error < min(limit, SLACK * product.error), k
+
+
+# ---- outputs
+
+
+class Heads(nn.Module):
+    """Two heads, or one that is called twice."""
+
+    def __init__(self, twice: bool = False) -> None:
+        super().__init__()
+        self.body, self.first = nn.Linear(10, 8), nn.Linear(8, 3)
+        self.second = self.first if twice else nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The sum of both cross entropies."""
+        hidden = torch.tanh(self.body(x))
+        return functional.cross_entropy(self.first(hidden), y) + functional.cross_entropy(
+            self.second(0.5 * hidden), y
+        )
+
+
+class Fused(nn.Module):
+    """A head whose weight alone is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(10, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Cross entropy of logits that no module returns."""
+        return functional.cross_entropy(
+            functional.linear(torch.tanh(self.body(x)), self.head.weight), y
+        )
+
+
+@pytest.mark.parametrize(
+    ("net", "outputs", "error", "message"),
+    [
+        (Heads(), None, UnsupportedError, "several heads.*'first', 'second'"),
+        (Heads(True), "first", UnsupportedError, "'first' that is called more than once"),
+        (Fused(), "head", UnsupportedError, "did not call 'head'.*fused"),
+        (Fused(), "haed", ConfigError, "no module 'haed'; did you mean 'head'"),
+    ],
+    ids=["two heads", "one twice", "fused", "no such"],
+)
+def test_outputs_without_a_matrix_are_refused_by_name(
+    net: nn.Module, outputs: str | None, error: type[Exception], message: str
+) -> None:
+    with (
+        pytest.raises(error, match=message),
+        operators(net, batches(2), None, "ggn", outputs=outputs),
+    ):
+        pass
+
+
+class Auxiliary(nn.Module):
+    """A part of the loss that does not pass the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(10, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Cross entropy, and a penalty of the hidden activations."""
+        hidden = torch.tanh(self.body(x))
+        return functional.cross_entropy(self.head(hidden), y) + hidden.pow(4).mean()
+
+
+def test_what_does_not_pass_the_outputs_is_in_the_residual() -> None:
+    torch.manual_seed(0)
+    net, data = Auxiliary(), batches(4)
+    exact = ExactGaussNewton(net, "head", lambda m, b: m(*b), data)
+    with operators(net, data, None, "ggn", "residual", "hessian") as (backend, (g, r, h)):
+        for v, truth in krylov(backend, exact, 3):
+            products = [operator.matvec(v) for operator in (g, r, h)]
+            assert relative(products[0].vector, truth) < min(1e-4, SLACK * products[0].error)
+            gap = (products[0].vector + products[1].vector - products[2].vector).norm()
+            assert gap < SLACK * sum(p.error * p.norm for p in products)
+
+
+def test_a_measurement_may_have_several_operators(gpt: nn.Module) -> None:
+    backend = ModuleBackend(gpt)
+    with backend.measuring(backend.objective(DATA)) as session:
+        first = FiniteDifferenceHessian(session)
+        v = random_vector(backend.layout, backend.space, seed=3)
+        alone = first.matvec(v).vector
+    with operators(gpt, DATA, None, "ggn", "hessian", "fisher") as (_, (_, h, _)):
+        assert torch.equal(h.matvec(v).vector, alone)
+
+
+ANALYSES: dict[str, Callable[[Any, OperatorName], Any]] = {
+    "eigenpairs": lambda h, name: h.eigenpairs(k=2, operator=name, sampling=True),
+    "trace": lambda h, name: h.trace(num_matvecs=6, operator=name, blocks="layers"),
+    "solve": lambda h, name: h.solve(h.random_vector(), [1.0], operator=name),
+    "influence": lambda h, name: h.influence(DATA[:1], DATA[1:], [1.0], operator=name),
+    "sharpness": lambda h, name: h.sharpness(preconditioned=False, operator=name),
+    "block_coupling": lambda h, name: h.block_coupling(operator=name),
+    "off_block_share": lambda h, name: h.off_block_share(num_probes=2, operator=name),
+    "alignment": lambda h, name: h.alignment(k=2, operator=name, update=False),
+    "self_test": lambda h, name: h.self_test(operator=name),
+    "displacement_sweep": lambda h, name: h.displacement_sweep(
+        ("random",), [1e-3, 1e-2], operator=name
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["ggn", "residual", "fisher"])
+@pytest.mark.parametrize("analysis", ANALYSES)
+def test_analyses_take_every_operator(gpt: nn.Module, analysis: str, name: OperatorName) -> None:
+    hessian = ds_hessian.attach(gpt).use(DATA)
+    record = ANALYSES[analysis](hessian, name)
+    assert record.provenance.operator == name
+    if analysis == "self_test":
+        assert record.passed, record.table()
+    if analysis == "eigenpairs" and name == "ggn":
+        exact = ExactGaussNewton(gpt, "head", tokens, DATA)
+        for value, error, v in zip(record.values, record.errors, record.vectors, strict=True):
+            assert abs(v.double() @ exact(v) - value) < error
+        assert np.all(record.sampling_errors > 0)
