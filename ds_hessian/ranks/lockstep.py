@@ -118,6 +118,7 @@ class Lockstep(Follower):
         self._pass = Pass(0)
         self._raised: BaseException | None = None  # to all ranks, by the latest meeting
         self._stack, self._thread, self._inside = ExitStack(), 0, False
+        self._interrupted = False  # some rank, at the end
         self._paused = False  # while another lockstep in its body is entered
         self._ended: BaseException | None = None  # by which all ranks have left that one
         if self.world_size == 1:
@@ -157,6 +158,7 @@ class Lockstep(Follower):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._interrupted = error is not None and interrupts(error)
         with self._stack:
             if self.world_size > 1 and not isinstance(error, LockstepError):
                 self._require_restored(error)
@@ -184,7 +186,7 @@ class Lockstep(Follower):
         which the job continues.
         """
         own = self._interrupts.handled()
-        if error is not None and not isinstance(error, LockstepError):  # every rank has one
+        if error is not None and self._interrupted:  # on some rank, and all have an error
             if interrupts(error) and not isinstance(error, (Signalled, RankInterrupt)):
                 own = error
             if not any(gather_objects(own is not None)) and interrupts(error):
@@ -236,12 +238,12 @@ class Lockstep(Follower):
 
     def _require_restored(self, error: BaseException | None) -> None:
         """Agree that nothing was raised but the error that all ranks have raised in the bodies."""
-        lost = None if error is self._raised else error
-        last = self._pass.number
+        lost, own = None if error is self._raised else error, self._interrupted
+        last, doing = self._pass.number, "putting back the training state"
         for _ in range(2):  # again where the first fails before this rank has met the others
             if self._pass.number == last:
                 try:
-                    agree(lost, "putting back the training state", device=self.device)
+                    self._interrupted = agree(lost, doing, device=self.device, interrupted=own)
                 except BaseException as failure:
                     lost = failure
         if lost is not None:

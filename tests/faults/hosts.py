@@ -127,7 +127,9 @@ def megatron(**layout: Any) -> Host:
         moments = [_moments(each.optimizer) for each in optimizer.chained_optimizers]
         return [*_common(chunks), moments, list(get_cuda_rng_tracker().get_states().values())]
 
-    return Host(attach, state, stack.close, chunks[0], optimizer)
+    # Megatron's own step makes collectives before it reaches torch's.
+    inner = optimizer.chained_optimizers[0].optimizer
+    return Host(attach, state, stack.close, chunks[0], inner)
 
 
 HOSTS: dict[str, Callable[[], Host]] = {
