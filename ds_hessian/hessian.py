@@ -42,7 +42,7 @@ from ds_hessian.krylov.traces import Method
 from ds_hessian.memory import MemoryPlan
 from ds_hessian.operators import Curvature, Product
 from ds_hessian.planning import plan
-from ds_hessian.ranks import together
+from ds_hessian.ranks import collective, together
 from ds_hessian.records import (
     PICTURE,
     DisplacementSweep,
@@ -88,6 +88,7 @@ class Hessian:
     Attributes:
         backend: The job.
         config: The settings.
+        output: The folder of the results.
     """
 
     def __init__(self, backend: Backend, config: HessianConfig | None = None) -> None:
@@ -96,6 +97,7 @@ class Hessian:
         self._objective: Objective | None = None
         self._open: Curvature | None = None
         self._followed = Followed()
+        self.output = vector_files.Output(backend, Path(self.config.output_path))
 
     # ---- what H is
 
@@ -116,7 +118,9 @@ class Hessian:
                 that cannot be.
             MeasurementError: the iterable raised on some rank.
         """
-        self._objective = self.backend.objective(batches, loss_fn, like=self._objective, **sizes)
+        with collective("choosing the micro-batches", self.backend.space.device):
+            before = self._objective
+            self._objective = self.backend.objective(batches, loss_fn, like=before, **sizes)
         return self
 
     def _use_if(self, batches: Batches | None, loss_fn: Loss) -> None:
@@ -146,9 +150,9 @@ class Hessian:
             raise ConfigError("this job counts its optimizer steps itself: set no step") from None
 
     @property
-    def ready(self) -> bool:
-        """True once `use` (or a first spectrum) has fixed the micro-batches."""
-        return self._objective is not None
+    def batches(self) -> list[Any] | None:
+        """This rank's micro-batches; None before `use`."""
+        return None if self._objective is None else self._objective.batches
 
     @contextmanager
     def measuring(self, **overrides: object) -> Iterator[Curvature]:
@@ -164,7 +168,8 @@ class Hessian:
             ConfigError: `use` was not called, an override is unknown, or `sampling` is on with a
                 single micro-batch.
         """
-        with self._subject(overrides).open() as (run, _):
+        device = self.backend.space.device
+        with collective("measuring", device), self._subject(overrides).open() as (run, _):
             self._open = run.curvature
             try:
                 yield run.curvature
@@ -181,8 +186,7 @@ class Hessian:
 
     @contextmanager
     def retiring(self) -> Iterator[None]:
-        """Let measurements in the body remove a `resume` state that another optimizer step has
-        left.
+        """Let measurements in the body remove a `resume` state of another optimizer step.
 
         Only one of the same measurement, with a line in the log; a state of other settings is
         still refused. For schedules: one kill would else end all later measurements of its kind.
@@ -276,17 +280,16 @@ class Hessian:
             folder: Where to; None for `<output_path>/step_<global step>`.
 
         Raises:
+            ConfigError: another job uses the `output_path`.
             MeasurementError: rank 0 could not write.
         """
-        if folder is None:
-            folder = Path(self.config.output_path) / f"step_{record.provenance.step:06d}"
-        vector_files.save_record(self.backend, record, Path(folder))
+        found = self.output.of_step(record.provenance.step) if folder is None else Path(folder)
+        vector_files.save_record(self.backend, record, found)
         if self.config.plot and isinstance(record, HessianSpectrum):
-            picture = Path(folder) / PICTURE
-            with together(f"drawing {picture}", device=self.backend.space.device):
+            with together(f"drawing {found / PICTURE}", device=self.backend.space.device):
                 if self.rank == 0:
-                    record.plot(picture)
-        return Path(folder)
+                    record.plot(found / PICTURE)
+        return found
 
     def load(self, record: type[M], folder: str | Path) -> M:
         """Return the record of a kind that `save` wrote, its vectors in this job's layout.

@@ -21,6 +21,7 @@ from ds_hessian.backends import plain, zero
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.hessian import Hessian
+from ds_hessian.ranks import collective
 from ds_hessian.schedule import ModuleSchedule, Schedule
 
 if TYPE_CHECKING:
@@ -56,18 +57,19 @@ def attach(job: Job, optimizer: Any = None, config: Settings = None) -> Hessian:
     """
     if config is None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer, config = None, optimizer
-    if getattr(job, "hessian", None) is not None:
-        raise ConfigError("this engine has its Hessian already: use engine.hessian")
-    hessian = hessian_of(job, config, optimizer)
-    if _is_engine(job):
-        job.hessian = hessian
-        job.hessian_spectrum = hessian.spectrum
-        if hessian.config.scheduled:
-            Schedule(job, hessian).install()
-    elif isinstance(hessian.backend, plain.ModuleBackend) and hessian.config.scheduled:
-        assert isinstance(job, nn.Module)
-        hessian.backend.after_step = ModuleSchedule(job, hessian).after_step
-    return hessian
+    with collective("attaching", device_of(job)):
+        if getattr(job, "hessian", None) is not None:
+            raise ConfigError("this engine has its Hessian already: use engine.hessian")
+        hessian = hessian_of(job, config, optimizer)
+        if _is_engine(job):
+            job.hessian = hessian
+            job.hessian_spectrum = hessian.spectrum
+            if hessian.config.scheduled:
+                Schedule(job, hessian).install()
+        elif isinstance(hessian.backend, plain.ModuleBackend) and hessian.config.scheduled:
+            assert isinstance(job, nn.Module)
+            hessian.backend.after_step = ModuleSchedule(job, hessian).after_step
+        return hessian
 
 
 def hessian_of(
@@ -81,16 +83,30 @@ def hessian_of(
 
     Collective.
     """
-    if _is_megatron(job):
-        return megatron_hessian(job, _section(config))
-    if _is_engine(job):
-        zero.refuse_unsupported(job)
-        settings = _section(zero.settings_of(job) if config is None else config)
-        return Hessian(zero.ZeroBackend(job), settings)
-    if isinstance(job, nn.Module):
+    with collective("attaching", device_of(job)):
+        if _is_megatron(job):
+            return megatron_hessian(job, _section(config))
+        if _is_engine(job):
+            zero.refuse_unsupported(job)
+            settings = _section(zero.settings_of(job) if config is None else config)
+            return Hessian(zero.ZeroBackend(job), settings)
+        assert isinstance(job, nn.Module)
         if isinstance(config, Mapping) and "hessian" not in config:
             config = HessianConfig.parse(config)
         return Hessian(plain.ModuleBackend(job, optimizer), _section(config))
+
+
+def device_of(job: object) -> torch.device:
+    """Return the device of the tensors of a job's collectives. Not collective.
+
+    Raises:
+        ConfigError: it is none of the jobs that `attach` takes.
+    """
+    if _is_engine(job):
+        return torch.device(job.device)
+    module = job[0] if _is_megatron(job) and isinstance(job, (list, tuple)) else job
+    if isinstance(module, nn.Module):
+        return next((p.device for p in module.parameters()), torch.device("cpu"))
     raise ConfigError(
         "attach() takes a DeepSpeed engine, model chunks of Megatron or an nn.Module, got "
         f"{type(job).__name__}"
@@ -114,11 +130,12 @@ def megatron_hessian(
     """
     from ds_hessian.backends import megatron
 
-    if not isinstance(config, HessianConfig):
-        config = HessianConfig.parse({} if config is None else config)
-    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-    megatron.refuse_unsupported(chunks)
-    return Hessian(megatron.MegatronBackend(chunks), config)
+    with collective("attaching", device_of(model)):
+        if not isinstance(config, HessianConfig):
+            config = HessianConfig.parse({} if config is None else config)
+        chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+        megatron.refuse_unsupported(chunks)
+        return Hessian(megatron.MegatronBackend(chunks), config)
 
 
 def _is_engine(job: object) -> TypeGuard[DeepSpeedEngine]:

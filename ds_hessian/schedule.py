@@ -3,7 +3,8 @@
 Spectra every `interval` steps, sharpness every `sharpness_interval`; both, where both are due.
 
 The micro-batches are the first `num_micro_batches` with which training calls the engine, copied;
-nothing is drawn from the user's iterator. `hessian.use(batches, loss_fn)` before the first
+nothing is drawn from the user's iterator. They are kept with the results, and a job that is resumed
+measures the same ones (`ds_hessian.slices`). `hessian.use(batches, loss_fn)` before the first
 measurement replaces them, and is needed where the model does not return its loss.
 
 An automatic measurement never ends the training: what it raises is logged on rank 0 and kept in
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -24,8 +26,10 @@ from ds_hessian.backends.objective import Call
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import HessianError
 from ds_hessian.hessian import Hessian
+from ds_hessian.ranks import collective
 from ds_hessian.records import PICTURE, HessianSharpness, HessianSpectrum
 from ds_hessian.show.monitor import monitor_events, write_tensorboard, write_wandb
+from ds_hessian.slices import settled
 
 if TYPE_CHECKING:
     from ds_hessian.backends.zero.host import DeepSpeedEngine, Private
@@ -40,13 +44,24 @@ class Capture:
         engine: The module that training calls.
         model: The module whose mode distinguishes training from evaluation.
         count: The number of calls to copy.
+        step: A function that returns the number of optimizer steps made so far.
 
     Attributes:
         calls: The calls copied so far.
+        resumed: Whether training had made steps before the first of them.
+        error: Why a call could not be copied; training continues, and the measurement raises it.
     """
 
-    def __init__(self, engine: nn.Module, model: nn.Module, count: int) -> None:
+    def __init__(
+        self,
+        engine: nn.Module,
+        model: nn.Module,
+        count: int,
+        step: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.model, self.count, self.calls = model, count, list[Call]()
+        self.step, self.resumed = step, False
+        self.error: Exception | None = None
         self._handle = engine.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
     @property
@@ -58,6 +73,25 @@ class Capture:
         """Stop capturing."""
         self._handle.remove()
 
+    def fix(self, hessian: Hessian) -> None:
+        """Stop capturing, and make the calls the micro-batches of a Hessian that has none yet; or
+        those of before the job was resumed (`ds_hessian.slices`).
+
+        Raises:
+            MeasurementError: some rank could not copy its micro-batches.
+
+        Collective.
+        """
+        self.stop()
+        space, output = hessian.backend.space, hessian.output.folder
+        with collective("choosing the micro-batches", space.device):
+            if hessian.batches is not None:
+                settled(space, output, hessian.batches, self.resumed, given=True)
+            elif self.error is not None:
+                raise self.error
+            else:
+                hessian.use(settled(space, output, self.calls, self.resumed))
+
     def _on_forward(
         self, engine: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
@@ -65,8 +99,12 @@ class Capture:
             # The Trainer of transformers has its models divide by the tokens of a whole step, over
             # all ranks; without the argument they return the mean loss of the micro-batch.
             kwargs = {k: v for k, v in kwargs.items() if k != "num_items_in_batch"}
-            self.calls.append(Call(copied(args), copied(kwargs)))
-            if self.full:
+            self.resumed = self.resumed or (not self.calls and self.step() > 0)
+            try:
+                self.calls.append(Call(copied(args), copied(kwargs)))
+            except Exception as error:  # raised by `fix`
+                self.error = error
+            if self.full or self.error is not None:
                 self.stop()
 
 
@@ -108,6 +146,7 @@ class Measurements:
         self,
         kind: Kind,
         step: int,
+        device: torch.device,
         ready: Callable[[], Hessian],
         write: Callable[[HessianSpectrum | HessianSharpness, Path | None], None],
     ) -> None:
@@ -116,33 +155,41 @@ class Measurements:
         Args:
             kind: The measurement to make.
             step: The number of optimizer steps made so far.
+            device: The device of the tensors of the job's collectives.
             ready: A function that returns the Hessian, its micro-batches fixed.
             write: A function that writes record and picture (None if none was drawn) to the
                 monitor; called on every rank.
         """
         first = not dist.is_initialized() or dist.get_rank() == 0
-        record: HessianSpectrum | HessianSharpness
         try:
-            hessian = ready()
-            with hessian.retiring():  # a killed run's state must not end later measurements
-                if kind == "spectrum":
-                    record = hessian.spectrum()
+            with collective(f"taking a Hessian {kind} at step {step}", device, as_it_is=False):
+                record, picture = self._record(kind, ready())
+                if isinstance(record, HessianSpectrum):
+                    self.spectra[step] = record
                 else:
-                    record = hessian.sharpness(preconditioned=None)
-            folder = hessian.save(record)
+                    self.sharpness[step] = record
+                write(record, picture)
+                if first:
+                    logger.info("Hessian %s at step %d\n%s", kind, step, record.table())
         except HessianError as error:  # every rank has it: training must not end by a measurement
             self.failures[step] = error
             if first:
                 logger.exception("no Hessian %s at step %d; training continues", kind, step)
-            return
-        if isinstance(record, HessianSpectrum):
-            self.spectra[step] = record
-        else:
-            self.sharpness[step] = record
-        if first:
-            logger.info("Hessian %s at step %d\n%s", kind, step, record.table())
+
+    def _record(
+        self, kind: Kind, hessian: Hessian
+    ) -> tuple[HessianSpectrum | HessianSharpness, Path | None]:
+        """Measure and save; return the record and its picture."""
+        hessian.output.claim()  # before the time of a measurement is spent
+        record: HessianSpectrum | HessianSharpness
+        with hessian.retiring():  # a killed run's state must not end later measurements
+            if kind == "spectrum":
+                record = hessian.spectrum()
+            else:
+                record = hessian.sharpness(preconditioned=None)
+        folder = hessian.save(record)
         drawn = kind == "spectrum" and hessian.config.plot
-        write(record, folder / PICTURE if drawn else None)
+        return record, folder / PICTURE if drawn else None
 
 
 class Schedule(Measurements):
@@ -157,7 +204,9 @@ class Schedule(Measurements):
         """Hook the engine's forward (until enough is captured) and its step."""
         engine = self.engine
         engine.hessian_schedule = self
-        self.captured = Capture(engine, engine.module, self.config.num_micro_batches)
+        self.captured = Capture(
+            engine, engine.module, self.config.num_micro_batches, lambda: engine.global_steps
+        )
         inner = engine.step
 
         def step(*args: object, **kwargs: object) -> object:
@@ -176,13 +225,12 @@ class Schedule(Measurements):
 
     def measure(self, kind: Kind = "spectrum") -> None:
         """Measure now, save the record, and write it to the monitor."""
-        self.take(kind, self.engine.global_steps, self._ready, self._write)
+        device = self.hessian.backend.space.device
+        self.take(kind, self.engine.global_steps, device, self._ready, self._write)
 
     def _ready(self) -> Hessian:
         if self.captured is not None:
-            self.captured.stop()
-            if not self.hessian.ready:
-                self.hessian.use(self.captured.calls)
+            self.captured.fix(self.hessian)
             self.captured = None
         return self.hessian
 
@@ -201,18 +249,20 @@ class ModuleSchedule(Measurements):
     def __init__(self, module: nn.Module, hessian: Hessian) -> None:
         super().__init__()
         self.hessian = hessian
-        self._captured = Capture(module, hessian.modules[0], hessian.config.num_micro_batches)
+        self._captured: Capture | None = Capture(
+            module, hessian.modules[0], hessian.config.num_micro_batches, lambda: hessian.step
+        )
 
     def after_step(self) -> None:
         """Make the measurements that are due. Collective."""
-        step = int(self.hessian.step)
+        step, device = int(self.hessian.step), self.hessian.backend.space.device
         for kind in due(self.hessian.config, step):
-            self.take(kind, step, self._ready, lambda record, picture: None)
+            self.take(kind, step, device, self._ready, lambda record, picture: None)
 
     def _ready(self) -> Hessian:
-        self._captured.stop()
-        if not self.hessian.ready:
-            self.hessian.use(self._captured.calls)
+        if self._captured is not None:
+            self._captured.fix(self.hessian)
+            self._captured = None
         return self.hessian
 
 

@@ -45,6 +45,8 @@ def _test_at_a_step(engine: DeepSpeedEngine) -> None:
     def step_and_test(*args: object, **kwargs: object) -> object:
         before = engine.global_steps
         out = step(*args, **kwargs)
+        if captured.error is not None:
+            raise captured.error
         if captured.full and engine.global_steps != before:
             hessian = getattr(engine, "hessian", None) or hessian_of(engine, section)
             verdict = hessian.use(captured.calls).self_test()

@@ -5,26 +5,80 @@ All functions are collective. Parameters travel between the shards and rank 0 on
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from ds_hessian.backends.protocol import Backend
 from ds_hessian.errors import ConfigError, ResultError
-from ds_hessian.ranks import together
+from ds_hessian.ranks import collective, together
 from ds_hessian.records import Measured
+from ds_hessian.records.files import Claim, flush_folder, remove_abandoned
 from ds_hessian.records.safetensors import Reader, Writer
 from ds_hessian.vectors import collected, distribute
 
 R = TypeVar("R", bound=Measured)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Function: TypeAlias = Callable[Concatenate[Backend, P], T]
 
 
+def _collective(doing: str) -> Callable[[Function[P, T]], Function[P, T]]:
+    """Make a failure anywhere in a function, on one rank, end it on all of them."""
+
+    def decorated(function: Function[P, T]) -> Function[P, T]:
+        @functools.wraps(function)
+        def call(backend: Backend, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            with collective(doing, backend.space.device):
+                return function(backend, *args, **kwargs)
+
+        return call
+
+    return decorated
+
+
+class Output:
+    """The folder of a job's results. One job at a time may use it.
+
+    Args:
+        backend: The job.
+        folder: The folder, made at the first use.
+    """
+
+    def __init__(self, backend: Backend, folder: Path) -> None:
+        self.backend, self.folder = backend, folder
+        self._claim: Claim | None = None
+
+    def claim(self) -> None:
+        """Claim the folder until the process ends.
+
+        Raises:
+            ConfigError: on rank 0 another job uses it; the other ranks raise MeasurementError.
+
+        Collective.
+        """
+        with together(f"claiming {self.folder}", device=self.backend.space.device):
+            if self.backend.space.rank == 0 and self._claim is None:
+                self._claim = Claim(self.folder)
+
+    def of_step(self, step: int) -> Path:
+        """Claim the folder, and return that of an optimizer step in it. Collective."""
+        self.claim()
+        return self.folder / f"step_{step:06d}"
+
+
+@_collective("gathering a vector")
 def gather(backend: Backend, v: Tensor) -> dict[str, Tensor] | None:
     """Return `{parameter name: tensor in its unsharded shape}` on rank 0, None elsewhere."""
     layout, space = backend.layout, backend.space
@@ -32,6 +86,7 @@ def gather(backend: Backend, v: Tensor) -> dict[str, Tensor] | None:
     return full if space.rank == 0 else None
 
 
+@_collective("scattering a vector")
 def scatter(backend: Backend, full: Mapping[str, Tensor] | None) -> Tensor:
     """Return the vector `(n_local,)` of rank 0's tensors; the inverse of `gather`.
 
@@ -61,21 +116,32 @@ def _expect(full: Mapping[str, Tensor] | None, name: str, shape: torch.Size) -> 
     return full[name]
 
 
+@_collective("writing results")
 def save_record(backend: Backend, record: Measured, folder: Path) -> Path:
     """Write `<kind>.json` and `<kind>.npz` on rank 0, and `<kind>.safetensors` of its vectors.
+
+    The JSON is the commit point of them all: the vectors are first written beside those of the
+    record before, under a name of their own by which they are found until they have taken its
+    place.
 
     Raises:
         MeasurementError: rank 0 could not write.
     """
+    path, aside = _vector_files(record, folder)
+    for name in record.sharded:
+        save_vectors(backend, getattr(record, name), aside, _origin(record))
     with together(f"writing results to {folder}", device=backend.space.device):
         if backend.space.rank == 0:
             record.save(folder)
-    for name in record.sharded:
-        path = _vector_file(type(record), folder)
-        save_vectors(backend, getattr(record, name), path, _origin(record))
+            if record.sharded:
+                os.rename(aside, path)
+                flush_folder(folder)
+                kept = rf"{re.escape(record.kind)}\.[0-9a-f]{{16}}\.safetensors"
+                remove_abandoned(folder, rf"{kept}|\.{kept}\.[0-9a-f]{{16}}\.tmp")
     return folder
 
 
+@_collective("reading results")
 def load_record(backend: Backend, record: type[R], folder: Path) -> R:
     """Return the record of a kind that `save_record` wrote, its vectors in this job's layout.
 
@@ -83,17 +149,19 @@ def load_record(backend: Backend, record: type[R], folder: Path) -> R:
         ResultError: files are missing, damaged, of another schema, another model, or of different
             records; on ranks that do not read them, MeasurementError.
     """
-    path = _vector_file(record, folder)
     with together(f"reading results from {folder}", device=backend.space.device):
         found = record.load(folder)
+        path, aside = _vector_files(found, folder)
         if found.sharded and backend.space.rank == 0:
             origin = {key: json.dumps(value) for key, value in _origin(found).items()}
+            path = aside if aside.exists() else path
             if Reader(path).metadata != origin:
                 raise ResultError(f"{path} belongs to another {record.kind}")
     vectors: dict[str, Any] = {name: load_vectors(backend, path) for name in found.sharded}
     return replace(found, **vectors)
 
 
+@_collective("writing vectors")
 def save_vectors(
     backend: Backend, vectors: Tensor, path: Path, metadata: Mapping[str, object] | None = None
 ) -> Path:
@@ -128,6 +196,7 @@ def save_vectors(
     return path
 
 
+@_collective("reading vectors")
 def load_vectors(backend: Backend, path: Path) -> Tensor:
     """Return the vectors that `save_vectors` wrote, `(k, n_local)`, in this job's layout.
 
@@ -159,8 +228,11 @@ def _origin(record: Measured) -> dict[str, object]:
     return {"record": type(record).__name__, "provenance": vars(record.provenance)}
 
 
-def _vector_file(record: type[Any], folder: Path) -> Path:
-    return folder / f"{record.kind}.safetensors"
+def _vector_files(record: Measured, folder: Path) -> tuple[Path, Path]:
+    """Return the file of a record's vectors, and the one in which they are first written."""
+    origin = json.dumps(_origin(record), sort_keys=True).encode()
+    key = hashlib.blake2b(origin, digest_size=8).hexdigest()
+    return folder / f"{record.kind}.safetensors", folder / f"{record.kind}.{key}.safetensors"
 
 
 def _expect_shapes(reader: Reader, shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -30,6 +30,7 @@ ROOMS = (
     ("analyses",),
     ("show",),
     ("hessian",),
+    ("slices",),
     ("schedule",),
     ("hosts",),
     ("integrations",),

@@ -31,7 +31,7 @@ from ds_hessian.planning import (
     plan,
     refuse_too_large,
 )
-from ds_hessian.ranks import gather_objects, together
+from ds_hessian.ranks import collective, gather_objects, together
 from ds_hessian.resume import Journal
 from ds_hessian.vectors import Partition, by_layer, by_pattern
 
@@ -169,9 +169,10 @@ def measure(analysis: Analysis[R], subject: Subject) -> R:
 
     Collective.
     """
-    analysis = analysis.prepared(subject.backend, subject.config)
-    plan_or_refuse(analysis, subject.backend, subject.config)
-    return analysis.run(subject)
+    with collective(f"measuring the {analysis.title}", subject.backend.space.device):
+        analysis = analysis.prepared(subject.backend, subject.config)
+        plan_or_refuse(analysis, subject.backend, subject.config)
+        return analysis.run(subject)
 
 
 def plan_or_refuse(analysis: Analysis[R], backend: Backend, config: HessianConfig) -> None:

@@ -91,9 +91,11 @@ class Objective(Protocol):
 
     Attributes:
         num_micro_batches: Micro-batches as the user counts them, the same on every rank.
+        batches: This rank's micro-batches.
     """
 
     num_micro_batches: int
+    batches: list[Any]
 
     def fingerprint(self) -> str:
         """Return a short hash of this rank's micro-batches, for provenance."""

@@ -35,10 +35,12 @@ from ds_hessian.backends.zero import of_first_tensor_rank
 from ds_hessian.config import HessianConfig, leaves
 from ds_hessian.errors import UnsupportedError
 from ds_hessian.hessian import Hessian
-from ds_hessian.hosts import hessian_of, megatron_hessian
+from ds_hessian.hosts import device_of, hessian_of, megatron_hessian
+from ds_hessian.ranks import collective
 from ds_hessian.records import HessianSharpness, HessianSpectrum
 from ds_hessian.schedule import Kind, Measurements, due
 from ds_hessian.show.monitor import write_tensorboard, write_wandb
+from ds_hessian.slices import settled
 
 if TYPE_CHECKING:
     from ds_hessian.backends.megatron.host import Chunk
@@ -98,6 +100,8 @@ class PretrainHook(Measurements):
         self._config: HessianConfig | None = None
         self._hessian: Hessian | None = None
         self._recorded: dict[int, list[object]] = {}
+        self._errors: list[Exception] = []
+        self._resumed: bool | None = None
 
     @property
     def config(self) -> HessianConfig:
@@ -117,11 +121,19 @@ class PretrainHook(Measurements):
             data_iterator: Iterator[object] | None, model: nn.Module, *rest: object
         ) -> tuple[object, Callable[..., object]]:
             kept = self._recorded.setdefault(id(model), [])
+            if self._resumed is None and model.training:
+                self._resumed = self._iterations() > 0
             if model.training and data_iterator is not None and len(kept) < self._wanted():
-                data_iterator = _Recorder(data_iterator, kept)
+                data_iterator = _Recorder(data_iterator, kept, self._errors)
             return forward_step(data_iterator, model, *rest)
 
         return recording
+
+    def _iterations(self) -> int:
+        """Return the number of iterations made so far."""
+        from megatron.training import get_args
+
+        return int(getattr(get_args(), "curr_iteration", None) or get_args().iteration)
 
     def _wanted(self) -> int:
         return self.config.num_micro_batches if self._hessian is None else 0
@@ -137,7 +149,8 @@ class PretrainHook(Measurements):
 
     def measure(self, model: Model, iteration: int, kind: Kind = "spectrum") -> None:
         """Measure now, save the record, and pass it to Megatron's writers. Collective."""
-        self.take(kind, iteration, functools.partial(self._ready, model, iteration), _write)
+        ready = functools.partial(self._ready, model, iteration)
+        self.take(kind, iteration, device_of(model), ready, _write)
 
     def _ready(self, model: Model, iteration: int) -> Hessian:
         if self._hessian is None:
@@ -156,22 +169,35 @@ class PretrainHook(Measurements):
     def _first(self, model: Model) -> Hessian:
         from megatron.training import get_args
 
-        args = get_args()
-        return megatron_hessian(model, self.config).use(
-            self._batches(),
-            self._forward_step,
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
+        args, hessian = get_args(), megatron_hessian(model, self.config)
+        return self._with_slice(
+            hessian,
+            lambda batches: hessian.use(
+                batches,
+                self._forward_step,
+                seq_length=args.seq_length,
+                micro_batch_size=args.micro_batch_size,
+            ),
         )
+
+    def _with_slice(self, hessian: Hessian, use: Callable[[list[object]], Hessian]) -> Hessian:
+        """Give a Hessian its micro-batches: those recorded, or of before the job was resumed."""
+        space, output = hessian.backend.space, hessian.output.folder
+        with collective("choosing the micro-batches", space.device):
+            if self._errors:
+                raise self._errors[0]
+            return use(settled(space, output, self._batches(), bool(self._resumed)))
 
     @contextlib.contextmanager
     def installed(self, training: ModuleType) -> Iterator[None]:
-        """Measure on the interval, after `post_training_step_callbacks` of the module `training`.
+        """Measure on the interval, after `checkpoint_and_decide_exit` of the module `training`.
+
+        The iteration's checkpoint is saved before, and where the job exits nothing is measured.
 
         Raises:
             UnsupportedError: this Megatron-LM has no such function.
         """
-        name = "post_training_step_callbacks"
+        name = "checkpoint_and_decide_exit"
         inner = getattr(training, name, None)
         if inner is None:
             raise UnsupportedError(
@@ -181,14 +207,15 @@ class PretrainHook(Measurements):
         signature = inspect.signature(inner)
 
         @functools.wraps(inner)
-        def callbacks(*args: object, **kwargs: object) -> object:
+        def measuring(*args: object, **kwargs: object) -> object:
+            exits = inner(*args, **kwargs)
             given = signature.bind(*args, **kwargs).arguments
-            for kind in due(self.config, given["iteration"]):
+            for kind in [] if exits else due(self.config, given["iteration"]):
                 with _interval_timer_stopped():
                     self.measure(given["model"], given["iteration"], kind)
-            return inner(*args, **kwargs)
+            return exits
 
-        setattr(training, name, callbacks)
+        setattr(training, name, measuring)
         try:
             yield
         finally:
@@ -224,8 +251,14 @@ class EnginePretrainHook(PretrainHook):
             )
         # Only the first tensor-parallel rank reads data.
         engine: DeepSpeedEngine = model
-        batches = of_first_tensor_rank(engine, self._batches())
-        return hessian_of(engine, self.config).use(batches, self._loss)
+        hessian = hessian_of(engine, self.config)
+        return self._with_slice(
+            hessian, lambda kept: hessian.use(of_first_tensor_rank(engine, kept), self._loss)
+        )
+
+    def _iterations(self) -> int:
+        assert self._engine is not None
+        return int(self._engine.global_steps)
 
     def _at(self, hessian: Hessian, iteration: int) -> None:
         """Do nothing: the engine counts its steps."""
@@ -284,17 +317,25 @@ def _both(provider: ArgumentsProvider | None) -> ArgumentsProvider:
 
 
 class _Recorder:
-    """An iterator that copies each item into a list before it returns it."""
+    """An iterator that copies each item into a list before it returns it.
 
-    def __init__(self, inner: Iterator[object], kept: list[object]) -> None:
-        self.inner, self.kept = inner, kept
+    Why it could not is added to `errors`; training continues.
+    """
+
+    def __init__(
+        self, inner: Iterator[object], kept: list[object], errors: list[Exception]
+    ) -> None:
+        self.inner, self.kept, self.errors = inner, kept, errors
 
     def __iter__(self) -> _Recorder:
         return self
 
     def __next__(self) -> object:
         batch = next(self.inner)
-        self.kept.append(copy.deepcopy(batch))
+        try:
+            self.kept.append(copy.deepcopy(batch))
+        except Exception as error:  # raised when a measurement is due
+            self.errors.append(error)
         return batch
 
 

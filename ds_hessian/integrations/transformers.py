@@ -15,20 +15,25 @@ first micro-batches of training, which stays bit for bit the same.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ds_hessian.backends.objective import reading
 from ds_hessian.backends.zero import settings_of
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.hessian import Hessian
 from ds_hessian.hosts import attach
+from ds_hessian.ranks import collective
 from ds_hessian.records import HessianSharpness, HessianSpectrum
 from ds_hessian.schedule import Measurements, copied, due, write_monitor
 from ds_hessian.show.monitor import figures_of
+from ds_hessian.slices import settled
+from ds_hessian.vectors import VectorSpace
 
 if TYPE_CHECKING:
     from ds_hessian.backends.zero.host import DeepSpeedEngine
@@ -57,15 +62,33 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
     Args:
         trainer: The Trainer to which the callback is added.
         config: The settings; None for the "hessian" section of the Trainer's DeepSpeed config.
+        batches: This rank's micro-batches: what the Trainer gives its model, each a mapping; None
+            for the first ones of training, which a job that is resumed measures again.
+        dataset: Instead of `batches`, a dataset whose first samples are measured, by the Trainer's
+            collator and batch size; micro-batch number i of rank r is number i x ranks + r.
 
     Attributes:
-        micro_batches: The micro-batches captured so far.
+        micro_batches: The micro-batches that are measured, or captured so far.
+
+    Raises:
+        ConfigError: both `batches` and `dataset` are given.
     """
 
-    def __init__(self, trainer: Trainer, config: HessianConfig | None = None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        config: HessianConfig | None = None,
+        batches: Iterable[Mapping[str, object]] | None = None,
+        dataset: Sequence[object] | None = None,
+    ) -> None:
         super().__init__()
+        if batches is not None and dataset is not None:
+            raise ConfigError("HessianCallback takes batches or a dataset, not both")
         self.trainer, self._given = trainer, config
+        self._batches, self._dataset = batches, dataset
         self.micro_batches: list[_MicroBatch] = []
+        self._resumed = False
+        self._error: Exception | None = None
         self._engine: DeepSpeedEngine | None = None
         self._hessian: Hessian | None = None
 
@@ -104,7 +127,8 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
             )
         self._stop()  # of a training that did not come to its end
         self._compute_loss = self.trainer.compute_loss
-        if len(self.micro_batches) < config.num_micro_batches:
+        given = self._batches is not None or self._dataset is not None
+        if not given and len(self.micro_batches) < config.num_micro_batches:
             self._capture()
 
     def on_train_end(
@@ -128,8 +152,9 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         assert self._hessian is not None
         step = self._hessian.step
         should_log = control.should_log  # which trainer.log resets, and the Trainer needs
+        device = self._hessian.backend.space.device
         for kind in due(self.config, step):
-            self.take(kind, step, self._ready, self._write)
+            self.take(kind, step, device, self._ready, self._write)
         control.should_log = should_log
 
     def _capture(self) -> None:
@@ -141,19 +166,24 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
             model: nn.Module, inputs: dict[str, object], *rest: Any, **named: Any
         ) -> object:
             if model.training:
-                num_items = named.get("num_items_in_batch")
-                self.micro_batches.append(
-                    {
-                        "inputs": copied(dict(inputs)),
-                        "num_items": copied(num_items),
-                        "repeats": self._repeats(num_items),
-                    }
-                )
-                if len(self.micro_batches) == self.config.num_micro_batches:
-                    self._stop()
+                self._copy(inputs, named.get("num_items_in_batch"))
             return inner(model, inputs, *rest, **named)
 
         self.trainer.__dict__["compute_loss"] = capturing
+
+    def _copy(self, inputs: dict[str, object], num_items: Tensor | int | None) -> None:
+        assert self._hessian is not None
+        self._resumed = self._resumed or (not self.micro_batches and self._hessian.step > 0)
+        repeats = self._repeats(num_items)
+        try:
+            copies = copied(dict(inputs)), copied(num_items)
+        except Exception as error:  # raised when a measurement is due; training continues
+            self._error = error
+        else:
+            found: _MicroBatch = {"inputs": copies[0], "num_items": copies[1], "repeats": repeats}
+            self.micro_batches.append(found)
+        if self._error or len(self.micro_batches) == self.config.num_micro_batches:
+            self._stop()
 
     def _repeats(self, num_items: Tensor | int | None) -> int:
         """Return how often a loss counts: a share of a window's, once for each micro-batch of it.
@@ -171,11 +201,47 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         self.trainer.__dict__.pop("compute_loss", None)
 
     def _ready(self) -> Hessian:
-        assert self._hessian is not None
-        if not self._hessian.ready:
+        hessian = self._hessian
+        assert hessian is not None
+        if hessian.batches is None:
             self._stop()
-            self._hessian.use(self.micro_batches, self._loss)
-        return self._hessian
+            space, output = hessian.backend.space, hessian.output.folder
+            with collective("choosing the micro-batches", space.device):
+                if self._error is not None:
+                    raise self._error
+                chosen = self._chosen(space)
+                if chosen is not None:
+                    self.micro_batches = chosen
+                found = settled(
+                    space, output, list(self.micro_batches), self._resumed, chosen is not None
+                )
+                self.micro_batches = found
+                hessian.use(found, self._loss)
+        return hessian
+
+    def _chosen(self, space: VectorSpace) -> list[_MicroBatch] | None:
+        """Return the micro-batches that the user has chosen, read with the random states kept."""
+        if self._batches is None and self._dataset is None:
+            return None
+        with reading(self._batches or (), space.device):
+            if self._dataset is not None:
+                inputs = self._collated(self._dataset, space)
+            else:
+                inputs = [dict(batch) for batch in self._batches or ()]
+        return [{"inputs": each, "num_items": None, "repeats": 1} for each in inputs]
+
+    def _collated(self, dataset: Sequence[object], space: VectorSpace) -> list[dict[str, object]]:
+        trainer, count = self.trainer, self.config.num_micro_batches
+        size = trainer.args.per_device_train_batch_size
+        needed = count * space.world_size * size
+        if len(dataset) < needed:
+            raise ConfigError(
+                f"the dataset of HessianCallback has {len(dataset)} samples, needed are {needed}: "
+                f"{count} micro-batches of {size} on each of {space.world_size} ranks"
+            )
+        collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
+        starts = [(i * space.world_size + space.rank) * size for i in range(count)]
+        return [dict(collate([dataset[start + k] for k in range(size)])) for start in starts]
 
     def _loss(self, engine: DeepSpeedEngine, micro_batch: _MicroBatch) -> Tensor:
         with self.trainer.compute_loss_context_manager():

@@ -37,6 +37,10 @@ class LockstepError(RuntimeError):
     """
 
 
+class RankInterrupt(KeyboardInterrupt):
+    """Another rank was interrupted; the message names it."""
+
+
 class Follower:
     """The state of a thread of this rank between meetings; `Lockstep` also follows other ranks.
 
@@ -111,7 +115,7 @@ class _Failure(NamedTuple):
 
 def _failure(error: BaseException, when: When, rank: int, depth: int, doing: str) -> _Failure:
     message = f"{type(error).__name__}: {error}"
-    return _Failure(when, rank, depth, doing, message, _interrupts(error))
+    return _Failure(when, rank, depth, doing, message, interrupts(error))
 
 
 def agree(
@@ -120,7 +124,8 @@ def agree(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
     as_it_is: bool = False,
-) -> None:
+    interrupted: bool = False,
+) -> bool:
     """Return if no rank has an error; otherwise raise on all of them.
 
     The message names the lowest of the ranks that failed first; a later failure may be a
@@ -133,6 +138,10 @@ def agree(
         group: The ranks that tried; None for the default group.
         device: The device of the tensors of the group's collectives.
         as_it_is: Whether an error that all ranks share is raised unchanged.
+        interrupted: Whether this rank was interrupted before.
+
+    Returns:
+        Whether any rank was interrupted before.
 
     Raises:
         MeasurementError: some rank has an error; where it does, that is the cause.
@@ -145,13 +154,15 @@ def agree(
     if not (dist.is_available() and dist.is_initialized()):
         if error is not None:
             _raise_first([_failure(error, (), 0, 1, doing)], error, (), as_it_is)
-        return
+        return interrupted
     failed: list[_Failure] = []
     with follower.undisturbed():
         error, when = follower.arrive(error)
-        flag = torch.tensor([int(error is not None)], dtype=torch.int32, device=device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        if flag.item():
+        said = [int(error is not None), int(interrupted)]
+        flags = torch.tensor(said, dtype=torch.int32, device=device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        some_failed, some_interrupted = map(bool, flags.tolist())
+        if some_failed:
             mine = None
             if error is not None:
                 mine = _failure(error, when, dist.get_rank(group), follower.depth + 1, doing)
@@ -167,23 +178,25 @@ def agree(
             if follower.depth >= depth:
                 follower.over = depth, known
             raise
+    return some_interrupted
 
 
 def _raise_first(
     failed: Sequence[_Failure], error: BaseException | None, when: When, as_it_is: bool
 ) -> NoReturn:
     first = min(failed)
+    interrupted = any(failure.interrupt for failure in failed)
     if error is not None:
         first_too = isinstance(error, HessianError) and when == first.when
-        if _interrupts(error) or first_too or as_it_is:
+        if interrupts(error) or ((first_too or as_it_is) and not interrupted):
             raise error
     text = f"while {first.doing}, rank {first.rank}: {first.message}"
-    if any(failure.interrupt for failure in failed):
-        raise KeyboardInterrupt(text) from error
+    if interrupted:
+        raise RankInterrupt(text) from error
     raise MeasurementError(text) from error
 
 
-def _interrupts(error: BaseException) -> bool:
+def interrupts(error: BaseException) -> bool:
     """Return whether an error ends more than the measurement."""
     return not isinstance(error, Exception)
 

@@ -8,6 +8,7 @@ ranks, and does there what the k-th group of another rank does.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -146,8 +147,9 @@ def _rows(args: list[Any], of: int, ranks: int) -> list[int]:
     return args[_SPLITS + of] or [args[of].shape[0] // ranks] * ranks
 
 
-def peers_of(stage: int) -> tuple[list[int], bool]:
-    """Return the ranks of the same stage, and whether their groups are a mesh.
+def peers_of(stage: int) -> tuple[list[int], bool, str]:
+    """Return the ranks of the same stage, whether their groups are a mesh, and a new name, the same
+    on all ranks.
 
     In a mesh the k-th group of this rank is the k-th of all of them that are in it, and each of
     them is in a k-th group of the same size.
@@ -155,8 +157,9 @@ def peers_of(stage: int) -> tuple[list[int], bool]:
     Collective.
     """
     mine = [tuple(dist.get_process_group_ranks(group)) for group in _groups()]
-    every = gather_objects((stage, [(len(ranks), hash(ranks)) for ranks in mine]))
-    peers = [rank for rank, (other, _) in enumerate(every) if other == stage]
+    groups_of_mine = [(len(ranks), hash(ranks)) for ranks in mine]
+    every = gather_objects((stage, groups_of_mine, secrets.token_hex(8)))
+    peers = [rank for rank, (other, *_) in enumerate(every) if other == stage]
     groups = {rank: every[rank][1] for rank in peers}
     good = len({tuple(size for size, _ in each) for each in groups.values()}) == 1 and all(
         groups[rank][k] == (len(ranks), hash(ranks))
@@ -164,7 +167,7 @@ def peers_of(stage: int) -> tuple[list[int], bool]:
         for rank in ranks
         if rank in groups
     )
-    return peers, all(gather_objects(good))
+    return peers, all(gather_objects(good)), every[0][2]
 
 
 def _groups() -> list[dist.ProcessGroup]:

@@ -1,4 +1,9 @@
-"""Deferred signals: an interrupt is handled between two collectives, not during one."""
+"""Signals during a measurement: they end it first, and are handled where training goes on.
+
+A handler written in Python may save a checkpoint, and would save displaced weights. So a signal
+raises `Signalled` in the measurement instead, between two collectives, which ends it on all ranks;
+its handler runs when the training state is restored.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +14,23 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-"""Signals that users, schedulers and launchers send, and training scripts turn into exceptions."""
+"""Signals that users, schedulers and launchers send, and training scripts handle."""
 
 Handler = Callable[[int, FrameType | None], object]
 
 
+class Signalled(KeyboardInterrupt):
+    """A signal has come whose handler waits until the measurement has ended."""
+
+
 class Interrupts:
-    """A context manager in which handlers of signals that are written in Python can be held back.
+    """A context manager in which signals with handlers written in Python raise `Signalled`.
 
     It does nothing outside of the main thread, where Python runs no handler.
     """
 
     def __init__(self) -> None:
-        self._depth = 0
+        self._depth = self._reported = 0
         self._waiting: list[int] = []
         self._handlers: dict[int, Handler] = {}
 
@@ -41,26 +50,36 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold handlers back until the end of the body."""
+        """Hold signals back until the end of the body."""
         self.hold()
         try:
             yield
         finally:
-            self.release()
+            self._depth -= 1
+            self._report()
 
     def hold(self) -> None:
-        """Hold handlers back until `release`."""
+        """Hold signals back until `handled`."""
         self._depth += 1
 
-    def release(self) -> None:
-        """Run the handlers that were held back, if no other hold is active; they may raise."""
-        self._depth -= 1
-        while self._waiting and not self._depth:
+    def handled(self) -> BaseException | None:
+        """Run the handlers of the signals that have come; return what the first of them raised that
+        raised anything.
+        """
+        raised: BaseException | None = None
+        while self._waiting:
             number = self._waiting.pop(0)
-            self._handlers[number](number, None)
+            try:
+                self._handlers[number](number, None)
+            except BaseException as error:
+                raised = raised or error
+        return raised
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._depth:
-            self._waiting.append(number)
-        else:
-            self._handlers[number](number, frame)
+        self._waiting.append(number)
+        self._report()
+
+    def _report(self) -> None:
+        if len(self._waiting) > self._reported and not self._depth:
+            self._reported = len(self._waiting)
+            raise Signalled(f"received {signal.Signals(self._waiting[-1]).name}")

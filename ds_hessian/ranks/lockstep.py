@@ -53,7 +53,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ds_hessian.ranks.agreement import Follower, LockstepError, active, agree, together
+from ds_hessian.errors import MeasurementError
+from ds_hessian.ranks.agreement import (
+    Follower,
+    LockstepError,
+    RankInterrupt,
+    active,
+    agree,
+    gather_objects,
+    interrupts,
+    together,
+)
 from ds_hessian.ranks.collectives import (
     COLLECTIVES,
     EXCHANGES,
@@ -64,7 +74,8 @@ from ds_hessian.ranks.collectives import (
     peers_of,
     written_down,
 )
-from ds_hessian.ranks.interrupts import Interrupts
+from ds_hessian.ranks.interrupts import Interrupts, Signalled
+from ds_hessian.ranks.passes import Pass, Segment
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -79,62 +90,6 @@ PATIENCE = 600.0
 """Seconds that a failed rank waits for news of another: NCCL's own timeout."""
 
 
-class _Segment:
-    """The collectives of one rank in one segment.
-
-    Attributes:
-        log: The collectives that the rank began.
-        made: The number of them that did not raise.
-        published: The number of them that are on the store.
-        ended: Whether the rank has left the segment.
-        finished: Whether it left without an exception.
-        announced: Whether its end is on the store.
-    """
-
-    def __init__(self) -> None:
-        self.log: list[Collective] = []
-        self.made = self.published = 0
-        self.ended = self.finished = self.announced = False
-
-
-class _Pass:
-    """The segments of one rank in one pass.
-
-    Attributes:
-        progress: A counter of collectives and segments.
-        wanted: Whether another rank follows this one.
-        meeting: The number of figures of the meeting at its end; None before it.
-        announced: Whether the meeting is on the store.
-        error: The error by which the rank failed in a segment, and its position.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.segments = [_Segment()]
-        self.progress, self.wanted = 0, False
-        self.meeting: int | None = None
-        self.announced = False
-        self.error: tuple[BaseException, tuple[int, ...]] | None = None
-
-    @property
-    def segment(self) -> _Segment:
-        """The last segment."""
-        return self.segments[-1]
-
-    def end(self, finished: bool) -> None:
-        """Leave the last segment."""
-        self.segment.finished, self.segment.ended = finished, True
-
-    def begin(self) -> None:
-        """Enter another segment."""
-        self.segments.append(_Segment())
-        self.progress += 1
-
-    def key(self, rank: int, *names: str | int) -> str:
-        """Return a key of the store; the module's docstring lists them."""
-        return "/".join(map(str, (self.number, rank, *names)))
-
-
 class Lockstep(Follower):
     """A measurement in which ranks may fail alone: a context manager around it.
 
@@ -146,6 +101,7 @@ class Lockstep(Follower):
 
     Attributes:
         restoring: Whether the measurement has ended, and the training state is being restored.
+        outer: What the thread follows around it.
 
     Collective: the constructor.
     """
@@ -157,22 +113,23 @@ class Lockstep(Follower):
         self.device = device
         distributed = dist.is_available() and dist.is_initialized()
         self.world_size = dist.get_world_size() if distributed else 1
-        self.restoring = False
+        self.restoring, self.outer = False, active.follower
         self._interrupts = Interrupts()
-        self._pass = _Pass(0)
+        self._pass = Pass(0)
         self._raised: BaseException | None = None  # to all ranks, by the latest meeting
         self._stack, self._thread, self._inside = ExitStack(), 0, False
+        self._interrupted = False  # some rank, at the end
+        self._paused = False  # while another lockstep in its body is entered
+        self._ended: BaseException | None = None  # by which all ranks have left that one
         if self.world_size == 1:
             return
         self.rank = dist.get_rank()
         self._communication = getattr(*host) if host is not None else None
-        self._peers, self._meshed = peers_of(stage)
+        self._peers, self._meshed, name = peers_of(stage)
         # A client of its own for each thread: a request waits while another is under way.
         world = dist.group.WORLD
         assert world is not None
-        store = world.get_group_store()
-        number = store.add(f"ds_hessian/measurements of rank {self.rank}", 1)
-        prefix = f"ds_hessian/measurement {number}"
+        store, prefix = world.get_group_store(), f"ds_hessian/measurement {name}"
         self._store, self._publisher_store = (
             dist.PrefixStore(prefix, _clone(store)) for _ in range(2)
         )
@@ -187,8 +144,12 @@ class Lockstep(Follower):
             self._stack.enter_context(self._recording())
             self._publisher.start()
             self._stack.callback(self._close)
-            self._stack.callback(setattr, active, "follower", active.follower)
+            self.outer = active.follower
+            self._stack.callback(setattr, active, "follower", self.outer)
             active.follower = self
+            if isinstance(self.outer, Lockstep):
+                self._stack.callback(setattr, self.outer, "_paused", False)
+                self.outer._paused = True
         return self
 
     def __exit__(
@@ -197,9 +158,15 @@ class Lockstep(Follower):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._interrupted = error is not None and interrupts(error)
         with self._stack:
             if self.world_size > 1 and not isinstance(error, LockstepError):
                 self._require_restored(error)
+        ended = self._ending(error)
+        if isinstance(self.outer, Lockstep):
+            self.outer._ended = None if error is None else ended
+        if ended is not error and ended is not None:
+            raise ended from error
 
     def _close(self) -> None:
         self._closing = True
@@ -207,15 +174,34 @@ class Lockstep(Follower):
         self._publisher.join()
         for key in self._posted:  # all ranks have met since, no rank reads them any more
             self._store.delete_key(key)
+        # Connections end now, not when the garbage collector finds the frames of an exception.
+        del self._store, self._publisher_store
+
+    def _ending(self, error: BaseException | None) -> BaseException | None:
+        """Run the handlers of the signals that have come, now that the state is restored; return
+        what is to be raised.
+
+        Where a signal has ended the measurement, all ranks raise what suits its handlers: an
+        interrupt if one of them has raised anything, and otherwise a `MeasurementError`, after
+        which the job continues.
+        """
+        own = self._interrupts.handled()
+        if error is not None and self._interrupted:  # on some rank, and all have an error
+            if interrupts(error) and not isinstance(error, (Signalled, RankInterrupt)):
+                own = error
+            if not any(gather_objects(own is not None)) and interrupts(error):
+                return MeasurementError(f"ended by a signal: {error}")
+        return error if own is None else own
 
     # ---- bodies that all ranks leave alike
 
     @contextmanager
-    def together(self, doing: str) -> Iterator[None]:
+    def together(self, doing: str, as_it_is: bool = False) -> Iterator[None]:
         """Run the body; if it, or one of its segments, failed on any rank, raise on all of them.
 
         Args:
             doing: The action of the body, for the message.
+            as_it_is: Whether an error that all ranks share is raised unchanged.
 
         Raises:
             MeasurementError: it failed on some rank; see `agree`.
@@ -224,7 +210,7 @@ class Lockstep(Follower):
 
         Collective: every rank must enter and leave; one small all-reduce.
         """
-        with self._noting(), together(doing, device=self.device):
+        with self._noting(), together(doing, device=self.device, as_it_is=as_it_is):
             yield
 
     @contextmanager
@@ -232,8 +218,8 @@ class Lockstep(Follower):
         """Run the body between saving the training state and restoring it.
 
         A host enters the lockstep first, saves the state `together`, runs this, and restores
-        the state as it leaves, by the same collectives on all ranks. Interrupts wait from the end
-        of the body to that of the lockstep.
+        the state as it leaves, by the same collectives on all ranks. Signals that come after the
+        end of the body are handled after that of the lockstep.
 
         Raises:
             Exception: the body failed on some rank: as in `together`, or the error of all ranks.
@@ -246,19 +232,18 @@ class Lockstep(Follower):
                     try:
                         yield
                     finally:
-                        self._interrupts.hold()
-                        self._stack.callback(self._interrupts.release)
+                        self._interrupts.hold()  # until `_ending`
             finally:
                 self.restoring = True
 
     def _require_restored(self, error: BaseException | None) -> None:
         """Agree that nothing was raised but the error that all ranks have raised in the bodies."""
-        lost = None if error is self._raised else error
-        last = self._pass.number
+        lost, own = None if error is self._raised else error, self._interrupted
+        last, doing = self._pass.number, "putting back the training state"
         for _ in range(2):  # again where the first fails before this rank has met the others
             if self._pass.number == last:
                 try:
-                    agree(lost, "putting back the training state", device=self.device)
+                    self._interrupted = agree(lost, doing, device=self.device, interrupted=own)
                 except BaseException as failure:
                     lost = failure
         if lost is not None:
@@ -323,6 +308,8 @@ class Lockstep(Follower):
     ) -> tuple[BaseException | None, tuple[int, ...]]:
         """Prepare for a meeting; a rank with a new error follows the others to their `agree`."""
         current = self._pass
+        if error is not None and error is self._ended:  # as of all ranks, which need no following
+            current.error = current.error or (error, (current.segment.made,))
         known = current.error is not None and error is current.error[0]
         if error is not None and not known:
             current.error = current.error or (error, (current.segment.made,))
@@ -336,7 +323,7 @@ class Lockstep(Follower):
 
     def depart(self) -> None:
         """End a meeting, and begin the next pass."""
-        self._pass = _Pass(self._pass.number + 1)
+        self._pass = Pass(self._pass.number + 1)
 
     # ---- a rank that failed
 
@@ -355,7 +342,7 @@ class Lockstep(Follower):
             logger.error(message)
             raise LockstepError(message) from error
 
-    def _follow_to_meeting(self, current: _Pass) -> None:
+    def _follow_to_meeting(self, current: Pass) -> None:
         """Take part in the rest of this pass, and in a reduction at its end."""
         current.end(finished=False)
         self._post(self._store, current.key(self.rank, "meeting"), None)
@@ -374,7 +361,7 @@ class Lockstep(Follower):
             self._pass.meeting = 0
             self._pass.end(finished=True)
 
-    def _meeting(self, current: _Pass) -> int:
+    def _meeting(self, current: Pass) -> int:
         """Return the number of figures of the meeting of the ranks that have not failed."""
         for rank in sorted(range(self.world_size), key=lambda rank: rank not in self._peers):
             if rank != self.rank:
@@ -383,7 +370,7 @@ class Lockstep(Follower):
                     return int(found)
         return 0
 
-    def _follow(self, current: _Pass) -> int | None:
+    def _follow(self, current: Pass) -> int | None:
         """Make the collectives of peers in the last segment; return a peer that finished it."""
         number, segment = len(current.segments) - 1, current.segment
         end = len(segment.log), False
@@ -396,7 +383,7 @@ class Lockstep(Follower):
                 return leader
         return None
 
-    def _follow_one(self, current: _Pass, number: int, leader: int) -> bool:
+    def _follow_one(self, current: Pass, number: int, leader: int) -> bool:
         """Make the collectives of `leader` in the segment; return whether it finished this."""
         segment = current.segments[number]
         while True:
@@ -413,7 +400,7 @@ class Lockstep(Follower):
             self._replay(segment, collective)
 
     def _line(
-        self, current: _Pass, rank: int, number: int, k: int
+        self, current: Pass, rank: int, number: int, k: int
     ) -> tuple[Collective | None, bool]:
         """Return the k-th collective of a rank in a segment, once the rank has begun it.
 
@@ -430,7 +417,7 @@ class Lockstep(Follower):
             if end is _ABSENT and meeting is not _ABSENT:  # the pass has ended before
                 return None, meeting is not None
 
-    def _wait(self, current: _Pass, rank: int, *names: str) -> list[Any]:
+    def _wait(self, current: Pass, rank: int, *names: str) -> list[Any]:
         """Return the values of a rank's keys, or `_ABSENT`, once there is one.
 
         The last key is read first.
@@ -447,7 +434,7 @@ class Lockstep(Follower):
             pause = min(pause + 5e-4, TICK / 4)
         raise LockstepError(f"no news of rank {rank} for {PATIENCE:.0f} s")
 
-    def _replay(self, segment: _Segment, collective: Collective) -> None:
+    def _replay(self, segment: Segment, collective: Collective) -> None:
         """Take part in a collective with zeros; the result is dropped."""
         name = collective.name
         try:
@@ -511,7 +498,8 @@ class Lockstep(Follower):
     def _records(self) -> bool:
         """Return whether a collective of this thread belongs to the job's part of a measurement."""
         mine = threading.get_ident() == self._thread or _by_autograd()
-        return mine and not self._pass.segment.ended and not self._inside
+        idle = self._pass.segment.ended or self._inside or self._paused
+        return mine and not idle
 
     def _made(self, line: Collective, make: Callable[[], T]) -> T:
         current = self._pass
@@ -528,7 +516,7 @@ class Lockstep(Follower):
             segment.made += 1
         return result
 
-    def _progress(self, current: _Pass) -> None:
+    def _progress(self, current: Pass) -> None:
         current.progress += 1
         if current.wanted:
             self._wake.set()
@@ -561,7 +549,7 @@ class Lockstep(Follower):
         except Exception as error:
             logger.error("the log of collectives cannot be published any more: %s", error)
 
-    def _publish_new(self, current: _Pass) -> None:
+    def _publish_new(self, current: Pass) -> None:
         meeting, store = current.meeting, self._publisher_store  # before the segments: it is last
         for number, segment in enumerate(list(current.segments)):
             ended = segment.ended  # before the log's length: it does not grow any more

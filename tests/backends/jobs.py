@@ -390,6 +390,9 @@ def refused(feature: str) -> str:
         config |= {"sequence_parallel_size": 2, "data_parallel_size": 1, "train_batch_size": 2}
         arguments["mesh_param"] = (1, 2)
     parameters: Any = module.parameters()
+    if feature == "an engine without an optimizer":
+        config = {k: v for k, v in config.items() if k != "optimizer"}
+        config["zero_optimization"], parameters = {"stage": 3}, None
     if feature == "expert parallelism":
         module = nn.Sequential(nn.Linear(4, 4), MoE(4, nn.Linear(4, 4), 2, ep_size=2, k=1))
         parameters = split_params_into_different_moe_groups_for_optimizer(

@@ -2,98 +2,105 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from ds_hessian.backends.zero.refusal import REFUSED
+from ds_hessian.backends.zero.host import WRITES_WEIGHTS
 from tests.faults import jobs
-from tests.faults.tracer import KINDS, Site
-from tests.ranks import RankPool
+from tests.faults.hosts import HOSTS
+from tests.faults.sweep import plan, sweep
+from tests.ranks import RankPool, pools_of_ranks
+from tests.tiers import cells
 
 Ranks = Callable[[int], RankPool]
-STAGES = {"0": {"stage": 0}, "2": {"stage": 2}, "3": {"stage": 3}}
-SLICE = 6
-"""Faults in the quick tier, of each stage."""
+SLICE = 4
+"""Faults in the quick tier, of each host."""
 
 
-def sweep(
-    ranks: Ranks, zero: dict[str, Any], settings: dict[str, Any], limit: int | None = None
-) -> tuple[Counter[tuple[str, str]], list[str]]:
-    """Fail each site in turn, with one kind of error after the other, on one rank or the other.
-
-    Returns how many there were of each (phase, outcome), and what was not as promised.
-    """
-    counts: Counter[tuple[str, str]] = Counter()
-    wrong = []
-    found = ranks(2).run(jobs.begin, zero, settings)
-    plan = [
-        (site, times, rank)
-        for rank in (1, 0)
-        for site, times in found[rank].items()
-        if site.phase != "outside"
-    ]
-    step = 1 if limit is None else max(1, len(plan) // limit)
-    for number, (site, times, rank) in list(enumerate(plan))[::step]:
-        kind = list(KINDS)[number // step % len(KINDS)]
-        try:
-            results = ranks(2).run(jobs.fail, site, (times + 1) // 2, kind, rank, timeout=60)
-            outcome, why = judged(site, kind, rank, results)
-        except (AssertionError, EOFError) as error:  # EOFError: a process died
-            outcome, why = "hung", str(error) or "a process died"
-            ranks(2).close()
-        counts[site.phase, outcome] += 1
-        print(number, kind, rank, *site, outcome, why[:2000], flush=True)
-        if why:
-            wrong.append(f"{kind} on rank {rank} at {site}: {outcome}: {why}")
-        if outcome in ("hung", "ended"):
-            ranks(2).run(jobs.begin, zero, settings)
-    return counts, wrong
+@pytest.fixture(scope="module")
+def megatron_pools(built: None) -> Iterator[Ranks]:
+    """The shim of a process that runs Megatron on CPU is not undone."""
+    yield from pools_of_ranks()
 
 
-def judged(site: Site, kind: str, rank: int, results: list[Any]) -> tuple[str, str]:
-    """The outcome, and what is wrong with it."""
-    errors = [error for error, *_ in results]
-    raised, kept, right = zip(*(flags for _, *flags in results), strict=True)
-    if not raised[rank]:
-        return "not reached", "" if not any(errors) and all(kept) and all(right) else str(results)
-    if site.phase == "restoring":
-        ended = all("end the job" in error for error in errors)
-        held = all(kept) and all(right)
-        return ("ended" if ended else "held"), "" if ended or held else str(results)
-    if not (all(kept) and all(right)):
-        return "changed", str(results)
-    if not any(errors):
-        return "held", ""
-    named = f"rank {rank}: {kind}: injected"
-    own = kind == "KeyboardInterrupt"  # which the rank itself raises as it is
-    good = all(named in error or (own and r == rank) for r, error in enumerate(errors))
-    alike = len({error.partition(":")[0] for error in errors}) == 1
-    return "raised", "" if good and alike and all(errors) else str(errors)
+@pytest.fixture(scope="module")
+def ranks_of(ranks: Ranks, megatron_pools: Ranks) -> Callable[[str], Ranks]:
+    """The pools of a host."""
+
+    def get(host: str) -> Ranks:
+        if not host.startswith("Megatron"):
+            return ranks
+        pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+        return megatron_pools
+
+    return get
 
 
-def test_training_and_checkpoints_are_refused_where_weights_are_displaced(ranks: Ranks) -> None:
-    ranks(2).run(jobs.begin, STAGES["3"], {})
-    for method in REFUSED:
-        for error, kept, kind in ranks(2).run(jobs.train_inside, method):
-            assert f"engine.{method}() was called inside of measuring()" in error
-            assert kept and kind in ("method", "function")
-
-
-@pytest.mark.parametrize("stage", ["0", "3"])
-def test_a_slice_of_the_calls(ranks: Ranks, stage: str) -> None:
-    counts, wrong = sweep(ranks, STAGES[stage], {}, SLICE)
-    print(stage, counts)
+@pytest.mark.parametrize("host", cells(HOSTS, ["ZeRO-3", "torch DDP"]))
+def test_a_slice_of_the_calls(ranks_of: Callable[[str], Ranks], host: str) -> None:
+    faults = plan(ranks_of(host), host)
+    counts, wrong = sweep(ranks_of(host), host, faults[:: len(faults) // SLICE])
+    print(host, counts)
     assert not wrong, "\n".join(wrong)
-    assert counts["inside", "raised"] > SLICE // 2
+    assert counts["inside", "raised"] + counts["around", "raised"] > SLICE // 2
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_call(ranks: Ranks, stage: str) -> None:
-    counts, wrong = sweep(ranks, STAGES[stage], {})
-    print(stage, counts)
+@pytest.mark.parametrize("host", HOSTS)
+def test_every_call(ranks_of: Callable[[str], Ranks], host: str) -> None:
+    counts, wrong = sweep(ranks_of(host), host, plan(ranks_of(host), host))
+    print(host, counts)
     assert not wrong, "\n".join(wrong)
-    assert counts["inside", "raised"] > 100
+    assert counts["inside", "raised"] > 100 and counts["around", "raised"] > 50
+
+
+@pytest.fixture(scope="module")
+def engine(ranks: Ranks) -> Ranks:
+    """A ZeRO-3 engine on two ranks."""
+    ranks(2).run(jobs.begin, "ZeRO-3")
+    return ranks
+
+
+@pytest.mark.parametrize("what", jobs.POINTS)
+def test_a_failure_before_or_after_the_passes_ends_on_all_ranks(engine: Ranks, what: str) -> None:
+    for error, kept, right in engine(2).run(jobs.around, what, timeout=120):
+        assert "rank 1: MemoryError: full" in error
+        assert kept and right
+
+
+@pytest.mark.parametrize("host", cells(HOSTS, ["ZeRO-3", "torch DDP", "Megatron DP"]))
+def test_training_and_checkpoints_are_refused_where_weights_are_displaced(
+    ranks_of: Callable[[str], Ranks], host: str
+) -> None:
+    ranks = ranks_of(host)(2)
+    ranks.run(jobs.begin, host)
+    methods = ["state_dict", "optimizer.step"]
+    if host.startswith("ZeRO"):
+        methods = [name for name in WRITES_WEIGHTS if name not in OF_SOME_VERSIONS]
+    if host.startswith("Megatron"):
+        methods.append("sharded_state_dict")
+    for method in methods:
+        for error, kept, possible in ranks.run(jobs.train_inside, method):
+            assert "was called inside of measuring(), where the weights are displaced" in error
+            assert kept and possible, method
+
+
+OF_SOME_VERSIONS = {"save_fp16_model", "_consolidated_16bit_state_dict"}
+
+
+@pytest.mark.parametrize("host", cells(["torch DDP", "ZeRO-0", "Megatron DP"], ["torch DDP"]))
+@pytest.mark.parametrize("action", ["save", "exit"])
+def test_a_signal_ends_the_measurement_before_its_handler_saves(
+    ranks_of: Callable[[str], Ranks], host: str, action: str
+) -> None:
+    ranks_of(host)(2).run(jobs.begin, host)
+    other, own = ranks_of(host)(2).run(jobs.preempted, action, timeout=120)
+    assert (other[1], own[1]) == ([], [True])
+    assert other[2] and own[2]
+    if action == "save":  # the job continues, and a schedule with it
+        assert all(e.startswith("MeasurementError: ended by a signal") for e in (other[0], own[0]))
+        assert all("received SIGTERM" in e for e in (other[0], own[0])) and "rank 1" in other[0]
+    else:
+        assert own[0] == "SystemExit: 3"
+        assert other[0].startswith("KeyboardInterrupt") and "rank 1" in other[0]

@@ -15,7 +15,10 @@ from ds_hessian.ranks.agreement import active
 from ds_hessian.ranks.lockstep import Lockstep
 
 HOME = str(Path(ds_hessian.__file__).parent)
-MACHINERY = tuple(f"{HOME}/ranks/{name}.py" for name in ("lockstep", "collectives", "interrupts"))
+MACHINERY = tuple(
+    f"{HOME}/ranks/{name}.py"
+    for name in ("lockstep", "collectives", "interrupts", "passes", "calls")
+)
 """What brings the ranks together, which is not failed itself."""
 
 KERNELS = f"{HOME}/ops/"
@@ -31,7 +34,8 @@ class Site(NamedTuple):
     """A call: where it is made, what is called, and in which phase of a measurement.
 
     Attributes:
-        phase: "outside" of the lockstep, "inside", or "restoring" the training state.
+        phase: "outside" of a lockstep, "around" the measurement of a call, "inside" of it, or
+            "restoring" the training state.
     """
 
     phase: str
@@ -114,4 +118,6 @@ def _phase() -> str:
     follower = active.follower
     if not isinstance(follower, Lockstep):
         return "outside"
-    return "restoring" if follower.restoring else "inside"
+    if follower.restoring:
+        return "restoring"
+    return "inside" if isinstance(follower.outer, Lockstep) else "around"

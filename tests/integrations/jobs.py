@@ -106,7 +106,7 @@ def train(kind: str, measured: bool, **options: Any) -> dict[str, Any]:
         if measured:
             trainer.add_callback(callback)
         trainer.train()
-        written = sorted(path.name for path in Path(folder).glob("out/*"))
+        written = sorted(path.name for path in Path(folder).glob("out/step_*"))
         dist.barrier()  # before the folder of rank 0 goes
     engine = trainer.model_wrapped
     log = trainer.state.log_history[:-1]  # the last entry is the summary, with the time it took
@@ -123,6 +123,77 @@ def train(kind: str, measured: bool, **options: Any) -> dict[str, Any]:
     }
     _forget(engine)
     return found
+
+
+def resumed() -> tuple[list[str], list[str]]:
+    """A Trainer stops after two steps, and another goes on from its checkpoint for two more.
+
+    Returns the fingerprints of the micro-batches that each has measured.
+    """
+    from transformers import Trainer, TrainingArguments
+
+    from ds_hessian.integrations import HessianCallback
+
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    found = []
+    for steps in (2, 4):
+        arguments = TrainingArguments(
+            output_dir=folder[0],
+            deepspeed=config(**SECTION, output_path=f"{folder[0]}/out"),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=steps,
+            optim="adamw_torch",
+            use_cpu=True,
+            report_to="none",
+            save_strategy="steps",
+            save_steps=2,
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model=make_model("gpt2"), args=arguments, train_dataset=text(32))
+        callback = HessianCallback(trainer)
+        trainer.add_callback(callback)
+        trainer.train(resume_from_checkpoint=steps > 2)
+        assert not callback.failures, callback.failures
+        found.append([s.provenance.data_fingerprint for s in callback.spectra.values()])
+        _forget(trainer.model_wrapped)
+    return found[0], found[1]
+
+
+def chosen() -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], bool]:
+    """Inputs that a callback measures of a dataset, and of batches; and whether training's random
+    states stay."""
+    from transformers import Trainer, TrainingArguments
+
+    from ds_hessian.integrations import HessianCallback
+
+    measured, kept = [], []
+    loader = torch.utils.data.DataLoader(text(8), batch_size=2, shuffle=True)
+    for given in ({"dataset": text(32)}, {"batches": loader}):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = TrainingArguments(
+                output_dir=folder,
+                deepspeed=config(**{**SECTION, "output_path": f"{folder}/out"}),
+                per_device_train_batch_size=2,
+                gradient_accumulation_steps=2,
+                max_steps=2,
+                optim="adamw_torch",
+                use_cpu=True,
+                report_to="none",
+                save_strategy="no",
+                disable_tqdm=True,
+            )
+            trainer = Trainer(model=make_model("gpt2"), args=arguments, train_dataset=text(32))
+            callback = HessianCallback(trainer, **given)
+            trainer.add_callback(callback)
+            trainer.train()
+            assert list(callback.spectra) == [2], callback.failures
+            dist.barrier()
+        measured.append([m["inputs"] for m in callback.micro_batches])
+        kept.append(torch.get_rng_state())
+        _forget(trainer.model_wrapped)
+    return measured[0], measured[1], torch.equal(*kept)
 
 
 def accelerate(measured: bool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
@@ -99,6 +100,25 @@ def test_label_smoothing_is_part_of_the_loss_that_is_measured(ranks: Ranks) -> N
         smoothed = -(0.7 * right + 0.3 * logs.mean(-1))
         losses.append(smoothed[counted(labels)].sum().item() * share(micro_batch))
     assert found["spectra"][4].loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+@pytest.mark.full
+def test_a_resumed_trainer_measures_the_micro_batches_of_before(ranks: Ranks) -> None:
+    """It skips the data of the steps before, so that others would be the first it reads."""
+    for first, then in ranks(2).run(jobs.resumed):
+        assert len(first) == len(then) == 1 and first == then
+
+
+@pytest.mark.full
+def test_a_callback_measures_the_dataset_or_the_batches_that_it_is_given(ranks: Ranks) -> None:
+    rows = jobs.text(32)
+    for rank, (dataset, loader, same) in enumerate(ranks(2).run(jobs.chosen)):
+        for i, inputs in enumerate(dataset):
+            first = 2 * (2 * i + rank)
+            expected = torch.stack([row["input_ids"] for row in rows[first : first + 2]])
+            assert torch.equal(inputs["input_ids"], expected)
+        assert len(dataset) == jobs.SECTION["num_micro_batches"] == len(loader)
+        assert same  # reading a loader that shuffles draws nothing from training's generator
 
 
 def test_a_loop_on_accelerate_gets_its_spectra_and_trains_bitwise_the_same(ranks: Ranks) -> None:

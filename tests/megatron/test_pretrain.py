@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 from argparse import ArgumentParser
+from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -164,11 +166,38 @@ def test_pretrain_is_wrapped_by_the_names_of_its_arguments(monkeypatch: pytest.M
         return "output", "loss"
 
     module = sys.modules[__name__]
-    inner = lambda model, optimizer, scheduler, iteration: "kept"  # noqa: E731
-    monkeypatch.setattr(module, "post_training_step_callbacks", inner, raising=False)
+    inner = lambda model, optimizer, scheduler, iteration: False  # noqa: E731
+    monkeypatch.setattr(module, "checkpoint_and_decide_exit", inner, raising=False)
     face.with_hessian(pretrain_0_16)("d", "p", "t", forward_step)
     face.with_hessian(pretrain_0_19)("c", "d", "t", forward_step, model_provider="p")
     assert all(wrapped.__wrapped__ is forward_step for wrapped, _ in seen.values())
     parsed = seen["0.16"][1](ArgumentParser()).parse_args(["--hessian-interval", "7"])
     assert parsed.hessian_interval == 7
-    assert module.post_training_step_callbacks is inner  # type: ignore[attr-defined]
+    assert module.checkpoint_and_decide_exit is inner  # type: ignore[attr-defined]
+
+
+def test_a_measurement_follows_the_checkpoint_of_its_iteration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A failure, or a time limit, in the measurement cannot lose it; a job that exits measures
+    nothing more."""
+    from ds_hessian.integrations import megatron_pretrain
+
+    did, hook = list[str](), megatron_pretrain.PretrainHook()
+    hook._config = HessianConfig(interval=2)
+    monkeypatch.setattr(hook, "measure", lambda model, step, kind: did.append(f"{kind} {step}"))
+    monkeypatch.setattr(megatron_pretrain, "_interval_timer_stopped", nullcontext)
+
+    def checkpoint_and_decide_exit(model, optimizer, scheduler, iteration, *rest):
+        did.append(f"checkpoint {iteration}")
+        return iteration == 6
+
+    training = ModuleType("training")
+    training.checkpoint_and_decide_exit = checkpoint_and_decide_exit  # type: ignore[attr-defined]
+    with hook.installed(training):
+        exits = [training.checkpoint_and_decide_exit("m", "o", "s", i, 0, {}) for i in range(1, 7)]
+    assert exits == [False] * 5 + [True]
+    assert did == [
+        *("checkpoint 1", "checkpoint 2", "spectrum 2", "checkpoint 3", "checkpoint 4"),
+        *("spectrum 4", "checkpoint 5", "checkpoint 6"),
+    ]

@@ -444,7 +444,7 @@ GUARD = (
 
 RANKS = (
     Defect(
-        "dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)",
+        "dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)",
         "pass",
         "a rank does not hear of another one's failure",
         ("vectors/test_vectors.py::test_a_failure_on_one_rank_is_raised_on_all",),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ds_hessian.backends.guard import guarded
+from ds_hessian.backends.guard import Guard, guarded
 from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.forward import FixedForward
 from ds_hessian.backends.megatron.objective import ForwardStep, PipelineObjective
@@ -32,6 +32,7 @@ from ds_hessian.backends.protocol import (
     Passes,
     Precision,
 )
+from ds_hessian.backends.refusal import refuse_methods, training_refused
 from ds_hessian.backends.sharded import Shard, ShardedWeights
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import Item, tier_of
@@ -152,6 +153,7 @@ class MegatronBackend:
             with lockstep.together("saving the training state"):
                 guard = stack.enter_context(guarded(self.chunks, self.device, passes))
                 stack.callback(host.keep_logs(self.chunks))
+                self._refuse_training(guard, stack)
             stack.callback(host.without_gather_hooks(self.chunks))
             stack.callback(self._gather_parameters)  # on all ranks, wherever one fails
             with lockstep.together("keeping weights and gradients"):
@@ -166,6 +168,13 @@ class MegatronBackend:
                 forward = FixedForward(step, self.chunks, guard.random, guard.buffers)
             with lockstep.guarded():
                 yield MegatronSession(self, objective, forward, finalize, weights, lockstep)
+
+    def _refuse_training(self, guard: Guard, stack: ExitStack) -> None:
+        models: list[nn.Module] = [host.unwrap(chunk) for chunk in self.chunks]
+        for model in models:
+            refuse_methods(model, ("sharded_state_dict",), guard.attributes)
+        stepped = [t for run in self.runs for t in (run.weight, run.master) if t is not None]
+        stack.enter_context(training_refused([*self.chunks, *models], stepped))
 
     def _gather_parameters(self) -> None:
         host.gather_parameters(self.chunks)

@@ -38,6 +38,7 @@ from ds_hessian.backends.protocol import (
     Passes,
     Precision,
 )
+from ds_hessian.backends.refusal import training_refused
 from ds_hessian.backends.sharded import Shard, ShardedWeights
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import FP32, Item, tier_of
@@ -139,6 +140,7 @@ class ModuleBackend:
             with lockstep.together("saving the training state"):
                 guard = stack.enter_context(guarded(self.modules, self.space.device, passes))
                 stack.enter_context(kept_attributes(self.model))
+                stack.enter_context(training_refused(self.modules, given))
                 stack.enter_context(transparent(wrappers(self.module)))
                 made = stack.enter_context(stand_ins(self.model, sources, widen))
                 trained = [made[id(p)] for _, p in named]

@@ -35,12 +35,12 @@ from ds_hessian.backends.protocol import (
     Passes,
     Precision,
 )
+from ds_hessian.backends.refusal import refuse_methods, training_refused
 from ds_hessian.backends.sharded import Shard, ShardedWeights
 from ds_hessian.backends.zero import host
 from ds_hessian.backends.zero.flat import BF16Shards, FlatShards
 from ds_hessian.backends.zero.host import Engine
 from ds_hessian.backends.zero.memory import ZeroFigures, memory_of_zero
-from ds_hessian.backends.zero.refusal import refuse_training
 from ds_hessian.backends.zero.replicated import ReplicatedShards
 from ds_hessian.backends.zero.shards import Piece, Shards
 from ds_hessian.backends.zero.stage3 import Stage3Shards
@@ -155,7 +155,9 @@ class ZeroBackend:
             with lockstep.together("saving the training state"):
                 guard = stack.enter_context(guarded(self.modules, self.device, passes))
                 host.quiet(engine, guard.attributes)
-                refuse_training(engine, guard.attributes)
+                refuse_methods(engine, host.WRITES_WEIGHTS, guard.attributes)
+                masters = [m for m in map(shards.master, self.pieces) if m is not None]
+                stack.enter_context(training_refused(self.modules, masters))
                 stack.enter_context(host.forward_stack())
                 stack.callback(shards.stash())
             stack.callback(shards.publish)  # on all ranks, wherever one fails

@@ -84,6 +84,12 @@ class Engine(Protocol):
         ...
 
 
+WRITES_WEIGHTS = (
+    *("step", "save_checkpoint", "load_checkpoint", "save_16bit_model", "save_fp16_model"),
+    *("_zero3_consolidated_16bit_state_dict", "_consolidated_16bit_state_dict"),
+)
+"""Methods of an engine that read or write weights for good, on the disk or in the masters."""
+
 # State that forward and backward without step() may change, by owner.
 _ENGINE_STATE = (
     "micro_steps",

@@ -34,13 +34,16 @@ KINDS = {
 }
 """Optimizers that DeepSpeed makes at each stage and whose shards are known."""
 
+NO_OPTIMIZER = ("NoneType", "DummyOptim", "DeepSpeedZeRoOffload")
+"""Kinds of `engine.optimizer` where it has none; the last at ZeRO-3, for inference."""
+
 
 def _findings(engine: Engine) -> list[tuple[str, bool, str]]:
     config, optimizer = engine._config, engine.optimizer
     zero, kind = config.zero_config, type(optimizer).__name__
     stage, plain = int(zero.stage), isinstance(optimizer, torch.optim.Optimizer)
     return [
-        ("an engine without an optimizer", kind in ("NoneType", "DummyOptim"), "give it one"),
+        ("an engine without an optimizer", kind in NO_OPTIMIZER, "give it one"),
         (
             f"the engine class {type(engine).__name__} (its schedule owns forward and backward)",
             type(engine).__name__ != "DeepSpeedEngine",

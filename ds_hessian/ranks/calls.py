@@ -1,0 +1,37 @@
+"""Calls that all ranks make: a failure on one of them, wherever it is, ends the call on all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ds_hessian.ranks.agreement import active
+from ds_hessian.ranks.lockstep import Lockstep
+
+
+@contextmanager
+def collective(doing: str, device: torch.device | str, as_it_is: bool = True) -> Iterator[None]:
+    """Run the body, which may contain collectives, in a lockstep of all ranks.
+
+    Inside of another such call, or of a measurement, it adds nothing. A measurement in it has a
+    lockstep of its own, which knows its host.
+
+    Args:
+        doing: The action of the body, for the message.
+        device: The device of the tensors of the job's collectives.
+        as_it_is: Whether an error that all ranks share is raised unchanged.
+
+    Raises:
+        MeasurementError: the body raised on some rank. A `HessianError` is raised as it is on the
+            rank that was first.
+        KeyboardInterrupt: some rank was interrupted in it.
+
+    Collective.
+    """
+    if active.follower.follows:
+        yield
+        return
+    with Lockstep(torch.device(device)) as lockstep, lockstep.together(doing, as_it_is):
+        yield

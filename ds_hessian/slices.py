@@ -1,0 +1,142 @@
+"""The slice of data that automatic measurements are of, kept with the results.
+
+    <output_path>/micro_batches/rank<r>/batches.pt    a rank's micro-batches, and their fingerprint
+
+A job that is resumed reads other data first than it did at its beginning, so that figures of before
+and after would differ in data too. It finds its micro-batches here. Where it cannot, or where the
+user gives others, the log says so before the first measurement.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_hessian.backends.objective import Call, MicroBatches
+from ds_hessian.errors import ResultError
+from ds_hessian.ranks import gather_objects, together
+from ds_hessian.records.files import replacing
+from ds_hessian.vectors import VectorSpace
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "micro_batches"
+_CALL = "arguments of a call"
+UNREADABLE = (
+    *(OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError),
+    UnpicklingError,
+)
+"""What `torch.load` raises for a file that is damaged, or none of its own."""
+
+
+def settled(
+    space: VectorSpace, output: Path, batches: list[Any], resumed: bool, given: bool = False
+) -> list[Any]:
+    """Return the micro-batches to be measured: those kept by the job that this one resumes, or
+    these, which are then kept.
+
+    Args:
+        space: The space of the vectors.
+        output: The folder of the results.
+        batches: This rank's micro-batches.
+        resumed: Whether training began before this process.
+        given: Whether the user has chosen these micro-batches, which then are measured in any case.
+
+    Raises:
+        MeasurementError: some rank could not write.
+
+    Collective.
+    """
+    path = output / FOLDER / f"rank{space.rank}" / "batches.pt"
+    mine = MicroBatches(batches).fingerprint()
+    if resumed:
+        kept = _read(path, space)
+        every = gather_objects((kept.fingerprint, kept.batches is not None, mine))
+        if not given and all(whole for _, whole, _ in every) and kept.batches is not None:
+            if space.rank == 0:
+                logger.info("the micro-batches in %s are measured again", path.parent.parent)
+            return kept.batches
+        different = [there for there, _, here in every if there != here]
+        if different and space.rank == 0:
+            logger.warning(
+                "the measured micro-batches are not those of before the job was resumed "
+                "(fingerprint %s of rank 0; before: %s): figures of before and after differ in "
+                "data too",
+                mine,
+                different[0],
+            )
+    with together(f"keeping the micro-batches in {path.parent.parent}", device=space.device):
+        _write(path, mine, None if given else batches, space)
+    return batches
+
+
+class _Kept(NamedTuple):
+    """What a file holds: a fingerprint, or why there is none; and the micro-batches."""
+
+    fingerprint: str
+    batches: list[Any] | None
+
+
+def _read(path: Path, space: VectorSpace) -> _Kept:
+    if not path.exists():
+        return _Kept(f"none in {path.parent}", None)
+
+    def home(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else storage.to(space.device)
+
+    try:
+        # No code in the file is executed.
+        found = torch.load(path, map_location=home, weights_only=True)
+        if found["world_size"] != space.world_size:
+            return _Kept(f"those of {found['world_size']} ranks", None)
+        batches = found["batches"]
+        kept = None if batches is None else [_rebuilt(batch) for batch in batches]
+        fingerprint = found["fingerprint"]
+        if kept is not None and MicroBatches(kept).fingerprint() != fingerprint:
+            return _Kept(f"damaged in {path}", None)
+        return _Kept(str(fingerprint), kept)
+    except UNREADABLE as error:
+        return _Kept(f"unreadable in {path}: {type(error).__name__}", None)
+
+
+def _write(path: Path, fingerprint: str, batches: list[Any] | None, space: VectorSpace) -> None:
+    try:
+        plain = None if batches is None else [_plain(batch) for batch in batches]
+    except ResultError as error:
+        logger.warning("the measured micro-batches are not kept for a resumed job: %s", error)
+        plain = None
+    content = {"fingerprint": fingerprint, "world_size": space.world_size, "batches": plain}
+    with replacing(path) as file:
+        torch.save(content, file)
+
+
+def _plain(value: Any) -> Any:
+    """Return a micro-batch of tensors, containers and plain values alone.
+
+    Raises:
+        ResultError: it holds something else.
+    """
+    if isinstance(value, Call):
+        return {_CALL: [_plain(value.args), _plain(value.kwargs)]}
+    if isinstance(value, Tensor):
+        return value.detach().clone()  # without the rest of its storage
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(v) for v in value)
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise ResultError(f"they hold a {type(value).__name__}")
+
+
+def _rebuilt(value: Any) -> Any:
+    if isinstance(value, dict) and _CALL in value:
+        args, kwargs = value[_CALL]
+        return Call(args, kwargs)
+    return value
