@@ -90,10 +90,9 @@ class GaussNewton:
     ) -> None:
         self.session, self.space = session, session.space
         self.cost = OperatorCost()
-        started = time.perf_counter()
         reading = Reading(session, outputs)
         self.gradient = reading.gradient
-        self.cost.gradient_seconds = time.perf_counter() - started
+        self.cost.gradient_seconds = reading.seconds
         if not math.isfinite(self.space.norm(self.gradient)):
             raise NumericsError(
                 "the gradient at the current weights is not finite, so there is no curvature: look "
