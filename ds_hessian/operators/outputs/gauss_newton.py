@@ -282,7 +282,7 @@ class GaussNewton:
     ) -> _Figures:
         """Return the figures of an evaluation of a share of the micro-batches, for the mean."""
         pairs = [(out, out), (out, v)]
-        if share < 1 and self._before is not None:
+        if self._before is not None:
             pairs += [(self._before.vector, self._before.vector), (self._before.vector, out)]
         dots = ops.dots(pairs, self.space.n_owned).cpu()
         form = torch.tensor([sums.form], dtype=torch.float64)
