@@ -144,8 +144,9 @@ class Session(Protocol):
         loss: The mean loss at the weights; NaN until every unit has been evaluated once.
         head: Where the model's outputs are. It, `forward` and `cotangent_scale` are for operators
             of the loss in the outputs.
-        cotangent_scale: The factor from derivatives of the loss, as hooks saw them in the last
-            backward, to terms of `add_gradient`, which are then their sum over all ranks.
+        cotangent_scale: The factor from derivatives of the loss, as hooks see them in a backward,
+            to terms of `add_gradient`, which are then their sum over all ranks. It is known during
+            a backward, but for the first one of a session, and may depend on its units.
     """
 
     layout: Layout

@@ -269,6 +269,15 @@ def test_what_does_not_pass_the_outputs_is_in_the_residual() -> None:
             assert gap < SLACK * sum(p.error * p.norm for p in products)
 
 
+def test_a_single_micro_batch_is_pilot_and_all(gpt: nn.Module) -> None:
+    exact = ExactGaussNewton(gpt, "head", tokens, DATA[:1])
+    with operators(gpt, DATA[:1], None, "ggn") as (backend, (g,)):
+        for v, truth in krylov(backend, exact, 4):
+            product = g.matvec(v)
+            error = relative(product.vector, truth)
+            assert error < min(3e-4, SLACK * product.error)
+
+
 def test_a_measurement_may_have_several_operators(gpt: nn.Module) -> None:
     backend = ModuleBackend(gpt)
     with backend.measuring(backend.objective(DATA)) as session:

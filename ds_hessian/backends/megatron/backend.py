@@ -261,12 +261,12 @@ class MegatronSession:
         if not micro_batches:
             return
         backend = self._backend
+        # The schedule averages over the micro-batches of the run, or sums over tokens.
+        factor = 1.0 if self._forward.per_token else float(len(micro_batches))
+        self.cotangent_scale = factor * host.share_of_rank(self._forward.per_token, self.head)
         self._run(micro_batches.start * backend.group, len(micro_batches) * backend.group)
         host.reduce_gradients(backend.chunks, self._finalize)
         self._note(micro_batches)
-        # The schedule has averaged over the micro-batches of the run, or summed over tokens.
-        factor = 1.0 if self._forward.per_token else float(len(micro_batches))
-        self.cotangent_scale = factor * host.share_of_rank(self._forward.per_token, self.head)
         for run, (_, part) in zip(backend.runs, self.layout, strict=True):
             out[part].add_(run.gradient.to(out.dtype), alpha=factor)
 

@@ -90,10 +90,9 @@ class GaussNewton:
     ) -> None:
         self.session, self.space = session, session.space
         self.cost = OperatorCost()
-        started = time.perf_counter()
         reading = Reading(session, outputs)
         self.gradient = reading.gradient
-        self.cost.gradient_seconds = time.perf_counter() - started
+        self.cost.gradient_seconds = reading.seconds
         if not math.isfinite(self.space.norm(self.gradient)):
             raise NumericsError(
                 "the gradient at the current weights is not finite, so there is no curvature: look "
@@ -283,7 +282,7 @@ class GaussNewton:
     ) -> _Figures:
         """Return the figures of an evaluation of a share of the micro-batches, for the mean."""
         pairs = [(out, out), (out, v)]
-        if share < 1 and self._before is not None:
+        if self._before is not None:
             pairs += [(self._before.vector, self._before.vector), (self._before.vector, out)]
         dots = ops.dots(pairs, self.space.n_owned).cpu()
         form = torch.tensor([sums.form], dtype=torch.float64)

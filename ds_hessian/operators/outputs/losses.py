@@ -16,7 +16,7 @@ Memory: a weight, and for the Fisher matrix a label, for each token.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,8 @@ class Tokens:
     """What is kept of the cross entropy of one micro-batch.
 
     Attributes:
-        weights: omega, `(T,)` fp32; 0 for a token without a loss.
+        weights: omega, `(T,)` fp32; 0 for a token without a loss. In units of the cotangents, or
+            after `scaled` of the terms of `Session.add_gradient`.
         labels: `(T,)`, of this rank's classes; -1 for a label elsewhere, or none.
         dim: The dimension of the outputs along which the classes are.
         group: The ranks over which these are split; None if they are not.
@@ -48,6 +49,10 @@ class Tokens:
     labels: Tensor
     dim: int
     group: dist.ProcessGroup | None
+
+    def scaled(self, factor: float) -> Tokens:
+        """Return the same with weights times a factor."""
+        return replace(self, weights=self.weights * factor)
 
     def hessian(self, f: Tensor, u: Tensor) -> Tensor:
         """Return `H_out u`, in the shape of the outputs, fp32."""
@@ -90,6 +95,10 @@ class Squares:
     """
 
     weights: Tensor
+
+    def scaled(self, factor: float) -> Squares:
+        """Return the same with weights times a factor."""
+        return Squares(self.weights * factor)
 
     def hessian(self, f: Tensor, u: Tensor) -> Tensor:
         """Return `H_out u`."""

@@ -26,7 +26,7 @@ SAMPLES = 2**16
 """Entries of the outputs of a micro-batch from which the nonlinearity ratio is taken, at most."""
 
 OutputProduct = Callable[[int, Tensor, Tensor], Tensor]
-"""`(micro-batch, f, u)` to `H_out u`, in the shape of the outputs, fp32."""
+"""`(micro-batch, f, u)` to `H_out u` in units of the gradient's terms, in the shape of f, fp32."""
 
 
 @dataclass
@@ -71,8 +71,8 @@ class _Silence:
 class _Known:
     """Puts `H_out delta` in place of the cotangent."""
 
-    def __init__(self, group: Group, product: OutputProduct, sums: Sums) -> None:
-        self.group, self.product, self.sums = group, product, sums
+    def __init__(self, session: Session, group: Group, product: OutputProduct, sums: Sums) -> None:
+        self.session, self.group, self.product, self.sums = session, group, product, sums
 
     def outputs(self, index: int, f: Tensor) -> None:
         self.group.bend(index, f, self.sums)
@@ -81,14 +81,14 @@ class _Known:
         u = self.group.differences[index]
         found = self.product(index, f, u)
         self.sums.form += float((found * u).sum(dtype=torch.float64))
-        return found.to(c.dtype)
+        return found.div_(self.session.cotangent_scale).to(c.dtype)
 
 
 class _Shifted:
     """Lets the job's loss run at `f + rho delta`."""
 
-    def __init__(self, group: Group, rho: float, sums: Sums) -> None:
-        self.group, self.rho, self.sums = group, rho, sums
+    def __init__(self, session: Session, group: Group, rho: float, sums: Sums) -> None:
+        self.session, self.group, self.rho, self.sums = session, group, rho, sums
 
     def outputs(self, index: int, f: Tensor) -> Tensor:
         if self.rho > 0:
@@ -97,7 +97,7 @@ class _Shifted:
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> None:
         along = (c.float() * self.group.differences[index]).sum(dtype=torch.float64)
-        self.sums.form += math.copysign(0.5 / abs(self.rho), self.rho) * float(along)
+        self.sums.form += float(along) * self.session.cotangent_scale / (2 * self.rho)
 
 
 class Group:
@@ -207,19 +207,16 @@ class Passes:
         are.
         """
         if self.product is not None:
-            self._pass(out, micro_batches, _Known(group, self.product, found := Sums()), found)
-            _add(sums, found)
+            self._pass(out, micro_batches, _Known(self.session, group, self.product, sums))
             return
         for sign in (1.0, -1.0):
-            listener = _Shifted(group, sign * self.rho, found := Sums())
-            self._pass(out, micro_batches, listener, found)
-            _add(sums, found)
+            listener = _Shifted(self.session, group, sign * self.rho, sums)
+            self._pass(out, micro_batches, listener)
             out.neg_()
 
-    def _pass(self, out: Tensor, some: range, listener: _Known | _Shifted, found: Sums) -> None:
+    def _pass(self, out: Tensor, some: range, listener: _Known | _Shifted) -> None:
         with self.tap.listening(some, listener):
             self.session.add_gradient(out, some)
-        found.form *= self.session.cotangent_scale
 
     def differences(self, v: Tensor, step: float, micro_batches: range, sums: Sums) -> Group:
         """Return the differences of the outputs, not scaled yet."""
@@ -267,17 +264,12 @@ class Passes:
                         delta, middle = above[i] - below[i], above[i].add_(below[i]).div_(2)
                         form += float((product(i, middle, delta) * delta).double().sum())
                 found.append(form)
-        return [form * self.session.cotangent_scale for form in found]
+        return found
 
     def around(self, out: Tensor, micro_batches: range) -> None:
         """Add the gradient that does not pass the outputs to `out`, at the weights as they are."""
         with self.tap.listening(micro_batches, _Silence()):
             self.session.add_gradient(out, micro_batches)
-
-
-def _add(sums: Sums, found: Sums) -> None:
-    sums.squares += found.squares
-    sums.form += found.form
 
 
 def _sample(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ outputs, to see whether the loss is quadratic in them.
 
 from __future__ import annotations
 
+import time
 from typing import Literal
 
 import torch
@@ -86,9 +87,11 @@ class Reading:
     Attributes:
         tap: The outputs.
         gradient: The gradient at the weights, divided by the session's scale.
-        tokens: By micro-batch, where the loss is cross entropy; else empty.
-        squares: By micro-batch, where the loss is quadratic in the outputs; else empty.
+        tokens: By micro-batch, where the loss is cross entropy, in units of the terms of the
+            gradient; else empty.
+        squares: The same where the loss is quadratic in the outputs.
         kind: Which of the two, on all ranks; None for another loss.
+        seconds: The time of one gradient over all micro-batches.
         largest: Bytes of the largest outputs of a micro-batch, in fp32.
 
     Collective: the constructor.
@@ -105,11 +108,15 @@ class Reading:
         reader, every = _Reader(session), range(session.num_micro_batches)
         # The first micro-batch again, now that it is known where to listen.
         again = self.space.zeros()
-        with self.tap.listening(range(1), reader):
-            session.add_gradient(again, range(1))
+        self.seconds = 0.0
+        for out, some in ((again, every[:1]), (self.gradient, every[1:])):
+            started = time.perf_counter()
+            with self.tap.listening(some, reader):
+                session.add_gradient(out, some)
+            for i in set(self.tap.calls(some)) & reader.tokens.keys():
+                reader.tokens[i] = reader.tokens[i].scaled(session.cotangent_scale)
+            self.seconds += time.perf_counter() - started
         del again
-        with self.tap.listening(every[1:], reader):
-            session.add_gradient(self.gradient, every[1:])
         self.largest = reader.largest
         if not self._failed(reader.failed):
             self.tokens, self.kind = reader.tokens, "cross entropy"
@@ -121,6 +128,8 @@ class Reading:
                     session.add_gradient(waste, range(i, i + 1))
             if self._failed(prober.failed):
                 return
+            for k in set(self.tap.calls(range(i, i + 1))) & prober.squares.keys():
+                prober.squares[k] = prober.squares[k].scaled(session.cotangent_scale)
         self.squares, self.kind = prober.squares, "squares"
 
     def _failed(self, count: int) -> bool:

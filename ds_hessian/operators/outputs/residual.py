@@ -30,7 +30,8 @@ class FixedCotangents:
 
     def __init__(self, session: Session, tap: Tap) -> None:
         self._session, self._tap = session, tap
-        self._kept: dict[int, Tensor] = {}
+        self._kept: dict[int, tuple[Tensor, float]] = {}  # with the scale of its pass
+        self._new: dict[int, Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
@@ -40,16 +41,21 @@ class FixedCotangents:
         if micro_batches:
             with self._tap.listening(micro_batches, self):
                 self._session.add_gradient(out, micro_batches)
+            scale = self._session.cotangent_scale  # known after a first pass
+            self._kept |= {i: (c, scale) for i, c in self._new.items()}
+            self._new.clear()
 
     def outputs(self, index: int, f: Tensor) -> None:
         """Add nothing."""
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor | None:
         """Return the cotangent of the first evaluation."""
-        if index in self._kept:
-            return self._kept[index]
-        self._kept[index] = c.clone()
-        return None
+        if index not in self._kept:
+            self._new[index] = c.clone()
+            return None
+        kept, scale = self._kept[index]
+        now = self._session.cotangent_scale
+        return kept if scale == now else kept * (scale / now)
 
 
 def residual(
