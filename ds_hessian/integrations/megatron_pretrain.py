@@ -97,6 +97,7 @@ class PretrainHook(Measurements):
         super().__init__()
         self._config: HessianConfig | None = None
         self._hessian: Hessian | None = None
+        self._optimizer: object = None
         self._recorded: dict[int, list[object]] = {}
 
     @property
@@ -157,7 +158,7 @@ class PretrainHook(Measurements):
         from megatron.training import get_args
 
         args = get_args()
-        return megatron_hessian(model, self.config).use(
+        return megatron_hessian(model, self.config, self._optimizer).use(
             self._batches(),
             self._forward_step,
             seq_length=args.seq_length,
@@ -183,6 +184,7 @@ class PretrainHook(Measurements):
         @functools.wraps(inner)
         def callbacks(*args: object, **kwargs: object) -> object:
             given = signature.bind(*args, **kwargs).arguments
+            self._optimizer = given.get("optimizer")
             for kind in due(self.config, given["iteration"]):
                 with _interval_timer_stopped():
                     self.measure(given["model"], given["iteration"], kind)
