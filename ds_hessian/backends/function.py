@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -123,6 +123,13 @@ class FixedFunction(TorchFunctionMode):
         dropout: Whether functions drop as training's do; else their probability is 0.
     """
 
+    _evaluating: ClassVar[int] = 0
+
+    @classmethod
+    def is_evaluated(cls) -> bool:
+        """Return whether a forward in this process now is one of a measurement, not of training."""
+        return cls._evaluating > 0
+
     def __init__(self, dropout: bool) -> None:
         super().__init__()
         self._dropout = dropout
@@ -146,10 +153,12 @@ class FixedFunction(TorchFunctionMode):
     def running(self) -> Iterator[None]:
         """Run forwards and backwards in the body; `at` says which forward begins."""
         self._latest, self._since = None, 0
+        FixedFunction._evaluating += 1
         try:
             with self:
                 yield
         finally:
+            FixedFunction._evaluating -= 1
             self._inputs.clear()
             self._known.clear()
 

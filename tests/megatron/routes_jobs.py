@@ -81,11 +81,11 @@ def analyses(job: Job) -> dict[str, Any]:
         optimizer = _stepped(job, chunks)
         hessian = MegatronHessian(chunks, QUIET, optimizer)
         hessian.use(my_batches(), make_forward_step(job), **SIZES)
-        pairs = hessian.eigenpairs(k=2, which="LA", max_matvecs=24)
+        pairs = hessian.eigenpairs(k=1, which="LA", max_matvecs=12)
         b = hessian.random_vector(seed=3)
-        solution = hessian.solve(b, [100.0], num_matvecs=8)
+        solution = hessian.solve(b, [100.0], num_matvecs=5)
         coupling = hessian.block_coupling("layers")
-        trace = hessian.trace("hutchinson", num_matvecs=3)
+        trace = hessian.trace("hutchinson", num_matvecs=2)
         sharpness = hessian.sharpness()
         adam = hessian.backend.adam()
         return {
@@ -103,7 +103,7 @@ def influences(job: Job) -> tuple[Any, float]:
     """Scores of each micro-batch, an example each, on all of them; and the query's loss."""
     with running(job) as chunks:
         hessian = hessian_of(chunks, job)
-        found = hessian.influence(my_batches(), my_batches(), [50.0], num_matvecs=8)
+        found = hessian.influence(my_batches(), my_batches(), [50.0], num_matvecs=5)
         return found.scores, found.query_loss
 
 
