@@ -86,17 +86,28 @@ def analyses(job: Job) -> dict[str, Any]:
         solution = hessian.solve(b, [100.0], num_matvecs=5)
         coupling = hessian.block_coupling("layers")
         trace = hessian.trace("hutchinson", num_matvecs=2)
-        sharpness = hessian.sharpness()
         adam = hessian.backend.adam()
         return {
             "eigenpairs": list(pairs.values),
             "trace": [trace.value],
             "solve": [hessian.dot(b, solution.x[0]), hessian.dot(solution.x[0], solution.x[0])],
             "block coupling": coupling.relative_errors.tolist(),
-            "sharpness": [sharpness.eigenvalue_max.value, sharpness.preconditioned.value],
-            "curvatures": [sharpness.gradient_curvature, sharpness.update_curvature],
-            "adam": [hessian.dot(adam.denominator, adam.denominator), sharpness.update_norm],
+            "Adam's divisor": [hessian.dot(adam.denominator, adam.denominator)],
+            "Adam's step": [hessian.dot(adam.last_step, adam.last_step)],
         }
+
+
+def sharpness(job: Job) -> list[float]:
+    """Figures of the sharpness, as Adam sees it too."""
+    with running(job) as chunks:
+        from ds_hessian.megatron import MegatronHessian
+
+        optimizer = _stepped(job, chunks)
+        hessian = MegatronHessian(chunks, QUIET, optimizer)
+        hessian.use(my_batches(), make_forward_step(job), **SIZES)
+        found = hessian.sharpness()
+        top = [found.eigenvalue_max.value, found.preconditioned.value]
+        return [*top, found.gradient_curvature, found.update_curvature]
 
 
 def influences(job: Job) -> tuple[Any, float]:

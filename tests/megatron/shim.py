@@ -129,6 +129,12 @@ def install() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    # It hands sizes that are on the CPU already to the all-to-all as they are, as tensors.
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
+    dispatcher.maybe_move_tensor_to_cpu = lambda sizes, as_numpy=False, record_stream=False: (
+        sizes.numpy() if as_numpy and isinstance(sizes, torch.Tensor) else sizes
+    )
     # Multi-latent attention asks whether a layer is Transformer Engine's, without it no class
     # (transformer/multi_latent_attention.py).
     import megatron.core.transformer.multi_latent_attention as latent

@@ -132,6 +132,16 @@ def test_all_analyses_are_those_of_one_process(
         assert np.allclose(runs[0][kind], figures, atol=1e-2 * scale, rtol=0), kind
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["TP sequence parallel", "DP distributed optimizer overlap"])
+def test_preconditioned_sharpness_is_that_of_one_process(megatron_ranks: Ranks, name: str) -> None:
+    size, layout = ANALYSED[name]
+    ((*top, along, update),) = megatron_ranks(1).run(routes_jobs.sharpness, Job())
+    for found in megatron_ranks(size).run(routes_jobs.sharpness, Job(**layout)):
+        assert np.allclose(found[:2], top, rtol=0.05)
+        assert np.allclose(found[2:], [along, update], rtol=0.05)
+
+
 @pytest.mark.parametrize("name", cells(ANALYSED, ["PP"]))
 def test_influences_are_those_of_one_process(megatron_ranks: Ranks, name: str) -> None:
     size, layout = ANALYSED[name]
