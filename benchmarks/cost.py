@@ -67,7 +67,7 @@ def main() -> None:
             engine.step()
     batches = [sample(text, 4, args.context, generator) for _ in range(8)]
     trained = peak_megabytes()
-    engine.module.eval()  # as the measurement runs
+    engine.module.eval()  # without dropout, as the measurement
     plain_gradient(engine, batches)
     spectra, gradients = [], [plain_gradient(engine, batches) for _ in range(4)]
     for _ in range(args.rounds):

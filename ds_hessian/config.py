@@ -213,8 +213,14 @@ class HessianConfig(_Section):
     )
     dropout: bool = _field(
         False,
-        "Measure with the modules in train mode, one fixed set of dropout masks per micro-batch "
-        "(`true`), or in eval mode (`false`).",
+        "Drop as training does, by one fixed set of masks per micro-batch (`true`), or drop "
+        "nothing (`false`).",
+        "true or false",
+    )
+    batch_statistics: bool = _field(
+        False,
+        "Batch normalisation by the statistics of each micro-batch, as in training (`true`), or by "
+        "the running ones, as in evaluation (`false`).",
         "true or false",
     )
     parameters: Annotated[str | list[str], BeforeValidator(_names)] | None = _field(

@@ -43,8 +43,8 @@ def attach(job: Job, optimizer: Any = None, config: Settings = None) -> Hessian:
     Args:
         job: An engine from `deepspeed.initialize`; model chunks on megatron-core, one or the list
             that its schedules take; or a plain `nn.Module`, maybe in `DistributedDataParallel`.
-        optimizer: The optimizer of a plain module, whose Adam state preconditions. Other jobs take
-            the config as this argument.
+        optimizer: The optimizer of a plain module or of chunks on megatron-core, whose Adam state
+            preconditions. The config may be this argument.
         config: The settings: a `HessianConfig`, or a whole DeepSpeed config (dict or path) with a
             `"hessian"` section; for a plain module also a dict of the settings themselves. None for
             the section of the engine's own config, or defaults.
@@ -55,7 +55,7 @@ def attach(job: Job, optimizer: Any = None, config: Settings = None) -> Hessian:
 
     Collective.
     """
-    if config is None and not isinstance(optimizer, torch.optim.Optimizer):
+    if config is None and not _is_optimizer(optimizer):
         optimizer, config = None, optimizer
     with collective("attaching", device_of(job)):
         if getattr(job, "hessian", None) is not None:
@@ -72,9 +72,7 @@ def attach(job: Job, optimizer: Any = None, config: Settings = None) -> Hessian:
         return hessian
 
 
-def hessian_of(
-    job: Job, config: Settings = None, optimizer: torch.optim.Optimizer | None = None
-) -> Hessian:
+def hessian_of(job: Job, config: Settings = None, optimizer: Any = None) -> Hessian:
     """Return the Hessian of a job, which is not changed; the arguments are those of `attach`.
 
     Raises:
@@ -85,7 +83,7 @@ def hessian_of(
     """
     with collective("attaching", device_of(job)):
         if _is_megatron(job):
-            return megatron_hessian(job, _section(config))
+            return megatron_hessian(job, _section(config), optimizer)
         if _is_engine(job):
             zero.refuse_unsupported(job)
             settings = _section(zero.settings_of(job) if config is None else config)
@@ -114,13 +112,16 @@ def device_of(job: object) -> torch.device:
 
 
 def megatron_hessian(
-    model: Chunk | Sequence[Chunk], config: HessianConfig | Mapping[str, object] | None = None
+    model: Chunk | Sequence[Chunk],
+    config: HessianConfig | Mapping[str, object] | None = None,
+    optimizer: Any = None,
 ) -> Hessian:
     """Return the Hessian of model chunks on megatron-core.
 
     Args:
         model: The chunks: one, or the list that the schedules take.
         config: The settings, or a dictionary of them; None for the defaults.
+        optimizer: Their optimizer, of megatron-core too, whose Adam state preconditions.
 
     Raises:
         ConfigError: a setting is unknown or impossible, or the chunks are not those of the job.
@@ -135,7 +136,7 @@ def megatron_hessian(
             config = HessianConfig.parse({} if config is None else config)
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         megatron.refuse_unsupported(chunks)
-        return Hessian(megatron.MegatronBackend(chunks), config)
+        return Hessian(megatron.MegatronBackend(chunks, optimizer), config)
 
 
 def _is_engine(job: object) -> TypeGuard[DeepSpeedEngine]:
@@ -145,6 +146,11 @@ def _is_engine(job: object) -> TypeGuard[DeepSpeedEngine]:
 def _is_megatron(job: object) -> TypeGuard[Chunk | Sequence[Chunk]]:
     chunks = job if isinstance(job, (list, tuple)) else [job]
     return any(type(chunk).__module__.startswith("megatron.") for chunk in chunks)
+
+
+def _is_optimizer(found: object) -> bool:
+    ours = isinstance(found, torch.optim.Optimizer)
+    return ours or type(found).__module__.startswith("megatron.")
 
 
 def _section(config: Settings) -> HessianConfig:

@@ -86,7 +86,8 @@ class MemoryPlan:
             f"  {item.name:<{width}}{shown(item.size):>12}  {item.tier:<11}  {when(item)}".rstrip()
             for item in rows
         ]
-        return "\n".join(["memory per rank beyond training's:", *lines])
+        head = "memory per rank beyond training's, whose recomputation of activations is repeated:"
+        return "\n".join([head, *lines])
 
 
 def in_stage(stage: str, items: Iterable[Item]) -> list[Item]:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_hessian.backends.function import FixedFunction
 from ds_hessian.backends.objective import Call
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import HessianError
@@ -96,7 +97,7 @@ class Capture:
     def _on_forward(
         self, engine: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
-        if self.model.training:
+        if self.model.training and not FixedFunction.is_evaluated():
             # The Trainer of transformers has its models divide by the tokens of a whole step, over
             # all ranks; without the argument they return the mean loss of the micro-batch.
             kwargs = {k: v for k, v in kwargs.items() if k != "num_items_in_batch"}

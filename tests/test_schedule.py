@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ds_hessian
 from ds_hessian.config import HessianConfig
 from ds_hessian.schedule import Capture, due
 
@@ -64,3 +65,15 @@ def test_captured_are_the_first_calls_of_training_as_they_were() -> None:
     first = captured.calls[0]
     assert torch.equal(first.args[0], before[0])
     assert torch.equal(first.kwargs["scale"]["by"], before[1])
+
+
+def test_the_passes_of_a_measurement_are_not_captured() -> None:
+    """They run in train mode, as those of training do."""
+    engine = Square()
+    captured = Capture(engine, engine, 2)
+    hessian = ds_hessian.attach(engine, config={"progress": False, "plot": False})
+    batch = {"x": torch.randn(4, 3), "scale": {"by": torch.randn(3)}}
+    hessian.use([batch]).spectrum(num_matvecs=2)
+    assert captured.calls == []
+    engine(**batch)
+    assert len(captured.calls) == 1

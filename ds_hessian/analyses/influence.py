@@ -15,6 +15,7 @@ from ds_hessian.analyses.measurement import Subject
 from ds_hessian.analyses.solve import Solve
 from ds_hessian.backends.protocol import Backend, Objective, Session
 from ds_hessian.config import HessianConfig
+from ds_hessian.errors import UnsupportedError
 from ds_hessian.memory import Item
 from ds_hessian.planning import Settings, Share
 from ds_hessian.records import HessianInfluence
@@ -87,6 +88,12 @@ class Influence(Analysis[HessianInfluence]):
         dots = []
         with _evaluating(subject, self.examples) as session:
             count = session.num_micro_batches
+            if count != self.examples.num_micro_batches:
+                raise UnsupportedError(
+                    "ds_hessian does not support influences of single micro-batches where the "
+                    "schedule can only run groups of them (interleaved pipelines); measure them "
+                    "on another layout of the job"
+                )
             for i in range(count):
                 gradient.zero_()
                 session.add_gradient(gradient, range(i, i + 1))

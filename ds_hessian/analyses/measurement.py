@@ -10,7 +10,7 @@ import platform
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from ds_hessian.backends.protocol import Backend, Objective, Passes, Session
 from ds_hessian.backends.restricted import names_of
 from ds_hessian.config import HessianConfig, OperatorName
-from ds_hessian.operators import Curvature, curvature
+from ds_hessian.operators import Curvature, OperatorCost, curvature
 from ds_hessian.operators.sampling import require_several
 from ds_hessian.records import Cost, Provenance
 from ds_hessian.resume import SavedRun, identity_of, retire, settings_of
@@ -46,11 +46,13 @@ class Subject:
     objective: Objective
     config: HessianConfig
     retires: bool = False
+    _cost: list[OperatorCost] = field(default_factory=list, init=False, repr=False)
 
     @property
     def passes(self) -> Passes:
         """The arithmetic of forward and backward."""
-        return Passes(self.config.dropout, self.config.finite_difference.precision)
+        config = self.config
+        return Passes(config.dropout, config.finite_difference.precision, config.batch_statistics)
 
     def draw(self, number: int) -> Tensor:
         """Draw the random unit vector of this number, `(n_local,)`, as configured."""
@@ -100,6 +102,7 @@ class Subject:
             if saved is not None:
                 here = {**self._identity(session, operator), **(identity or {})}
                 saved.take_up(operator, here, session.unit_roundoff)
+            self._cost[:] = [operator.cost]
             yield Measurement(self, session, operator, saved, began, reduced), saved
 
     def curvature(self, session: Session, operator: OperatorName | None = None) -> Curvature:
@@ -116,8 +119,9 @@ class Subject:
         return identity_of(session, operator, self.objective, self.config, step, parameters)
 
     def provenance(self) -> Provenance:
-        """Return the model, the data and the settings of a measurement made now."""
+        """Return the model, the data and the settings of the measurement made last."""
         found, config = self.backend.describe(), self.config
+        spent = self._cost[0] if self._cost else OperatorCost()
         difference = config.finite_difference
         return Provenance(
             step=self.backend.step,
@@ -139,6 +143,9 @@ class Subject:
             dropout=config.dropout,
             operator=config.operator,
             parameters=names_of(self.backend),
+            batch_statistics=config.batch_statistics,
+            held_choices=spent.choices,
+            flipped_choices=spent.flips / max(spent.products, 1),
             ds_hessian_version=__version__,
         )
 

@@ -1,8 +1,8 @@
 """The guard: it saves the training state common to all hosts, and restores it after a measurement.
 
-`guarded` saves random states, module buffers, train flags, the grad mode and, for passes in fp32,
-the switches of reduced fp32 arithmetic. A host pushes its own entries to the same stack; they are
-undone in reverse order, also when something raises.
+`guarded` saves random states, module buffers, train flags, probabilities of dropout, the grad mode
+and, for passes in fp32, the switches of reduced fp32 arithmetic. A host pushes its own entries to
+the same stack; they are undone in reverse order, also when something raises.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
+from ds_hessian.backends.function import FixedFunction
 from ds_hessian.backends.protocol import Passes
+from ds_hessian.errors import UnsupportedError
 
 _MISSING = object()
 
@@ -145,15 +150,81 @@ class Buffers:
 
 
 @contextmanager
-def training_flags(module: nn.Module, train: bool) -> Iterator[None]:
-    """Run the body in train or eval mode, and restore every submodule's own flag after it."""
+def training_flags(module: nn.Module) -> Iterator[None]:
+    """Run the body in the mode in which the job trains, and restore every submodule's flag after.
+
+    A module in train mode stays as it is: submodules that the job has in eval mode (frozen ones)
+    are so in training. One in eval mode, for an evaluation, has lost these flags: all of it is
+    brought to train mode.
+    """
     flags = [(m, m.training) for m in module.modules()]
-    module.train(train)
+    if not module.training:
+        module.train()
     try:
         yield
     finally:
         for m, flag in flags:
             m.training = flag
+
+
+def normalise_by_running_statistics(module: nn.Module) -> None:
+    """Bring submodules that update statistics in train mode, and then use those of the micro-batch,
+    to eval mode: batch normalisation, and spectral normalisation.
+    """
+    for m in module.modules():
+        legacy = any(isinstance(hook, SpectralNorm) for hook in m._forward_pre_hooks.values())
+        if "running_mean" in m._buffers or isinstance(m, _SpectralNorm) or legacy:
+            m.training = False
+
+
+def without_dropout(module: nn.Module, attributes: Attributes) -> None:
+    """Set the probabilities of dropout to 0 that no call of torch's functions shows.
+
+    Kernels of other libraries are given them as arguments, from attributes of modules and of their
+    configurations: numbers in (0, 1] with "drop" in their name. A module without parameters,
+    buffers and submodules (dropout, stochastic depth, a randomised activation) does in train mode
+    nothing but draw: it is brought to eval mode. Calls of torch's functions are the business of
+    `FixedFunction`.
+    """
+    configurations = {id(c): c for c in (getattr(m, "config", None) for m in module.modules())}
+    for m in module.modules():
+        if not (m._parameters or m._buffers or m._modules):
+            m.training = False
+    for owner in (*module.modules(), *configurations.values()):
+        for name, value in list(getattr(owner, "__dict__", {}).items()):
+            dropping = "drop" in name.lower() or (name == "p" and isinstance(owner, _DropoutNd))
+            if dropping and isinstance(value, float) and 0 < value <= 1:
+                attributes.keep(owner, name)
+                vars(owner)[name] = 0.0  # a frozen dataclass refuses setattr
+
+
+def refuse_context(device: torch.device) -> None:
+    """Raise where the caller has changed how torch computes, for all that it calls.
+
+    Raises:
+        UnsupportedError: names the context.
+    """
+    if torch.is_inference_mode_enabled():
+        raise UnsupportedError(
+            "ds_hessian does not support a call inside of torch.inference_mode(), in which no "
+            "gradient can be taken; call it outside, or inside of torch.no_grad()"
+        )
+    if any(torch.is_autocast_enabled(kind) for kind in {device.type, "cpu"}):
+        raise UnsupportedError(
+            "ds_hessian does not support a call inside of torch.autocast, which would round its "
+            "own sums too; call it outside, and put autocast where training has it: in the model, "
+            "in loss_fn or in the engine's configuration"
+        )
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Run the body without `torch.compile`: compiled code calls no functions that could be held."""
+    compiler: Any = torch.compiler
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules and hasattr(compiler, "set_stance"):  # torch 2.6
+            stack.enter_context(compiler.set_stance("force_eager"))
+        yield
 
 
 def swap(stack: ExitStack, owner: object, name: str, value: object) -> None:
@@ -213,14 +284,16 @@ class Guard(ExitStack):
         initial: Their states when the measurement began.
         buffers: The buffers of each module.
         attributes: The attributes that a host switches.
+        function: The mode in which all passes run.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device, passes: Passes) -> None:
         super().__init__()
         self.random = RandomState(device, trackers())
         self.initial = self.random.get()
         self.buffers = [Buffers(module) for module in modules]
         self.attributes = Attributes()
+        self.function = FixedFunction(passes.dropout)
 
 
 @contextmanager
@@ -233,15 +306,24 @@ def guarded(modules: Sequence[nn.Module], device: torch.device, passes: Passes) 
         modules: The modules that hold this rank's weights.
         device: The device whose random generator is restored, beside the CPU's.
         passes: How the passes run.
+
+    Raises:
+        UnsupportedError: the caller has changed how torch computes.
     """
-    with Guard(modules, device) as guard:
+    refuse_context(device)
+    with Guard(modules, device, passes) as guard:
         guard.callback(guard.random.set, guard.initial)
         for buffers in guard.buffers:
             guard.callback(buffers.restore)
         guard.callback(guard.attributes.restore)
         for module in modules:
-            guard.enter_context(training_flags(module, passes.dropout))
+            guard.enter_context(training_flags(module))
+            if not passes.batch_statistics:
+                normalise_by_running_statistics(module)
+            if not passes.dropout:
+                without_dropout(module, guard.attributes)
         guard.enter_context(torch.enable_grad())
+        guard.enter_context(eager())
         if passes.precision == "fp32":
             guard.enter_context(full_fp32())
         yield guard

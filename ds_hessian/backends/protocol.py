@@ -21,7 +21,8 @@ walks through a whole host.
 What a host promises:
 
 * One function. All evaluations in a session are of the same function of the weights: the same
-  micro-batches, random states and buffers, whatever the order of the calls.
+  micro-batches, random states, buffers and discrete choices (`ds_hessian.backends.function`),
+  whatever the order of the calls. It is training's, but for what `Passes` switches.
 * Nothing is left behind. After a session every bit that training could notice is as it was, also
   when the body or an evaluation raised.
 * Ranks stay together. An exception on one rank is raised on all of them.
@@ -47,15 +48,19 @@ Precision = Literal["model", "fp32"]
 
 @dataclass(frozen=True)
 class Passes:
-    """The mode of the forward and backward passes of a measurement.
+    """The mode of the forward and backward passes of a measurement: training's, but for these.
 
     Attributes:
-        dropout: Whether the modules are in train mode, else in eval mode.
+        dropout: Whether training drops as it does, with one fixed set of masks for each
+            micro-batch; else nothing is dropped.
         precision: `"model"`, as training runs, or `"fp32"`, on fp32 copies of the master weights.
+        batch_statistics: Whether layers normalise by statistics of the micro-batch, as in training;
+            else by their running statistics.
     """
 
     dropout: bool = False
     precision: Precision = "model"
+    batch_statistics: bool = False
 
 
 DEFAULT_PASSES = Passes()
@@ -207,6 +212,12 @@ class Session(Protocol):
         """Return `|w|` over all ranks, or that of the parameters of these names.
 
         Collective: one all-reduce.
+        """
+        ...
+
+    def choices(self) -> Tensor:
+        """Return `(2,)` fp64: how many discrete choices of the model this rank holds, and how many
+        of them the last evaluation of each unit would have made otherwise. Not collective.
         """
         ...
 

@@ -98,6 +98,7 @@ class PretrainHook(Measurements):
         super().__init__()
         self._config: HessianConfig | None = None
         self._hessian: Hessian | None = None
+        self._optimizer: object = None
         self._recorded: dict[int, list[object]] = {}
         self._errors: list[Exception] = []
         self._resumed: bool | None = None
@@ -168,7 +169,8 @@ class PretrainHook(Measurements):
     def _first(self, model: Model) -> Hessian:
         from megatron.training import get_args
 
-        args, hessian = get_args(), megatron_hessian(model, self.config)
+        args = get_args()
+        hessian = megatron_hessian(model, self.config, self._optimizer)
         return self._with_slice(
             hessian,
             lambda batches: hessian.use(
@@ -209,6 +211,7 @@ class PretrainHook(Measurements):
         def measuring(*args: object, **kwargs: object) -> object:
             exits = inner(*args, **kwargs)
             given = signature.bind(*args, **kwargs).arguments
+            self._optimizer = given.get("optimizer")
             for kind in [] if exits else due(self.config, given["iteration"]):
                 with _interval_timer_stopped():
                     self.measure(given["model"], given["iteration"], kind)

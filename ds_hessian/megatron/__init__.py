@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+from ds_hessian.backends.megatron.host import Optimizer
 from ds_hessian.backends.megatron.objective import ForwardStep
 from ds_hessian.config import HessianConfig
 from ds_hessian.hessian import Hessian
@@ -34,7 +35,9 @@ schedule takes."""
 
 
 def MegatronHessian(
-    model: Chunks, config: HessianConfig | Mapping[str, object] | None = None
+    model: Chunks,
+    config: HessianConfig | Mapping[str, object] | None = None,
+    optimizer: Optimizer = None,
 ) -> Hessian:
     """Return the Hessian of a Megatron job.
 
@@ -49,6 +52,8 @@ def MegatronHessian(
     Args:
         model: The model chunks.
         config: A `HessianConfig` or its settings as a dictionary; None for the defaults.
+        optimizer: The job's optimizer, from `get_megatron_optimizer`; needed where Adam's state
+            preconditions.
 
     Raises:
         ConfigError: a setting is unknown or impossible, or the chunks are not those of the job.
@@ -56,7 +61,7 @@ def MegatronHessian(
 
     Collective.
     """
-    return megatron_hessian(model, config)
+    return megatron_hessian(model, config, optimizer)
 
 
 def hessian_spectrum(

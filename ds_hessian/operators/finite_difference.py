@@ -114,6 +114,8 @@ class FiniteDifferenceHessian:
         nodes = (*self.scheme.nodes, -1)
         self._gradients = {node: self.space.zeros() for node in nodes}
         self._trial: Tensor | None = None
+        self._warm, self._timed = False, (0.0, 0)  # seconds and micro-batches of evaluations
+        self._flips = 0.0  # choices that would change at the last product's displacement
         self.gradient, self._pilot_gradient = self._start()
         assert session.gradient_scale is not None
         self.scale = session.gradient_scale
@@ -128,14 +130,13 @@ class FiniteDifferenceHessian:
 
     def _start(self) -> tuple[Tensor, Tensor]:
         """Return the gradients at w of all micro-batches and of the pilot; set the loss's scale."""
-        session, started = self.session, time.perf_counter()
+        session = self.session
         session.displace(None, 0.0)
         gradient = self.space.zeros()
-        session.add_gradient(gradient, self._pilot)
+        self._add_gradient(gradient, self._pilot)
         pilot = gradient.clone()
-        session.add_gradient(gradient, self._rest)
+        self._add_gradient(gradient, self._rest)
         square = self.space.dot(gradient, gradient)
-        self.cost.gradient_seconds = time.perf_counter() - started
         if not math.isfinite(square):
             raise NumericsError(
                 "the gradient at the current weights is not finite, so there is no Hessian: look "
@@ -175,6 +176,7 @@ class FiniteDifferenceHessian:
             raw = self._difference(line, better)
             self._controller.judge(_outcome(raw))
         noise, error = self._controller.conclude(_outcome(raw))
+        self.cost.flips += self._flips
         self.cost.trials += trials
         self.cost.product_seconds += time.perf_counter() - started
         return replace(raw, noise=noise, error=error, trials=trials)
@@ -188,6 +190,7 @@ class FiniteDifferenceHessian:
         started = time.perf_counter()
         product = self._difference(_Line(self.session, v), h)
         self.cost.products += 1
+        self.cost.flips += self._flips
         self.cost.product_seconds += time.perf_counter() - started
         return product
 
@@ -212,9 +215,27 @@ class FiniteDifferenceHessian:
         for node in points:
             line.move(node * step, inner=abs(node) <= 1)
             if node:
-                self.session.add_gradient(self._gradients[node], micro_batches)
+                self._add_gradient(self._gradients[node], micro_batches)
         evaluated = sum(node != 0 for node in points)
         self.cost.gradient_evaluations += evaluated * len(micro_batches) / len(self._all)
+
+    def _add_gradient(self, out: Tensor, micro_batches: range) -> None:
+        """Add the gradients of these micro-batches to `out`, and time them.
+
+        The clock disregards the first evaluation, once there is another: kernels are built or tuned
+        in it, just in time.
+        """
+        if not micro_batches:
+            return
+        started = time.perf_counter()
+        self.session.add_gradient(out, micro_batches)
+        seconds, evaluated = time.perf_counter() - started, len(micro_batches)
+        if self._warm:
+            self._timed = self._timed[0] + seconds, self._timed[1] + evaluated
+        else:
+            self._warm = True
+        total, count = self._timed if self._timed[1] else (seconds, evaluated)
+        self.cost.gradient_seconds = total / count * len(self._all)
 
     # ---- trials
 
@@ -278,7 +299,10 @@ class FiniteDifferenceHessian:
         for a, _, _ in outer:
             vector.add_(self._gradients[a])
         sums["square"] = ops.dots([(vector, vector)], owned) if outer else sums["inner"]
+        sums["choices"], sums["flips"] = self.session.choices().to(vector.device).split(1)
         figures = self._reduce(sums)
+        self._flips = figures["flips"]
+        self.cost.choices = int(figures["choices"])
         square, second = figures["square"], figures["second"]
         if not (math.isfinite(square) and math.isfinite(second)):
             raise NumericsError(

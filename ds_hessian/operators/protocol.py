@@ -43,11 +43,14 @@ class OperatorCost:
     """The cost of an operator so far. Seconds are wall-clock, on this rank.
 
     Attributes:
-        gradient_seconds: One gradient over all micro-batches (measured at w).
+        gradient_seconds: One gradient over all micro-batches, without what the first builds.
         product_seconds: All products, trials included.
         products: The number of products.
         gradient_evaluations: Gradients evaluated in products, in units of all micro-batches.
         trials: Pilot evaluations that were not accepted.
+        choices: Discrete choices of the model (the experts of a token) that are held, all ranks'.
+        flips: How many of them would have been others at the products' displacements: the sum over
+            products.
     """
 
     gradient_seconds: float = 0.0
@@ -55,6 +58,8 @@ class OperatorCost:
     products: int = 0
     gradient_evaluations: float = 0.0
     trials: int = 0
+    choices: int = 0
+    flips: float = 0.0
 
 
 class LinearOperator(Protocol):

@@ -11,7 +11,7 @@ from ds_hessian.records.base import Record
 from ds_hessian.records.fields import Array, Json
 from ds_hessian.records.spectrum import HessianSpectrum
 
-LOSS = ("data_fingerprint", "num_micro_batches", "dropout")
+LOSS = ("data_fingerprint", "num_micro_batches", "dropout", "batch_statistics")
 """Entries of the provenance that make the measured losses different functions."""
 METHOD = ("model_dtype", "precision", "scheme", "displacement", "probe", "seed", "layout")
 """Entries of the provenance that change how well a spectrum is known, not what it is of."""

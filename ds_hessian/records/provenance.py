@@ -72,7 +72,12 @@ class Provenance:
         displacement: The setting; the values used are in the record's `displacements`.
         scheme: Finite-difference formula.
         precision: Arithmetic of the gradients.
-        dropout: Whether the modules were in train mode.
+        dropout: Whether training's dropout was on, with fixed masks.
+        batch_statistics: Whether layers normalised by statistics of the micro-batch.
+        held_choices: Discrete choices of the model (of experts for a token, by a router) that were
+            held as they are at the weights, all ranks'; 0 where it makes none.
+        flipped_choices: How many of them would have been others at the displacement of a product,
+            on average.
         parameters: Names of the parameters whose block was measured; empty for all.
         num_micro_batches: Micro-batches of each data-parallel rank.
         layout: How the model was split, for people: "ZeRO-3, 2 ranks".
@@ -95,6 +100,9 @@ class Provenance:
     precision: str
     dropout: bool = False
     parameters: tuple[str, ...] = ()
+    batch_statistics: bool = False
+    held_choices: int = 0
+    flipped_choices: float = 0.0
     num_micro_batches: int
     layout: str
     world_size: int

@@ -30,6 +30,7 @@ SETTINGS = (
     "reorthogonalization",
     "dropout",
     "parameters",
+    "batch_statistics",
 )
 """Keys of the configuration that the answer depends on, with the dtype of the basis."""
 

@@ -49,12 +49,15 @@ def test_buffers_have_their_contents_and_their_tensors_again() -> None:
 
 
 def test_every_submodule_has_its_own_mode_again() -> None:
+    """A model in train mode keeps the submodules that are in eval mode; one in eval mode trains."""
     module = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout(), nn.Dropout()))
     module[1][0].eval()
-    flags = [m.training for m in module.modules()]
-    for train in (True, False):
-        with training_flags(module, train):
-            assert {m.training for m in module.modules()} == {train}
+    for mode in (True, False):
+        module.training = mode
+        flags = [m.training for m in module.modules()]
+        with training_flags(module):
+            inside = [m.training for m in module.modules()]
+            assert inside == (flags if mode else [True] * len(flags))
         assert [m.training for m in module.modules()] == flags
 
 

@@ -41,6 +41,11 @@ class Job:
     experts: int = 0
     expert_bias: bool = False
     aux_loss: float = 0.0
+    z_loss: float = 0.0
+    shared: int = 0  # width of shared experts
+    dispatcher: str = "allgather"
+    capacity: float | None = None  # of experts; the tokens beyond it are dropped
+    latent: bool = False  # multi-latent attention
     dropout: float = 0.0
     bias: bool = True
     dtype: str = "float32"
@@ -53,7 +58,10 @@ class Job:
 
 
 def model_config(job: Job) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
 
     recompute: dict[str, Any] = {}
     if job.recompute:
@@ -68,7 +76,10 @@ def model_config(job: Job) -> Any:
             "num_moe_experts": job.experts,
             "moe_router_topk": 2,
             "moe_ffn_hidden_size": 12,
-            "moe_token_dispatcher_type": "allgather",  # the other needs CUDA streams
+            "moe_token_dispatcher_type": job.dispatcher,
+            "moe_z_loss_coeff": job.z_loss or None,
+            "moe_expert_capacity_factor": job.capacity,
+            "moe_shared_expert_intermediate_size": job.shared or None,
             "moe_router_load_balancing_type": "aux_loss" if job.aux_loss else "none",
             "moe_aux_loss_coeff": job.aux_loss,
             "moe_router_enable_expert_bias": job.expert_bias,
@@ -76,12 +87,25 @@ def model_config(job: Job) -> Any:
             "expert_model_parallel_size": job.ep,
             "expert_tensor_parallel_size": job.etp,
         }
-    return TransformerConfig(
+    latent: dict[str, Any] = {}
+    if job.latent:
+        latent = {
+            "multi_latent_attention": True,
+            "qk_layernorm": True,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "kv_channels": 8,
+            "qk_head_dim": 4,
+            "qk_pos_emb_head_dim": 4,
+            "v_head_dim": 8,
+            "rope_type": "rope",
+        }
+    return (MLATransformerConfig if job.latent else TransformerConfig)(
         num_layers=4,
         hidden_size=16,
         ffn_hidden_size=20,
         num_attention_heads=4,
-        num_query_groups=2,
+        num_query_groups=None if job.latent else 2,
         gated_linear_unit=True,
         activation_func=functional.silu,
         add_bias_linear=job.bias,
@@ -105,6 +129,7 @@ def model_config(job: Job) -> Any:
         calculate_per_token_loss=job.per_token,
         **recompute,
         **moe,
+        **latent,
     )
 
 
@@ -147,7 +172,14 @@ def gpt(job: Job, config: Any, stage: int = 0) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    spec = get_gpt_layer_local_spec(num_experts=job.experts or None, moe_grouped_gemm=False)
+    spec = get_gpt_layer_local_spec(
+        num_experts=job.experts or None,
+        moe_grouped_gemm=False,
+        qk_layernorm=job.latent,
+        multi_latent_attention=job.latent,
+    )
+    if job.latent:  # the local attention, which takes no widths of its own
+        spec.submodules.self_attention.submodules.core_attention = shim.latent_attention()
     where = {"ignore_virtual": job.vpp == 1, "vp_stage": stage if job.vpp > 1 else None}
     model = GPTModel(
         config,
@@ -474,17 +506,25 @@ def reference(job: Job, v: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
     Avoids Megatron's parallel cross entropy and recomputation, which have no second derivative.
     """
     with running(job) as chunks:
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
         from ds_hessian.backends.megatron import host
         from ds_hessian.backends.megatron.runs import fragment_of
 
-        model = host.unwrap(chunks[0]).eval()
-        total = count = torch.zeros((), dtype=torch.float64)
-        for batch in micro_batches():
-            mask = batch["mask"].double() if job.per_token else torch.ones(SIZE, SEQUENCE)
-            total = total + (token_losses(model, batch, job) * mask).sum()
-            count = count + mask.sum()
+        model = host.unwrap(chunks[0])  # in train mode: the losses of routers are part of it
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0 / TOTAL))
         parameters = list(model.parameters())
-        gradient = torch.autograd.grad(total / count, parameters, create_graph=True)
+
+        def gradient_of(create_graph: bool) -> tuple[Tensor, ...]:
+            total = count = torch.zeros((), dtype=torch.float64)
+            for batch in micro_batches():
+                mask = batch["mask"].double() if job.per_token else torch.ones(SIZE, SEQUENCE)
+                total = total + (token_losses(model, batch, job) * mask).sum()
+                count = count + mask.sum()
+            return torch.autograd.grad(total / count, parameters, create_graph=create_graph)
+
+        own_losses = bool(job.aux_loss or job.z_loss)
+        gradient = gradient_of(not own_losses)
         where: dict[int, list[tuple[int, Any]]] = {}
         for parameter, offset, tensor in host.sharded_tensors(chunks[0]):
             fragment = fragment_of(tensor, 0, tensor.data.numel(), True)
@@ -495,7 +535,10 @@ def reference(job: Job, v: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
             for offset, fragment in where[id(p)]:
                 flat[offset : offset + fragment.numel] = v[fragment.name][fragment.index()]
             directions.append(flat.view(p.shape))
-        product = torch.autograd.grad(gradient, parameters, directions)
+        if own_losses:  # which have no second derivative in Megatron (MoEAuxLossAutoScaler)
+            product = differences(gradient_of, parameters, directions)
+        else:
+            product = torch.autograd.grad(gradient, parameters, directions)
         out: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
         for full, tensors in zip(out, (gradient, product), strict=True):
             for p, t in zip(parameters, tensors, strict=True):
@@ -504,6 +547,19 @@ def reference(job: Job, v: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
                     whole = torch.zeros(fragment.shape.numel(), dtype=torch.float64)
                     full.setdefault(fragment.name, whole)[fragment.index()] = values
         return out
+
+
+def differences(
+    gradient_of: Callable[[bool], Any], parameters: list[Any], directions: list[Tensor]
+) -> Any:
+    """Central differences of fp64 gradients, exact to about 1e-8, far below the next jump."""
+    sides, weights = [], [p.detach().clone() for p in parameters]
+    for h in (1e-5, -1e-5):
+        with torch.no_grad():
+            for p, w, d in zip(parameters, weights, directions, strict=True):
+                p.copy_(w + h * d)
+        sides.append(gradient_of(False))
+    return [(a - b) / 2e-5 for a, b in zip(*sides, strict=True)]
 
 
 # ---- training

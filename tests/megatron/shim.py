@@ -5,6 +5,7 @@ Tried with megatron-core 0.16.1. Every line stands for one place in it (paths be
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import types
@@ -53,6 +54,40 @@ def _add_weight_gradient(inputs: torch.Tensor, gradients: torch.Tensor, out: tor
     out.addmm_(gradients.reshape(-1, gradients.shape[-1]).t(), inputs.reshape(-1, inputs.shape[-1]))
 
 
+class _Stream:
+    """The only stream, and an event of it."""
+
+    def __init__(self, device: Any = None) -> None:
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def record_event(self) -> _Stream:
+        """All of it is done."""
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+
+def latent_attention() -> Any:
+    """Return the local attention for multi-latent attention, whose queries, keys and values have
+    `kv_channels` each (transformer/dot_product_attention.py takes no widths of their own).
+    """
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class Attention(DotProductAttention):
+        """The same, with two more arguments."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            for width in ("k_channels", "v_channels"):
+                kwargs.pop(width, None)
+            super().__init__(*args, **kwargs)
+
+    return Attention
+
+
 def install() -> None:
     """Make this process' megatron-core run on CPU; once."""
     global _installed
@@ -66,8 +101,11 @@ def install() -> None:
     cuda.synchronize = lambda *a, **k: None  # after batched p2p (p2p_communication.py)
     cuda.empty_cache = lambda *a, **k: None
     # Reserved with several optimizer instances, used with overlap only
-    # (distributed_data_parallel.py).
-    cuda.Stream = type("Stream", (), {"__init__": lambda self, device: None})
+    # (distributed_data_parallel.py); the all-to-all dispatcher copies sizes to the CPU on one, and
+    # skips it where it is the current one (moe/token_dispatcher.py).
+    cuda.Stream = _Stream
+    cuda.current_stream = lambda device=None: _Stream()
+    cuda.stream = lambda stream: contextlib.nullcontext()
     # The random tracker keeps the state of the CPU's generator instead (tensor_parallel/random.py).
     cuda.get_rng_state = lambda *a, **k: torch.get_rng_state()
     cuda.manual_seed = lambda seed: torch.random.default_generator.manual_seed(int(seed))
@@ -91,6 +129,18 @@ def install() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    # It hands sizes that are on the CPU already to the all-to-all as they are, as tensors.
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
+    dispatcher.maybe_move_tensor_to_cpu = lambda sizes, as_numpy=False, record_stream=False: (
+        sizes.numpy() if as_numpy and isinstance(sizes, torch.Tensor) else sizes
+    )
+    # Multi-latent attention asks whether a layer is Transformer Engine's, without it no class
+    # (transformer/multi_latent_attention.py).
+    import megatron.core.transformer.multi_latent_attention as latent
+
+    if not isinstance(latent.TELinear, type):
+        latent.TELinear = type("TELinear", (), {})
     # The product of a CUDA extension (tensor_parallel/layers.py, utils.py).
     import megatron.core.tensor_parallel.layers as layers
 

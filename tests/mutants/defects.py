@@ -359,7 +359,7 @@ MEGATRON = (
         (FP64.format("DP distributed optimizer overlap"),),
     ),
     Defect(
-        "if host.first_tensor_rank():",
+        "if host.tensor_parallel_rank() == 0:",
         "if True:",
         "every tensor-parallel rank counts its tokens",
         (FP64.format("TP per token"),),
@@ -907,6 +907,47 @@ CLI = (
     ),
 )
 
+FUNCTION = (
+    Defect(
+        "self._next(name, x)",
+        "_Choice(name, x.shape, dim, _compact(would, x, dim))",
+        "choices are made anew in each evaluation",
+        ("routing/test_choices.py", "megatron/test_routes.py"),
+    ),
+    Defect(
+        "if here in known:\n            return known[here]",
+        "if here in known:\n            return next(iter(known.values()))",
+        "recomputed activations make the choices of the first layer",
+        ("routing/test_choices.py",),
+    ),
+    Defect(
+        "elif func in COMPOSED:",
+        "elif False:",
+        "no choice is seen in a backward",
+        ("routing/test_choices.py",),
+    ),
+    Defect(
+        "if dropping and isinstance(value, float) and 0 < value <= 1:",
+        "if False:",
+        "kernels of other libraries drop",
+        ("routing/test_function.py",),
+    ),
+    Defect(
+        "if not module.training:\n        module.train()",
+        "module.eval()",
+        "losses that only training has are left out",
+        ("routing/test_function.py", "megatron/test_routes.py"),
+    ),
+    Defect(
+        "equal = abs(own[0]) <= EQUAL * own[2]",
+        "equal = False",
+        "a gradient that is multiplied by a sum over replicas is measured",
+        (
+            "megatron/test_routes.py::test_a_gradient_that_megatron_multiplies_is_refused_by_its_name",
+        ),
+    ),
+)
+
 PARTS: dict[str, tuple[Defect, ...]] = {
     "config": CONFIG,
     "ops": OPS,
@@ -915,6 +956,7 @@ PARTS: dict[str, tuple[Defect, ...]] = {
     "zero": ZERO,
     "megatron": MEGATRON,
     "guard": GUARD,
+    "function": FUNCTION,
     "ranks": RANKS,
     "operators": OPERATORS,
     "krylov": KRYLOV,

@@ -102,6 +102,10 @@ class ShardedSession:
         for place, part, _ in self.backend.places:
             out[part] += full[place]
 
+    def choices(self) -> Tensor:
+        """There are none."""
+        return torch.zeros(2, dtype=torch.float64)
+
     def weight_norm(self) -> float:
         """See `Session.weight_norm`."""
         w, v = torch.cat([m.float() for m in self.whole.weights.masters]), self.space.zeros()

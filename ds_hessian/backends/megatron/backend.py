@@ -18,10 +18,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ds_hessian.backends.adam import collect, moments
 from ds_hessian.backends.guard import Guard, guarded
 from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.forward import FixedForward
 from ds_hessian.backends.megatron.objective import ForwardStep, PipelineObjective
+from ds_hessian.backends.megatron.replicas import (
+    Replicas,
+    refuse_uneven_copies,
+    replicated_parameters,
+)
 from ds_hessian.backends.megatron.runs import runs_of, weights_of
 from ds_hessian.backends.objective import reading
 from ds_hessian.backends.protocol import (
@@ -51,21 +57,24 @@ class MegatronBackend:
     Args:
         chunks: The model chunks, wrapped in megatron-core's `DistributedDataParallel`, that
             `refuse_unsupported` let pass.
+        optimizer: The optimizer of the job, whose Adam state preconditions.
 
     Attributes:
         runs: This rank's coordinates, in the order of the layout.
+        replicated: Names and parameters that all tensor-parallel ranks have whole.
         group: The number of micro-batches that the schedule can only run together.
         step: The number of optimizer steps made so far, for the record; set it before measuring.
 
     Collective: the constructor.
     """
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        self.chunks = list(chunks)
+    def __init__(self, chunks: Sequence[Chunk], optimizer: host.Optimizer = None) -> None:
+        self.chunks, self.optimizer = list(chunks), optimizer
         self.modules: Sequence[nn.Module] = self.chunks
         self.device = next(self.chunks[0].parameters()).device
         with together("mapping the parameters", device=self.device):
             runs = runs_of(self.chunks)
+            self.replicated = replicated_parameters(self.chunks)
         self.layout = Layout([run.fragment for run in runs])
         self.runs = [runs[i] for i in self.layout.order]
         self.space = VectorSpace(self.layout.n_local, self.layout.n_owned, self.device)
@@ -148,6 +157,7 @@ class MegatronBackend:
                 "ds_hessian does not support fp32 passes of a bf16 Megatron model, whose layers "
                 'cast by their own configuration; use finite_difference.precision "model"'
             )
+        refuse_uneven_copies(self.chunks, self.runs, self.parameters, self.space)
         finalize = host.model_config(self.chunks[0]).finalize_model_grads_func
         lockstep = Lockstep(self.device, stage=host.pipeline_rank())
         with lockstep, ExitStack() as stack:
@@ -166,7 +176,7 @@ class MegatronBackend:
                 weights = ShardedWeights(parts, self.layout, self.space, self._gather_parameters)
                 stack.callback(weights.restore)
                 step = objective.forward_step
-                forward = FixedForward(step, self.chunks, guard.random, guard.buffers)
+                forward = FixedForward(step, self.chunks, guard)
             with lockstep.guarded():
                 yield MegatronSession(self, objective, forward, finalize, weights, lockstep)
 
@@ -198,12 +208,18 @@ class MegatronBackend:
         )
 
     def adam(self) -> AdamState:
-        """Refuse: the chunks do not know their optimizer."""
-        raise UnsupportedError(
-            "ds_hessian does not support Adam's moments on Megatron, whose model chunks do not "
-            "know their optimizer: give solve a preconditioner of your own, and sharpness "
-            "preconditioned=False"
-        )
+        """Read Adam's state from the job's optimizer. Collective: one all-reduce."""
+        if self.optimizer is None:
+            raise ConfigError(
+                "there is no optimizer to precondition with, which model chunks do not know: pass "
+                "it, MegatronHessian(model, config, optimizer)"
+            )
+        found: list[AdamState | None] = []
+        for run in self.runs:
+            state = host.adam_state(self.optimizer, run.parameter)
+            where = run.offset - run.shard, run.fragment.numel
+            found.append(None if state is None else moments(*state, *where))
+        return collect(found, self.layout, self.space, self.optimizer)
 
     def weights(self) -> Iterable[Weight]:
         """Return the weights of two dims of this rank's layers, with their rows and columns."""
@@ -247,6 +263,10 @@ class MegatronSession:
         self._evaluated: set[int] = set()
         self.head = host.head(backend.chunks, backend.group)
         self.cotangent_scale = float("nan")
+        names = [name for name, _ in backend.parameters]
+        self._replicas = Replicas(
+            backend.chunks, backend.replicated, backend.runs, names, self.unit_roundoff**0.5
+        )
 
     def displace(self, v: Tensor | None, h: float) -> Tensor:
         """Displace this rank's shards, and gather the weights from them."""
@@ -255,6 +275,10 @@ class MegatronSession:
     def weight_norm(self, names: Collection[str] | None = None) -> float:
         """Return the norm of the weights, from the masters of all ranks."""
         return self.weights.norm(names)
+
+    def choices(self) -> Tensor:
+        """Return the number of held choices, and how many of them would have changed."""
+        return self._forward.function.choices()
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Run the schedule on these units, reduce the gradients, and add them to `out`."""
@@ -265,7 +289,8 @@ class MegatronSession:
         factor = 1.0 if self._forward.per_token else float(len(micro_batches))
         self.cotangent_scale = factor * host.share_of_rank(self._forward.per_token, self.head)
         self._run(micro_batches.start * backend.group, len(micro_batches) * backend.group)
-        host.reduce_gradients(backend.chunks, self._finalize)
+        with self._replicas.checked(self.space):
+            host.reduce_gradients(backend.chunks, self._finalize)
         self._note(micro_batches)
         for run, (_, part) in zip(backend.runs, self.layout, strict=True):
             out[part].add_(run.gradient.to(out.dtype), alpha=factor)
@@ -283,7 +308,10 @@ class MegatronSession:
                 chunk.zero_grad_buffer()
         self._forward.start(first)
         last = first + count - 1
-        with self._lockstep.together(f"evaluating micro-batches {first} to {last}"):
+        with (
+            self._lockstep.together(f"evaluating micro-batches {first} to {last}"),
+            self._forward.function.running(),
+        ):
             host.run_schedule(
                 chunks,
                 self._forward,
@@ -300,7 +328,7 @@ class MegatronSession:
         if self.gradient_scale is not None or len(self._evaluated) < self.num_micro_batches:
             return
         totals = torch.zeros(3, dtype=torch.float64)
-        if host.first_tensor_rank():
+        if host.tensor_parallel_rank() == 0:
             for loss, tokens in self._forward.losses.values():
                 totals += torch.tensor([1.0, float(loss), 0.0 if tokens is None else float(tokens)])
         terms, loss, tokens = self.space.reduce(totals).tolist()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.guard import Buffers, GeneratorState, RandomState
+from ds_hessian.backends.guard import GeneratorState, Guard
 from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.objective import ForwardStep
 from ds_hessian.errors import ConfigError, NumericsError
@@ -26,10 +26,10 @@ class FixedForward:
     Args:
         forward_step: The job's forward step.
         chunks: The model chunks.
-        random: The random generators.
-        buffers: The buffers of each chunk.
+        guard: The guard of the measurement.
 
     Attributes:
+        function: The mode in which the schedule runs.
         losses: `{micro-batch: (loss, tokens or None)}` of the first evaluations on this rank; empty
             on all stages but the last.
     """
@@ -38,10 +38,10 @@ class FixedForward:
         self,
         forward_step: ForwardStep,
         chunks: Sequence[Chunk],
-        random: RandomState,
-        buffers: Sequence[Buffers],
+        guard: Guard,
     ) -> None:
-        self.forward_step, self.random, self.buffers = forward_step, random, buffers
+        self.forward_step, self.function = forward_step, guard.function
+        self.random, self.buffers = guard.random, guard.buffers
         self.chunks = {id(host.unwrap(chunk)): i for i, chunk in enumerate(chunks)}
         self.per_token = bool(host.model_config(chunks[0]).calculate_per_token_loss)
         self.losses: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -69,6 +69,7 @@ class FixedForward:
             self.random.set(self._states[chunk, index])
         else:  # first evaluation: the generators run on
             self._states[chunk, index] = self.random.get()
+        self.function.at((chunk, index))
         self.buffers[chunk].renew()
         output, loss_func = _pair(self.forward_step(data_iterator, model, *rest))
 

@@ -5,7 +5,7 @@ Read and tried against megatron-core 0.16.1; the oldest version accepted is `OLD
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 OLDEST = (0, 14)
 
+
+Optimizer = Any
+"""An optimizer of megatron-core's, around those of torch or Transformer Engine."""
 
 MegatronParameter = Any
 """A parameter to which megatron-core has added `main_grad` and, maybe, `main_param`."""
@@ -114,18 +117,34 @@ def expert_tensor_parallel_size() -> int:
     return int(parallel_state.get_expert_tensor_parallel_world_size())
 
 
-def first_tensor_rank() -> bool:
-    """Return whether this rank is the first of its tensor-parallel group."""
+def tensor_parallel_rank() -> int:
+    """Return the rank of this process in its tensor-parallel group."""
     from megatron.core import parallel_state
 
-    return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
+    return int(parallel_state.get_tensor_model_parallel_rank())
+
+
+def ties_embeddings(chunk: Chunk) -> bool:
+    """Return whether the output layer's weight is the embedding's."""
+    return bool(getattr(unwrap(chunk), "share_embeddings_and_output_weights", False))
+
+
+def is_tied_over_stages(parameter: nn.Parameter) -> bool:
+    """Return whether another pipeline stage has a copy of the parameter."""
+    return bool(getattr(parameter, "shared_embedding", False))
+
+
+def is_replicated_over_tensor_ranks(parameter: nn.Parameter) -> bool:
+    """Return whether all tensor-parallel ranks have the whole parameter."""
+    split = getattr(parameter, "tensor_model_parallel", False)
+    return not split and getattr(parameter, "allreduce", True)
 
 
 def tensor_group() -> tuple[dist.ProcessGroup, bool]:
     """Return the tensor-parallel group of this rank, and whether this rank is its first."""
     from megatron.core import parallel_state
 
-    return parallel_state.get_tensor_model_parallel_group(), first_tensor_rank()
+    return parallel_state.get_tensor_model_parallel_group(), tensor_parallel_rank() == 0
 
 
 def first_optimizer_instance(chunk: Chunk) -> bool:
@@ -193,6 +212,8 @@ def quiet(chunks: Sequence[Chunk], attributes: Attributes) -> None:
         for name in ("timers", "grad_scale_func", "param_sync_func", "grad_sync_func"):
             attributes.set(config, name, None)
         attributes.set(config, "finalize_model_grads_func", None)
+        if getattr(config, "moe_router_fusion", False):  # whose choices are in one kernel
+            attributes.set(config, "moe_router_fusion", False)
         attributes.set(config, "defer_embedding_wgrad_compute", False)
     for ddp in {id(chunk.ddp_config): chunk.ddp_config for chunk in chunks}.values():
         for name in ("overlap_grad_reduce", "check_for_nan_in_grad", "check_for_large_grads"):
@@ -320,6 +341,29 @@ def reduce_gradients(chunks: Sequence[Chunk], finalize: Callable[..., None] | No
     from megatron.core.distributed import finalize_model_grads
 
     (finalize or finalize_model_grads)(list(chunks), None)
+
+
+def adam_state(
+    optimizer: Optimizer, parameter: nn.Parameter
+) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """Return Adam's state of this rank's part of a parameter, and its settings; None without.
+
+    The distributed optimizer steps shards of its own, which it finds by the index of the parameter;
+    the others step the parameter or its fp32 master (optimizer/distrib_optimizer.py, optimizer.py).
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(part, "optimizer", part)
+        groups = inner.param_groups
+        stepped: Any = getattr(parameter, "main_param", None)
+        places = getattr(part, "model_param_group_index_map", {})
+        if parameter in places:
+            group, order = places[parameter]
+            stepped = groups[group]["params"][order]
+        for found in (stepped, parameter):
+            settings = next((g for g in groups if any(p is found for p in g["params"])), None)
+            if found is not None and settings is not None:
+                return inner.state.get(found, {}), settings
+    return None
 
 
 def shards(chunk: Chunk) -> Iterator[tuple[nn.Parameter, int, int]]:

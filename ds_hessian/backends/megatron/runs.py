@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_hessian.backends.megatron import host
+from ds_hessian.backends.names import checkpoint_name
 from ds_hessian.backends.weights import Weight
 from ds_hessian.errors import UnsupportedError
 from ds_hessian.vectors import Box, Fragment
@@ -70,16 +71,17 @@ def runs_of(chunks: Sequence[Chunk]) -> list[ParameterRun]:
 
 
 def _runs(chunk: Chunk) -> list[ParameterRun]:
-    tensors: dict[int, list[tuple[int, host.ShardedTensor]]] = {}
+    tensors: dict[int, dict[int, host.ShardedTensor]] = {}
     for parameter, offset, tensor in host.sharded_tensors(chunk):
-        tensors.setdefault(id(parameter), []).append((offset, tensor))
+        # A module that the model has under two names (T5's head) is in a checkpoint twice.
+        tensors.setdefault(id(parameter), {}).setdefault(offset, tensor)
     names = {id(p): name for name, p in host.unwrap(chunk).named_parameters()}
     sharded = chunk.ddp_config.use_distributed_optimizer
     first_instance = not sharded or host.first_optimizer_instance(chunk)
     runs = []
     for parameter, first, last in host.shards(chunk):
         missing = last - first
-        for offset, tensor in tensors.get(id(parameter), []):
+        for offset, tensor in tensors.get(id(parameter), {}).items():
             low, high = max(first, offset), min(last, offset + tensor.data.numel())
             if low < high:
                 owned = first_instance and _is_main_replica(tensor.replica_id, sharded)
@@ -133,4 +135,4 @@ def fragment_of(tensor: host.ShardedTensor, start: int, numel: int, owned: bool)
     """Return the fragment of the unsharded model that a run of a sharded tensor is."""
     block = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
     box, whole = Box(tuple(tensor.global_offset), block), torch.Size(tensor.global_shape)
-    return Fragment.in_block(tensor.key, start, numel, whole, box, owned)
+    return Fragment.in_block(checkpoint_name(tensor.key), start, numel, whole, box, owned)

@@ -85,6 +85,14 @@ def _findings(chunk: Chunk) -> list[tuple[str, bool, str]]:
             "switch them off",
         ),
         (
+            "multi-token prediction with tied embeddings in a pipeline",
+            bool(getattr(config, "mtp_num_layers", None))
+            and mesh.get("PP", 1) > 1
+            and host.ties_embeddings(chunk),
+            "megatron-core cannot describe its copies of the embedding: use "
+            "untie_embeddings_and_output_weights, or no pipeline",
+        ),
+        (
             "experts that are replicated over tensor-parallel ranks without expert parallelism",
             experts and expert == 1 and tensor > host.expert_tensor_parallel_size(),
             "their gradients are not summed by Megatron: use expert_tensor_parallel_size = "

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_hessian import ops
 from ds_hessian.backends.adam import collect, moments
 from ds_hessian.backends.guard import Guard, guarded
+from ds_hessian.backends.names import trained
 from ds_hessian.backends.objective import (
     LossFn,
     ModelObjective,
@@ -79,7 +80,7 @@ class ModuleBackend:
         self.module, self.optimizer, self.masters = module, optimizer, masters
         self.model = unwrapped(module)
         self.modules: Sequence[nn.Module] = [self.model]
-        named = self._named()
+        named = trained(self.model)
         self.parameters: Sequence[tuple[str, torch.Size]] = [(n, p.shape) for n, p in named]
         owned = not dist.is_initialized() or dist.get_rank() == 0
         self.layout = Layout([Fragment(n, 0, p.numel(), p.shape, owned) for n, p in named])
@@ -99,11 +100,6 @@ class ModuleBackend:
     def _advance(self) -> None:
         self._steps += 1
         self.after_step()
-
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
-        """Return checkpoint names and current parameters, without what `torch.compile` adds."""
-        named = self.model.named_parameters()
-        return [(n.replace("_orig_mod.", ""), p) for n, p in named if p.requires_grad]
 
     def objective(
         self,
@@ -133,7 +129,7 @@ class ModuleBackend:
             UnsupportedError: the weights differ between the ranks.
         """
         assert isinstance(objective, ModelObjective)
-        named, widen = self._named(), passes.precision == "fp32"
+        named, widen = trained(self.model), passes.precision == "fp32"
         self._require_same(named)
         given = self.masters or [p.detach() for _, p in named]
         sources = {id(p): source for (_, p), source in zip(named, given, strict=True)}
@@ -145,14 +141,14 @@ class ModuleBackend:
                 stack.enter_context(training_refused(self.modules, given))
                 stack.enter_context(transparent(wrappers(self.module)))
                 made = stack.enter_context(stand_ins(self.model, sources, widen))
-                trained = [made[id(p)] for _, p in named]
+                copies = [made[id(p)] for _, p in named]
                 shards = [
                     Shard(p.data.view(-1), source.detach().reshape(-1))
-                    for p, source in zip(trained, given, strict=True)
+                    for p, source in zip(copies, given, strict=True)
                 ]
                 weights = ShardedWeights(shards, self.layout, self.space, lambda: None)
             with lockstep.guarded():
-                yield ModuleSession(self, objective, guard, trained, weights, lockstep, widen)
+                yield ModuleSession(self, objective, guard, copies, weights, lockstep, widen)
 
     def _require_same(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         here = [(name, p.shape) for name, p in named]
@@ -192,7 +188,7 @@ class ModuleBackend:
             )
         settings = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         state, found = self.optimizer.state, []
-        for _, p in self._named():
+        for _, p in trained(self.model):
             known = p in state and id(p) in settings
             found.append(moments(state[p], settings[id(p)], 0, p.numel()) if known else None)
         return collect(found, self.layout, self.space, self.optimizer)
@@ -204,7 +200,7 @@ class ModuleBackend:
     def memory(self, precision: Precision = "model") -> list[Item]:
         """Return what a session of the module holds beyond training's memory."""
         tier, n = tier_of(self.space.device), self.layout.n_local
-        size = FP32 * n if precision == "fp32" else sum(p.nbytes for _, p in self._named())
+        size = FP32 * n if precision == "fp32" else sum(p.nbytes for _, p in trained(self.model))
         items = [
             Item("weights for the passes", tier, size),
             Item("gradients of a pass", tier, size, ("passes",)),
@@ -290,6 +286,10 @@ class ModuleSession:
         """Return the norm of the weights."""
         return self.weights.norm(names)
 
+    def choices(self) -> Tensor:
+        """Return the number of held choices, and how many of them would have changed."""
+        return self._guard.function.choices()
+
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Add the gradients of these micro-batches, averaged over the ranks, to `out`."""
         if not micro_batches:
@@ -318,7 +318,10 @@ class ModuleSession:
         self._guard.random.set(self._states[index])
         for owner, name, value in self._buffers:
             owner._buffers[name] = value.clone()
-        with self._lockstep.together(f"evaluating micro-batch {index}"):
+        with (
+            self._lockstep.together(f"evaluating micro-batch {index}"),
+            self._guard.function.evaluating(index),
+        ):
             yield
 
     def _loss(self, index: int) -> tuple[Tensor, float | None]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ds_hessian.backends.adam import collect
 from ds_hessian.backends.guard import Guard, guarded
+from ds_hessian.backends.names import trained
 from ds_hessian.backends.objective import (
     LossFn,
     ModelObjective,
@@ -90,8 +91,7 @@ class ZeroBackend:
         mesh = self.tensor_rank, self.tensor_ranks
         return {
             id(p): (name, place(name, p, host.shape(p), *mesh))
-            for name, p in self.engine.module.named_parameters()
-            if p.requires_grad
+            for name, p in trained(self.engine.module)
         }
 
     def _map(self) -> tuple[Layout, list[Piece]]:
@@ -227,10 +227,9 @@ class ZeroBackend:
         weights = [self.shards.weight(piece) for piece in self.pieces]
         masters = [self.shards.master(piece) for piece in self.pieces]
         accumulated = getattr(optimizer, "grad_partitions_flat_buffer", None)
-        trained = (p for p in self.engine.module.parameters() if p.requires_grad)
         return ZeroFigures(
             stage=int(zero.stage),
-            n=sum(host.shape(p).numel() for p in trained),
+            n=sum(host.shape(p).numel() for _, p in trained(self.engine.module)),
             n_local=self.space.n_local,
             weight_bytes=max((w.element_size() for w in weights), default=0),
             gradient_bytes=0 if accumulated is None else accumulated.element_size(),
@@ -287,6 +286,10 @@ class ZeroSession:
         """Return the norm of the weights, from the masters of all ranks."""
         return self.weights.norm(names)
 
+    def choices(self) -> Tensor:
+        """Return the number of held choices, and how many of them would have changed."""
+        return self._guard.function.choices()
+
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Add the gradients of these micro-batches, each reduced by the engine, to `out`."""
         accumulates = self._backend.shards.accumulates
@@ -305,7 +308,11 @@ class ZeroSession:
         for index in micro_batches:
             self._start(index)
             try:
-                with self._lockstep.together(f"evaluating micro-batch {index}"), torch.no_grad():
+                with (
+                    self._lockstep.together(f"evaluating micro-batch {index}"),
+                    self._guard.function.evaluating(index),
+                    torch.no_grad(),
+                ):
                     shards.prepare()
                     self._loss(index)
             except HessianError:
@@ -326,7 +333,10 @@ class ZeroSession:
         """Forward and backward; returns the factor of the reduced gradient."""
         backend, shards = self._backend, self._backend.shards
         try:
-            with self._lockstep.together(f"evaluating micro-batch {index}"):
+            with (
+                self._lockstep.together(f"evaluating micro-batch {index}"),
+                self._guard.function.evaluating(index),
+            ):
                 shards.prepare()
                 loss, count = self._loss(index)
                 scale = host.backward(backend.engine, loss, last)

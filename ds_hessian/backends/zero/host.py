@@ -161,6 +161,8 @@ def quiet(engine: Engine, attributes: Attributes) -> None:
         names = [name for name in vars(hook_state) if name != "_grad_acc_post_hooks"]
         attributes.keep(hook_state, *names)
     attributes.set(engine.monitor, "enabled", False)
+    if getattr(engine, "inside_no_sync_ctxt", False):  # of the caller; gradients are to be reduced
+        attributes.set(engine, "inside_no_sync_ctxt", False)
     for owner in (optimizer, *engine.module.parameters()):
         if getattr(owner, "use_muon", False):  # ZeRO would give Muon's update for the gradient
             attributes.set(owner, "use_muon", False)

@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ds_hessian.backends.guard import swap
+from ds_hessian.backends.names import trained
 from ds_hessian.backends.zero.host import Engine, data_parallel
 from ds_hessian.backends.zero.shards import Piece, Shards
 from ds_hessian.errors import UnsupportedError
@@ -42,7 +43,7 @@ class ReplicatedShards(Shards):
         Raises:
             UnsupportedError: a parameter's memory is not contiguous.
         """
-        named = [(n, p) for n, p in self.engine.module.named_parameters() if p.requires_grad]
+        named = trained(self.engine.module)
         total = sum(p.numel() for _, p in named)
         rank, ranks = data_parallel(self.engine)
         low, high = total * rank // ranks, total * (rank + 1) // ranks

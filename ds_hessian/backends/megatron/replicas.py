@@ -1,0 +1,183 @@
+"""Copies of parameters on several ranks, which must be displaced and differentiated alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ds_hessian.backends.megatron import host
+from ds_hessian.backends.megatron.runs import ParameterRun
+from ds_hessian.backends.names import checkpoint_name
+from ds_hessian.errors import UnsupportedError
+from ds_hessian.vectors import VectorSpace
+
+if TYPE_CHECKING:
+    from ds_hessian.backends.megatron.host import Chunk
+
+SUMMED = 0.1
+"""Relative difference from the number of ranks, of the factor by which a sum over them multiplies
+equal gradients; it is exact but for rounding."""
+
+EQUAL = 1e-4
+"""Relative difference of gradients that all ranks compute from the same numbers, by kernels whose
+sums may have no fixed order; parts of a sum differ by their own size."""
+
+SLICE = 1 << 22
+"""Elements whose checksum is computed at once, in fp64."""
+
+
+def refuse_uneven_copies(
+    chunks: Sequence[Chunk],
+    runs: Sequence[ParameterRun],
+    parameters: Sequence[tuple[str, torch.Size]],
+    space: VectorSpace,
+) -> None:
+    """Raise if one rank trains, or keeps a master of, what another one does not.
+
+    Args:
+        chunks: The model chunks.
+        runs: This rank's coordinates.
+        parameters: Names of all parameters, the same on every rank, with their shapes.
+        space: The space of the vectors.
+
+    Raises:
+        UnsupportedError: names the parameter.
+
+    Collective: one all-reduce.
+    """
+    place = {name: i for i, (name, _) in enumerate(parameters)}
+    sums = torch.zeros(len(parameters) + 1, 2, dtype=torch.float64)
+    for run in runs:
+        sums[place[run.fragment.name], int(run.master is not None)] += run.fragment.numel
+    tied = [p for c in chunks for p in c.parameters() if host.is_tied_over_stages(p)]
+    for p in tied:
+        sums[-1, int(p.requires_grad)] += 1
+    *found, (frozen, trained) = space.reduce(sums.view(-1)).view(-1, 2).tolist()
+    if frozen and trained:
+        raise UnsupportedError(
+            "ds_hessian does not support an embedding of which one pipeline stage trains its copy "
+            "and another has it frozen: Megatron's sum over both would wait for ever; freeze it on "
+            "all stages, or on none"
+        )
+    for (without, masters), (name, _) in zip(found, parameters, strict=True):
+        if without and masters:
+            raise UnsupportedError(
+                f"ds_hessian does not support the parameter {name!r}, whose fp32 master only some "
+                "of its ranks keep (a layer-wise distributed optimizer, as Muon's): its copies "
+                "would be displaced differently; measure with the distributed optimizer of Adam"
+            )
+
+
+def replicated_parameters(chunks: Sequence[Chunk]) -> list[tuple[str, host.MegatronParameter]]:
+    """Return checkpoint names and trained parameters that all tensor-parallel ranks have whole."""
+    if host.mesh().get("TP", 1) == 1:
+        return []
+    found: dict[int, tuple[str, host.MegatronParameter]] = {}
+    for chunk in chunks:
+        for p, _, tensor in host.sharded_tensors(chunk):
+            if p.requires_grad and host.is_replicated_over_tensor_ranks(p):
+                found.setdefault(id(p), (checkpoint_name(tensor.key), p))
+    return list(found.values())
+
+
+class Replicas:
+    """A check of the gradients of parameters that all tensor-parallel ranks have whole.
+
+    They must be the same on all of them after Megatron's reductions. And a gradient that each rank
+    has whole before must not be summed over the ranks: Megatron does so with the norm of the
+    queries of multi-latent attention, and trains with a multiple of its gradient.
+
+    Args:
+        chunks: The model chunks.
+        parameters: `replicated_parameters` of them.
+        runs: This rank's coordinates.
+        names: Names of all parameters, the same on every rank.
+        tolerance: Of differences after the reductions, relative to the 1-norm of a gradient.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        parameters: Sequence[tuple[str, host.MegatronParameter]],
+        runs: Sequence[ParameterRun],
+        names: Sequence[str],
+        tolerance: float,
+    ) -> None:
+        self._names, self._tolerance = names, tolerance
+        self._parameters = parameters
+        self._ranks, rank = host.mesh().get("TP", 1), host.tensor_parallel_rank()
+        self._sign = self._ranks - 1.0 if rank == 0 else -1.0
+        self._pending = self._ranks > 1
+        config, ddp = host.model_config(chunks[0]), chunks[0].ddp_config
+        ranks = host.mesh()["DP"]
+        instances = ddp.num_distributed_optimizer_instances
+        # From the sum over ranks of their own gradients to that of reduced ones.
+        self._factor = 1.0 if config.calculate_per_token_loss else 1.0 / ranks
+        self._factor *= instances if ddp.use_distributed_optimizer else ranks
+        known = {id(p) for _, p in parameters}
+        self._runs = [run for run in runs if id(run.parameter) in known]
+
+    @contextmanager
+    def checked(self, space: VectorSpace) -> Iterator[None]:
+        """Run the body, which reduces the gradients; check them the first time.
+
+        Raises:
+            UnsupportedError: names the parameter.
+
+        Collective: one all-reduce, the first time.
+        """
+        if not self._pending:
+            yield
+            return
+        own = [(name, p.main_grad.view(-1), 0) for name, p in self._parameters]
+        before = self._sums(own)
+        yield
+        self._pending = False
+        reduced = [(run.fragment.name, run.gradient, run.offset) for run in self._runs]
+        found = space.reduce(torch.stack([before, self._sums(reduced)]).view(-1))
+        self._judge(*found.view(2, len(self._names), 3).tolist())
+
+    def _sums(self, gradients: Sequence[tuple[str, Tensor, int]]) -> Tensor:
+        """Return the difference between ranks, the checksum and the 1-norm of each gradient."""
+        sums = torch.zeros(len(self._names), 3, dtype=torch.float64)
+        place = {name: i for i, name in enumerate(self._names)}
+        for name, values, start in gradients:
+            check, size = _checksum(values, start)
+            sums[place[name]] += torch.tensor([self._sign * check, check, size])
+        return sums
+
+    def _judge(self, before: list[list[float]], after: list[list[float]]) -> None:
+        for name, own, reduced in zip(self._names, before, after, strict=True):
+            if abs(reduced[0]) > self._tolerance * reduced[2]:
+                raise UnsupportedError(
+                    f"ds_hessian does not support the replicated parameter {name!r}, whose "
+                    "gradient differs between tensor-parallel ranks (by "
+                    f"{abs(reduced[0]) / reduced[2]:.1e} of its size) after Megatron's reductions"
+                )
+            equal = abs(own[0]) <= EQUAL * own[2]
+            told = abs(own[1]) > 10 * EQUAL * own[2]
+            if not (equal and told):
+                continue
+            times = reduced[1] / (self._factor * own[1])
+            if abs(times / self._ranks - 1) < SUMMED:
+                raise UnsupportedError(
+                    f"ds_hessian does not support the replicated parameter {name!r}, whose "
+                    "gradient every tensor-parallel rank has whole, and which Megatron sums over "
+                    f"them: it trains with {times:.3g} times the gradient of the loss; use "
+                    "sequence parallelism, or no tensor parallelism"
+                )
+
+
+def _checksum(values: Tensor, start: int) -> tuple[float, float]:
+    """Return a sum of the values with signs that depend on their places, and the 1-norm."""
+    check = size = 0.0
+    for first in range(0, values.numel(), SLICE):
+        part = values[first : first + SLICE].double()
+        places = torch.arange(start + first, start + first + part.numel(), device=part.device)
+        check += float(part @ places.double().cos())
+        size += float(part.abs().sum())
+    return check, size

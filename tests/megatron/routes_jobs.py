@@ -1,0 +1,257 @@
+"""What runs on the ranks: routers, analyses, and jobs that were measured wrongly or not at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.megatron.job import (
+    QUIET,
+    SEQUENCE,
+    SIZE,
+    SIZES,
+    VOCABULARY,
+    Job,
+    Stored,
+    fill,
+    groups_of,
+    hessian_of,
+    make_forward_step,
+    make_optimizer,
+    micro_batches,
+    my_batches,
+    run_schedule,
+    running,
+    stored,
+)
+
+
+def automatic(job: Job, context: str = "") -> tuple[Stored, Stored, float, tuple[int, float], Any]:
+    """v, product, its estimated error, `(choices, flips)`, and the forwards of a layer."""
+    with running(job) as chunks:
+        from ds_hessian.backends.megatron.host import unwrap
+
+        hessian, forwards = hessian_of(chunks, job), [0]
+        layers = [unwrap(chunk).decoder.layers[0] for chunk in chunks]
+        for layer in layers:
+            layer.register_forward_pre_hook(lambda *_: forwards.__setitem__(0, forwards[0] + 1))
+        v = hessian.random_vector(seed=5)
+        contexts = {"": torch.enable_grad, "no_grad": torch.no_grad, "no_sync": chunks[0].no_sync}
+        with contexts[context](), hessian.measuring() as operator:
+            product = hessian.matvec(v)
+        of = [stored(hessian.backend, x) for x in (v, product.vector)]
+        cost = operator.cost
+        evaluations = (cost.gradient_evaluations + 1) * len(my_batches()) * len(chunks)
+        return *of, product.error, (cost.choices, cost.flips), forwards[0] / evaluations
+
+
+def choices_in_bf16(job: Job) -> tuple[int, float, bool]:
+    """Held choices, how many would have flipped, and whether the products are symmetric."""
+    with running(job) as chunks:
+        hessian = hessian_of(chunks, job)
+        u, v = (hessian.random_vector(seed=seed) for seed in (1, 2))
+        with hessian.measuring(displacement=1.0) as operator:
+            hu, hv = hessian.matvec(u), hessian.matvec(v)
+        size = hu.norm * hv.norm
+        difference = abs(hessian.dot(u, hv.vector) - hessian.dot(v, hu.vector))
+        return operator.cost.choices, operator.cost.flips, difference < 0.1 * size**0.5
+
+
+# ---- analyses
+
+
+def _stepped(job: Job, chunks: list[Any]) -> Any:
+    """An optimizer that has made a step on the job's micro-batches."""
+    optimizer = make_optimizer(job, chunks)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    run_schedule(job, chunks, my_batches())
+    optimizer.step()
+    return optimizer
+
+
+def analyses(job: Job) -> dict[str, Any]:
+    """Figures of all analyses after a step of Adam, as lists of numbers."""
+    with running(job) as chunks:
+        from ds_hessian.megatron import MegatronHessian
+
+        optimizer = _stepped(job, chunks)
+        hessian = MegatronHessian(chunks, QUIET, optimizer)
+        hessian.use(my_batches(), make_forward_step(job), **SIZES)
+        pairs = hessian.eigenpairs(k=1, which="LA", max_matvecs=12)
+        b = hessian.random_vector(seed=3)
+        solution = hessian.solve(b, [100.0], num_matvecs=5)
+        coupling = hessian.block_coupling("layers")
+        trace = hessian.trace("hutchinson", num_matvecs=2)
+        adam = hessian.backend.adam()
+        return {
+            "eigenpairs": list(pairs.values),
+            "trace": [trace.value],
+            "solve": [hessian.dot(b, solution.x[0]), hessian.dot(solution.x[0], solution.x[0])],
+            "block coupling": coupling.relative_errors.tolist(),
+            "Adam's divisor": [hessian.dot(adam.denominator, adam.denominator)],
+            "Adam's step": [hessian.dot(adam.last_step, adam.last_step)],
+        }
+
+
+def sharpness(job: Job) -> list[float]:
+    """Figures of the sharpness, as Adam sees it too."""
+    with running(job) as chunks:
+        from ds_hessian.megatron import MegatronHessian
+
+        optimizer = _stepped(job, chunks)
+        hessian = MegatronHessian(chunks, QUIET, optimizer)
+        hessian.use(my_batches(), make_forward_step(job), **SIZES)
+        found = hessian.sharpness()
+        top = [found.eigenvalue_max.value, found.preconditioned.value]
+        return [*top, found.gradient_curvature, found.update_curvature]
+
+
+def influences(job: Job) -> tuple[Any, float]:
+    """Scores of each micro-batch, an example each, on all of them; and the query's loss."""
+    with running(job) as chunks:
+        hessian = hessian_of(chunks, job)
+        found = hessian.influence(my_batches(), my_batches(), [50.0], num_matvecs=5)
+        return found.scores, found.query_loss
+
+
+def without_an_optimizer() -> list[str]:
+    """What is said where Adam's state is needed and unknown, or not there yet."""
+    import ds_hessian
+    from ds_hessian.megatron import MegatronHessian
+
+    said = []
+    with running(Job()) as chunks:
+        optimizer = make_optimizer(Job(), chunks)
+        for known in (None, optimizer):
+            hessian = MegatronHessian(chunks, QUIET, known)
+            hessian.use(my_batches(), make_forward_step(Job()), **SIZES)
+            try:
+                hessian.sharpness()
+            except ds_hessian.ConfigError as error:
+                said.append(str(error))
+    return said
+
+
+# ---- what is refused
+
+
+def measured_or_refused(job: Job, freeze: str = "", masters: bool = True) -> str:
+    """The message with which a measurement is refused, before its first pass."""
+    import torch.distributed as dist
+
+    import ds_hessian
+    from ds_hessian.backends.megatron import host
+
+    with running(job) as chunks:
+        if freeze == "first stage":
+            for p in chunks[0].parameters():
+                if host.is_tied_over_stages(p) and host.pipeline_rank() == 0:
+                    p.requires_grad_(False)
+        if job.dtype == "bfloat16":
+            make_optimizer(job, chunks)
+        if not masters and dist.get_rank() == 1:  # as the layer-wise optimizer leaves them
+            del next(chunks[0].parameters()).main_param
+        try:
+            hessian = hessian_of(chunks, job)
+            hessian.matvec(hessian.random_vector(seed=5))
+        except ds_hessian.UnsupportedError as error:
+            return str(error)
+    return "measured"
+
+
+def predicting_several_tokens() -> str:
+    """The message for multi-token prediction with tied embeddings in a pipeline."""
+    import ds_hessian
+    from ds_hessian.megatron import MegatronHessian
+
+    with running(Job(pp=2)) as chunks:
+        chunks[0].config.mtp_num_layers = 1
+        try:
+            MegatronHessian(chunks)
+        except ds_hessian.UnsupportedError as error:
+            return str(error)
+    return "accepted"
+
+
+# ---- an encoder and a decoder
+
+
+class T5(nn.Module):
+    """Megatron's T5 with the arguments of its batches; returns the losses of tokens."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Predict `labels` from `tokens`, and from the labels before."""
+        none = torch.zeros(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool)
+        causal = torch.triu(torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool), 1)[None, None]
+        logits = self.model(tokens, labels.roll(1, 1), none, causal, none)
+        return functional.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1))
+
+
+def t5(job: Job, v: dict[str, Tensor] | None = None) -> tuple[Any, Any, Any]:
+    """v and product of T5, gathered, and the exact product of `v` (its own, without)."""
+    with groups_of(job):
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.models.T5 import t5_spec
+        from megatron.core.models.T5.t5_model import T5Model
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        from ds_hessian.backends.megatron import host
+        from ds_hessian.megatron import MegatronHessian
+
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=16,
+            ffn_hidden_size=20,
+            num_attention_heads=4,
+            use_cpu_initialization=True,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            tensor_model_parallel_size=job.tp,
+        )
+        model = T5Model(
+            config,
+            config,
+            t5_spec.get_t5_encoder_with_local_block_spec(1),
+            t5_spec.get_t5_decoder_with_local_block_spec(1),
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            parallel_output=False,
+            share_embeddings_and_output_weights=True,
+        )
+        config.finalize_model_grads_func = finalize_model_grads
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=job.distributed)
+        chunk = DistributedDataParallel(config, ddp, model)
+        fill([chunk])
+
+        def forward_step(iterator: Any, chunk: Any) -> Any:
+            batch = next(iterator)
+            return T5(chunk)(batch["tokens"], batch["labels"]), lambda loss: (loss, {})
+
+        hessian = MegatronHessian(chunk, QUIET)
+        hessian.use(my_batches(), forward_step, seq_length=SEQUENCE, micro_batch_size=SIZE)
+        u = hessian.random_vector(seed=5)
+        found = [hessian.gather(x) for x in (u, hessian.matvec(u).vector)]
+        if job != Job():
+            return found[0], found[1], None
+        wide = T5(host.unwrap(chunk).double())
+        named: dict[str, Tensor] = {}
+        for p, _, tensor in host.sharded_tensors(chunk):
+            if all(p is not q for q in named.values()):
+                named[tensor.key] = p
+        loss = torch.stack([wide(b["tokens"], b["labels"]) for b in micro_batches()]).mean()
+        gradients = torch.autograd.grad(loss, list(named.values()), create_graph=True)
+        directions = [found[0][name].double().view(p.shape) for name, p in named.items()]
+        products = torch.autograd.grad(gradients, list(named.values()), directions)
+        return found[0], found[1], dict(zip(named, products, strict=True))

@@ -1,0 +1,209 @@
+"""Routing, the losses of training, all analyses, and what is refused before a first pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.megatron import job, routes_jobs
+from tests.megatron.job import MOE, Job
+from tests.megatron.test_layouts import error, whole
+from tests.ranks import RankPool
+from tests.tiers import cells
+
+Ranks = Callable[[int], RankPool]
+
+LOSSES: dict[str, Any] = {**MOE, "aux_loss": 0.05, "z_loss": 0.02, "shared": 8}
+
+ROUTED: dict[str, tuple[int, dict[str, Any]]] = {
+    "EP": (2, {"ep": 2}),
+    "EP, all-to-all": (2, {"ep": 2, "dispatcher": "alltoall"}),
+    "EP, recomputed, distributed optimizer": (2, {"ep": 2, "recompute": True, "distributed": True}),
+    "TP x EP": (2, {"tp": 2, "ep": 2, "sequence_parallel": True}),
+    "TP x EP, all-to-all, recomputed": (
+        2,
+        {"tp": 2, "ep": 2, "sequence_parallel": True, "dispatcher": "alltoall", "recompute": True},
+    ),
+    "PP, recomputed": (2, {"pp": 2, "recompute": True}),
+    "PP interleaved, recomputed": (2, {"pp": 2, "vpp": 2, "recompute": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def exact(megatron_ranks: Ranks) -> Any:
+    """v and the exact product of the model with experts and all their losses."""
+    layout = Job(**LOSSES, dtype="float64")
+    ((v, *_),) = megatron_ranks(1).run(job.product_in_fp64, layout)
+    full = whole([v])
+    ((_, product),) = megatron_ranks(1).run(job.reference, layout, full)
+    return full, product
+
+
+@pytest.mark.parametrize(
+    "name", cells(ROUTED, ["EP, recomputed, distributed optimizer", "PP interleaved, recomputed"])
+)
+def test_fp32_products_of_experts_by_the_automatic_step_are_those_of_fp64(
+    megatron_ranks: Ranks, exact: Any, name: str
+) -> None:
+    """With the auxiliary and z losses of the routers, shared experts, and recomputation."""
+    v, product = exact
+    size, layout = ROUTED[name]
+    runs = megatron_ranks(size).run(routes_jobs.automatic, Job(**layout, **LOSSES))
+    assert error(whole([r[0] for r in runs]), v) == 0.0
+    true = error(whole([r[1] for r in runs]), product)
+    assert true < 5e-4
+    assert true < 5 * runs[0][2]
+    for run in runs:
+        assert run[3] == runs[0][3]
+        if layout.get("recompute"):
+            assert run[4] == pytest.approx(2.0, abs=0.01)  # each forward twice, as in training
+
+
+@pytest.mark.full
+def test_dropped_tokens_are_the_same_in_each_evaluation(megatron_ranks: Ranks) -> None:
+    layout: dict[str, Any] = {**MOE, "dispatcher": "alltoall", "capacity": 1.0}
+    exact = Job(**layout, dtype="float64")
+    ((v, *_),) = megatron_ranks(1).run(job.product_in_fp64, exact)
+    ((_, product),) = megatron_ranks(1).run(job.reference, exact, whole([v]))
+    runs = megatron_ranks(2).run(routes_jobs.automatic, Job(ep=2, **layout))
+    true = error(whole([r[1] for r in runs]), product)
+    assert true < 1e-3 and true < 5 * runs[0][2]
+
+
+def test_choices_that_would_have_changed_are_counted(megatron_ranks: Ranks) -> None:
+    for choices, flips, symmetric in megatron_ranks(2).run(
+        routes_jobs.choices_in_bf16, Job(ep=2, **MOE, dtype="bfloat16")
+    ):
+        assert choices == 4 * 4 * job.SIZE * job.SEQUENCE  # layers, micro-batches, tokens
+        assert 0 < flips / 2 < choices  # two products
+        assert symmetric
+
+
+def test_a_call_in_no_grad_or_no_sync_is_as_one_outside(megatron_ranks: Ranks) -> None:
+    ranks, layout = megatron_ranks(2), Job()
+    plain, *others = (
+        ranks.run(routes_jobs.automatic, layout, context)[0][1]
+        for context in ("", "no_grad", "no_sync")
+    )
+    for other in others:
+        assert all(torch.equal(a[2], b[2]) for a, b in zip(plain, other, strict=True))
+
+
+ANALYSED: dict[str, tuple[int, dict[str, Any]]] = {
+    "TP sequence parallel": (2, {"tp": 2, "sequence_parallel": True}),
+    "DP distributed optimizer overlap": (2, {"distributed": True, "overlap": True}),
+    "PP": (2, {"pp": 2}),
+    "EP distributed optimizer": (2, {"ep": 2, "distributed": True, **MOE}),
+    "DP": (2, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def analysed(megatron_ranks: Ranks) -> Callable[[bool], dict[str, Any]]:
+    """Figures of one process, with experts and without."""
+    known: dict[bool, dict[str, Any]] = {}
+
+    def get(experts: bool) -> dict[str, Any]:
+        if experts not in known:
+            layout = Job(**MOE) if experts else Job()
+            (known[experts],) = megatron_ranks(1).run(routes_jobs.analyses, layout)
+        return known[experts]
+
+    return get
+
+
+@pytest.mark.parametrize("name", cells(ANALYSED, ["DP distributed optimizer overlap"]))
+def test_all_analyses_are_those_of_one_process(
+    megatron_ranks: Ranks, analysed: Callable[[bool], dict[str, Any]], name: str
+) -> None:
+    """After a step of Adam, whose state preconditions. Its first step divides each gradient by its
+    own size, so that signs of the smallest ones, which are rounding, differ.
+    """
+    size, layout = ANALYSED[name]
+    expected = analysed("experts" in layout)
+    runs = megatron_ranks(size).run(routes_jobs.analyses, Job(**layout))
+    assert all(run == runs[0] for run in runs)
+    for kind, figures in expected.items():
+        scale = np.abs(figures).max()
+        assert np.allclose(runs[0][kind], figures, atol=1e-2 * scale, rtol=0), kind
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["TP sequence parallel", "DP distributed optimizer overlap"])
+def test_preconditioned_sharpness_is_that_of_one_process(megatron_ranks: Ranks, name: str) -> None:
+    size, layout = ANALYSED[name]
+    ((*top, along, update),) = megatron_ranks(1).run(routes_jobs.sharpness, Job())
+    for found in megatron_ranks(size).run(routes_jobs.sharpness, Job(**layout)):
+        assert np.allclose(found[:2], top, rtol=0.05)
+        assert np.allclose(found[2:], [along, update], rtol=0.05)
+
+
+@pytest.mark.parametrize("name", cells(ANALYSED, ["PP"]))
+def test_influences_are_those_of_one_process(megatron_ranks: Ranks, name: str) -> None:
+    size, layout = ANALYSED[name]
+    experts = MOE if "experts" in layout else {}
+    ((expected, loss),) = megatron_ranks(1).run(routes_jobs.influences, Job(**experts))
+    for scores, query in megatron_ranks(size).run(routes_jobs.influences, Job(**layout)):
+        assert query == pytest.approx(loss, rel=1e-5)
+        mine = expected.reshape(scores.shape[0], scores.shape[1], -1).mean(-1)
+        assert np.allclose(scores, mine, atol=1e-2 * np.abs(mine).max(), rtol=0)
+
+
+def test_adam_needs_its_optimizer_and_a_step_of_it(megatron_ranks: Ranks) -> None:
+    ((unknown, fresh),) = megatron_ranks(1).run(routes_jobs.without_an_optimizer)
+    assert "pass it, MegatronHessian(model, config, optimizer)" in unknown
+    assert "make an optimizer step" in fresh
+
+
+def test_a_gradient_that_megatron_multiplies_is_refused_by_its_name(megatron_ranks: Ranks) -> None:
+    """Of the norm of queries in multi-latent attention: whole on each tensor-parallel rank, and
+    summed over them."""
+    for dtype in ("float32", "bfloat16"):
+        layout = Job(tp=2, latent=True, bias=False, dtype=dtype)
+        for message in megatron_ranks(2).run(routes_jobs.measured_or_refused, layout):
+            assert "q_layernorm" in message and "trains with 2 times the gradient" in message
+    alone = Job(tp=2, latent=True, bias=False, sequence_parallel=True)
+    assert megatron_ranks(2).run(routes_jobs.measured_or_refused, alone) == ["measured"] * 2
+
+
+def test_masters_that_only_some_ranks_keep_are_refused(megatron_ranks: Ranks) -> None:
+    layout = Job(dtype="bfloat16")
+    for message in megatron_ranks(2).run(routes_jobs.measured_or_refused, layout, "", False):
+        assert "whose fp32 master only some of its ranks keep" in message
+
+
+def test_tied_embeddings_of_which_one_copy_is_frozen_are_refused(megatron_ranks: Ranks) -> None:
+    for message in megatron_ranks(2).run(routes_jobs.measured_or_refused, Job(pp=2), "first stage"):
+        assert "one pipeline stage trains its copy and another has it frozen" in message
+
+
+def test_multi_token_prediction_with_tied_embeddings_in_a_pipeline_is_refused(
+    megatron_ranks: Ranks,
+) -> None:
+    for message in megatron_ranks(2).run(routes_jobs.predicting_several_tokens):
+        assert "multi-token prediction with tied embeddings in a pipeline" in message
+
+
+@pytest.mark.parametrize(
+    "size, layout",
+    [
+        (2, {"tp": 2}),
+        pytest.param(2, {"distributed": True}, marks=pytest.mark.full),
+    ],
+)
+def test_products_of_t5_are_those_of_a_double_backward(
+    megatron_ranks: Ranks, size: int, layout: dict[str, Any]
+) -> None:
+    """Its head is in a checkpoint under two names."""
+    ((v, alone, product),) = megatron_ranks(1).run(routes_jobs.t5, Job())
+    same, found, _ = megatron_ranks(size).run(routes_jobs.t5, Job(**layout))[0]
+    assert v.keys() == same.keys() == product.keys()
+    assert all(torch.equal(v[name], same[name]) for name in v)
+    exact = torch.cat([product[name].flatten() for name in v])
+    for other in (alone, found):
+        flat = torch.cat([other[name].double().flatten() for name in v])
+        assert (flat - exact).norm() < 1e-3 * exact.norm()

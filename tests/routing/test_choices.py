@@ -1,0 +1,224 @@
+"""Discrete choices of a model are held as they are at the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ds_hessian
+from ds_hessian.backends.function import FixedFunction
+from ds_hessian.errors import MeasurementError
+from tests.routing import jobs, models
+from tests.routing.models import MODELS
+from tests.tiers import cells
+
+QUIET = {"progress": False, "plot": False}
+
+A = torch.tensor([[3.0, 1.0, 2.0], [0.0, 5.0, 4.0]])
+B = torch.tensor([[1.0, 2.0, 3.0], [5.0, 4.0, 0.5]])  # other choices in both rows
+
+CALLS: dict[str, Callable[[Tensor], Any]] = {
+    "topk": lambda x: torch.topk(x, 2, dim=-1).values,
+    "topk of the method": lambda x: x.topk(2)[0],
+    "topk over tokens": lambda x: torch.topk(x.t(), k=2, dim=0, sorted=False)[0].t(),
+    "sort": lambda x: x.sort(dim=-1, descending=True)[0],
+    "stable sort": lambda x: torch.sort(x, stable=True).values,
+    "argsort": lambda x: x.gather(1, torch.argsort(x, dim=-1)),
+    "max": lambda x: x.max(dim=1).values,
+    "min with the dim kept": lambda x: torch.min(x, 1, keepdim=True)[0],
+    "argmax": lambda x: x.gather(1, x.argmax(-1, keepdim=True)),
+    "argmin of all": lambda x: x.flatten()[x.argmin()],
+    "kthvalue": lambda x: torch.kthvalue(x, 2).values,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_values_elsewhere_are_those_at_the_indices_of_the_first_evaluation(name: str) -> None:
+    """They are linear in the input then: f(A) and its derivative there give f(B)."""
+    call, function = CALLS[name], FixedFunction(dropout=False)
+    x = A.clone().requires_grad_()
+    with function.evaluating(0):
+        first = call(x)
+        jacobian = [torch.autograd.grad(y, x, retain_graph=True)[0] for y in first.reshape(-1)]
+    assert torch.equal(first, call(A))
+    with function.evaluating(0):
+        other = call(B)
+    expected = torch.stack([(row * B).sum() for row in jacobian]).view(other.shape)
+    assert torch.equal(other, expected)
+    assert not torch.equal(other, call(B))
+    extreme = name.split()[0] in ("max", "min", "kthvalue")  # a value as often as a choice
+    expected_number = 0 if extreme else 1 if name == "argmin of all" else 2
+    assert function.choices().tolist() == [expected_number] * 2
+
+
+def test_sums_of_integers_and_elementwise_maxima_are_no_choices() -> None:
+    function = FixedFunction(dropout=False)
+    with function.evaluating(0):
+        assert torch.equal(torch.max(A, B), torch.maximum(A, B))
+        assert int(A.long().argmax()) == 4
+        assert float(A.max()) == 5.0
+    assert function.choices().tolist() == [0.0, 0.0]
+
+
+def test_a_micro_batch_has_its_own_choices_in_any_order_of_evaluations() -> None:
+    function = FixedFunction(dropout=False)
+    inputs = {0: A, 1: B}
+    first = {}
+    for key, x in inputs.items():
+        with function.evaluating(key):
+            first[key] = x.topk(1).indices
+    for key in (1, 0, 1):
+        with function.evaluating(key):
+            assert torch.equal(A.topk(1).indices, first[key])
+
+
+def test_a_model_whose_number_of_choices_depends_on_the_weights_is_an_error() -> None:
+    function = FixedFunction(dropout=False)
+    with function.evaluating(0):
+        A.topk(1)
+    with pytest.raises(MeasurementError, match="choice number 2 is now topk"), \
+            function.evaluating(0):  # fmt: skip
+        A.topk(1)
+        A.topk(1)
+
+
+class Routed(nn.Module):
+    """Layers that each pass a token to one of four experts; checkpointed ones recompute."""
+
+    def __init__(self, recompute: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.routers = nn.ModuleList(nn.Linear(6, 4) for _ in range(3))
+        self.experts = nn.ModuleList(nn.Linear(6, 24) for _ in range(3))
+        self.recompute, self.forwards = recompute, 0
+
+    def layer(self, x: Tensor, i: int) -> Tensor:
+        """One layer."""
+        self.forwards += 1
+        weights, index = self.routers[i](x).softmax(-1).topk(1)
+        out = self.experts[i](x).view(*x.shape[:-1], 4, 6)
+        chosen = out.gather(-2, index.unsqueeze(-1).expand(*index.shape, 6)).squeeze(-2)
+        return x + torch.tanh(chosen) * weights
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Mean square."""
+        for i in range(3):
+            if self.recompute and self.training:
+                reentrant = self.recompute == "reentrant"
+                x = checkpoint(self.layer, x, i, use_reentrant=reentrant)
+            else:
+                x = self.layer(x, i)
+        return (x - y).square().mean()
+
+
+@pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
+def test_recomputed_activations_make_the_same_choices(recompute: str) -> None:
+    """And are recomputed, as in training; a jump would be seen a thousand times in the product."""
+    data = [tuple(torch.randn(2, 40, 6, generator=torch.Generator().manual_seed(i)))
+            for i in range(3)]  # fmt: skip
+    data = [(x.requires_grad_(), y) for x, y in data]  # which reentrant checkpoints need
+    found = []
+    for kind in ("", recompute):
+        net = Routed(kind)
+        hessian = ds_hessian.attach(net, config=QUIET).use(data)
+        with hessian.measuring(displacement=0.05) as operator:
+            product = hessian.matvec(hessian.random_vector(seed=1))
+        assert operator.cost.choices == 3 * 40 * 3
+        assert operator.cost.flips > 0
+        found.append((product, net.forwards))
+    (plain, once), (again, twice) = found
+    assert torch.equal(plain.vector, again.vector)
+    assert once == twice == 0  # attributes of modules are restored, too
+
+
+ROUTED = [(model, experts, recompute) for model in MODELS for experts in jobs.EXPERTS
+          for recompute in jobs.RECOMPUTE]  # fmt: skip
+QUICK = [("mixtral", "eager", ""), ("qwen2_moe", "grouped_mm", "not reentrant")]
+
+
+@pytest.fixture(scope="module")
+def exact() -> Callable[..., Tensor]:
+    """The product by double backward in fp64 of a model, for one v.
+
+    Reentrant checkpoints run without gradients what transformers takes the routers' own loss from:
+    training does not see it then.
+    """
+    known: dict[tuple[str, bool], Tensor] = {}
+
+    def get(name: str, v: Tensor, recompute: str = "") -> Tensor:
+        key = name, recompute == "reentrant"
+        if key not in known:
+            model = MODELS[name](**({"router_aux_loss_coef": 0.0} if key[1] else {}))
+            known[key] = models.exact_product(model, models.batches(), v)
+        return known[key]
+
+    return get
+
+
+@pytest.mark.parametrize("name, experts, recompute", cells(ROUTED, QUICK))
+def test_products_of_experts_are_those_of_a_double_backward(
+    exact: Callable[..., Tensor], name: str, experts: str, recompute: str
+) -> None:
+    """In train mode, whose loss has the routers' own; by the automatic step, in fp32."""
+    hessian = jobs.hessian_of(MODELS[name](experts), recompute)
+    v = hessian.random_vector(seed=1)
+    product = hessian.matvec(v)
+    expected = exact(name, v, recompute)
+    error = float((product.vector.double() - expected).norm() / expected.norm())
+    assert error < 1e-3  # 0.1 to 0.7 where the routing is not held
+    assert product.error is not None and error < 5 * product.error
+
+
+@pytest.mark.full
+def test_a_compiled_model_is_measured_as_it_is_without() -> None:
+    plain, compiled = (
+        jobs.hessian_of(wrap(MODELS["mixtral"]())) for wrap in (lambda m: m, torch.compile)
+    )
+    v, same = (h.random_vector(seed=1) for h in (plain, compiled))
+    assert torch.equal(v, same)  # by checkpoint names, without `_orig_mod.`
+    assert torch.equal(plain.matvec(v).vector, compiled.matvec(v).vector)
+
+
+def test_the_record_says_that_choices_were_held_and_how_many_would_have_changed() -> None:
+    trace = jobs.hessian_of(MODELS["mixtral"]()).trace(
+        "hutchinson", num_matvecs=2, displacement=0.2
+    )
+    # Two layers' routers, and once more in their own loss, which the last call of `forward` takes.
+    tokens = 2 * models.TOKENS * 4
+    assert trace.provenance.held_choices == 2 * tokens * 2
+    assert 0 < trace.provenance.flipped_choices < trace.provenance.held_choices
+
+
+def test_a_model_that_makes_no_choices_has_none_on_record() -> None:
+    net = nn.Linear(3, 1)
+    data = [(torch.randn(4, 3), torch.randn(4, 1))]
+    hessian = ds_hessian.attach(net, config=QUIET)
+    hessian.use(data, lambda m, b: (m(b[0]) - b[1]).square().mean())
+    provenance = hessian.spectrum(num_matvecs=2).provenance
+    assert (provenance.held_choices, provenance.flipped_choices) == (0, 0.0)
+
+
+ZERO: dict[str, tuple[int, dict[str, Any]]] = {
+    "stage 3": (2, {"zero": {"stage": 3}}),
+    "stage 2": (2, {"zero": {"stage": 2}}),
+    "stage 1, recomputed": (2, {"zero": {"stage": 1}, "recompute": "not reentrant"}),
+    "stage 3, recomputed": (2, {"zero": {"stage": 3}, "recompute": "reentrant"}),
+}
+
+
+@pytest.mark.parametrize("name", cells(ZERO, ["stage 3"]))
+def test_products_of_experts_under_zero_are_those_of_a_double_backward(
+    ranks: Any, exact: Callable[..., Tensor], name: str
+) -> None:
+    size, options = ZERO[name]
+    found = ranks(size).run(jobs.mixtral_under_zero, **options)
+    v, product, error = found[0]
+    expected = exact("mixtral", v, options.get("recompute", ""))
+    true = float((product.double() - expected).norm() / expected.norm())
+    assert true < 1e-3
+    assert true < 5 * error
