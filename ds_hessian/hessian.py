@@ -6,7 +6,7 @@ analysis is in `ds_hessian.analyses`; `ds_hessian.hosts` puts the two together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -58,6 +58,7 @@ from ds_hessian.records import (
     Measured,
 )
 from ds_hessian.records import SelfTest as Verdict
+from ds_hessian.show.page import PageKeeper
 from ds_hessian.show.progress import SpectrumProgress
 from ds_hessian.vectors import ProbeKind, random_vector
 
@@ -88,6 +89,7 @@ class Hessian:
     Attributes:
         backend: The job.
         config: The settings.
+        used: Called after each `use`; a schedule sets it to measure before the first step.
     """
 
     def __init__(self, backend: Backend, config: HessianConfig | None = None) -> None:
@@ -96,6 +98,8 @@ class Hessian:
         self._objective: Objective | None = None
         self._open: Curvature | None = None
         self._followed = Followed()
+        self._page = PageKeeper()
+        self.used: Callable[[], None] = lambda: None
 
     # ---- what H is
 
@@ -117,6 +121,7 @@ class Hessian:
             MeasurementError: the iterable raised on some rank.
         """
         self._objective = self.backend.objective(batches, loss_fn, like=self._objective, **sizes)
+        self.used()
         return self
 
     def _use_if(self, batches: Batches | None, loss_fn: Loss) -> None:
@@ -269,7 +274,8 @@ class Hessian:
         """Write a record: `<kind>.json` and `<kind>.npz` on rank 0, its vectors, a picture.
 
         Eigenvectors and solutions go to `<kind>.safetensors`, as `save_vectors` writes them; the
-        picture shows a spectrum, unless `plot` is off.
+        picture shows a spectrum, unless `plot` is off. In a folder of the run, its page is written
+        too: `<output_path>/<name of that folder>.html`.
 
         Args:
             record: What to write.
@@ -278,15 +284,17 @@ class Hessian:
         Raises:
             MeasurementError: rank 0 could not write.
         """
-        if folder is None:
-            folder = Path(self.config.output_path) / f"step_{record.provenance.step:06d}"
-        vector_files.save_record(self.backend, record, Path(folder))
+        run = Path(self.config.output_path)
+        place = run / f"step_{record.provenance.step:06d}" if folder is None else Path(folder)
+        vector_files.save_record(self.backend, record, place)
         if self.config.plot and isinstance(record, HessianSpectrum):
-            picture = Path(folder) / PICTURE
+            picture = place / PICTURE
             with together(f"drawing {picture}", device=self.backend.space.device):
                 if self.rank == 0:
                     record.plot(picture)
-        return Path(folder)
+        if self.config.plot and self.rank == 0 and place.parent == run:
+            self._page.update(run)
+        return place
 
     def load(self, record: type[M], folder: str | Path) -> M:
         """Return the record of a kind that `save` wrote, its vectors in this job's layout.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -156,7 +156,8 @@ def load_vectors(backend: Backend, path: Path) -> Tensor:
 
 def _origin(record: Measured) -> dict[str, object]:
     """Return what a file of vectors says of the record that they are part of."""
-    return {"record": type(record).__name__, "provenance": vars(record.provenance)}
+    known = {key: value for key, value in asdict(record.provenance).items() if value is not None}
+    return {"record": type(record).__name__, "provenance": known}
 
 
 def _vector_file(record: type[Any], folder: Path) -> Path:

@@ -35,6 +35,7 @@ document.addEventListener("securitypolicyviolation", event => seen.refused.push(
 ASK = """
 <script>
 setTimeout(async () => {
+  if (typeof drawn !== "undefined") await drawn;
   const answer = await (async () => { %s })();
   const resources = performance.getEntriesByType("resource").map(entry => entry.name);
   const text = JSON.stringify({...seen, resources, answer});

@@ -21,7 +21,7 @@ from ds_hessian.backends.protocol import Backend, Objective, Passes, Session
 from ds_hessian.config import HessianConfig
 from ds_hessian.operators import Curvature, curvature
 from ds_hessian.operators.sampling import require_several
-from ds_hessian.records import Cost, Provenance
+from ds_hessian.records import Cost, Optimizer, Provenance
 from ds_hessian.resume import SavedRun, identity_of, retire, settings_of
 from ds_hessian.vectors import random_vector
 from ds_hessian.version import __version__
@@ -127,6 +127,7 @@ class Subject:
             precision=difference.precision,
             dropout=config.dropout,
             ds_hessian_version=__version__,
+            optimizer=found.stepping and Optimizer(**found.stepping._asdict()),
         )
 
 

@@ -15,7 +15,7 @@ from ds_hessian.records.comparison import Comparison
 from ds_hessian.records.density import Density
 from ds_hessian.records.estimate import Estimate, SamplingErrors
 from ds_hessian.records.parts import density_of_parts
-from ds_hessian.records.provenance import SCHEMA_VERSION, Cost, Provenance
+from ds_hessian.records.provenance import SCHEMA_VERSION, Cost, Optimizer, Provenance
 from ds_hessian.records.spectrum import PICTURE, HessianSpectrum
 from ds_hessian.records.sweep import DisplacementSweep
 from ds_hessian.records.verdict import Check, SelfTest
@@ -40,6 +40,7 @@ __all__ = [
     "HessianSpectrum",
     "HessianTrace",
     "Measured",
+    "Optimizer",
     "Provenance",
     "Record",
     "SamplingErrors",

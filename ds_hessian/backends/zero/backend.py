@@ -36,6 +36,7 @@ from ds_hessian.backends.protocol import (
     Precision,
 )
 from ds_hessian.backends.sharded import Shard, ShardedWeights
+from ds_hessian.backends.stepping import stepping
 from ds_hessian.backends.zero import host
 from ds_hessian.backends.zero.flat import BF16Shards, FlatShards
 from ds_hessian.backends.zero.host import Engine
@@ -193,6 +194,7 @@ class ZeroBackend:
                 "python": platform.python_version(),
                 "torch": torch.__version__,
             },
+            stepping=stepping(self.engine.optimizer),
         )
 
     def adam(self) -> AdamState:
