@@ -183,6 +183,7 @@ class PretrainHook(Measurements):
         @functools.wraps(inner)
         def callbacks(*args: object, **kwargs: object) -> object:
             given = signature.bind(*args, **kwargs).arguments
+            self.warn_of_start(self.config, given["iteration"] - 1)
             for kind in due(self.config, given["iteration"]):
                 with _interval_timer_stopped():
                     self.measure(given["model"], given["iteration"], kind)
@@ -241,6 +242,7 @@ class EnginePretrainHook(PretrainHook):
 
         def after_step() -> None:
             iteration = int(training.get_args().iteration)
+            self.warn_of_start(self.config, iteration - 1)
             for kind in due(self.config, iteration):
                 with _interval_timer_stopped():
                     assert self._engine is not None
