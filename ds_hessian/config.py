@@ -43,6 +43,11 @@ def _names(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
+def _sequence(value: object) -> object:
+    """Return a list as the tuple that strict pydantic asks for."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 class _Section(BaseModel):
     # strict: "30" is not 30, true is not 1; an integer still passes as a float.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
@@ -125,11 +130,18 @@ class HessianConfig(_Section):
         "A section that is present is on; `false` is as if it were absent.",
         "true or false",
     )
-    interval: int = _field(
+    interval: Annotated[int, Field(ge=0)] | Literal["log"] = _field(
         0,
-        "Measure a spectrum every so many optimizer steps; 0: only on request.",
-        "an integer, at least 0",
-        ge=0,
+        "Measure a spectrum every so many optimizer steps; `log`: after steps 1, 2, 3, 6, 10, 18, "
+        "32, 56, 100, ..., four in each decade; 0: only at `steps` or on request.",
+        'an integer, at least 0, or "log"',
+    )
+    steps: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_sequence)] = _field(
+        (),
+        "Further optimizer steps after which a spectrum is measured, whatever `interval` and "
+        "`start_step` say. Step 0 is measured when `hessian.use(batches)` gives the micro-batches "
+        "before training.",
+        "a list of integers, at least 0",
     )
     sharpness_interval: int = _field(
         0,
@@ -249,7 +261,7 @@ class HessianConfig(_Section):
     )
     progress: bool = _field(True, "Show progress on rank 0.", "true or false")
     plot: bool = _field(
-        True, "Draw a picture of each spectrum (needs matplotlib).", "true or false"
+        True, "Draw a picture of each spectrum, and keep the page of the run.", "true or false"
     )
 
     def __init__(self, /, **settings: object) -> None:
@@ -264,17 +276,21 @@ class HessianConfig(_Section):
         return any(self.intervals.values())
 
     @property
-    def intervals(self) -> dict[str, int]:
+    def intervals(self) -> dict[str, int | str | list[int]]:
         """The settings that measure automatically, by name."""
-        names = ("interval", "sharpness_interval", "curvature_interval")
-        return {name: getattr(self, name) for name in names}
+        return {
+            "interval": self.interval,
+            "sharpness_interval": self.sharpness_interval,
+            "curvature_interval": self.curvature_interval,
+            "steps": list(self.steps),
+        }
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
         lines = []
         lines += [
-            f"{SECTION}.{name}: {interval} contradicts {SECTION}.enabled = false, which measures "
-            "nothing: remove one of the two"
+            f"{SECTION}.{name}: {_shown(interval)} contradicts {SECTION}.enabled = false, which "
+            "measures nothing: remove one of the two"
             for name, interval in self.intervals.items()
             if interval and not self.enabled
         ]
@@ -283,7 +299,9 @@ class HessianConfig(_Section):
                 f"{SECTION}.resume: has no effect while {SECTION}.enabled is false, which measures "
                 "nothing: remove one of the two"
             )
-        if self.start_step and not self.scheduled:
+        if self.start_step and not any(
+            value for name, value in self.intervals.items() if name != "steps"
+        ):
             lines.append(
                 f"{SECTION}.start_step: {self.start_step} has no effect while {SECTION}.interval "
                 f"and the other intervals are 0 (only on request): set one of them above 0 or "

@@ -6,7 +6,7 @@ analysis is in `ds_hessian.analyses`; `ds_hessian.hosts` puts the two together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +99,7 @@ class Hessian(JobVectors):
         backend: The job.
         config: The settings.
         output: The folder of the results.
+        used: Called after each `use`; a schedule sets it to measure before the first step.
     """
 
     def __init__(self, backend: Backend, config: HessianConfig | None = None) -> None:
@@ -107,6 +108,7 @@ class Hessian(JobVectors):
         self._objective: Objective | None = None
         self._open: Curvature | None = None
         self._followed: dict[str, Followed] = {}  # by the choice of parameters
+        self.used: Callable[[], None] = lambda: None
 
     # ---- what H is
 
@@ -130,6 +132,7 @@ class Hessian(JobVectors):
         with collective("choosing the micro-batches", self.backend.space.device):
             before = self._objective
             self._objective = self.backend.objective(batches, loss_fn, like=before, **sizes)
+        self.used()
         return self
 
     def _use_if(self, batches: Batches | None, loss_fn: Loss) -> None:

@@ -13,6 +13,7 @@ from ds_hessian.backends.protocol import Backend
 from ds_hessian.config import HessianConfig
 from ds_hessian.ranks import together
 from ds_hessian.records import HessianDecomposition, HessianSpectrum, Measured
+from ds_hessian.show.page import PageKeeper
 from ds_hessian.vectors import ProbeKind, random_vector
 
 M = TypeVar("M", bound=Measured)
@@ -36,6 +37,7 @@ class JobVectors:
     def __init__(self, backend: Backend, config: HessianConfig) -> None:
         self.backend, self.config = backend, config
         self.output = vector_files.Output(backend, Path(config.output_path))
+        self._page = PageKeeper()
 
     @property
     def rank(self) -> int:
@@ -102,7 +104,8 @@ class JobVectors:
         """Write a record: `<kind>.json` and `<kind>.npz` on rank 0, its vectors, a picture.
 
         Eigenvectors and solutions go to `<kind>.safetensors`, as `save_vectors` writes them; the
-        picture shows a spectrum or decomposition, unless `plot` is off.
+        picture shows a spectrum or decomposition, unless `plot` is off. In a folder of the run, its
+        page is written too: `<output_path>/<name of that folder>.html`.
 
         Args:
             record: What to write.
@@ -122,6 +125,8 @@ class JobVectors:
             with together(f"drawing {picture}", device=self.backend.space.device):
                 if self.rank == 0:
                     record.plot(picture)
+        if self.config.plot and self.rank == 0 and found.parent == self.output.folder:
+            self._page.update(self.output.folder)
         return found
 
     def load(self, record: type[M], folder: str | Path) -> M:

@@ -44,7 +44,7 @@ def attach_scheduled(engine: DeepSpeedEngine) -> None:
     one's results: give their configurations another.
 
     Raises:
-        ConfigError: the section is wrong, or both of its intervals are 0.
+        ConfigError: the section is wrong, or it names no steps to measure at.
     """
     from ds_hessian.backends.zero import settings_of
     from ds_hessian.config import HessianConfig
@@ -58,7 +58,7 @@ def attach_scheduled(engine: DeepSpeedEngine) -> None:
     if not section.scheduled:
         raise ConfigError(
             "hessian.interval, or hessian.sharpness_interval, must be above 0 for a script that "
-            "measures nothing itself: both are 0"
+            "measures nothing itself, or hessian.steps a list of steps: all are empty"
         )
     attach(engine, section)
 

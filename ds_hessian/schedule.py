@@ -1,7 +1,9 @@
 """Automatic measurements, every so many optimizer steps, on micro-batches fixed for the run.
 
-Spectra every `interval` steps, sharpness every `sharpness_interval`, curvatures along gradient and
-update every `curvature_interval`; all that are due.
+Spectra every `interval` steps (or at logarithmic spacing) and at `steps`, sharpness every
+`sharpness_interval`, curvatures along gradient and update every `curvature_interval`; all that are
+due. Step 0, where it is one of `steps`, is measured when `hessian.use(batches, loss_fn)` gives the
+micro-batches before the first optimizer step: training itself has read none by then.
 
 The micro-batches are the first `num_micro_batches` with which training calls the engine, copied;
 nothing is drawn from the user's iterator. They are kept with the results, and a job that is resumed
@@ -15,6 +17,7 @@ An automatic measurement never ends the training: what it raises is logged on ra
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,7 +33,13 @@ from ds_hessian.errors import HessianError
 from ds_hessian.hessian import Hessian
 from ds_hessian.ranks import collective
 from ds_hessian.records import PICTURE, HessianCurvatures, HessianSharpness, HessianSpectrum
-from ds_hessian.show.monitor import monitor_events, write_tensorboard, write_wandb
+from ds_hessian.show.monitor import (
+    monitor_events,
+    stability,
+    write_comet,
+    write_tensorboard,
+    write_wandb,
+)
 from ds_hessian.slices import settled
 
 if TYPE_CHECKING:
@@ -113,6 +122,8 @@ class Capture:
 Kind = Literal["spectrum", "sharpness", "curvatures"]
 Scheduled = HessianSpectrum | HessianSharpness | HessianCurvatures
 """The records of automatic measurements."""
+PER_DECADE = 4
+"""Measurements in each decade of steps at logarithmic spacing."""
 
 
 def due(config: HessianConfig, step: int, default: int = 0) -> list[Kind]:
@@ -121,16 +132,29 @@ def due(config: HessianConfig, step: int, default: int = 0) -> list[Kind]:
     Args:
         config: The settings, with the intervals.
         step: The number of optimizer steps made so far.
-        default: The interval of spectra where the configuration has none.
+        default: The interval of spectra where the configuration has neither `interval` nor `steps`.
     """
-    intervals: dict[Kind, int] = {
-        "spectrum": config.interval or default,
+    started = step >= config.start_step
+    intervals: dict[Kind, int | Literal["log"]] = {
+        "spectrum": config.interval or (0 if config.steps else default),
         "sharpness": config.sharpness_interval,
         "curvatures": config.curvature_interval,
     }
-    if step < config.start_step:
-        return []
-    return [kind for kind, interval in intervals.items() if interval and step % interval == 0]
+    asked: dict[Kind, bool] = {"spectrum": step in config.steps}
+    return [
+        kind
+        for kind, interval in intervals.items()
+        if asked.get(kind) or (started and _on(interval, step))
+    ]
+
+
+def _on(interval: int | Literal["log"], step: int) -> bool:
+    """Return whether a step above 0 is one of the interval's."""
+    if step < 1 or not interval:
+        return False
+    if interval == "log":
+        return step == round(10 ** (round(PER_DECADE * math.log10(step)) / PER_DECADE))
+    return step % interval == 0
 
 
 class Measurements:
@@ -148,6 +172,32 @@ class Measurements:
         self.sharpness: dict[int, HessianSharpness] = {}
         self.curvatures: dict[int, HessianCurvatures] = {}
         self.failures: dict[int, HessianError] = {}
+        self._above: dict[Kind, bool] = {}
+
+    def _warn_of_edge(self, kind: Kind, record: Scheduled) -> None:
+        """Warn where the optimizer's edge of stability was crossed since the last measurement."""
+        found = None if isinstance(record, HessianCurvatures) else stability(record)
+        above = found is not None and found[0] > found[1]
+        if found is not None and above and not self._above.get(kind):
+            logger.warning(
+                "Hessian %s at step %d: its largest eigenvalue %.4g is above the edge of stability "
+                "%.4g of %s",
+                *(kind, record.provenance.step, *found, record.provenance.optimizer),
+            )
+        self._above[kind] = above
+
+    def warn_of_start(self, config: HessianConfig, before: int) -> None:
+        """Warn, at the first optimizer step, that step 0 was due and could not be measured.
+
+        Args:
+            config: The settings.
+            before: The number of optimizer steps made before this one.
+        """
+        if before == 0 and 0 in config.steps and not {0} & {*self.spectra, *self.failures}:
+            logger.warning(
+                "no Hessian spectrum at step 0, which hessian.steps asks for: give the "
+                "micro-batches before training, by hessian.use(batches)"
+            )
 
     def take(
         self,
@@ -180,6 +230,7 @@ class Measurements:
                 write(record, picture)
                 if first:
                     logger.info("Hessian %s at step %d\n%s", kind, step, record.table())
+                    self._warn_of_edge(kind, record)
         except HessianError as error:  # every rank has it: training must not end by a measurement
             self.failures[step] = error
             if first:
@@ -217,6 +268,7 @@ class Schedule(Measurements):
         """Hook the engine's forward (until enough is captured) and its step."""
         engine = self.engine
         engine.hessian_schedule = self
+        self.hessian.used = self._used
         self.captured = Capture(
             engine, engine.module, self.config.num_micro_batches, lambda: engine.global_steps
         )
@@ -226,6 +278,7 @@ class Schedule(Measurements):
             before = engine.global_steps
             result = inner(*args, **kwargs)
             if engine.global_steps != before:
+                self.warn_of_start(self.config, before)
                 for kind in self.due(engine.global_steps):
                     self.measure(kind)
             return result
@@ -240,6 +293,11 @@ class Schedule(Measurements):
         """Measure now, save the record, and write it to the monitor."""
         device = self.hessian.backend.space.device
         self.take(kind, self.engine.global_steps, device, self._ready, self._write)
+
+    def _used(self) -> None:
+        if self.engine.global_steps == 0 and 0 not in self.spectra:
+            for kind in self.due(0):
+                self.measure(kind)
 
     def _ready(self) -> Hessian:
         if self.captured is not None:
@@ -262,13 +320,23 @@ class ModuleSchedule(Measurements):
     def __init__(self, module: nn.Module, hessian: Hessian) -> None:
         super().__init__()
         self.hessian = hessian
+        hessian.used = self._used
         self._captured: Capture | None = Capture(
             module, hessian.modules[0], hessian.config.num_micro_batches, lambda: hessian.step
         )
 
     def after_step(self) -> None:
         """Make the measurements that are due. Collective."""
-        step, device = int(self.hessian.step), self.hessian.backend.space.device
+        step = int(self.hessian.step)
+        self.warn_of_start(self.hessian.config, step - 1)
+        self._measure(step)
+
+    def _used(self) -> None:
+        if int(self.hessian.step) == 0 and 0 not in self.spectra:
+            self._measure(0)
+
+    def _measure(self, step: int) -> None:
+        device = self.hessian.backend.space.device
         for kind in due(self.hessian.config, step):
             self.take(kind, step, device, self._ready, lambda record, picture: None)
 
@@ -282,7 +350,7 @@ class ModuleSchedule(Measurements):
 def write_monitor(monitor: Private, record: Scheduled, picture: Path | None) -> None:
     """Write a record to every tool of DeepSpeed's monitor (they are on rank 0).
 
-    TensorBoard and W&B get the picture too.
+    TensorBoard, W&B and Comet get a histogram and the picture too.
     """
     if monitor.tb_monitor is not None:
         write_tensorboard(monitor.tb_monitor.summary_writer, record, picture)
@@ -293,6 +361,9 @@ def write_monitor(monitor: Private, record: Scheduled, picture: Path | None) -> 
     for tool in (monitor.csv_monitor, monitor.comet_monitor):
         if tool is not None:
             tool.write_events(monitor_events(record))
+    experiment = getattr(monitor.comet_monitor, "experiment", None)
+    if experiment is not None:
+        write_comet(experiment, record, picture)
 
 
 def copied(value: Any) -> Any:

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
@@ -233,7 +233,8 @@ def load_vectors(backend: Backend, path: Path) -> Tensor:
 
 def _origin(record: Measured | HessianDecomposition) -> dict[str, object]:
     """Return what a file of vectors says of the record that they are part of."""
-    return {"record": type(record).__name__, "provenance": vars(record.provenance)}
+    known = {key: value for key, value in asdict(record.provenance).items() if value is not None}
+    return {"record": type(record).__name__, "provenance": known}
 
 
 def _vector_files(record: Measured | HessianDecomposition, folder: Path) -> tuple[Path, Path]:

@@ -112,7 +112,9 @@ def main() -> None:
             logging.info("step %4d  loss %.3f", step + 1, loss.item())
     if dist.get_rank() == 0:
         folder = engine.hessian.config.output_path if hasattr(engine, "hessian") else None
-        logging.info("spectra (figures and pictures) are in %s", folder)
+        logging.info(
+            "spectra (figures, pictures, and a page to open in a browser) are in %s", folder
+        )
     dist.barrier()
     dist.destroy_process_group()
 

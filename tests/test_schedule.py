@@ -21,6 +21,10 @@ CASES = [
     ),
     ({**EVERY_3_AND_2, "start_step": 4}, {4: ["sharpness"], 6: ["spectrum", "sharpness"]}),
     ({}, {}),
+    ({"steps": [0, 2]}, {2: ["spectrum"]}),
+    ({"steps": [2], "interval": 5, "start_step": 4}, {2: ["spectrum"], 5: ["spectrum"]}),
+    ({"steps": [6], "sharpness_interval": 3}, {3: ["sharpness"], 6: ["spectrum", "sharpness"]}),
+    ({"interval": "log"}, {step: ["spectrum"] for step in (1, 2, 3, 6)}),
 ]
 
 
@@ -32,9 +36,23 @@ def test_measurements_are_due_at_multiples_from_the_start_step_on(
     assert {step: due(config, step) for step in range(1, 8) if due(config, step)} == expected
 
 
+def test_logarithmic_steps_are_four_in_each_decade() -> None:
+    config = HessianConfig.parse({"interval": "log"})
+    found = [step for step in range(1, 10_001) if due(config, step)]
+    assert found[:9] == [1, 2, 3, 6, 10, 18, 32, 56, 100] and len(found) == 17
+    assert found == sorted({round(10 ** (k / 4)) for k in range(17)})
+
+
+def test_step_zero_is_due_where_it_is_listed_only() -> None:
+    for section in ({"interval": 1}, {"interval": "log"}, {"steps": [1]}):
+        assert due(HessianConfig.parse(section), 0) == []
+    assert due(HessianConfig.parse({"steps": [0]}), 0) == ["spectrum"]
+
+
 def test_a_default_is_the_interval_of_spectra_without_one() -> None:
     assert due(HessianConfig(), 4, default=2) == ["spectrum"]
     assert due(HessianConfig.parse({"interval": 3}), 4, default=2) == []
+    assert due(HessianConfig.parse({"steps": [3]}), 4, default=2) == []
 
 
 class Square(nn.Module):

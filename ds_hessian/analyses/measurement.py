@@ -22,7 +22,7 @@ from ds_hessian.backends.restricted import names_of
 from ds_hessian.config import HessianConfig, OperatorName
 from ds_hessian.operators import Curvature, OperatorCost, curvature
 from ds_hessian.operators.sampling import require_several
-from ds_hessian.records import Cost, Provenance
+from ds_hessian.records import Cost, Optimizer, Provenance
 from ds_hessian.resume import SavedRun, identity_of, retire, settings_of
 from ds_hessian.vectors import random_vector
 from ds_hessian.version import __version__
@@ -147,6 +147,7 @@ class Subject:
             held_choices=spent.choices,
             flipped_choices=spent.flips / max(spent.products, 1),
             ds_hessian_version=__version__,
+            optimizer=found.stepping and Optimizer(**found.stepping._asdict()),
         )
 
 

@@ -18,8 +18,8 @@ from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.ops import extension_locks
 from ds_hessian.version import __version__
 
-PACKAGES = ("torch", "deepspeed", "numpy", "scipy", "pydantic", "matplotlib")
-OPTIONAL = ("megatron-core", "transformers", "accelerate", "tensorboard", "wandb", "plotly")
+PACKAGES = ("torch", "deepspeed", "numpy", "scipy", "pydantic", "matplotlib", "plotly")
+OPTIONAL = ("megatron-core", "transformers", "accelerate", "tensorboard", "wandb")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -87,7 +87,13 @@ def _section(config: Path) -> list[Finding]:
     if settings is None:
         raise ConfigError(f'{config} has no "hessian" section: without one nothing is measured')
     products = settings.num_probes * settings.num_matvecs
-    when = f"every {settings.interval} steps" if settings.interval else "on request"
+    interval, steps = settings.interval, ", ".join(map(str, settings.steps))
+    times = [
+        *(["at logarithmic spacing"] if interval == "log" else []),
+        *([f"every {interval} steps"] if interval and interval != "log" else []),
+        *([f"at steps {steps}"] if steps else []),
+    ]
+    when = " and ".join(times) or "on request"
     state = f"a spectrum of {products} products {when}" if settings.enabled else "switched off"
     return [Finding("configuration", "hessian section", f"{state} ({config})")]
 

@@ -51,12 +51,20 @@ def commands() -> None:
 
 @commands.command()
 @FOLDER
-def report(folder: Path) -> None:
+def table(folder: Path) -> None:
     """Print the table of every spectrum in FOLDER."""
     from ds_hessian.cli.folders import spectra_in
 
     for path, spectrum in spectra_in(folder).items():
         click.echo(f"{click.format_filename(path)}\n{spectrum.table()}\n")
+
+
+@commands.command(hidden=True)
+@FOLDER
+@click.pass_context
+def report(context: click.Context, folder: Path) -> None:
+    """Print the table of every spectrum in FOLDER: the former name of `table`."""
+    context.invoke(table, folder=folder)
 
 
 @commands.command()
@@ -105,14 +113,13 @@ def compare(folders: tuple[Path, ...], output: Path) -> None:
     "--output",
     "-o",
     type=click.Path(path_type=Path),
-    help="Where the page goes; FOLDER/page.html if left.",
+    help="Where the page goes; FOLDER/<name of FOLDER>.html if left.",
 )
 def page(folder: Path, output: Path | None) -> None:
     """Make one HTML file of everything in FOLDER, to open in a browser, with or without network."""
-    from ds_hessian.cli.folders import run_in
-    from ds_hessian.show.page import write_page
+    from ds_hessian.show.page import page_of, run_in, write_page
 
-    written = write_page(run_in(folder), output or folder / "page.html")
+    written = write_page(run_in(folder), output or page_of(folder))
     click.echo(click.format_filename(written))
 
 

@@ -212,6 +212,7 @@ class PretrainHook(Measurements):
             exits = inner(*args, **kwargs)
             given = signature.bind(*args, **kwargs).arguments
             self._optimizer = given.get("optimizer")
+            self.warn_of_start(self.config, given["iteration"] - 1)
             for kind in [] if exits else due(self.config, given["iteration"]):
                 with _interval_timer_stopped():
                     self.measure(given["model"], given["iteration"], kind)
@@ -276,6 +277,7 @@ class EnginePretrainHook(PretrainHook):
 
         def after_step() -> None:
             iteration = int(training.get_args().iteration)
+            self.warn_of_start(self.config, iteration - 1)
             for kind in due(self.config, iteration):
                 with _interval_timer_stopped():
                     assert self._engine is not None

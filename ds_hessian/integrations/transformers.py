@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import CometCallback, TensorBoardCallback, WandbCallback
 
 from ds_hessian.backends.objective import reading
 from ds_hessian.backends.zero import settings_of
@@ -30,7 +31,7 @@ from ds_hessian.hessian import Hessian
 from ds_hessian.hosts import attach
 from ds_hessian.ranks import collective
 from ds_hessian.schedule import Measurements, Scheduled, copied, due, write_monitor
-from ds_hessian.show.monitor import figures_of
+from ds_hessian.show.monitor import figures_of, write_comet, write_tensorboard, write_wandb
 from ds_hessian.slices import settled
 from ds_hessian.vectors import VectorSpace
 
@@ -115,14 +116,17 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         if not config.scheduled:
             raise ConfigError(
                 "hessian.interval, or hessian.sharpness_interval, must be above 0 for "
-                "HessianCallback: both are 0"
+                "HessianCallback, or hessian.steps a list of steps: all are empty"
             )
         self.config = config
         if self._engine is not engine:
             self._engine = engine
             # The callback measures at the end of the Trainer's step, not in the middle of it.
             self._hessian = attach(
-                engine, config.with_overrides(**dict.fromkeys(config.intervals, 0), start_step=0)
+                engine,
+                config.with_overrides(
+                    **dict.fromkeys(config.intervals, 0) | {"steps": [], "start_step": 0}
+                ),
             )
         self._stop()  # of a training that did not come to its end
         self._compute_loss = self.trainer.compute_loss
@@ -152,6 +156,7 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         step = self._hessian.step
         should_log = control.should_log  # which trainer.log resets, and the Trainer needs
         device = self._hessian.backend.space.device
+        self.warn_of_start(self.config, step - 1)
         for kind in due(self.config, step):
             self.take(kind, step, device, self._ready, self._write)
         control.should_log = should_log
@@ -252,3 +257,20 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         assert self._engine is not None
         write_monitor(self._engine.monitor, record, picture)
         self.trainer.log({f"hessian/{name}": value for name, value in figures_of(record).items()})
+        if self.trainer.is_world_process_zero():
+            for callback in self.trainer.callback_handler.callbacks:
+                _write_media(callback, record, picture)
+
+
+def _write_media(callback: TrainerCallback, record: Scheduled, picture: Path | None) -> None:
+    """Write histogram and picture to a tool that the Trainer reports to; it logs the figures."""
+    if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+        write_tensorboard(callback.tb_writer, record, picture, figures=False)
+    elif isinstance(callback, WandbCallback) and getattr(callback, "_wandb", None) is not None:
+        write_wandb(callback._wandb, record, picture, figures=False)
+    elif isinstance(callback, CometCallback):
+        import comet_ml
+
+        experiment = comet_ml.get_running_experiment()
+        if experiment is not None:
+            write_comet(experiment, record, picture)

@@ -19,7 +19,7 @@ from ds_hessian.records.density import Density
 from ds_hessian.records.estimate import Estimate, SamplingErrors
 from ds_hessian.records.kronecker import HessianKronecker
 from ds_hessian.records.parts import density_of_parts
-from ds_hessian.records.provenance import SCHEMA_VERSION, Cost, Provenance
+from ds_hessian.records.provenance import SCHEMA_VERSION, Cost, Optimizer, Provenance
 from ds_hessian.records.spectrum import PICTURE, HessianSpectrum
 from ds_hessian.records.sweep import DisplacementSweep
 from ds_hessian.records.verdict import Check, SelfTest
@@ -48,6 +48,7 @@ __all__ = [
     "HessianSpectrum",
     "HessianTrace",
     "Measured",
+    "Optimizer",
     "Provenance",
     "Record",
     "SamplingErrors",

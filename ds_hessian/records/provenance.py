@@ -62,6 +62,47 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """The optimizer of a job when a measurement was made.
+
+    Attributes:
+        name: Its class, such as `"AdamW"`.
+        learning_rate: The largest of its parameter groups.
+        momentum: That of SGD; None for another optimizer.
+        nesterov: Whether SGD's momentum is Nesterov's.
+        beta1: That of Adam; None for another optimizer.
+    """
+
+    name: str
+    learning_rate: float
+    momentum: float | None = None
+    nesterov: bool = False
+    beta1: float | None = None
+
+    @property
+    def edge(self) -> float | None:
+        """The largest eigenvalue of H with which SGD's steps are stable on a quadratic loss.
+
+        It is `2 (1 + b) / lr` with momentum b, and `2 (1 + b) / ((1 + 2 b) lr)` with Nesterov's
+        (Cohen et al., arXiv 2103.00065, appendix B). None for another optimizer, or without steps.
+        """
+        if self.momentum is None or self.learning_rate <= 0:
+            return None
+        damped = 1 + 2 * self.momentum if self.nesterov else 1.0
+        return 2 * (1 + self.momentum) / (damped * self.learning_rate)
+
+    @property
+    def preconditioned_edge(self) -> float | None:
+        """That of the preconditioned Hessian for Adam: `2 (1 + b) / ((1 - b) lr)` with beta1 b.
+
+        (Cohen et al., arXiv 2207.14484.) None for another optimizer, or without steps.
+        """
+        if self.beta1 is None or self.learning_rate <= 0:
+            return None
+        return 2 * (1 + self.beta1) / ((1 - self.beta1) * self.learning_rate)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Provenance:
     """The model, the data and the settings of a measurement: enough to repeat it.
 
@@ -87,6 +128,7 @@ class Provenance:
         operator: The matrix that was measured.
         outputs: The module of the model's outputs and the loss in them, for the operators of these.
         versions: Versions of python, torch, deepspeed and other packages.
+        optimizer: The job's optimizer; None where it is not known.
         ds_hessian_version: Version of this package.
         created: When the record was made, ISO 8601, UTC.
         schema_version: Version of the stored form.
@@ -112,5 +154,6 @@ class Provenance:
     outputs: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     ds_hessian_version: str
+    optimizer: Optimizer | None = None
     created: str = field(default_factory=_now)
     schema_version: int = SCHEMA_VERSION

@@ -1,7 +1,8 @@
-"""A picture of several spectra: densities over one another, extremes and trace beside them."""
+"""A picture of several spectra: a ridge for each, extremes and trace beside them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,15 +10,22 @@ import numpy as np
 
 from ds_hessian.records.comparison import Comparison
 from ds_hessian.records.estimate import Estimate
+from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.show.canvas import Style, new_figure, save_figure, tidy
-from ds_hessian.show.spectrum_view import DECADES, ZOOM_FROM
-from ds_hessian.show.style import BLUE, EIGENVALUE, INK, VERMILLION
+from ds_hessian.show.style import BLUE, EIGENVALUE, GREY, INK, VERMILLION
+from ds_hessian.show.training_view import LEAST, Axis, spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_NAMED = 8
-"""Spectra that get a legend entry each; more get a colour scale."""
+"""Spectra whose names are written below the series."""
+MOST_RIDGES = 24
+"""Ridges that are drawn; of more spectra, so many at even distances."""
+HEIGHT = 1.8
+"""Height of the highest ridge, in distances between ridges."""
+LONGEST = 26
+"""Characters of a name beside a ridge."""
 
 
 def comparison_picture(comparison: Comparison, path: Path) -> Path:
@@ -30,9 +38,10 @@ def comparison_picture(comparison: Comparison, path: Path) -> Path:
 
     spectra = comparison.spectra
     colors = colormaps["viridis"](np.linspace(0.0, 0.9, len(spectra)))
-    figure = new_figure(11.5, 6.0, layout="constrained")
-    grid = figure.add_gridspec(2, 2, width_ratios=[1.5, 1.0])
-    draw_densities(figure.add_subplot(grid[:, 0]), comparison, colors)
+    figure = new_figure(12.5, 6.4, layout="constrained")
+    grid = figure.add_gridspec(2, 2, width_ratios=[1.6, 1.0])
+    names = [_name(comparison, i) for i in range(len(spectra))]
+    draw_ridges(figure.add_subplot(grid[:, 0]), list(spectra.values()), names, colors)
     extremes, trace = figure.add_subplot(grid[0, 1]), figure.add_subplot(grid[1, 1])
     values = spectra.values()
     _draw_series(extremes, comparison, [s.eigenvalue_max for s in values], BLUE, "largest")
@@ -45,49 +54,42 @@ def comparison_picture(comparison: Comparison, path: Path) -> Path:
     return save_figure(figure, path)
 
 
-def draw_densities(axes: Axes, comparison: Comparison, colors: Any) -> None:
-    """Draw the densities of all spectra on the same axes."""
-    densities = [s.density() for s in comparison.spectra.values()]
-    top = max(float(d.values.max()) for d in densities)
-    floor = top * 10.0**-DECADES
-    named = len(densities) <= MOST_NAMED
-    for name, density, color in zip(comparison.spectra, densities, colors, strict=True):
-        values = np.maximum(density.values, floor * 1e-3)
-        axes.plot(
-            density.grid, values, color=color, linewidth=1.2, label=name if named else "_hidden"
-        )
-    low, high = (f(f(d.grid) for d in densities) for f in (min, max))
-    bulk = max(max(map(abs, s.bulk())) for s in comparison.spectra.values())
+def draw_ridges(
+    axes: Axes, spectra: Sequence[HessianSpectrum], names: Sequence[str], colors: Any
+) -> None:
+    """Draw the number of eigenvalues in each cell of one axis, from one to all, as ridges."""
+    axis = Axis.of(spectra)
+    edges = axis.edges()
+    places = np.repeat(axis.at(edges), 2)[1:-1]
+    shown = np.unique(np.linspace(0, len(spectra) - 1, min(len(spectra), MOST_RIDGES)).round())
+    chosen = [int(i) for i in shown]
+    top = np.log10(max(s.n for s in spectra) / LEAST)
+    for row, i in enumerate(chosen):
+        base = float(len(chosen) - 1 - row)  # the first on top
+        counts = np.maximum(spread(spectra[i], edges), LEAST)
+        ridge = np.repeat(base + HEIGHT * np.log10(counts / LEAST) / top, 2)
+        style: Style = {"zorder": 2 + row, "color": colors[i]}
+        axes.fill_between(places, base, ridge, alpha=0.55, linewidth=0, **style)
+        axes.plot(places, ridge, linewidth=1.1, **style)
+    axes.set_yticks(range(len(chosen) - 1, -1, -1), labels=[names[i] for i in chosen])
+    axes.set_ylim(-0.2, len(chosen) - 1 + HEIGHT + 0.1)
+    ticks = axis.ticks()
+    axes.set_xticks(axis.at([value for value, _ in ticks]), labels=[text for _, text in ticks])
+    axes.set_xlim(*axis.at([axis.low, axis.high]))
+    axes.axvline(0.0, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     axes.set_xlabel(EIGENVALUE)
-    if bulk > 0 and high - low > ZOOM_FROM * bulk:
-        axes.set_xscale("symlog", linthresh=10.0 ** np.round(np.log10(bulk)))  # clear of ticks
-        axes.set_xlabel(f"{EIGENVALUE}, logarithmic beyond the bulk")
-    axes.set_yscale("log")
-    axes.set_ylim(floor, 2 * top)
-    axes.set_ylabel("spectral density")
-    if named:
-        axes.legend(fontsize=8.5, frameon=False)
-    else:
-        _draw_scale(axes, comparison)
+    some = "" if len(chosen) == len(spectra) else f", {len(chosen)} of {len(spectra)} spectra"
+    title = f"eigenvalues in each cell of the axis, one to all, logarithmic{some}"
+    axes.set_title(title, loc="left", fontsize=10)
     tidy(axes)
 
 
-def _draw_scale(axes: Axes, comparison: Comparison) -> None:
-    """Draw a colour bar, where there are too many spectra for a legend."""
-    from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import LinearSegmentedColormap
-
-    shown = LinearSegmentedColormap.from_list("", colormaps["viridis"](np.linspace(0.0, 0.9, 64)))
-    bar = axes.figure.colorbar(ScalarMappable(cmap=shown), ax=axes, location="top", aspect=60)
-    chosen = np.linspace(0, len(comparison.spectra) - 1, 5).round().astype(int)
-    names = list(comparison.spectra)
+def _name(comparison: Comparison, number: int) -> str:
+    name, spectrum = list(comparison.spectra.items())[number]
     if comparison.by_step:
-        names = [f"step {s.provenance.step:,}" for s in comparison.spectra.values()]
-    ticks = (chosen / (len(names) - 1)).tolist()
-    bar.set_ticks(ticks, labels=[names[number] for number in chosen])
-    bar.ax.tick_params(labelsize=8)
-    bar.outline.set_visible(False)
+        return f"step {spectrum.provenance.step:,}"
+    text = name if len(name) <= LONGEST else f"...{name[3 - LONGEST :]}"
+    return text.replace("$", r"\$")
 
 
 def _draw_series(
@@ -100,7 +102,8 @@ def _draw_series(
         x = [s.provenance.step for s in spectra.values()]
         axes.set_xlabel("training step")
     elif len(spectra) <= MOST_NAMED:
-        axes.set_xticks(x, labels=spectra, rotation=20, ha="right")
+        names = [_name(comparison, i) for i in x]
+        axes.set_xticks(x, labels=names, rotation=20, ha="right")
     else:
         axes.set_xlabel("spectrum, in the order given")
     values, errors = [e.value for e in estimates], [e.error for e in estimates]

@@ -1,4 +1,4 @@
-"""A picture of H = G + R: three densities over one another, and what they add up to."""
+"""A picture of H = G + R: three spectra on one axis, and what they add up to."""
 
 from __future__ import annotations
 
@@ -6,27 +6,23 @@ from pathlib import Path
 
 from ds_hessian.records.decomposition import HessianDecomposition
 from ds_hessian.show.canvas import new_figure, save_figure
-from ds_hessian.show.comparison_picture import draw_densities
-from ds_hessian.show.style import BLUE, GREEN, INK, VERMILLION, count
+from ds_hessian.show.comparison_picture import draw_ridges
+from ds_hessian.show.style import BLUE, INK, VERMILLION, count
 
 COLORS = (INK, BLUE, VERMILLION)
 """H, G and R."""
 
 
 def decomposition_picture(parts: HessianDecomposition, path: Path) -> Path:
-    """Draw the densities, with traces and negative curvature below.
+    """Draw the spectra, with traces and negative curvature below.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     figure, source = new_figure(9.5, 5.6, layout="constrained"), parts.provenance
     axes = figure.add_subplot()
-    draw_densities(axes, parts, COLORS)
-    axes.axvline(0.0, color=GREEN, linewidth=0.6)
-    texts = ("H", "G, Gauss-Newton", "R = H - G")
-    for line, text in zip(axes.get_lines(), texts, strict=False):
-        line.set_label(text)
-    axes.legend(fontsize=9, frameon=False)
+    names = ("H", "G, Gauss-Newton", "R = H - G")
+    draw_ridges(axes, list(parts.spectra.values()), names, COLORS)
     traces = ", ".join(
         f"tr {name} {s.trace}" for name, s in zip("HGR", parts.spectra.values(), strict=True)
     )

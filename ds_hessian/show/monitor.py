@@ -1,6 +1,7 @@
-"""Records in tools that follow a training: DeepSpeed's monitor, TensorBoard, W&B.
+"""Records in tools that follow a training: DeepSpeed's monitor, TensorBoard, W&B, Comet.
 
-Figures that have an error come with a twin tag that ends in `_error`.
+Figures that have an error come with a twin tag that ends in `_error`. TensorBoard, W&B and Comet
+also get the picture of a spectrum and a histogram of it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from ds_hessian.records.curvatures import HessianCurvatures
 from ds_hessian.records.estimate import Estimate
 from ds_hessian.records.fields import Array
 from ds_hessian.records.spectrum import HessianSpectrum
+from ds_hessian.show.training_view import TRACKS, Axis, edge_of, ranked, spread
 
 PREFIX = "Train/Hessian/"
 PICTURE, STEP = PREFIX + "spectrum", PREFIX + "step"
+HISTOGRAM = PREFIX + "eigenvalues"
+SAMPLES = 512
+"""Eigenvalues that stand for a spectrum where a tool makes its own histogram."""
 
 Event = tuple[str, float, int]
 Followed = HessianSpectrum | HessianSharpness | HessianCurvatures
@@ -39,6 +44,8 @@ def figures_of(record: Followed) -> dict[str, float]:
         named = _of_sharpness(record)
     else:
         named = {f"curvature/{name}": record.along(name) for name in record.directions}
+    if not isinstance(record, HessianCurvatures):
+        named |= _of_stability(record)
     figures: dict[str, float | None] = {}
     for name, figure in named.items():
         if isinstance(figure, Estimate):
@@ -52,8 +59,39 @@ def figures_of(record: Followed) -> dict[str, float]:
     }
 
 
+def _of_stability(record: HessianSpectrum | HessianSharpness) -> dict[str, Estimate | float | None]:
+    """Return the edge of stability of the job's optimizer, and 1 where it has been crossed."""
+    found = stability(record)
+    if found is None:
+        return {}
+    prefix = "sharpness/" if isinstance(record, HessianSharpness) else ""
+    value, edge = found
+    return {f"{prefix}edge_of_stability": edge, f"{prefix}above_edge": float(value > edge)}
+
+
+def stability(record: HessianSpectrum | HessianSharpness) -> tuple[float, float] | None:
+    """Return the eigenvalue on which the optimizer's stability depends, and where it ends.
+
+    With Adam that is the largest preconditioned eigenvalue, which a sharpness has. None where the
+    optimizer, or its edge of stability, is not known.
+    """
+    optimizer = record.provenance.optimizer
+    if (edge := edge_of(optimizer)) is not None:
+        return record.eigenvalue_max.value, edge
+    edge = edge_of(optimizer, preconditioned=True)
+    if edge is None or isinstance(record, HessianSpectrum) or record.preconditioned is None:
+        return None
+    return record.preconditioned.value, edge
+
+
 def _of_spectrum(s: HessianSpectrum) -> dict[str, Estimate | float | None]:
-    return {
+    further: dict[str, Estimate | float | None] = {
+        f"{name}_{rank}": estimate
+        for name, sign in (("largest", 1), ("smallest", -1))
+        for rank, estimate in enumerate(ranked(s, sign)[:TRACKS], 1)
+        if rank > 1  # the first is eigenvalue_max, or eigenvalue_min
+    }
+    return further | {
         "eigenvalue_max": s.eigenvalue_max,
         "eigenvalue_min": s.eigenvalue_min,
         "trace": s.trace,
@@ -81,12 +119,48 @@ def _of_sharpness(s: HessianSharpness) -> dict[str, Estimate | float | None]:
     return {f"sharpness/{name}": figure for name, figure in figures.items()}
 
 
-def write_tensorboard(writer: Any, record: Followed, picture: Path | None) -> None:
-    """Write figures, and the picture if there is one, to a TensorBoard `SummaryWriter`."""
-    for event in monitor_events(record):
+def histogram_of(spectrum: HessianSpectrum) -> tuple[Array, Array]:
+    """Return the number of eigenvalues in each cell, and the edges of the cells.
+
+    Cells are narrow around 0 and wide far from it (`ds_hessian.show.training_view.Axis`).
+    """
+    edges = Axis.of([spectrum]).edges()
+    return spread(spectrum, edges), edges
+
+
+def write_tensorboard(
+    writer: Any,
+    record: Followed,
+    picture: Path | None,
+    figures: bool = True,
+) -> None:
+    """Write figures, histogram, and the picture if there is one, to a TensorBoard `SummaryWriter`.
+
+    Args:
+        writer: The writer.
+        record: What to write.
+        picture: File of its picture; None if there is none.
+        figures: Whether to write the figures too; False where the host logs them itself.
+    """
+    step = record.provenance.step
+    for event in monitor_events(record) if figures else ():
         writer.add_scalar(*event)
+    if isinstance(record, HessianSpectrum) and hasattr(writer, "add_histogram_raw"):
+        counts, edges = histogram_of(record)
+        middles = (edges[1:] + edges[:-1]) / 2
+        writer.add_histogram_raw(
+            HISTOGRAM,
+            min=float(edges[0]),
+            max=float(edges[-1]),
+            num=float(counts.sum()),
+            sum=float(counts @ middles),
+            sum_squares=float(counts @ middles**2),
+            bucket_limits=edges[1:].tolist(),
+            bucket_counts=counts.tolist(),
+            global_step=step,
+        )
     if picture is not None:
-        writer.add_image(PICTURE, _pixels(picture), record.provenance.step, dataformats="HWC")
+        writer.add_image(PICTURE, _pixels(picture), step, dataformats="HWC")
     writer.flush()
 
 
@@ -95,8 +169,9 @@ def write_wandb(
     record: Followed,
     picture: Path | None,
     step: int | None = None,
+    figures: bool = True,
 ) -> None:
-    """Write figures, and the picture if there is one, to the current run of W&B.
+    """Write figures, histogram, and the picture if there is one, to the current run of W&B.
 
     The optimizer step is a metric of its own, which they are drawn over: W&B drops what comes with
     a step behind its counter, and DeepSpeed's monitor counts samples there.
@@ -106,14 +181,34 @@ def write_wandb(
         record: What to write.
         picture: File of its picture; None if there is none.
         step: W&B's counter where the host logs by optimizer step; None for where it stands.
+        figures: Whether to write the figures too; False where the host logs them itself.
     """
-    content: dict[str, object] = {tag: value for tag, value, _ in monitor_events(record)}
+    content: dict[str, object] = {}
+    if figures:
+        content |= {tag: value for tag, value, _ in monitor_events(record)}
     content[STEP] = record.provenance.step
+    if isinstance(record, HessianSpectrum):
+        content[HISTOGRAM] = wandb.Histogram(np_histogram=histogram_of(record))
     if picture is not None:
         content[PICTURE] = wandb.Image(str(picture))
     wandb.define_metric(STEP, hidden=True)
     wandb.define_metric(PREFIX + "*", step_metric=STEP)
     wandb.log(content, step=step, commit=False)  # the host's next entry must not come late
+
+
+def write_comet(experiment: Any, record: Followed, picture: Path | None) -> None:
+    """Write a histogram, and the picture if there is one, to an experiment of Comet.
+
+    Comet makes its own histograms, of eigenvalues at even quantiles of the spectrum.
+    """
+    step = record.provenance.step
+    if isinstance(record, HessianSpectrum):
+        counts, edges = histogram_of(record)
+        below = np.append(0.0, np.cumsum(counts)) / counts.sum()
+        quantiles = np.interp((np.arange(SAMPLES) + 0.5) / SAMPLES, below, edges)
+        experiment.log_histogram_3d(quantiles.tolist(), name=HISTOGRAM, step=step)
+    if picture is not None:
+        experiment.log_image(str(picture), name=PICTURE, step=step)
 
 
 def _pixels(picture: Path) -> Array:

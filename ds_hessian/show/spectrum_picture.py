@@ -1,22 +1,34 @@
-"""A picture of a spectrum: log density above, Ritz stems below, the bulk enlarged beside them."""
+"""A picture of a spectrum: single eigenvalues as stems, and the rest as far as it is known."""
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ds_hessian.records.density import Density
 from ds_hessian.records.spectrum import HessianSpectrum
-from ds_hessian.show.canvas import Style, new_figure, save_figure, tidy
+from ds_hessian.show.canvas import Style, new_figure, save_figure, tidy, write_title
 from ds_hessian.show.spectrum_table import products_line
-from ds_hessian.show.spectrum_view import WHOLE, Panel, views_of
+from ds_hessian.show.spectrum_view import (
+    BEYOND,
+    BOUNDS,
+    LOCATED,
+    NOISE,
+    SINGLE,
+    Interval,
+    SpectrumView,
+    Stem,
+)
 from ds_hessian.show.style import BLUE, EIGENVALUE, GREY, INK, MATRICES, VERMILLION, count, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+CAPTION = 150
+"""Characters of a line of the caption."""
 
 
 def spectrum_picture(spectrum: HessianSpectrum, path: Path) -> Path:
@@ -25,162 +37,161 @@ def spectrum_picture(spectrum: HessianSpectrum, path: Path) -> Path:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    density = spectrum.density()
-    panels = [Panel.of(spectrum, density, view) for view in views_of(spectrum, density)]
-    zoomed = len(panels) > 1
-    figure = new_figure(10.5 if zoomed else 8.5, 6.0)
+    view = SpectrumView.of(spectrum)
+    figure = new_figure(11.5, 6.4)
     grid = figure.add_gridspec(
         2,
-        2 if zoomed else 1,
-        height_ratios=[2.6, 1.0],
-        width_ratios=[1.55, 1.0] if zoomed else None,
-        left=0.09,
-        right=0.975,
-        top=0.83 if zoomed else 0.86,
-        bottom=0.215,
-        hspace=0.07,
-        wspace=0.2,
+        2,
+        width_ratios=[1.5, 1.0],
+        left=0.07,
+        right=0.985,
+        top=0.79,
+        bottom=0.235,
+        hspace=0.5,
+        wspace=0.17,
     )
-    for column, panel in enumerate(panels):
-        upper = figure.add_subplot(grid[0, column])
-        lower = figure.add_subplot(grid[1, column], sharex=upper)
-        _draw_density(upper, density, panel)
-        _draw_stems(lower, panel)
-        if column == 0:
-            upper.set_ylabel("spectral density")
-            lower.set_ylabel("weight")
-        if zoomed:
-            upper.set_title(panel.view.name, loc="left", fontsize=10, color=INK)
-    _write_around(figure, spectrum, density)
+    whole = figure.add_subplot(grid[:, 0])
+    _draw_whole(whole, view)
+    _draw_below(figure.add_subplot(grid[0, 1]), view)
+    _draw_density(figure.add_subplot(grid[1, 1]), view)
+    source = spectrum.provenance
+    loss = "" if spectrum.loss is None else f", loss {spectrum.loss:.4g}"
+    write_title(
+        figure,
+        f"{MATRICES[source.operator]} spectrum",
+        f"{count(spectrum.n)} parameters, step {source.step:,}{loss}   |   {source.layout}, "
+        f"{source.model_dtype}, {source.num_micro_batches} micro-batches",
+    )
+    handles, labels = whole.get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="lower left", bbox_to_anchor=(0.01, 0.105), ncols=5, fontsize=9,
+        frameon=False, columnspacing=1.4, handletextpad=0.5,
+    )  # fmt: skip
+    _write_below(figure, spectrum, view)
     _move_exponents(figure)
     return save_figure(figure, path)
 
 
-def _draw_density(axes: Axes, density: Density, panel: Panel) -> None:
-    hidden, whole = panel.bottom * 1e-3, panel.view.name == WHOLE
-    values = np.maximum(density.values, hidden)
+def _draw_whole(axes: Axes, view: SpectrumView) -> None:
+    """Draw stems, and the number of eigenvalues at or beyond each value."""
+    bottom = min(0.5, view.n / 4)
     axes.set_yscale("log")
-    axes.fill_between(density.grid, hidden, values, color=BLUE, alpha=0.18, linewidth=0)
-    band = density.band()
-    if band is not None:
-        low, high = (np.maximum(end, hidden) for end in band)
-        axes.fill_between(density.grid, low, high, color=BLUE, alpha=0.35, linewidth=0, zorder=1)
-    axes.plot(density.grid, values, color=BLUE, linewidth=1.4)
-    axes.set_xlim(*panel.view.interval)
-    room = 10 ** (0.32 if whole and panel.outliers else 0.1)
-    decades = np.log10(panel.top / panel.bottom)
-    axes.set_ylim(panel.bottom, panel.top * room ** max(1.0, decades / 5))
-    _draw_zero_and_noise(axes, panel)
-    _draw_outliers(axes, panel)
-    if whole:
-        _draw_labels(axes, panel)
-    _tidy(axes)
-    axes.tick_params(labelbottom=False)
-
-
-def _draw_outliers(axes: Axes, panel: Panel) -> None:
-    style: Style = {
-        "color": VERMILLION,
-        "markersize": 6,
-        "elinewidth": 1.4,
-        "capsize": 3,
-        "zorder": 4,
-    }
-    for outlier, height in zip(panel.outliers, panel.heights, strict=True):
-        axes.errorbar(outlier.value, height, xerr=outlier.error, fmt="v", **style)
-
-
-def _draw_labels(axes: Axes, panel: Panel) -> None:
-    """Draw values above the markers."""
-    for i in panel.labels:
+    band, curve = view.beyond_bounds, view.beyond
+    assert band.upper is not None
+    low, high = (np.maximum(end, bottom * 1e-3) for end in (band.y, band.upper))
+    axes.fill_between(band.x, low, high, color=BLUE, alpha=0.22, linewidth=0, label=BOUNDS)
+    heights = np.maximum(curve.y, bottom * 1e-3)
+    axes.plot(curve.x, heights, color=BLUE, linewidth=1.3, label=BEYOND)
+    _draw_stems(axes, view.singles, bottom, SINGLE, filled=True)
+    _draw_stems(axes, view.located, bottom, LOCATED, filled=False)
+    axes.set_xlim(*view.whole)
+    axes.set_ylim(bottom, 1.6 * max(float(curve.y.max()), float(high.max()), 1.0))
+    for i in view.labels:
+        value = view.singles[i].estimate.value
         axes.annotate(
-            short(panel.outliers[i].value),
-            (panel.outliers[i].value, panel.heights[i]),
-            xytext=(0, 8),
+            short(value),
+            (value, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 4),
             textcoords="offset points",
+            rotation=90,
             ha="center",
             va="bottom",
-            rotation=90,
             fontsize=9,
             color=VERMILLION,
-            zorder=5,
         )
-
-
-def _draw_zero_and_noise(axes: Axes, panel: Panel) -> None:
-    """Draw a line at zero, and a band of values that may be zero."""
-    if panel.zero:
-        axes.axvline(0.0, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
-    if panel.noise is not None:
-        axes.axvspan(*panel.noise, color=GREY, alpha=0.2, linewidth=0, zorder=0)
-
-
-def _draw_stems(axes: Axes, panel: Panel) -> None:
-    stems = panel.stems
-    axes.set_yscale("log")
-    for color, values, weights, zorder in (
-        (BLUE, stems.values, stems.weights, 2),
-        (VERMILLION, stems.outlier_values, stems.outlier_weights, 3),
-    ):
-        axes.vlines(values, stems.bottom, weights, color=color, linewidth=1.0, alpha=0.8)
-        axes.plot(values, weights, "o", color=color, markersize=3.2, zorder=zorder)
-    axes.set_ylim(stems.bottom, 4.0)
+    _draw_zero_and_noise(axes, view, view.whole)
     axes.set_xlabel(EIGENVALUE)
-    _draw_zero_and_noise(axes, panel)
-    _tidy(axes)
+    axes.set_ylabel("number of eigenvalues at or beyond")
+    _tidy_log(axes)
+
+
+def _draw_stems(
+    axes: Axes, stems: tuple[Stem, ...], bottom: float, label: str, filled: bool
+) -> None:
+    if not stems:
+        return
+    values = [stem.estimate.value for stem in stems]
+    heights = [stem.beyond for stem in stems]
+    errors = [stem.estimate.error for stem in stems]
+    axes.vlines(values, bottom, heights, color=VERMILLION, linewidth=1.1, alpha=0.8, zorder=3)
+    style: Style = {"color": VERMILLION, "capsize": 3, "elinewidth": 1.4, "zorder": 4}
+    style |= {"markersize": 5, "mfc": VERMILLION if filled else "white", "label": label}
+    axes.errorbar(values, heights, xerr=errors, fmt="o", **style)
+
+
+def _draw_below(axes: Axes, view: SpectrumView) -> None:
+    """Draw the cumulative distribution over the bulk, with its bounds."""
+    band, curve = view.below_bounds, view.below
+    assert band.upper is not None
+    axes.fill_between(band.x, band.y, band.upper, color=BLUE, alpha=0.22, linewidth=0)
+    axes.plot(curve.x, curve.y, color=BLUE, linewidth=1.3)
+    axes.set_ylim(-0.02, 1.04)
+    axes.set_title("the bulk: share of the eigenvalues at or below", loc="left", fontsize=10)
+    _draw_zero_and_noise(axes, view, view.bulk)
+    axes.set_xlim(*view.bulk)
+    tidy(axes)
+
+
+def _draw_density(axes: Axes, view: SpectrumView) -> None:
+    """Draw the density in bins, and the Ritz values that they are made of."""
+    if len(view.edges):
+        axes.stairs(view.density, view.edges, color=BLUE, fill=True, alpha=0.25)
+        axes.stairs(view.density, view.edges, color=BLUE, linewidth=1.2)
+        axes.set_ylim(0, 1.15 * float(view.density.max()))
+    else:
+        axes.set_yticks([])
+    inside = (view.ritz_values >= view.bulk[0]) & (view.ritz_values <= view.bulk[1])
+    ticks = view.ritz_values[inside]
+    axes.plot(ticks, np.zeros(len(ticks)), "|", color=INK, markersize=9, clip_on=False, zorder=5)
+    axes.set_title(f"its density in {view.bin_widths}", loc="left", fontsize=10)
+    if not len(view.edges):
+        axes.set_title(view.bin_widths, loc="left", fontsize=10)
+    _draw_zero_and_noise(axes, view, view.bulk)
+    axes.set_xlim(*view.bulk)
+    axes.set_xlabel("eigenvalue; ticks: Ritz values")
+    tidy(axes)
+
+
+def _draw_zero_and_noise(axes: Axes, view: SpectrumView, interval: Interval) -> None:
+    """Draw a line at zero, and a band of values that may be zero."""
+    if interval[0] <= 0 <= interval[1]:
+        axes.axvline(0.0, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+    noise = view.noise_in(interval)
+    if noise is not None:
+        axes.axvspan(*noise, color=GREY, alpha=0.25, linewidth=0, zorder=0, label=NOISE)
 
 
 def _move_exponents(figure: Figure) -> None:
     """Move the axis' common factor ("1e-8") into its label, which it would otherwise overlap."""
     figure.draw_without_rendering()
     for axes in figure.axes:
-        factor = axes.xaxis.get_major_formatter().get_offset()
-        axes.xaxis.get_offset_text().set_visible(False)
-        if factor and axes.get_xlabel():
-            axes.set_xlabel(f"{axes.get_xlabel()}  [{factor}]")
+        for axis in (axes.xaxis, axes.yaxis):
+            factor = axis.get_major_formatter().get_offset()
+            axis.get_offset_text().set_visible(False)
+            if factor:
+                axis.set_label_text(f"{axis.get_label_text()} [{factor}]".strip())
 
 
-def _tidy(axes: Axes) -> None:
+def _tidy_log(axes: Axes) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    axes.yaxis.set_major_locator(LogLocator(numticks=6))
+    axes.yaxis.set_major_locator(LogLocator(numticks=8))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_minor_locator(LogLocator(numticks=1))
     tidy(axes)
 
 
-def _write_around(figure: Figure, spectrum: HessianSpectrum, density: Density) -> None:
-    """Write the title above, figures below."""
+def _write_below(figure: Figure, spectrum: HessianSpectrum, view: SpectrumView) -> None:
+    """Write the caption, and below it how the spectrum was measured."""
     s, source = spectrum, spectrum.provenance
-    loss = "" if s.loss is None else f", loss {s.loss:.4g}"
-    title = f"{MATRICES[source.operator]} spectrum"
-    figure.text(0.02, 0.945, title, fontsize=15, weight="bold", color=INK)
-    figure.text(
-        0.02,
-        0.9,
-        f"{count(s.n)} parameters, step {source.step:,}{loss}   |   {source.layout}, "
-        f"{source.model_dtype}, {source.num_micro_batches} micro-batches",
-        fontsize=10,
-        color=INK,
-    )
-    outliers = int(len(s.outlier_eigenvalues()))
-    low, high = density.width.min(), density.width.max()
-    noise = (
-        f"{s.product_noise:.1e} (grey band where visible)"
-        if s.product_errors.any()
-        else "not known"
-    )
-    if not s.ritz_values.any():
-        figure.axes[0].annotate(
-            "every Ritz value is 0", (0.02, 0.92), xycoords="axes fraction", color=VERMILLION
-        )
+    noise = f"{s.product_noise:.1e}" if s.product_errors.any() else "not known"
+    probes = f"{s.num_probes} {source.probe} probe{'s' * (s.num_probes > 1)}, seed {source.seed}"
     lines = [
-        f"largest {s.eigenvalue_max}     smallest {s.eigenvalue_min}     trace {s.trace}     "
-        f"outliers (converged) {outliers}",
-        f"products {products_line(s)}     noise of a product {noise}",
-        f"Gaussian smoothing, one width per Ritz value: {low:.1e} to {high:.1e}     "
-        f"probes: {s.num_probes} {source.probe}, seed {source.seed} "
-        + ("(band: 95 % over probes)" if s.num_probes > 1 else "(no band: one probe)"),
+        *textwrap.wrap(view.caption, CAPTION)[:2],
+        f"trace {s.trace}   |   {probes}   |   products {products_line(s)}, noise {noise}",
     ]
     for row, line in enumerate(lines):
-        figure.text(0.02, 0.088 - 0.034 * row, line, fontsize=8.5, color=INK)
+        style: Style = {"color": INK if row < len(lines) - 1 else GREY}
+        text = line.replace("$", r"\$")
+        figure.text(0.02, 0.08 - 0.033 * row, text, fontsize=9.5, **style)

@@ -70,8 +70,8 @@ def run_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_report_has_the_table_of_every_step_in_order(run_folder: Path) -> None:
-    done = installed("report", run_folder)
+def test_the_table_of_every_step_is_printed_in_order(run_folder: Path) -> None:
+    done = installed("table", run_folder)
     assert (done.returncode, done.stderr) == (0, "")
     tables = [HessianSpectrum.load(run_folder / f"s{step}").table() for step in (20, 300, 1000)]
     places = [done.stdout.index(table) for table in tables]
@@ -86,8 +86,13 @@ def test_pictures_are_drawn_beside_the_figures(run_folder: Path) -> None:
 
 def test_a_page_is_made_of_a_run(run_folder: Path, tmp_path: Path) -> None:
     done = call("page", run_folder)
-    assert (done.returncode, done.stdout.strip()) == (0, str(run_folder / "page.html"))
-    assert "3 steps from 20 to 1,000" in (run_folder / "page.html").read_text(encoding="utf-8")
+    assert (done.returncode, done.stdout.strip()) == (
+        0,
+        str(run_folder / f"{run_folder.name}.html"),
+    )
+    assert "3 steps from 20 to 1,000" in (run_folder / f"{run_folder.name}.html").read_text(
+        encoding="utf-8"
+    )
     done = call("page", run_folder / "s20", "-o", tmp_path / "new" / "one.html")
     assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "new" / "one.html"))
     assert "<h1>s20</h1>" in (tmp_path / "new" / "one.html").read_text(encoding="utf-8")
@@ -228,7 +233,7 @@ def refused_in_one_line(done: subprocess.CompletedProcess[str], message: str) ->
     assert re.search(message, done.stderr)
 
 
-@pytest.mark.parametrize("command", ["report", "plot", "page", "compare"])
+@pytest.mark.parametrize("command", ["table", "report", "plot", "page", "compare"])
 @pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda breakage: breakage.__name__)
 def test_broken_results_are_refused_in_one_line(
     run_folder: Path, command: str, breakage: Callable[[Path], str]

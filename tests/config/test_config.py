@@ -42,7 +42,7 @@ def test_every_field_has_a_description_and_a_row_in_the_table():
     for row, (path, field) in zip(rows, fields.items(), strict=True):
         key, value, default, meaning = (cell.strip() for cell in row.strip("|").split(" | "))
         assert key == f"`{path}`"
-        assert json.loads(default.strip("`")) == field.default
+        assert json.loads(default.strip("`")) == json.loads(json.dumps(field.default))
         assert field.description and meaning == field.description
         assert value
 

@@ -57,7 +57,7 @@ CONFIG = (
         ("config",),
     ),
     Defect(
-        "if self.start_step and not self.scheduled:",
+        "if self.start_step and not (self.interval or self.sharpness_interval):",
         "if self.start_step and not self.interval:",
         "start_step is refused where only sharpness has an interval",
         ("config",),
@@ -819,8 +819,8 @@ RESUME = (
 
 SCHEDULE = (
     Defect(
-        "if step < config.start_step:",
-        "if step <= config.start_step:",
+        "started = step >= config.start_step",
+        "started = step > config.start_step",
         "nothing is measured at the first step that may be",
         ("test_schedule.py",),
     ),

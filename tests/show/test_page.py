@@ -1,4 +1,4 @@
-"""The report page, opened in a browser: it shows what the files say, and asks for nothing else."""
+"""The page, opened in a browser: it shows what the files say, and asks for nothing else."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import dataclasses
 import functools
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
 import torch
 
-from ds_hessian.cli.folders import run_in
 from ds_hessian.errors import ResultError
 from ds_hessian.krylov import DampedSystems, Solution, solve
 from ds_hessian.records import (
@@ -31,8 +30,7 @@ from ds_hessian.records import (
     HessianTrace,
     Provenance,
 )
-from ds_hessian.show.page import write_page
-from ds_hessian.show.page.density import _thinned
+from ds_hessian.show.page import Run, page_of, run_in, write_page
 from ds_hessian.show.page.write import sections_of
 from tests.browser import ask, needs_browser
 from tests.krylov.matrices import SPECTRA, Matrix
@@ -45,6 +43,7 @@ from tests.records.makers import (
     sweep,
 )
 from tests.records.test_analyses import kronecker
+from tests.tiers import cells
 
 BLOCKS = ("wte", *(f"h.{number}" for number in range(6)), "ln_f")
 HOSTILE = "<img src=x onerror=broken()> & </script>"  # no name may become part of the page
@@ -154,6 +153,18 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 5 spectra, with analyses at the third and the last."""
+    folder = tmp_path_factory.mktemp("five")
+    for number in range(1, 6):
+        place = folder / f"step_{20 * number:06d}"
+        spectrum(20 * number).save(place)
+        for record in analyses(20 * number) if number in (3, 5) else ():
+            record.save(place)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def fifty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 50 spectra, with analyses at each tenth."""
     folder = tmp_path_factory.mktemp("fifty")
@@ -175,7 +186,8 @@ def stored(folder: Path, kind: str = "spectrum") -> list[dict[str, Any]]:
 def figure(title: str) -> str:
     """Script: the figure of a title, as plotly has it."""
     return (
-        "const all = [...document.querySelectorAll('.figures > div:not([hidden])')];"
+        "const shown = '.figures > div:not([hidden]) > .js-plotly-plot';"
+        "const all = [...document.querySelectorAll(shown)];"
         f"const gd = all.find(div => div._fullLayout.title.text === {json.dumps(title)});"
     )
 
@@ -202,7 +214,10 @@ def test_outliers_are_drawn_where_the_json_has_them(one: Path, tmp_path: Path) -
     page = write_page(run_in(one), tmp_path / "page.html")
     script = """
       const axis = gd._fullLayout.xaxis;
-      const markers = [...gd.querySelectorAll('.xy .scatterlayer .point')];
+      const name = 'single eigenvalue, with its bar';
+      const number = gd._fullData.findIndex(t => t.name === name);
+      const trace = gd.querySelectorAll('.xy .scatterlayer .trace')[number];
+      const markers = [...trace.querySelectorAll('.point')];
       const place = marker => marker.getAttribute('transform').match(/translate\\(([-\\d.e]+)/)[1];
       const pixels = markers.map(place).map(Number);
       return {pixels, low: axis.range[0], high: axis.range[1], length: axis._length};
@@ -217,28 +232,19 @@ def test_outliers_are_drawn_where_the_json_has_them(one: Path, tmp_path: Path) -
 
 
 @needs_browser
-def test_the_density_drawn_has_the_area_that_the_json_says(one: Path, tmp_path: Path) -> None:
+def test_the_curves_drawn_are_those_of_the_files(one: Path, tmp_path: Path) -> None:
     page = write_page(run_in(one), tmp_path / "page.html")
-    found = traces(page, "whole spectrum", tmp_path)
-    (content,) = stored(one)
+    found = traces(page, "the bulk: share at or below", tmp_path)
+    x, y = (np.array(found["at or below"][axis]) for axis in "xy")
     with np.load(one / "spectrum.npz") as arrays:
-        ritz, weights = np.sort(arrays["ritz_values"], axis=None), arrays["weights"]
-    x, y = (np.array(found["density"][axis]) for axis in "xy")
-    # The curve is convex between points in many places: 1 % of each ordinate was allowed to go.
-    assert np.trapezoid(y, x) == pytest.approx(content["density"]["mass"], abs=0.02)
-    drawn = np.sort([*found["Ritz value"]["x"], *found["outlier"]["x"]])
-    np.testing.assert_array_equal(drawn, ritz)
-    total = sum(found["Ritz value"]["y"]) + sum(found["outlier"]["y"])
-    assert total == pytest.approx(weights.sum(), rel=1e-12)
-
-
-def test_thinning_keeps_a_curve_to_one_percent() -> None:
-    x = np.linspace(-6, 6, 2001)
-    curve = np.exp(-0.5 * x**2)
-    fewer, kept = _thinned(x, curve[None])
-    assert len(fewer) < 250 and fewer[0] == x[0] and fewer[-1] == x[-1]
-    between = np.interp(x, fewer, np.log(kept[0]))
-    assert abs(between - np.log(curve)).max() < 0.01
+        ritz = np.sort(arrays["ritz_values"], axis=None)
+    np.testing.assert_array_equal(np.unique(x)[1:-1], np.unique(ritz.astype(np.float32)))
+    assert (np.diff(y) >= 0).all() and y[-1] == pytest.approx(1, abs=1e-6)
+    (content,) = stored(one)
+    levels = content["density"]["cumulative"]
+    shares = np.interp(levels["eigenvalues"], x, y, left=0, right=1)
+    lower, upper = np.array(levels["lower"]), np.array(levels["upper"])
+    assert (shares >= lower - 1e-6).all() and (shares <= upper + 1e-6).all()
 
 
 @needs_browser
@@ -261,31 +267,38 @@ def test_eigenvalues_over_fifty_steps_are_those_of_the_files(fifty: Path, tmp_pa
 
 
 @needs_browser
-def test_the_slider_shows_each_step_with_its_figures(fifty: Path, tmp_path: Path) -> None:
-    page = write_page(run_in(fifty), tmp_path / "page.html")
+@pytest.mark.parametrize("run", cells(("five", "fifty"), ("five",)))
+def test_the_slider_shows_each_step_with_its_figures(
+    run: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    folder = request.getfixturevalue(run)
+    page = write_page(run_in(folder), tmp_path / "page.html")
     script = """
       const section = [...document.querySelectorAll('section')]
         .find(s => s.querySelector('h2').textContent === 'Spectrum');
-      const slider = section.querySelector('input'), found = [];
+      const slider = document.querySelector('#steps input'), found = [];
       for (let i = 0; i <= Number(slider.max); i++) {
         slider.value = i;
         slider.dispatchEvent(new Event('input'));
         const gd = section.querySelector('.js-plotly-plot');
         found.push({
-          label: section.querySelector('output').textContent,
+          label: section.querySelector('.at').textContent,
+          above: document.querySelector('#steps output').textContent,
+          card: document.querySelector('.cards strong').textContent,
           rows: [...section.querySelectorAll('dl > div')].map(row =>
             [row.querySelector('dt').textContent, row.querySelector('dd').textContent]),
-          outliers: Array.from(gd._fullData.find(t => t.name === 'outliers').x),
+          outliers: Array.from(gd._fullData.find(t => t.name.startsWith('single')).x),
         });
       }
       return found;
     """
-    answer, contents = ask(page, script, tmp_path)["answer"], stored(fifty)
+    answer, contents = ask(page, script, tmp_path)["answer"], stored(folder)
     assert [state["label"] for state in answer] == [
         f"step {content['provenance']['step']:,}" for content in contents
     ]
     for state, content in zip(answer, contents, strict=True):
         rows = dict(state["rows"])
+        assert state["above"] == state["label"] and state["card"] == rows["largest eigenvalue"]
         for name, key in (
             ("largest eigenvalue", "eigenvalue_max"),
             ("smallest eigenvalue", "eigenvalue_min"),
@@ -385,13 +398,92 @@ def test_a_request_would_be_refused_by_the_page_itself(one: Path, tmp_path: Path
     assert sorted(refused) == ["https://example.org/data.json", "https://example.org/pixel.png"]
 
 
-def test_the_page_refers_to_nothing_outside_of_it(one: Path, tmp_path: Path) -> None:
-    from plotly.offline import get_plotlyjs
-
+def test_the_page_refers_to_nothing_but_the_files_of_its_run(one: Path, tmp_path: Path) -> None:
     text = write_page(run_in(one), tmp_path / "page.html").read_text(encoding="utf-8")
-    own = text.replace(get_plotlyjs(), "")
-    assert len(own) < len(text) and not re.search(r"https?:|//\w+\.|@import|url\(", own)
-    assert not re.search(r"<(link|iframe|img|base|object|embed)\b|\ssrc=|\shref=", own)
+    assert not re.search(r"https?:|//\w+\.|@import|url\(", text)
+    assert not re.search(r"<(link|iframe|img|base|object|embed)\b|\ssrc=", text)
+    links = re.findall(r"\shref='([^'#][^']*)'", text)
+    assert len(links) == len(run_in(one).records)
+    assert all((tmp_path / unquote(link)).resolve().parent == one for link in links)
+    inside = re.findall(r"\shref='#([^']*)'", text)
+    assert inside and all(f"id='{name}'" in text for name in inside)
+
+
+def test_the_page_of_a_folder_has_its_name_and_lies_in_it(fifty: Path) -> None:
+    assert page_of(fifty) == fifty / f"{fifty.name}.html"
+    text = write_page(run_in(fifty), page_of(fifty)).read_text(encoding="utf-8")
+    assert f"<h1>{fifty.name}</h1>" in text and "href='step_000020/spectrum.json'" in text
+
+
+@pytest.mark.full
+def test_the_page_of_two_hundred_spectra_is_below_ten_megabytes(tmp_path: Path) -> None:
+    found = spectrum_of(language_model_like(1000), m=30, probes=2, noise=2e-3)
+    records = tuple(
+        (f"step_{i:06d}", dataclasses.replace(found, **measured(i))) for i in range(200)
+    )
+    page = write_page(Run("long", records), tmp_path / "page.html")
+    assert page.stat().st_size < 10e6
+
+
+# Pairs of visible texts in a figure whose boxes overlap by more than a pixel.
+OVERLAPS = """
+const found = [];
+for (const gd of document.querySelectorAll('.js-plotly-plot')) {
+  if (!gd.offsetParent) continue;
+  const texts = [...gd.querySelectorAll('svg text')].filter(text => text.textContent.trim());
+  const boxes = texts.map(text => text.getBoundingClientRect());
+  for (let i = 0; i < boxes.length; i++) for (let j = 0; j < i; j++) {
+    const a = boxes[i], b = boxes[j];
+    if (texts[i].contains(texts[j]) || texts[j].contains(texts[i])) continue;
+    const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+    const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+    if (wide <= 2 || high <= 2) continue;
+    found.push([gd.layout.title.text, texts[j].textContent, texts[i].textContent]);
+  }
+}
+return found;
+"""
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    "run", cells(("one", "five", "fifty", "two hundred", "sixty outliers"), ("five",))
+)
+def test_texts_of_figures_do_not_overlap(
+    run: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    if run == "two hundred":
+        found = spectrum(20)
+        for step in range(200):
+            dataclasses.replace(found, **measured(step)).save(folder / f"step_{step:06d}")
+    elif run == "sixty outliers":
+        values = np.concatenate([0.3 * semicircle(3000), np.geomspace(2, 900, 60)])
+        spectrum_of(values, m=110).save(folder)
+    else:
+        folder = request.getfixturevalue(run)
+    page = write_page(run_in(folder), tmp_path / "page.html")
+    assert ask(page, OVERLAPS, tmp_path)["answer"] == []
+
+
+@needs_browser
+def test_the_theme_is_switched_and_every_figure_has_buttons(one: Path, tmp_path: Path) -> None:
+    page = write_page(run_in(one), tmp_path / "page.html")
+    script = """
+      const gd = document.querySelector('.js-plotly-plot');
+      const page = () => getComputedStyle(document.body).backgroundColor;
+      const colours = () => [page(), gd._fullLayout.paper_bgcolor];
+      const light = colours();
+      document.getElementById('theme').click();
+      const shown = [...document.querySelectorAll('.figures > div:not([hidden])')];
+      const image = await Plotly.toImage(gd, {format: 'svg', width: 400, height: 300});
+      const buttons = shown.map(s => s.querySelectorAll('.save button').length);
+      return {light, dark: colours(), buttons, image: image.slice(0, 18)};
+    """
+    answer = ask(page, script, tmp_path)["answer"]
+    assert answer["light"] == ["rgb(255, 255, 255)", "#FFFFFF"]
+    assert answer["dark"] == ["rgb(21, 24, 28)", "#15181C"]
+    assert set(answer["buttons"]) == {2} and answer["image"] == "data:image/svg+xml"
 
 
 @needs_browser
@@ -457,16 +549,6 @@ def test_a_broken_analysis_is_refused_too(one: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes((one / name).read_bytes()[:-1])
     with pytest.raises(ResultError, match="block_coupling.npz .* is truncated"):
         run_in(tmp_path)
-
-
-def test_without_plotly_the_message_names_the_extra(
-    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "plotly"] + ["plotly"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r"needs plotly.*ds_hessian\[report\]"):
-        write_page(run_in(one), tmp_path / "page.html")
-    assert not (tmp_path / "page.html").exists()
 
 
 def test_steps_that_repeat_are_told_apart_by_their_folders(tmp_path: Path) -> None:

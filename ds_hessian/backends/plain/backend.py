@@ -42,6 +42,7 @@ from ds_hessian.backends.protocol import (
 )
 from ds_hessian.backends.refusal import training_refused
 from ds_hessian.backends.sharded import Shard, ShardedWeights
+from ds_hessian.backends.stepping import stepping
 from ds_hessian.backends.weights import Weight, module_weights
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import FP32, Item, tier_of
@@ -177,6 +178,7 @@ class ModuleBackend:
             layout=f"{kind}, {ranks} rank{'s' * (ranks > 1)}",
             model_dtype=str(next(self.model.parameters()).dtype).removeprefix("torch."),
             versions={"python": platform.python_version(), "torch": torch.__version__},
+            stepping=stepping(self.optimizer),
         )
 
     def adam(self) -> AdamState:

@@ -39,6 +39,7 @@ from ds_hessian.backends.protocol import (
 )
 from ds_hessian.backends.refusal import refuse_methods, training_refused
 from ds_hessian.backends.sharded import Shard, ShardedWeights
+from ds_hessian.backends.stepping import stepping
 from ds_hessian.backends.weights import Weight, module_weights
 from ds_hessian.backends.zero import host
 from ds_hessian.backends.zero.flat import BF16Shards, FlatShards
@@ -197,6 +198,7 @@ class ZeroBackend:
                 "python": platform.python_version(),
                 "torch": torch.__version__,
             },
+            stepping=stepping(self.engine.optimizer),
         )
 
     def adam(self) -> AdamState:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ds_hessian.errors import ResultError
@@ -23,10 +25,11 @@ from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.records.sweep import DisplacementSweep
 
 R = TypeVar("R")
+M = TypeVar("M", bound=Measured)
 Figure = dict[str, Any]
+"""`{"data": traces, "layout": axes and titles}`, as plotly.js documents them."""
 Part = dict[str, Any]
 """A part of a figure (a trace, an axis, a shape) as plotly.js takes it."""
-"""`{"data": traces, "layout": axes and titles}`, as plotly.js documents them."""
 
 SHOWN: tuple[type[Measured], ...] = (
     HessianSpectrum,
@@ -45,6 +48,22 @@ SHOWN: tuple[type[Measured], ...] = (
 """Kinds of records that the page shows."""
 
 
+class Label(str):
+    """Text that names a training step.
+
+    Attributes:
+        step: The step.
+    """
+
+    step: int
+
+    def __new__(cls, text: str, step: int) -> Label:
+        """Return the text with its step."""
+        label = super().__new__(cls, text)
+        label.step = step
+        return label
+
+
 @dataclass(frozen=True, eq=False)
 class Run:
     """Records with the name of their folder each, in the order of training steps.
@@ -52,6 +71,7 @@ class Run:
     Attributes:
         name: Name of the run.
         records: `(folder, record)`; kinds other than `SHOWN` are left out.
+        folder: Where the folders are; None if they are on no disk.
 
     Raises:
         ResultError: there are none.
@@ -59,6 +79,7 @@ class Run:
 
     name: str
     records: tuple[tuple[str, Any], ...]
+    folder: Path | None = None
 
     def __post_init__(self) -> None:
         if not any(isinstance(record, SHOWN) for _, record in self.records):
@@ -80,15 +101,54 @@ class Run:
         found: list[Any] = self.every(kind)
         return [record for record in found if record.provenance.operator == self.operator]
 
-    def labelled(self, kind: type[R]) -> list[tuple[str, R]]:
+    def labelled(self, kind: type[R]) -> list[tuple[Label, R]]:
         """Return the records of a kind with their steps, and their folders where steps repeat."""
         found = [(name, record) for name, record in self.records if isinstance(record, kind)]
-        steps = [step_of(record) for _, record in found]
+        counts = Counter(step_of(record) for _, record in found)
         return [
-            (label if steps.count(step) == 1 else f"{label} ({name})", record)
-            for (name, record), step in zip(found, steps, strict=True)
-            for label in [f"step {step:,}"]
+            (Label(text if counts[step] == 1 else f"{text} ({name})", step), record)
+            for name, record in found
+            for step in [step_of(record)]
+            for text in [f"step {step:,}"]
         ]
+
+
+def run_in(folder: Path) -> Run:
+    """Return all records in a folder that a page shows.
+
+    Raises:
+        ResultError: there is no such folder, nothing to show in it, or a record in it is broken.
+    """
+    records = [
+        (found.resolve().name, record)
+        for kind in SHOWN
+        for found, record in records_in(folder, kind).items()
+    ]
+    ordered = tuple(sorted(records, key=lambda pair: step_of(pair[1])))
+    return Run(folder.resolve().name, ordered, folder.resolve())
+
+
+def page_of(folder: Path) -> Path:
+    """Return the path of the page of a run's folder: it has the run's name."""
+    return folder / f"{folder.resolve().name or 'run'}.html"
+
+
+def records_in(folder: Path, kind: type[M]) -> dict[Path, M]:
+    """Return `{its folder: record}` of a folder that has a record of this kind, or of those one
+    below.
+
+    In the order of their steps; empty if there are none.
+
+    Raises:
+        ResultError: there is no such folder, or a record in it is broken.
+    """
+    if not folder.is_dir():
+        raise ResultError(f"no such folder: {folder}")
+    name = f"{kind.kind}.json"
+    if (folder / name).exists():
+        return {folder: kind.load(folder)}
+    found = {path.parent: kind.load(path.parent) for path in sorted(folder.glob(f"*/{name}"))}
+    return dict(sorted(found.items(), key=lambda item: step_of(item[1])))
 
 
 def step_of(record: Any) -> int:
@@ -128,7 +188,7 @@ class State:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, its explanation, and its states; a slider chooses one of several."""
+    """A heading, its explanation, and its states; the page's slider chooses one of several."""
 
     title: str
     text: str

@@ -29,6 +29,8 @@ AXIS = {
     "exponentformat": "power",
     "title": {"font": {"size": 12}, "standoff": 8},
 }
+STEPS = "steps"
+"""Mark of figures over training steps, in which the page draws a line at the selected one."""
 LOG = {"type": "log", "nticks": 6, "tickfont": {"size": 10}}
 TEMPLATE = {
     "layout": {
@@ -40,6 +42,8 @@ TEMPLATE = {
         },
         "margin": {"l": 56, "r": 14, "t": 40, "b": 44},
         "colorway": list(COLORS),
+        "paper_bgcolor": "#FFFFFF",
+        "plot_bgcolor": "#FFFFFF",
         "xaxis": AXIS,
         "yaxis": AXIS,
         "hovermode": "closest",
@@ -118,7 +122,9 @@ class Series:
 def over_steps(title: str, unit: str, series: Sequence[Series], log: bool = False) -> Figure:
     """Return series over the training step, markers joined by lines."""
     x = titled("training step") | {"tickformat": ",d"}
-    return _lines(title, x, unit, series, log, "step %{x:,}: %{y:.5g}")
+    drawn = _lines(title, x, unit, series, log, "step %{x:,}: %{y:.5g}")
+    drawn["layout"]["meta"] = STEPS
+    return drawn
 
 
 def over(quantity: str, title: str, unit: str, series: Sequence[Series], log: bool) -> Figure:

@@ -1,21 +1,26 @@
 """The page itself: one HTML file with figures, the plotting library and the data in it.
 
 The file's content security policy forbids every request, so that it reads the same without network.
+The library and the data are compressed; the page unpacks them where it is opened.
 """
 
 from __future__ import annotations
 
 import base64
+import gzip
 import json
+import os
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
+from ds_hessian.records.base import Measured
 from ds_hessian.records.comparison import Comparison
 from ds_hessian.records.fields import Array
 from ds_hessian.records.files import replacing
@@ -23,42 +28,48 @@ from ds_hessian.records.provenance import Cost
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.show.page.accuracy import accuracy, costs
 from ds_hessian.show.page.blocks import blocks
+from ds_hessian.show.page.cards import Cards, cards_html, cards_of
 from ds_hessian.show.page.density import spectra
 from ds_hessian.show.page.layers import layers
-from ds_hessian.show.page.run import SHOWN, Run, Section, State, step_of
+from ds_hessian.show.page.run import SHOWN, Label, Run, Section, State, step_of
 from ds_hessian.show.page.style import TEMPLATE
 from ds_hessian.show.page.sweeps import sweeps
 from ds_hessian.show.page.systems import systems
 from ds_hessian.show.page.training import training
 from ds_hessian.show.style import count
 
-EXTRA = "the report page needs plotly, which is not installed: pip install 'ds_hessian[report]'"
+MOST_LINKS = 8
+"""Steps with warnings that are named at the top of the page."""
 
 
 def write_page(run: Run, path: Path) -> Path:
     """Write the page of a run; returns its path.
 
     Raises:
-        ImportError: plotly is not installed; the extra `report` has it.
         OSError: the file cannot be written.
     """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ImportError(EXTRA) from error
-    sections = sections_of(run)
-    text = Template(
+    from plotly.offline import get_plotlyjs
+
+    sections, found = sections_of(run), cards_of(run)
+    stops = _stops(sections)
+    page = Template(
         files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     ).substitute(
         title=escape(run.name),
-        head=_head(run),
+        head=_head(run, stops),
+        slider=_slider(stops),
+        cards=cards_html(found[-1][1]) if found else "",
+        contents="".join(
+            f"<a href='#section-{number}'>{escape(section.title)}</a>"
+            for number, section in enumerate(sections)
+        ),
         sections="\n".join(_html(number, section) for number, section in enumerate(sections)),
-        records=_records(run),
-        plotly=get_plotlyjs(),
-        data=_data(sections),
+        records=_records(run, path),
+        plotly=_packed(get_plotlyjs()),
+        data=_packed(_data(sections, found, stops)),
     )
     with replacing(path) as file:
-        file.write(text.encode())
+        file.write(page.encode())
     return path
 
 
@@ -68,7 +79,35 @@ def sections_of(run: Run) -> list[Section]:
     return [section for part in parts for section in part(run)]
 
 
-def _head(run: Run) -> str:
+def _stops(sections: Sequence[Section]) -> list[Label]:
+    """Return what the slider selects: every step, and where a step repeats every folder."""
+    labels = {
+        state.label: None
+        for section in sections
+        for state in section.states
+        if isinstance(state.label, Label)
+    }
+    return sorted(labels, key=lambda label: label.step)
+
+
+def _slider(stops: Sequence[Label]) -> str:
+    if not stops:
+        return ""
+    if len(stops) == 1:
+        return f"<p class='at'>{escape(stops[0])}</p>"
+    last = len(stops) - 1
+    return (
+        f"<div id='steps'><input type='range' min='0' max='{last}' value='{last}' "
+        f"aria-label='training step'><output>{escape(stops[-1])}</output></div>"
+    )
+
+
+def _packed(text: str) -> str:
+    """Return a text as base64 of its gzip: a third of its size, and safe inside of an element."""
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def _head(run: Run, stops: Sequence[Label]) -> str:
     """Return the model, the steps and the layout, and a note for each warning."""
     records = [record for _, record in run.records if isinstance(record, SHOWN)]
     steps, source = sorted({step_of(r) for r in records}), records[-1].provenance
@@ -82,10 +121,14 @@ def _head(run: Run) -> str:
     if len(spectra) > 1:
         found = Comparison({str(number): s for number, s in enumerate(spectra)})
         lines += [f"<p class='note'>Note: {escape(note)}</p>" for note in found.notes()]
-    warned = [f"{step_of(s):,}" for s in spectra if s.warnings]
+    warned = [label for label, s in run.labelled(HessianSpectrum) if s.warnings]
     if warned:
-        where = ", ".join(warned[:8]) + (", ..." if len(warned) > 8 else "")
-        text = f"Warnings at {len(warned)} of {len(spectra)} spectra (step {where}): see there."
+        links = [
+            f"<a href='#section-0' data-stop='{stops.index(label)}'>{escape(label)}</a>"
+            for label in warned[:MOST_LINKS]
+        ]
+        more = ", ..." if len(warned) > MOST_LINKS else ""
+        text = f"Warnings at {len(warned)} of {len(spectra)} spectra: {', '.join(links)}{more}"
         lines.append(f"<p class='warning'>{text}</p>")
     return "\n".join(lines)
 
@@ -96,21 +139,13 @@ def _plural(micro_batches: int) -> str:
 
 def _html(number: int, section: Section) -> str:
     """Return a section without its figures, which the script draws."""
-    last = len(section.states) - 1
     slots = max(len(state.charts) for state in section.states)
-    slider = ""
-    if last:
-        slider = (
-            f"<label class='slider'><input type='range' min='0' max='{last}' value='{last}' "
-            f"aria-label='{escape(section.title)}: training step'>"
-            f"<output>{escape(section.states[-1].label)}</output></label>"
-        )
-    elif section.states[0].label:
-        slider = f"<p class='slider'><output>{escape(section.states[0].label)}</output></p>"
+    last = section.states[-1]
+    at = f"<p class='at'>{escape(last.label)}</p>" if last.label else ""
     return (
         f"<section id='section-{number}'><h2>{escape(section.title)}</h2>"
-        f"<p class='about'>{escape(section.text)}</p>{slider}"
-        f"<div class='rows'>{_rows(section.states[-1])}</div>"
+        f"<p class='about'>{escape(section.text)}</p>{at}"
+        f"<div class='rows'>{_rows(last)}</div>"
         f"<div class='figures'>{'<div></div>' * slots}</div></section>"
     )
 
@@ -126,11 +161,20 @@ def _rows(state: State) -> str:
     return f"<dl>{''.join(rows)}</dl>"
 
 
-def _data(sections: Iterable[Section]) -> str:
-    """Return all states as JSON that is safe inside of a script element."""
-    content = {"template": TEMPLATE, "sections": [_states(section) for section in sections]}
-    text = json.dumps(content, default=_typed, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c")
+def _data(
+    sections: Iterable[Section], cards: Sequence[tuple[Label, Cards]], stops: Sequence[Label]
+) -> str:
+    """Return all states as JSON."""
+    content = {
+        "template": TEMPLATE,
+        "stops": [{"label": label, "step": label.step} for label in stops],
+        "cards": [
+            {"label": label, "step": label.step, "html": cards_html(found)}
+            for label, found in cards
+        ],
+        "sections": [_states(section) for section in sections],
+    }
+    return json.dumps(content, default=_typed, allow_nan=False, separators=(",", ":"))
 
 
 def _typed(array: Array) -> dict[str, str]:
@@ -144,6 +188,7 @@ def _states(section: Section) -> list[dict[str, Any]]:
     return [
         {
             "label": state.label,
+            "step": state.label.step if isinstance(state.label, Label) else None,
             "rows": _rows(state),
             "figures": [
                 {
@@ -158,22 +203,33 @@ def _states(section: Section) -> list[dict[str, Any]]:
     ]
 
 
-def _records(run: Run) -> str:
-    """Return a row for each record, with its cost."""
+def _records(run: Run, path: Path) -> str:
+    """Return a row for each record, with its cost and links to its files."""
     titles = ("step", "record", "folder", "products", "gradients each", "seconds each", "seconds")
     shown = [(name, record) for name, record in run.records if isinstance(record, SHOWN)]
     rows = [
-        (f"{step_of(record):,}", record.kind.replace("_", " "), name, *_cost(record.cost))
-        for name, record in shown
+        (f"{step_of(r):,}", _linked(run, path, name, r), escape(name), *_cost(r.cost))
+        for name, r in shown
     ]
     versions = {record.provenance.ds_hessian_version for _, record in shown}
     head = "".join(f"<th>{title}</th>" for title in titles)
-    body = "".join(f"<tr>{_cells(row)}</tr>" for row in rows)
+    cells = ("".join(f"<td>{cell}</td>" for cell in row) for row in rows)
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
     return (
         f"<details><summary>Records: {len(shown)}</summary><div class='scroll'><table>"
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></details>"
         f"<p class='about'>ds_hessian {escape(', '.join(sorted(versions)))}</p>"
     )
+
+
+def _linked(run: Run, path: Path, name: str, record: Measured) -> str:
+    """Return the name of a record as a link to its file, from where the page is."""
+    text = escape(record.kind.replace("_", " "))
+    if run.folder is None:
+        return text
+    place = run.folder if name == run.folder.resolve().name else run.folder / name
+    target = os.path.relpath((place / f"{record.kind}.json").resolve(), path.resolve().parent)
+    return f"<a href='{escape(quote(target))}'>{text}</a>"
 
 
 def _cost(cost: Cost) -> tuple[str, ...]:
@@ -183,7 +239,3 @@ def _cost(cost: Cost) -> tuple[str, ...]:
         f"{cost.seconds_per_product:.3g}",
         f"{cost.seconds_total:.3g}",
     )
-
-
-def _cells(row: Sequence[str]) -> str:
-    return "".join(f"<td>{escape(cell)}</td>" for cell in row)
