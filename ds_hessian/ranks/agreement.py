@@ -161,14 +161,16 @@ def agree(
         said = [int(error is not None), int(interrupted)]
         flags = torch.tensor(said, dtype=torch.int32, device=device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-        some_failed, some_interrupted = map(bool, flags.tolist())
-        if some_failed:
-            mine = None
-            if error is not None:
-                mine = _failure(error, when, dist.get_rank(group), follower.depth + 1, doing)
-            found = gather_objects(mine, group)
-            failed = [failure for failure in found if failure is not None]
-        follower.depart()
+        try:
+            some_failed, some_interrupted = map(bool, flags.tolist())
+            if some_failed:
+                mine = None
+                if error is not None:
+                    mine = _failure(error, when, dist.get_rank(group), follower.depth + 1, doing)
+                found = gather_objects(mine, group)
+                failed = [failure for failure in found if failure is not None]
+        finally:  # the others have left the meeting: a failure from here on is of the next pass
+            follower.depart()
     if failed:
         alike = len(failed) == len(found) and len({failure.message for failure in failed}) == 1
         try:
