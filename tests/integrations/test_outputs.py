@@ -56,6 +56,7 @@ def mixtral() -> Made:
         num_local_experts=3,
         output_router_logits=True,
         router_aux_loss_coef=0.1,
+        experts_implementation="eager",  # in fp64 too
     )
     model = transformers.MixtralForCausalLM(config)
     return model, {"input_ids": words(), "labels": words()}, "lm_head"
