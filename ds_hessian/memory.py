@@ -17,10 +17,10 @@ from typing import Literal
 
 import torch
 
-Place = Literal["accelerator", "host", "disk", "resume"]
+Tier = Literal["accelerator", "host", "disk", "resume"]
 Moment = Literal["passes", "trials", "orthogonalization", "storing"]
 
-PLACES: tuple[Place, ...] = ("accelerator", "host", "disk", "resume")
+TIERS: tuple[Tier, ...] = ("accelerator", "host", "disk", "resume")
 """`disk`: a basis' folder, of each node; `resume`: that of runs' states, which all ranks see."""
 MOMENTS: tuple[Moment, ...] = ("passes", "trials", "orthogonalization", "storing")
 """Moments of a Lanczos step, in order: forward and backward passes, the comparison of two trials of
@@ -36,14 +36,14 @@ class Item:
 
     Attributes:
         name: Purpose of the memory.
-        place: Kind of memory or disk. Vectors of a job on the CPU are on the host.
+        tier: Kind of memory or disk. Vectors of a job on the CPU are on the host.
         size: Bytes on this rank.
         moments: Moments in which it is held; empty for all of them.
         stage: Part of the analysis that holds it, such as `residuals`; none for all of it.
     """
 
     name: str
-    place: Place
+    tier: Tier
     size: int
     moments: tuple[Moment, ...] = ()
     stage: str = ""
@@ -64,9 +64,9 @@ class MemoryPlan:
         """Return the plan of some parts' items; empty ones are left out."""
         return cls(tuple(item for part in parts for item in part if item.size))
 
-    def peak(self, place: Place) -> int:
-        """Return the bytes in one place, in the worst moment of the worst stage."""
-        here = [item for item in self.items if item.place == place]
+    def peak(self, tier: Tier) -> int:
+        """Return the bytes in one tier, in the worst moment of the worst stage."""
+        here = [item for item in self.items if item.tier == tier]
         return max(
             sum(
                 item.size
@@ -79,11 +79,11 @@ class MemoryPlan:
 
     def table(self) -> str:
         """Return items and sums as lines of text."""
-        peaks = [Item(f"peak on the {place}", place, self.peak(place)) for place in PLACES]
+        peaks = [Item(f"peak on the {tier}", tier, self.peak(tier)) for tier in TIERS]
         rows = [*self.items, *(item for item in peaks if item.size)]
         width = max((len(item.name) for item in rows), default=0)
         lines = [
-            f"  {item.name:<{width}}{shown(item.size):>12}  {item.place:<11}  {when(item)}".rstrip()
+            f"  {item.name:<{width}}{shown(item.size):>12}  {item.tier:<11}  {when(item)}".rstrip()
             for item in rows
         ]
         return "\n".join(["memory per rank beyond training's:", *lines])
@@ -100,7 +100,7 @@ def when(item: Item) -> str:
     return f"{item.stage}: {moments}" if item.stage and moments else item.stage or moments
 
 
-def place_of(device: torch.device) -> Place:
+def tier_of(device: torch.device) -> Tier:
     """Return where tensors on a device are stored."""
     return "host" if device.type == "cpu" else "accelerator"
 

@@ -136,7 +136,7 @@ class Measurements:
         except HessianError as error:  # every rank has it: training must not end by a measurement
             self.failures[step] = error
             if first:
-                logger.exception("no Hessian %s at step %d; training goes on", kind, step)
+                logger.exception("no Hessian %s at step %d; training continues", kind, step)
             return
         if isinstance(record, HessianSpectrum):
             self.spectra[step] = record

@@ -9,7 +9,7 @@ import pytest
 from ds_hessian.analyses import Analysis, Spectrum, analysis_of, plan_job
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
-from ds_hessian.memory import FP32, PLACES, Item, MemoryPlan, Place, in_stage
+from ds_hessian.memory import FP32, TIERS, Item, MemoryPlan, Tier, in_stage
 from ds_hessian.planning import Job, Needs, alternatives, needs_of, plan, refuse_too_large
 
 N, RANKS = 7_000_000_000, 64
@@ -66,7 +66,7 @@ def test_a_plan_counts_vectors(
     settings: dict[str, object], accelerator: float, host: float, disk: float
 ) -> None:
     plan = plan_job(config(**settings), num_parameters=N, world_size=RANKS)
-    found = [plan.peak(place) / VECTOR for place in ("accelerator", "host", "disk")]
+    found = [plan.peak(tier) / VECTOR for tier in ("accelerator", "host", "disk")]
     # Blocks that travel end at multiples of 4096 coordinates: 1e-3 of what they are.
     assert found == pytest.approx([accelerator, host, disk], rel=1e-6 if disk == 0 else 1e-3)
 
@@ -150,7 +150,7 @@ def test_plans_of_analyses_count_vectors(
 ) -> None:
     n = 700_000_000_000  # so that blocks of 256 MiB are nothing beside a vector
     plan = plan_job(config(**settings), analysis, arguments, num_parameters=n, world_size=RANKS)
-    found = [plan.peak(place) / (4 * n / RANKS) for place in ("accelerator", "disk")]
+    found = [plan.peak(tier) / (4 * n / RANKS) for tier in ("accelerator", "disk")]
     assert found == pytest.approx([accelerator, disk], abs=0.03)
 
 
@@ -203,7 +203,7 @@ def test_a_state_that_all_ranks_have_no_room_for_together_is_refused(
 ) -> None:
     settings, planned = config(resume="state"), named(analysis, arguments)
     job = Job(num_parameters=N, world_size=2)
-    free: dict[Place, int] = dict.fromkeys(PLACES, 2**50)
+    free: dict[Tier, int] = dict.fromkeys(TIERS, 2**50)
     free["resume"] = int(2 * vectors * FP32 * job.share.n_local)
     needs = [needs_of(planned, job.share, settings, free) for _ in range(2)]
     ranks = [replace(each, node=f"node{i}") for i, each in enumerate(needs)]
@@ -242,8 +242,8 @@ def test_a_refusal_of_an_analysis_names_its_own_settings(
     plans = [plan(planned, share, config()), *(plan(o.analysis, share, o.config) for o in others)]
     mine = Needs(
         "a",
-        {place: int(vectors * vector) for place, vectors in free.items()},  # type: ignore[misc]
-        [{place: p.peak(place) for place in free} for p in plans],  # type: ignore[misc]
+        {tier: int(vectors * vector) for tier, vectors in free.items()},  # type: ignore[misc]
+        [{tier: p.peak(tier) for tier in free} for p in plans],  # type: ignore[misc]
     )
     with pytest.raises(ConfigError) as raised:
         refuse_too_large(planned, config(), [mine])
@@ -276,8 +276,8 @@ def needs(free: dict[str, float], node: str = "a", **settings: object) -> Needs:
     plans = [plan_job(c, num_parameters=N, world_size=RANKS) for c in configs]
     return Needs(
         node,
-        {place: int(vectors * VECTOR) for place, vectors in free.items()},  # type: ignore[misc]
-        [{place: p.peak(place) for place in free} for p in plans],  # type: ignore[misc]
+        {tier: int(vectors * VECTOR) for tier, vectors in free.items()},  # type: ignore[misc]
+        [{tier: p.peak(tier) for tier in free} for p in plans],  # type: ignore[misc]
     )
 
 

@@ -21,7 +21,7 @@ from ds_hessian.analyses.measurement import Measurement, Subject
 from ds_hessian.backends.protocol import Backend
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
-from ds_hessian.memory import Item, place_of
+from ds_hessian.memory import Item, tier_of
 from ds_hessian.operators import LinearOperator
 from ds_hessian.planning import (
     Settings,
@@ -195,7 +195,7 @@ def plan_or_refuse(analysis: Analysis[R], backend: Backend, config: HessianConfi
 def share_of(backend: Backend) -> Share:
     """Return this rank's share of the job, for memory plans."""
     space = backend.space
-    return Share(space.n, space.n_local, place_of(space.device), backend.memory)
+    return Share(space.n, space.n_local, tier_of(space.device), backend.memory)
 
 
 def partition(backend: Backend, blocks: Blocks) -> Partition:

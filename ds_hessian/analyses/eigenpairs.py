@@ -105,19 +105,19 @@ class Eigenpairs(Journaled[HessianEigenpairs]):
 
 def memory_of_eigenpairs(share: Share, config: HessianConfig, k: int, size: int) -> list[Item]:
     """Return the items of `krylov.eigenpairs` with a basis of `size` vectors."""
-    n_local, place, storage = share.n_local, share.place, storage_of(config)
+    n_local, tier, storage = share.n_local, share.tier, storage_of(config)
     size, vector = min(share.n, size), FP32 * n_local
     kept = min(size - 1, (k + size) // 2)
     width = min(division(n_local, size, storage.dtype)[1], n_local)
     rounded = 0 if storage.dtype == torch.float32 else storage.dtype.itemsize * kept + FP32
     restart = width * (FP32 * kept + rounded)
-    formed = Item("Ritz vectors being formed", place, max(restart, k * vector), GRAM_SCHMIDT)
+    formed = Item("Ritz vectors being formed", tier, max(restart, k * vector), GRAM_SCHMIDT)
     results = [
         share.vectors("eigenvectors", k),
         share.vectors("eigenvectors, put in order", k, ("storing",)),
     ]
     return [
-        *in_stage(SPACE, memory_of_lanczos(n_local, place, size, LanczosOptions(storage=storage))),
+        *in_stage(SPACE, memory_of_lanczos(n_local, tier, size, LanczosOptions(storage=storage))),
         *in_stage(SPACE, [formed]),
         *in_stage(RESIDUALS, results),
     ]

@@ -69,7 +69,7 @@ class Solve(Journaled[HessianSolution]):
         """Return Krylov space and solutions, without `b` and a diagonal of the caller's own."""
         d, steps = len(self.dampings), min(self._space(config), share.n)
         options = LanczosOptions(storage=storage_of(config))
-        space = memory_of_lanczos(share.n_local, share.place, steps, options)
+        space = memory_of_lanczos(share.n_local, share.tier, steps, options)
         results = [
             share.vectors(f"solutions, {d}", d),
             share.vectors("residual", 1, PRODUCT),

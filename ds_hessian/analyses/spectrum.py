@@ -92,7 +92,7 @@ class Spectrum(Analysis[HessianSpectrum]):
         """Return the basis, and Ritz vectors for the errors of sampling."""
         steps, options = min(config.num_matvecs, share.n), lanczos_options(config)
         return [
-            *memory_of_lanczos(share.n_local, share.place, steps, options),
+            *memory_of_lanczos(share.n_local, share.tier, steps, options),
             # Where each micro-batch's gradient takes the place of the trial before.
             share.vectors(
                 "extreme Ritz vectors", 2 * config.sampling, ("passes",), stage="sampling"

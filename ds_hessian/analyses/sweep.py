@@ -59,13 +59,13 @@ class Sweep(Analysis[DisplacementSweep]):
         """Return the directions, two products at a time, and the search for `top`."""
         names = tuple(self.directions)
         products = [share.vectors("directions", len(names))]
-        products += memory_of_sweep(share.n_local, share.place)
+        products += memory_of_sweep(share.n_local, share.tier)
         if "top" not in names:
             return products
         before = names.index("top")
         search = [
             share.vectors("directions before it", before),
-            *memory_of_lanczos(share.n_local, share.place, min(TOP_STEPS, share.n)),
+            *memory_of_lanczos(share.n_local, share.tier, min(TOP_STEPS, share.n)),
             share.vectors("Ritz vector being formed", 1, GRAM_SCHMIDT),
         ]
         return [*in_stage("top direction", search), *in_stage("products", products)]

@@ -68,7 +68,7 @@ class Trace(Journaled[HessianTrace]):
         products = self.products(config)
         rows = {"hutchinson": 0, "hutch++": products // 3, "xtrace": products // 2}[self.method]
         rows = min(rows, share.n)
-        basis = memory_of_basis(share.n_local, share.place, rows, storage_of(config))
+        basis = memory_of_basis(share.n_local, share.tier, rows, storage_of(config))
         return [*basis, share.vectors("probe", 1)]
 
     def with_less(self, config: HessianConfig) -> list[Settings]:

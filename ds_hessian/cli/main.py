@@ -11,7 +11,7 @@ from typing import NoReturn
 import click
 
 from ds_hessian.errors import HessianError
-from ds_hessian.memory import PLACES, Place
+from ds_hessian.memory import TIERS, Tier
 from ds_hessian.version import __version__
 
 BROKEN_INPUT = 2
@@ -55,8 +55,8 @@ def report(folder: Path) -> None:
     """Print the table of every spectrum in FOLDER."""
     from ds_hessian.cli.folders import spectra_in
 
-    for place, spectrum in spectra_in(folder).items():
-        click.echo(f"{click.format_filename(place)}\n{spectrum.table()}\n")
+    for path, spectrum in spectra_in(folder).items():
+        click.echo(f"{click.format_filename(path)}\n{spectrum.table()}\n")
 
 
 @commands.command()
@@ -73,8 +73,8 @@ def plot(folder: Path, kind: str) -> None:
     """Draw every spectrum in FOLDER, beside its files."""
     from ds_hessian.cli.folders import spectra_in
 
-    for place, spectrum in spectra_in(folder).items():
-        click.echo(click.format_filename(spectrum.plot(place / f"spectrum.{kind}")))
+    for path, spectrum in spectra_in(folder).items():
+        click.echo(click.format_filename(spectrum.plot(path / f"spectrum.{kind}")))
 
 
 @commands.command()
@@ -154,23 +154,23 @@ class Number(click.ParamType):
         return round(number)
 
 
-class Placed(click.ParamType):
-    """A figure of one place: accelerator=40."""
+class Tiered(click.ParamType):
+    """A figure of one tier: accelerator=40."""
 
-    name = "place=number"
+    name = "tier=number"
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: object
     ) -> tuple[str, float]:
-        """The place and the figure."""
-        place, _, text = str(value).partition("=")
+        """The tier and the figure."""
+        tier, _, text = str(value).partition("=")
         try:
             number = float(text)
         except ValueError:
             number = 0.0
-        if place not in PLACES or not (math.isfinite(number) and number > 0):
-            self.fail(f"{value!r} is not one of {', '.join(PLACES)} and a number: host=64", param)
-        return place, number
+        if tier not in TIERS or not (math.isfinite(number) and number > 0):
+            self.fail(f"{value!r} is not one of {', '.join(TIERS)} and a number: host=64", param)
+        return tier, number
 
 
 @commands.command()
@@ -201,10 +201,10 @@ class Placed(click.ParamType):
 @click.option("--tflops", type=POSITIVE, help="That a rank reaches (not its peak).")
 @click.option("--network", type=POSITIVE, help="GB/s that a rank sends.")
 @click.option(
-    "--bandwidth", type=Placed(), multiple=True, help="PLACE=GB/s from a place to a rank's compute."
+    "--bandwidth", type=Tiered(), multiple=True, help="TIER=GB/s from a tier to a rank's compute."
 )
 @click.option(
-    "--free", type=Placed(), multiple=True, help="PLACE=GiB free for each rank beside training."
+    "--free", type=Tiered(), multiple=True, help="PLACE=GiB free for each rank beside training."
 )
 @click.option("--price", type=POSITIVE, help="Of a rank for an hour.")
 def plan(
@@ -223,8 +223,8 @@ def plan(
     tokens: int | None,
     tflops: float | None,
     network: float | None,
-    bandwidth: tuple[tuple[Place, float], ...],
-    free: tuple[tuple[Place, float], ...],
+    bandwidth: tuple[tuple[Tier, float], ...],
+    free: tuple[tuple[Tier, float], ...],
     price: float | None,
 ) -> int:
     """Say what a measurement takes in memory, time and money, before there is a job.

@@ -11,7 +11,7 @@ from typing import Any
 from ds_hessian.analyses import Analysis, analysis_of
 from ds_hessian.config import SECTION, HessianConfig, read_deepspeed
 from ds_hessian.errors import ConfigError
-from ds_hessian.memory import MemoryPlan, Place, shown
+from ds_hessian.memory import MemoryPlan, Tier, shown
 from ds_hessian.planning import Job, needs_of, plan, shortage, times, way_out
 
 GIB = 2**30
@@ -118,7 +118,7 @@ def forecast(
     *,
     products: int | None = None,
     price_per_hour: float | None = None,
-    free: Mapping[Place, float] | None = None,
+    free: Mapping[Tier, float] | None = None,
 ) -> Forecast:
     """Plan a measurement.
 
@@ -153,16 +153,16 @@ def _missing(
     job: Job,
     config: HessianConfig,
     analysis: Analysis[Any],
-    free: Mapping[Place, float],
+    free: Mapping[Tier, float],
 ) -> str | None:
-    sizes = {place: int(GIB * size) for place, size in free.items()}
+    sizes = {tier: int(GIB * size) for tier, size in free.items()}
     ranks = [needs_of(analysis, job.share, config, sizes)]
     short = shortage(ranks)
     if short is None:
         return None
     text = (
-        f"does not fit: {shown(short.needed)} on the {short.place}, "
-        f"where {free[short.place]:g} GiB are free"
+        f"does not fit: {shown(short.needed)} on the {short.tier}, "
+        f"where {free[short.tier]:g} GiB are free"
     )
     other = way_out(analysis, config, ranks)
     if other is not None:
@@ -229,8 +229,8 @@ def _value(text: str) -> object:
         return text
 
 
-def machine_of(job: Job, bandwidth: Mapping[Place, float]) -> times.Machine:
+def machine_of(job: Job, bandwidth: Mapping[Tier, float]) -> times.Machine:
     """Return a rank's machine: the given bandwidths in GB/s, usual ones otherwise."""
     usual = times.ACCELERATOR if job.accelerator else times.CPU
-    given = {place: 1e9 * value for place, value in bandwidth.items()}
+    given = {tier: 1e9 * value for tier, value in bandwidth.items()}
     return replace(usual, bandwidth={**usual.bandwidth, **given})

@@ -39,14 +39,14 @@ class Storage:
     Attributes:
         dtype: `torch.float32`, or `torch.bfloat16` for half the memory at 1.5e-3 relative error of
             each vector, which the error bars of Ritz values include.
-        place: `accelerator`, with the parameters; `host`, in (pinned) memory; `disk`, in a file
+        tier: `accelerator`, with the parameters; `host`, in (pinned) memory; `disk`, in a file
             without a name in `folder`, which vanishes with the process, read and written in the
             background by DeepSpeed's asynchronous IO where it is built, else by threads.
         folder: Folder of the file; None for the system's temporary folder.
     """
 
     dtype: torch.dtype = torch.float32
-    place: Literal["accelerator", "host", "disk"] = "accelerator"
+    tier: Literal["accelerator", "host", "disk"] = "accelerator"
     folder: str | None = None
 
     def allocate(self, space: VectorSpace, capacity: int) -> Rows:
@@ -58,14 +58,14 @@ class Storage:
         Collective on disk.
         """
         shape, device = (space.n_local, capacity, self.dtype), space.device
-        if self.place == "disk":
+        if self.tier == "disk":
             with together(self.doing("making room for"), space.group, device):
                 rows = DiskRows(*shape, device, self.folder)
             if space.rank == 0:
                 size = shown(capacity * space.n_local * self.dtype.itemsize)
                 logger.info("%s (%s a rank) %s", self.doing("keeping"), size, rows.way)
             return rows
-        if self.place == "host" and device.type != "cpu":
+        if self.tier == "host" and device.type != "cpu":
             return HostRows(*shape, device)
         return NearRows(*shape, device)
 
@@ -262,13 +262,13 @@ class Basis:
 
         Collective on disk.
         """
-        if self.storage.place == "disk":
+        if self.storage.tier == "disk":
             doing = self.storage.doing("keeping")
             agree(self._failure, doing, self.space.group, self.space.device)
 
     def _try(self, use: Callable[[], object]) -> None:
         """Use the rows, unless they have failed before; only a disk may fail on one rank alone."""
-        if self.storage.place != "disk":
+        if self.storage.tier != "disk":
             use()
             return
         try:

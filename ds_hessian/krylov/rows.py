@@ -5,7 +5,7 @@ are the same for every storage: so are the bits of the results. Far rows travel 
 which they are also stored, each in one piece, and the next block is on its way while one is used:
 
     (blocks, capacity, width)       pinned host memory; or a file, through two buffers of a block
-                                    and one of a row, which is written while the run goes on
+                                    and one of a row, which is written while the run continues
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ds_hessian.config import OperatorName
-from ds_hessian.memory import FP32, Item, Place
+from ds_hessian.memory import FP32, Item, Tier
 from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
 
 
 def memory_of_operator(
     n_local: int,
-    place: Place,
+    tier: Tier,
     scheme: SchemeName = "central",
     operator: OperatorName = "hessian",
 ) -> list[Item]:
@@ -20,38 +20,38 @@ def memory_of_operator(
 
     Args:
         n_local: Coordinates on this rank.
-        place: The memory that holds its vectors.
+        tier: The memory that holds its vectors.
         scheme: The difference formula.
         operator: The curvature.
     """
     if operator in ("ggn", "fisher"):
-        return _of_gauss_newton(FP32 * n_local, place)
+        return _of_gauss_newton(FP32 * n_local, tier)
     formula, vector = SCHEMES[scheme], FP32 * n_local
     # A trial is compared with the one before; several differences need one more to be added up.
     compared = 2 if len(formula.differences) == 1 else 3
     return [
-        Item("gradients of a trial", place, len({*formula.nodes, -1}) * vector),
-        Item("gradients at the weights", place, 2 * vector),
-        Item("trial before, or product made again", place, vector, ("passes",)),
-        Item("trials being compared", place, compared * vector, ("trials",)),
-        Item("product", place, vector, ("orthogonalization", "storing")),
+        Item("gradients of a trial", tier, len({*formula.nodes, -1}) * vector),
+        Item("gradients at the weights", tier, 2 * vector),
+        Item("trial before, or product made again", tier, vector, ("passes",)),
+        Item("trials being compared", tier, compared * vector, ("trials",)),
+        Item("product", tier, vector, ("orthogonalization", "storing")),
     ]
 
 
-def _of_gauss_newton(vector: int, place: Place) -> list[Item]:
+def _of_gauss_newton(vector: int, tier: Tier) -> list[Item]:
     return [
-        Item("gradient at the weights", place, vector),
-        Item("product, and trial before", place, 2 * vector, ("passes",)),
-        Item("outputs of some micro-batches", place, 2 * vector, ("passes",)),
-        Item("product", place, vector, ("trials", "orthogonalization", "storing")),
+        Item("gradient at the weights", tier, vector),
+        Item("product, and trial before", tier, 2 * vector, ("passes",)),
+        Item("outputs of some micro-batches", tier, 2 * vector, ("passes",)),
+        Item("product", tier, vector, ("trials", "orthogonalization", "storing")),
     ]
 
 
-def memory_of_sweep(n_local: int, place: Place) -> list[Item]:
+def memory_of_sweep(n_local: int, tier: Tier) -> list[Item]:
     """Return the items of `sweep`, beside its operator's and the direction."""
     vector = FP32 * n_local
     # In passes the last product is in the memory of the trial before, which a sweep does not have.
     return [
-        Item("product before", place, vector, ("orthogonalization", "storing")),
-        Item("difference of the products", place, vector, ("orthogonalization",)),
+        Item("product before", tier, vector, ("orthogonalization", "storing")),
+        Item("difference of the products", tier, vector, ("orthogonalization",)),
     ]

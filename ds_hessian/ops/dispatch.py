@@ -49,7 +49,7 @@ class _Call:
             stream = torch.cuda.current_stream(device).cuda_stream
         size = module.workspace_size(sums, index)
         self.workspace = torch.empty(size, dtype=torch.float64, device=device)
-        self.place = (torch.get_num_threads(), index, stream, self.workspace.data_ptr())
+        self.context = (torch.get_num_threads(), index, stream, self.workspace.data_ptr())
 
     def wrote(self, *tensors: Tensor) -> Tensor:
         """Tell autograd, which cannot see a native write, and return the sums."""
@@ -87,7 +87,7 @@ def dots(pairs: Sequence[tuple[Tensor, Tensor]], owned: int) -> Tensor:
     if module is None:
         return reference.dots(pairs, owned)
     call = _Call(module, device, len(pairs))
-    module.dots([(a.data_ptr(), b.data_ptr()) for a, b in pairs], owned, call.out, call.place)
+    module.dots([(a.data_ptr(), b.data_ptr()) for a, b in pairs], owned, call.out, call.context)
     return call.sums
 
 
@@ -123,7 +123,7 @@ def displace(
         (w.data_ptr(), m.data_ptr(), w.shape[0], DTYPE_CODES[w.dtype], DTYPE_CODES[m.dtype])
         for w, m in zip(weights, masters, strict=True)
     ]
-    module.displace(table, _address(v), h, owned, call.out, call.place)
+    module.displace(table, _address(v), h, owned, call.out, call.context)
     return call.wrote(*weights)
 
 
@@ -183,7 +183,7 @@ def difference(
         return reference.difference(g_plus, g_minus, h, g_zero, owned)
     call = _Call(module, device, 2)
     addresses = (g_plus.data_ptr(), g_minus.data_ptr(), 1 / (2 * h), _address(g_zero))
-    module.difference(*addresses, n, owned, call.out, call.place)
+    module.difference(*addresses, n, owned, call.out, call.context)
     return call.wrote(g_plus)
 
 
@@ -204,7 +204,7 @@ def curvature_ratio(g_plus: Tensor, g_minus: Tensor, g_zero: Tensor, owned: int)
         return reference.curvature_ratio(g_plus, g_minus, g_zero, owned)
     call = _Call(module, device, 2)
     addresses = (g_plus.data_ptr(), g_minus.data_ptr(), g_zero.data_ptr())
-    module.curvature_ratio(*addresses, owned, call.out, call.place)
+    module.curvature_ratio(*addresses, owned, call.out, call.context)
     return call.sums
 
 
@@ -233,7 +233,7 @@ def normalize_store(w: Tensor, scale: float, v: Tensor, row: Tensor | None, owne
     code = DTYPE_CODES[torch.float32 if row is None else row.dtype]
     module.normalize_store(
         *(w.data_ptr(), scale, v.data_ptr(), _address(row), code),
-        *(n, owned, call.out, call.place),
+        *(n, owned, call.out, call.context),
     )
     return call.wrote(v) if row is None else call.wrote(v, row)
 
@@ -249,7 +249,7 @@ def project(basis: Tensor, w: Tensor, owned: int) -> Tensor:
     if module is None:
         return reference.project(basis, w, owned)
     call = _Call(module, device, basis.shape[0])
-    module.project(_basis(basis), w.data_ptr(), owned, call.out, call.place)
+    module.project(_basis(basis), w.data_ptr(), owned, call.out, call.context)
     return call.sums
 
 
@@ -283,7 +283,7 @@ def subtract(basis: Tensor, w: Tensor, coefficients: Tensor, owned: int) -> Tens
         return reference.subtract(basis, w, coefficients, owned)
     call = _Call(module, device, 1)
     addresses = (_basis(basis), w.data_ptr(), coefficients.data_ptr())
-    module.subtract(*addresses, n, owned, call.out, call.place)
+    module.subtract(*addresses, n, owned, call.out, call.context)
     return call.wrote(w)
 
 
@@ -300,7 +300,7 @@ def subtract_project(basis: Tensor, w: Tensor, coefficients: Tensor, owned: int)
         return reference.subtract_project(basis, w, coefficients, owned)
     call = _Call(module, device, basis.shape[0])
     addresses = (_basis(basis), w.data_ptr(), coefficients.data_ptr())
-    module.subtract_project(*addresses, n, owned, call.out, call.place)
+    module.subtract_project(*addresses, n, owned, call.out, call.context)
     return call.wrote(w)
 
 
@@ -322,7 +322,7 @@ def combine(basis: Tensor, coefficients: Tensor, out: Tensor) -> None:
     call = _Call(module, basis.device, 0)
     k, stride = out.shape[0], out.stride(0) if out.shape[0] > 1 else n
     addresses = (_basis(basis), coefficients.data_ptr(), k, out.data_ptr())
-    module.combine(*addresses, stride, n, call.place)
+    module.combine(*addresses, stride, n, call.context)
     call.wrote(out)
     return None
 
@@ -361,7 +361,7 @@ def _fill(kernel: str, kind: str, out: Tensor, key: int, stream: int, start: int
     if module is None:
         return random.fill(kind, out, key, stream, start)
     call = _Call(module, out.device, 0)
-    getattr(module, kind)(out.data_ptr(), n, key, stream, start, call.place)
+    getattr(module, kind)(out.data_ptr(), n, key, stream, start, call.context)
     call.wrote(out)
     return out
 
@@ -376,6 +376,6 @@ def copy(to: Tensor, source: Tensor) -> Tensor:
     if module is None:
         return to.copy_(source)
     call = _Call(module, to.device, 0)
-    module.copy(to.data_ptr(), source.data_ptr(), 4 * to.shape[0], call.place)
+    module.copy(to.data_ptr(), source.data_ptr(), 4 * to.shape[0], call.context)
     call.wrote(to)
     return to

@@ -20,7 +20,7 @@ import torch
 
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
-from ds_hessian.memory import PLACES, Item, MemoryPlan, Place, shown
+from ds_hessian.memory import TIERS, Item, MemoryPlan, Tier, shown
 from ds_hessian.operators import memory_of_operator
 from ds_hessian.planning.share import Share
 
@@ -92,7 +92,7 @@ def plan(analysis: Planned, share: Share, config: HessianConfig) -> MemoryPlan:
         ConfigError: `resume` keeps a number of vectors that depends on the model.
     """
     scheme = config.finite_difference.scheme
-    operator = memory_of_operator(share.n_local, share.place, scheme, config.operator)
+    operator = memory_of_operator(share.n_local, share.tier, scheme, config.operator)
     items = analysis.memory(share, config)
     if config.resume is not None and analysis.resumes:
         count = analysis.vectors_kept(config)
@@ -107,13 +107,13 @@ class Needs:
 
     Attributes:
         node: Name of the node, whose host memory and disk are shared by its ranks.
-        free: Bytes that the rank sees free in each place.
-        peaks: Peak bytes in each place of the plan with each of the settings that are tried.
+        free: Bytes that the rank sees free in each tier.
+        peaks: Peak bytes in each tier of the plan with each of the settings that are tried.
     """
 
     node: str
-    free: Mapping[Place, int]
-    peaks: Sequence[Mapping[Place, int]]
+    free: Mapping[Tier, int]
+    peaks: Sequence[Mapping[Tier, int]]
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ _PATHS = {"device": "basis.device", "dtype": "basis.dtype", "mode": "reorthogona
 
 
 def needs_of(
-    analysis: Planned, share: Share, config: HessianConfig, free: Mapping[Place, int]
+    analysis: Planned, share: Share, config: HessianConfig, free: Mapping[Tier, int]
 ) -> Needs:
     """Return this rank's needs with these settings, and with each of their `alternatives`.
 
@@ -160,13 +160,13 @@ def needs_of(
     """
     plans = [plan(analysis, share, config)]
     plans += [plan(o.analysis, share, o.config) for o in alternatives(analysis, config)]
-    peaks = [{place: each.peak(place) for place in PLACES} for each in plans]
+    peaks = [{tier: each.peak(tier) for tier in TIERS} for each in plans]
     return Needs(socket.gethostname(), free, peaks)
 
 
 def free_memory(
     folder: str | None, device: torch.device, resume: str | None = None
-) -> dict[Place, int]:
+) -> dict[Tier, int]:
     """Return the bytes that are free now, by the kind of memory or disk.
 
     On an accelerator, what torch has cached for training's passes counts as free.
@@ -179,7 +179,7 @@ def free_memory(
     Raises:
         OSError: a folder cannot be looked at.
     """
-    free: dict[Place, int] = {
+    free: dict[Tier, int] = {
         "host": psutil.virtual_memory().available,
         "disk": shutil.disk_usage(folder or tempfile.gettempdir()).free,
     }
@@ -228,14 +228,14 @@ class Shortage:
     """The kind of memory in which a plan does not fit, and by how much.
 
     Attributes:
-        place: The place that is short.
+        tier: The tier that is short.
         rank: The first rank on which it is.
-        sharing: Number of ranks that share the place.
+        sharing: Number of ranks that share the tier.
         needed: Bytes that they need together.
         free: Bytes that are free for them.
     """
 
-    place: Place
+    tier: Tier
     rank: int
     sharing: int
     needed: int
@@ -243,7 +243,7 @@ class Shortage:
 
     def __str__(self) -> str:
         shared = f" for {self.sharing} ranks" if self.sharing > 1 else ""
-        where = "in the resume folder" if self.place == "resume" else f"on the {self.place}"
+        where = "in the resume folder" if self.tier == "resume" else f"on the {self.tier}"
         return (
             f"{shown(self.needed)} {where} of rank {self.rank}{shared} "
             f"beyond training's memory, and {shown(self.free)} is free"
@@ -253,11 +253,11 @@ class Shortage:
 def shortage(ranks: Sequence[Needs], number: int = 0) -> Shortage | None:
     """Return what is short on the first rank where something is, with settings of that number."""
     for rank, mine in enumerate(ranks):
-        for place, free in mine.free.items():
+        for tier, free in mine.free.items():
             sharing = [mine]
-            if place != "accelerator":
-                sharing = [r for r in ranks if r.node == mine.node or place == "resume"]
-            needed = sum(r.peaks[number][place] for r in sharing)
+            if tier != "accelerator":
+                sharing = [r for r in ranks if r.node == mine.node or tier == "resume"]
+            needed = sum(r.peaks[number][tier] for r in sharing)
             if needed > free:
-                return Shortage(place, rank, len(sharing), needed, free)
+                return Shortage(tier, rank, len(sharing), needed, free)
     return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ds_hessian.backends.zero.memory import ZeroFigures, memory_of_zero
-from ds_hessian.memory import FP32, Item, Moment, Place
+from ds_hessian.memory import FP32, Item, Moment, Tier
 
 
 @dataclass(frozen=True)
@@ -18,20 +18,20 @@ class Share:
     Attributes:
         n: Parameters of the whole model.
         n_local: Coordinates in this rank's vectors.
-        place: Where its vectors are: the accelerator, or the host for a job on the CPU.
+        tier: Where its vectors are: the accelerator, or the host for a job on the CPU.
         backend: What the backend says that it holds, by the precision of the passes.
     """
 
     n: int
     n_local: int
-    place: Place
+    tier: Tier
     backend: Callable[[Literal["model", "fp32"]], Iterable[Item]]
 
     def vectors(
         self, name: str, count: int, moments: tuple[Moment, ...] = (), stage: str = ""
     ) -> Item:
         """Return an item of `count` vectors; without moments or a stage it is held throughout."""
-        return Item(name, self.place, count * FP32 * self.n_local, moments, stage)
+        return Item(name, self.tier, count * FP32 * self.n_local, moments, stage)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Job:
     @property
     def share(self) -> Share:
         """The share of each rank."""
-        place: Place = "accelerator" if self.accelerator else "host"
+        tier: Tier = "accelerator" if self.accelerator else "host"
         n = self.num_parameters
         n_local = n if self.stage == 0 else math.ceil(n / self.world_size)
         figures = ZeroFigures(
@@ -74,8 +74,8 @@ class Job:
             weight_bytes=self.weight_bytes,
             gradient_bytes=self.weight_bytes,
             has_masters=self.stage > 0 or self.dtype != "fp32",
-            place=place,
+            tier=tier,
             offloads_optimizer=self.offload_optimizer,
             offloads_parameters=self.offload_parameters,
         )
-        return Share(n, n_local, place, lambda precision: memory_of_zero(figures, precision))
+        return Share(n, n_local, tier, lambda precision: memory_of_zero(figures, precision))

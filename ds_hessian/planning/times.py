@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ds_hessian.config import HessianConfig
-from ds_hessian.memory import Place
+from ds_hessian.memory import Tier
 from ds_hessian.operators import expected_evaluations
 from ds_hessian.planning.share import Share
 
@@ -39,11 +39,11 @@ class Machine:
     """Bandwidths and latency of one rank's machine.
 
     Attributes:
-        bandwidth: Bytes a second from each place to where the rank computes.
+        bandwidth: Bytes a second from each tier to where the rank computes.
         latency: Seconds of a small all-reduce over all ranks.
     """
 
-    bandwidth: Mapping[Place, float]
+    bandwidth: Mapping[Tier, float]
     latency: float
 
 
@@ -125,9 +125,9 @@ def plan_time(
     )
     stored = 2 if config.basis.dtype == "bf16" else 4
     device = config.basis.device
-    there = machine.bandwidth[share.place if device == "accelerator" else device]
+    there = machine.bandwidth[share.tier if device == "accelerator" else device]
     basis = 3 * stored * _mean_rows(config, products) * share.n_local / there
-    second = machine.bandwidth[share.place] / share.n_local  # bytes of a coordinate
+    second = machine.bandwidth[share.tier] / share.n_local  # bytes of a coordinate
     return TimePlan(
         gradient=gradient,
         evaluations=evaluations,

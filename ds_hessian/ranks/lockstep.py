@@ -301,7 +301,7 @@ class Lockstep(Follower):
                     self._follow(current)
         current.begin()
 
-    def go_on(self) -> None:
+    def raise_if_failed(self) -> None:
         """Leave a segment at its beginning if this rank has failed in an earlier one.
 
         Raises:

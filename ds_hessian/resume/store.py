@@ -175,7 +175,7 @@ class StateStore:
             return
         if problems:
             raise ConfigError(
-                f"the state in {self.folder} cannot be taken up: {'; '.join(problems)}: remove the "
+                f"the state in {self.folder} cannot be resumed: {'; '.join(problems)}: remove the "
                 "folder, or name another, to begin anew"
             )
 
@@ -265,7 +265,7 @@ class StateStore:
                 if run.name not in {name for name, _ in self._kept}:
                     shutil.rmtree(run)
 
-    # ---- places, and agreement
+    # ---- files, and agreement
 
     def _state_file(self, generation: int) -> Path:
         return _state_file(self.folder, generation)
@@ -344,8 +344,8 @@ def retire(folder: Path, space: VectorSpace, wanted: Mapping[str, object], step:
 def overlaps(mine: Layout, theirs: Layout) -> list[tuple[Index, Index]]:
     """Return pairs of indices, into a vector of either layout, of the same coordinates."""
     by_name = defaultdict(list)
-    for fragment, place in theirs:
-        by_name[fragment.name].append((fragment, place.start))
+    for fragment, span in theirs:
+        by_name[fragment.name].append((fragment, span.start))
     pairs: list[tuple[Index, Index]] = []
     for fragment, part in mine:
         for other, offset in by_name[fragment.name]:

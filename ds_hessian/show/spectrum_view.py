@@ -42,14 +42,14 @@ class View:
         """Return which of the values lie in it."""
         return (np.asarray(values) >= self.interval[0]) & (np.asarray(values) <= self.interval[1])
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         """Return where a value lies on the axis."""
         return math.log10(value) if self.log else value
 
     @property
     def range(self) -> Interval:
         """The ends of the axis."""
-        return self.place(self.interval[0]), self.place(self.interval[1])
+        return self.position(self.interval[0]), self.position(self.interval[1])
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Panel:
             top=top,
             outliers=outliers,
             heights=np.maximum(heights, bottom),
-            labels=labelled([view.place(o.value) for o in outliers], view.range),
+            labels=labelled([view.position(o.value) for o in outliers], view.range),
             stems=_stems(spectrum, view),
             zero=not view.log and low <= 0 <= high,
             noise=ends if seen else None,

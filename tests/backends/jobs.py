@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -343,7 +344,8 @@ def token_weighted() -> Any:
 
     v = hessian.random_vector(seed=3)
     product = hessian.use(my_batches(), loss_fn).matvec(v)
-    out = (full_weights(engine), hessian.gather(v), hessian.gather(product.vector))
+    loss = hessian.spectrum(num_matvecs=1).loss
+    out = (full_weights(engine), hessian.gather(v), hessian.gather(product.vector), loss)
     engine.destroy()
     return out
 
@@ -673,9 +675,20 @@ def _train(engine: Any, steps: range) -> None:
         engine.step()
 
 
-def adam_state(config: dict[str, Any]) -> Any:
+@contextmanager
+def fused_optimizers() -> Iterator[None]:
+    """DeepSpeed wraps any optimizer as it does its FusedAdam, which does not run on CPU."""
+    original = deepspeed.runtime.engine.FusedAdam
+    deepspeed.runtime.engine.FusedAdam = torch.optim.Optimizer
+    yield
+    deepspeed.runtime.engine.FusedAdam = original
+
+
+def adam_state(config: dict[str, Any], fused: bool = False) -> Any:
     """(refusals before any step, weights before and after the last step, D, step, v, t, decay)."""
-    engine = make_engine(hessian=QUIET, **config)
+    with fused_optimizers() if fused else nullcontext():
+        engine = make_engine(hessian=QUIET, **config)
+    assert not fused or hasattr(engine.optimizer, "fp32_groups_flat")
     hessian = engine.hessian.use(my_batches())
     b, refusals = hessian.random_vector(), []
     for request in (

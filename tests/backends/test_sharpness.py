@@ -20,6 +20,10 @@ BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "stage 0": {"zero_optimization": {"stage": 0}},
     "stage 0 fp16": {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True, "loss_scale": 1}},
+    "stage 0 fp16 fused": {
+        "zero_optimization": {"stage": 0},
+        "fp16": {"enabled": True, "loss_scale": 1},
+    },
     "stage 1": {"zero_optimization": {"stage": 1}},
     "stage 1 BF16_Optimizer": {
         "zero_optimization": {"stage": 1},
@@ -30,12 +34,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "stage 3": {"zero_optimization": {"stage": 3, "sub_group_size": 400}},
     "stage 3 bf16": {"zero_optimization": {"stage": 3}, **BF16},
 }
-QUICK = ("stage 0", "stage 0 fp16", "stage 1 BF16_Optimizer", "stage 2 offload", "stage 3")
+QUICK = (
+    "stage 0 fp16",
+    "stage 0 fp16 fused",
+    "stage 1 BF16_Optimizer",
+    "stage 2 offload",
+    "stage 3",
+)
 
 
 @pytest.mark.parametrize("name", cells(LAYOUTS, QUICK))
 def test_adams_divisor_and_step_are_those_of_the_training(name: str, ranks: Ranks) -> None:
-    found = ranks(2).run(jobs.adam_state, LAYOUTS[name])[0]
+    found = ranks(2).run(jobs.adam_state, LAYOUTS[name], fused=name.endswith("fused"))[0]
     refusals, before, after, divisor, step, squares, steps, decay = found
     for refusal, part in zip(
         refusals, ("make an optimizer step", "'sgd'", "at least 4"), strict=True
@@ -56,7 +66,7 @@ def test_adams_divisor_and_step_are_those_of_the_training(name: str, ranks: Rank
 @pytest.fixture(scope="module")
 def run(ranks: Ranks) -> Any:
     """What rank 0 of 2 found."""
-    return ranks(2).run(jobs.sharpness_in_training, 4, 2, 1e-3)[0]
+    return ranks(2).run(jobs.sharpness_in_training, 3, 2, 1e-3)[0]
 
 
 def dense_at(weights: Any) -> tuple[DenseHessian, torch.Tensor]:

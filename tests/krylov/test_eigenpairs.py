@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 
 from ds_hessian.errors import NumericsError
 from ds_hessian.krylov import Eigenpairs, Storage, eigenpairs
-from tests.krylov.matrices import SPECTRA, Matrix
+from ds_hessian.krylov.eigenpairs import _measured
+from ds_hessian.operators import Product
+from tests.krylov.matrices import SPECTRA, Matrix, rotation
 from tests.ranks import RankPool
 
 
@@ -68,6 +71,25 @@ def test_restarts_bound_the_basis_and_find_what_a_large_basis_finds() -> None:
     assert small.restarts > 2 and large.restarts == 0
     assert small.converged.all() and large.converged.all()
     assert np.allclose(small.values, large.values, rtol=1e-6)
+
+
+class Numbered(Matrix):
+    """Each product has its number for a displacement."""
+
+    def matvec(self, v: torch.Tensor) -> Product:
+        """See `LinearOperator`."""
+        return dataclasses.replace(super().matvec(v), displacement=float(self.products))
+
+
+def test_pairs_whose_measured_values_change_places_are_sorted_with_all_that_is_theirs() -> None:
+    values = np.array([1.0, 5.0, 3.0])
+    operator, q = Numbered.of(values), rotation(3)
+    vectors = torch.stack([operator.shard(row) for row in q])
+    found = _measured(operator, vectors.clone(), "LM", 1e-3, 0, 0, 0.0, 0.0)
+    assert found.values == pytest.approx([5, 3, 1], rel=1e-6)
+    assert found.displacements.tolist() == [2, 3, 1]
+    for i, row in zip((1, 2, 0), found.vectors, strict=True):
+        assert torch.allclose(row, vectors[i], atol=1e-6)
 
 
 def test_a_good_start_needs_few_products() -> None:

@@ -59,6 +59,26 @@ def test_negative_curvature_is_a_finding_and_minres_solves_all_the_same() -> Non
     assert abs(found.curvature[0] + 2.0) <= found.curvature[1] + 1e-6
 
 
+def test_the_error_of_a_solution_knows_how_near_its_shift_is_to_an_eigenvalue() -> None:
+    """Along the eigenvector of -5 the inverse of H + 5.4 is 25 times that of the others."""
+    values = np.r_[np.linspace(20.0, 30.0, 60), -5.0]
+    for steps in (8, 16):
+        found, errors = answers(values, [5.4], "minres", num_matvecs=steps, tolerance=1e-9)
+        assert (errors <= found.errors).all() and (found.errors < 10 * errors + 1e-5).all()
+
+
+def test_bars_of_solutions_scale_with_the_right_hand_side() -> None:
+    """Those that the errors of products make, too."""
+    found = []
+    for scale in (1.0, 1000.0):
+        operator = Matrix.of(POSITIVE, noise=1e-3)
+        b = scale * operator.fresh(7)(0)
+        found.append(solve(operator, b, [0.5], operator.fresh(), "minres", num_matvecs=30))
+    one, thousand = found
+    assert thousand.errors == pytest.approx(1000 * one.errors, rel=1e-3)
+    assert thousand.residuals == pytest.approx(one.residuals, rel=1e-3)
+
+
 def test_negative_curvature_in_the_first_step_gives_zero() -> None:
     found, _ = answers(-POSITIVE - 1, [0.0], "cg")
     assert found.steps.tolist() == [0] and not found.x.any()

@@ -104,7 +104,7 @@ def test_the_division_into_blocks_changes_last_digits_only(
 
 
 def test_the_host_of_a_job_on_the_cpu_gives_the_same_bits() -> None:
-    near, host = figures(Storage()), figures(Storage(place="host"))
+    near, host = figures(Storage()), figures(Storage(tier="host"))
     assert all(np.array_equal(near[name], host[name]) for name in near)
 
 
@@ -168,12 +168,25 @@ def test_a_row_that_was_not_written_is_an_error(way: str) -> None:
                 pass
 
 
+def test_a_rotated_block_that_was_not_written_is_an_error(way: str) -> None:
+    """Also where the block ends in columns that have no coordinate and stay as they were."""
+    stored = DiskRows(100, 2, torch.float32, torch.device("cpu"), None)
+    for row in (0, 1):
+        stored.write(row, torch.ones(100))
+    ((columns, block),) = stored.blocks(2)
+    with files_end_at(512):
+        stored.replace(columns, 2 * block)
+        with pytest.raises(OSError, match="too large|should have been written"):
+            for _ in stored.blocks(2):
+                pass
+
+
 def full_disk(way: str, where: str, mode: str) -> tuple[str, int]:
     """What Lanczos says on a rank when rank 1's disk is full, at the start or from step 3 on, and
     how many steps were made.
     """
     os.environ[async_io.SETTING] = "on" if way == "asynchronous" else "off"
-    storage, rank_1 = Storage(place="disk"), torch.distributed.get_rank() == 1
+    storage, rank_1 = Storage(tier="disk"), torch.distributed.get_rank() == 1
     operator = Matrix.of(SPECTRA["spiked"])
     fresh, products = operator.fresh(), 0
     try:
@@ -208,7 +221,7 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all(
 
 def test_after_an_error_no_number_comes_out(way: str) -> None:
     operator = Matrix.of(SPECTRA["spiked"])
-    basis = Basis(operator.space, 3, Storage(place="disk"))
+    basis = Basis(operator.space, 3, Storage(tier="disk"))
     with files_end_at(1):
         basis.store(0, operator.fresh()(0), 1.0)
         basis.store(1, operator.fresh()(1), 1.0)  # threads: waits for the one before
@@ -223,7 +236,7 @@ def test_after_an_error_no_number_comes_out(way: str) -> None:
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    storage = Storage(place="disk", folder=str(tmp_path / "nowhere"))
+    storage = Storage(tier="disk", folder=str(tmp_path / "nowhere"))
     with pytest.raises(MeasurementError, match="making room for a basis on disk in .*nowhere"):
         Basis(VectorSpace(10), 3, storage)
 

@@ -103,6 +103,15 @@ def test_frobenius_norm_and_traces_of_blocks(kind: Any) -> None:
     exact = np.array([diagonal.sum() - middle, middle])
     assert (abs(found.block_values - exact) <= 4 * found.block_errors).all()
     assert found.block_values.sum() == pytest.approx(found.value)
+    # The variance of z'Sz is 2 |S|^2 for Gaussian z, without S' diagonal for signs; S is the
+    # symmetric part of the block's rows. The standard deviation of 200 is known to a twentieth.
+    rows = torch.zeros_like(operator.matrix)
+    rows[first : first + second] = operator.matrix[first : first + second]
+    symmetric = (rows + rows.T) / 2
+    if kind == "rademacher":
+        symmetric.fill_diagonal_(0)
+    exact_error = float(symmetric.norm()) * (2 / 200) ** 0.5
+    assert found.block_errors[1] == pytest.approx(exact_error, rel=0.3)
 
 
 def test_too_few_products_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ from ds_hessian.errors import ConfigError
 from ds_hessian.launch import attach_scheduled
 from ds_hessian.records import HessianSharpness, HessianSpectrum
 from ds_hessian.schedule import Capture
-from tests.ranks import free_port
+from tests.ranks import RankPool, free_port
+from tests.tiers import cells
 
 pytestmark = pytest.mark.usefixtures("built")
 
@@ -59,16 +61,28 @@ def deepspeed(folder: Path, *command: str, config: dict[str, Any] = CONFIG) -> N
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def train(folder: Path, *module: str) -> dict[str, Any]:
-    """Run the plain script; what it wrote."""
-    script = (str(HERE / "plain_script.py"), "--steps", "7", "--result", "result.json")
-    deepspeed(folder, *module, *script, "--deepspeed", "--deepspeed_config", "ds_config.json")
-    return json.loads((folder / "result.json").read_text())
+SCRIPT = (str(HERE / "plain_script.py"), "--steps", "7", "--result", "result.json")
+ARGUMENTS = ("--deepspeed", "--deepspeed_config", "ds_config.json")
+
+
+def run_script(folder: Path) -> None:
+    """Run the plain script in a rank that runs already; it ends the rank's process group."""
+    os.chdir(folder)
+    sys.argv = [*SCRIPT, *ARGUMENTS]
+    sys.path.insert(0, str(HERE))
+    runpy.run_path(SCRIPT[0], run_name="__main__")
 
 
 def test_an_unmodified_script_gets_its_spectra_and_trains_bitwise_the_same(tmp_path: Path) -> None:
-    plain = train(tmp_path / "plain")
-    launched = train(tmp_path / "launched", "--module", "ds_hessian.launch")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "ds_config.json").write_text(json.dumps(CONFIG))
+    without = RankPool(2)
+    without.run(run_script, tmp_path / "plain")
+    without.close()
+    deepspeed(tmp_path / "launched", "--module", "ds_hessian.launch", *SCRIPT, *ARGUMENTS)
+    plain, launched = (
+        json.loads((tmp_path / name / "result.json").read_text()) for name in ("plain", "launched")
+    )
     assert launched == plain  # losses, weights and the random state after them
     assert len(plain["losses"]) == 14 and plain["losses"][0] != plain["losses"][-1]
     assert not (tmp_path / "plain" / "hessian_out").exists()
@@ -127,7 +141,7 @@ def test_without_a_section_a_script_runs_as_without(
     assert 'no "hessian" section that is enabled' in caplog.text
 
 
-@pytest.mark.parametrize("module", ["launch", "self_test"])
+@pytest.mark.parametrize("module", cells(["launch", "self_test"], ["launch"]))
 @pytest.mark.parametrize(
     ("arguments", "message"), [([], "usage: deepspeed --module"), (["gone.py"], "no such script")]
 )

@@ -17,6 +17,7 @@ from ds_hessian.errors import ResultError, UnsupportedError
 from ds_hessian.records import (
     Check,
     Comparison,
+    HessianCurvatures,
     HessianDecomposition,
     HessianEigenpairs,
     HessianOffBlockShare,
@@ -99,7 +100,7 @@ def test_every_record_is_loaded_as_it_was_saved(record: Record, tmp_path: Path) 
 @pytest.mark.parametrize("record", EXAMPLES, ids=NAMES)
 def test_every_record_has_a_picture_or_a_reason_for_none(record: Record, tmp_path: Path) -> None:
     path = tmp_path / "new" / "picture.png"
-    if isinstance(record, HessianSharpness | HessianOffBlockShare):
+    if isinstance(record, HessianSharpness | HessianOffBlockShare | HessianCurvatures):
         with pytest.raises(UnsupportedError, match="has no picture: at one step it is a few"):
             record.plot(path)
         return

@@ -267,6 +267,25 @@ def analysis(
     return found, state, 0 if journal is None else journal.replayed
 
 
+def replay_of_a_vector_off_by(share: float, folder: str) -> Any:
+    """A kept product's error, the products replayed, and the error of that at a vector which is off
+    by a share of the first error.
+    """
+    torch.manual_seed(0)
+    backend, batches = Sharded(TinyGPT(dropout=0.0)), [batch(i, 0) for i in range(2)]
+    first, second, off = (random_vector(backend.layout, backend.space, 0, i) for i in range(3))
+    scale = share * backend.space.norm(second) / backend.space.norm(off)
+    errors = [0.0]
+    for _ in range(2):
+        journal = Journal(Path(folder), backend.layout, backend.space)
+        with backend.measuring(batches) as session:
+            operator = FiniteDifferenceHessian(session)
+            journal.take_up(operator, *identity(backend, operator, batches, HessianConfig(), 0))
+            journal.matvec(first)
+            errors.append(journal.matvec(second + errors[-1] * scale * off).error)
+    return errors[1], journal.replayed, errors[2]
+
+
 def rank(number: int, world_size: int, meeting: str, folder: str, out: str, kind: str) -> None:
     """One rank of a job of its own, which is killed or writes what it found."""
     torch.set_num_threads(1)
@@ -340,6 +359,7 @@ def random_states(folder: str) -> bool:
     saved = SavedSpectrum(Path(folder), backend.layout, backend.space)
     saved._store.save({"runs": [], "seconds": 0.0, "all_reduces": 0}, {})
     first = draw()
+    draw()  # training continues
     second = SavedSpectrum(Path(folder), backend.layout, backend.space)
     before = torch.get_rng_state()
     with second.random_states():

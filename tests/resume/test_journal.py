@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from tests.tiers import cells
 Ranks = Callable[[int], RankPool]
 InOneGo = Callable[[str, int], list[Any]]
 
+QUICK = ("eigenpairs", "Hutch++", "MINRES", "preconditioned")
 NOISE = 1e-4
 """Relative, of a product in fp32: another rounding of its vector gives another noise."""
 
@@ -44,7 +47,7 @@ def in_one_go(ranks: Ranks) -> InOneGo:
     return functools.cache(lambda kind, size: ranks(size).run(jobs.analysis, kind, None))
 
 
-@pytest.mark.parametrize("kind", jobs.ANALYSES)
+@pytest.mark.parametrize("kind", cells(jobs.ANALYSES, QUICK))
 def test_on_the_same_layout_it_ends_with_the_same_bits(
     ranks: Ranks, tmp_path: Path, in_one_go: InOneGo, kind: str
 ) -> None:
@@ -99,6 +102,37 @@ def test_a_vector_that_differs_is_not_replayed(
     found = ranks(1).run(jobs.analysis, "MINRES", str(tmp_path))[0]
     assert found[2] == 3
     assert abs(found[0]["x"] - whole[0]["x"]).max() < NOISE
+
+
+def test_reductions_of_every_part_of_an_interrupted_run_are_counted(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    def reductions(folder: Path, *stops: int) -> int:
+        for stop in stops:
+            ranks(1).run(jobs.analysis, "Hutchinson", str(folder), stop)
+        _, path = jobs.newest(folder)
+        assert path is not None
+        return int(json.loads(path.read_text())["content"]["figures"]["all_reduces"])
+
+    assert reductions(tmp_path / "interrupted", 2, 4) >= reductions(tmp_path / "in one go", 4)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_a_replayed_product_is_as_wrong_as_its_vector_is_off(
+    ranks: Ranks, tmp_path: Path, share: float
+) -> None:
+    job = jobs.replay_of_a_vector_off_by
+    kept, replayed, error = ranks(2).run(job, share, str(tmp_path))[0]
+    assert replayed == 2
+    # The distance is known from four random vectors.
+    assert 0.3 < math.sqrt(error**2 - kept**2) / (share * kept) < 2
+
+
+def test_a_product_of_a_vector_that_is_further_off_than_its_error_is_made_anew(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    kept, replayed, error = ranks(2).run(jobs.replay_of_a_vector_off_by, 8.0, str(tmp_path))[0]
+    assert replayed == 1 and error < 3 * kept
 
 
 FOREIGN = {

@@ -34,7 +34,7 @@ from ds_hessian.backends.protocol import (
 )
 from ds_hessian.backends.sharded import Shard, ShardedWeights
 from ds_hessian.errors import ConfigError, UnsupportedError
-from ds_hessian.memory import Item, place_of
+from ds_hessian.memory import Item, tier_of
 from ds_hessian.ranks import gather_objects, together
 from ds_hessian.ranks.lockstep import Lockstep
 from ds_hessian.vectors import Layout, VectorSpace
@@ -198,7 +198,7 @@ class MegatronBackend:
     def memory(self, precision: Precision = "model") -> list[Item]:
         """Return what a session of the job holds beyond training's memory."""
         alone = sum(run.weight.nbytes for run in self.runs if run.master is None)
-        return [Item("weights as they were", place_of(self.device), alone)]
+        return [Item("weights as they were", tier_of(self.device), alone)]
 
 
 class MegatronSession:

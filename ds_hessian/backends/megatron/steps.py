@@ -66,7 +66,7 @@ class Steps:
     def forward(self, *args: object, **kwargs: object) -> tuple[Activations, Tensor]:
         """Run `forward_step` of the schedules; return `(output or outputs, number of tokens)`."""
         with self.lockstep.segment(*self._where(FORWARD)):
-            self.lockstep.go_on()
+            self.lockstep.raise_if_failed()
             result: tuple[Activations, Tensor] = self._forward(*args, **kwargs)
             return result
         shape, dtype, device = self._output
@@ -77,7 +77,7 @@ class Steps:
     def backward(self, *args: object, **kwargs: object) -> Activations:
         """Run `backward_step` of the schedules; return the gradient of the input or inputs."""
         with self.lockstep.segment(*self._where(BACKWARD)):
-            self.lockstep.go_on()
+            self.lockstep.raise_if_failed()
             gradient: Activations = self._backward(*args, **kwargs)
             return gradient
         return _zeros(_argument(self._backward, "input_tensor", args, kwargs))

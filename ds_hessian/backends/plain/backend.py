@@ -41,7 +41,7 @@ from ds_hessian.backends.protocol import (
 )
 from ds_hessian.backends.sharded import Shard, ShardedWeights
 from ds_hessian.errors import ConfigError, UnsupportedError
-from ds_hessian.memory import FP32, Item, place_of
+from ds_hessian.memory import FP32, Item, tier_of
 from ds_hessian.ranks.lockstep import Lockstep
 from ds_hessian.vectors import Fragment, Layout, VectorSpace
 
@@ -196,14 +196,14 @@ class ModuleBackend:
 
     def memory(self, precision: Precision = "model") -> list[Item]:
         """Return what a session of the module holds beyond training's memory."""
-        place, n = place_of(self.space.device), self.layout.n_local
+        tier, n = tier_of(self.space.device), self.layout.n_local
         size = FP32 * n if precision == "fp32" else sum(p.nbytes for _, p in self._named())
         items = [
-            Item("weights for the passes", place, size),
-            Item("gradients of a pass", place, size, ("passes",)),
+            Item("weights for the passes", tier, size),
+            Item("gradients of a pass", tier, size, ("passes",)),
         ]
         if self.space.distributed:
-            items.append(Item("gradients before their reduction", place, FP32 * n, ("passes",)))
+            items.append(Item("gradients before their reduction", tier, FP32 * n, ("passes",)))
         return items
 
 

@@ -47,7 +47,7 @@ from ds_hessian.backends.zero.shards import Piece, Shards
 from ds_hessian.backends.zero.stage3 import Stage3Shards
 from ds_hessian.backends.zero.tensor_parallel import Placement, Replicas, place
 from ds_hessian.errors import ConfigError, HessianError
-from ds_hessian.memory import Item, place_of
+from ds_hessian.memory import Item, tier_of
 from ds_hessian.ranks import gather_objects
 from ds_hessian.ranks.lockstep import Lockstep
 from ds_hessian.vectors import Fragment, Layout, VectorSpace
@@ -218,7 +218,7 @@ class ZeroBackend:
             weight_bytes=max((w.element_size() for w in weights), default=0),
             gradient_bytes=0 if accumulated is None else accumulated.element_size(),
             has_masters=all(m is not None for m in masters),
-            place=place_of(self.device),
+            tier=tier_of(self.device),
             offloads_optimizer=host.offloads(zero.offload_optimizer),
             offloads_parameters=host.offloads(zero.offload_param),
             whole_gradients=type(optimizer).__name__ == "BF16_Optimizer",

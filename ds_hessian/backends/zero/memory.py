@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_hessian.backends.protocol import Precision
-from ds_hessian.memory import FP32, Item, Place
+from ds_hessian.memory import FP32, Item, Tier
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ZeroFigures:
         weight_bytes: Size of one weight in the dtype of the passes.
         gradient_bytes: Size of one gradient in the partition that accumulates them.
         has_masters: Whether the optimizer keeps fp32 masters (not at stage 0 in fp32).
-        place: The memory that holds vectors and runs the passes.
+        tier: The memory that holds vectors and runs the passes.
         offloads_optimizer: True with `offload_optimizer` to the CPU.
         offloads_parameters: True with `offload_param` to the CPU.
         whole_gradients: True for `BF16_Optimizer`, with whole fp32 gradients on every rank.
@@ -35,7 +35,7 @@ class ZeroFigures:
     weight_bytes: int
     gradient_bytes: int
     has_masters: bool
-    place: Place
+    tier: Tier
     offloads_optimizer: bool = False
     offloads_parameters: bool = False
     whole_gradients: bool = False
@@ -48,9 +48,9 @@ def memory_of_zero(job: ZeroFigures, precision: Precision = "model") -> list[Ite
         job: Its figures.
         precision: The precision of the passes; see `finite_difference.precision`.
     """
-    near, vector = job.place, FP32 * job.n_local
-    masters: Place = "host" if job.offloads_optimizer else near
-    weights: Place = "host" if job.offloads_parameters else near
+    near, vector = job.tier, FP32 * job.n_local
+    masters: Tier = "host" if job.offloads_optimizer else near
+    weights: Tier = "host" if job.offloads_parameters else near
     items = []
     if not job.has_masters:
         items.append(Item("weights as they were", weights, job.weight_bytes * job.n_local))

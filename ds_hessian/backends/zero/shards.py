@@ -66,7 +66,7 @@ class Shards(ABC):
 
     @abstractmethod
     def pieces(self) -> list[Piece]:
-        """Return this rank's coordinates, without padding."""
+        """Return this rank's coordinates; padding may follow a parameter's last element."""
 
     @abstractmethod
     def weight(self, piece: Piece) -> Tensor:

@@ -40,12 +40,10 @@ class Stage3Shards(Shards):
         )
 
     def pieces(self) -> list[Piece]:
-        """Return one piece for each parameter, without the padding at its end."""
+        """Return one piece for each parameter, with the padding at its end."""
         pieces = []
         for p, group, offset in self._parameters():
-            length = p.ds_tensor.ds_numel
-            start = self._first(p)
-            pieces.append(Piece(p, start, max(0, min(length, p.ds_numel - start)), group, offset))
+            pieces.append(Piece(p, self._first(p), p.ds_tensor.ds_numel, group, offset))
         return pieces
 
     def _first(self, p: Private) -> int:

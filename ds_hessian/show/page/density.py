@@ -182,7 +182,7 @@ def _labels(panel: Panel) -> list[Part]:
     style["font"] = {"color": VERMILLION, "size": 11}
     return [
         style
-        | {"x": panel.view.place(panel.outliers[i].value), "y": math.log10(panel.heights[i])}
+        | {"x": panel.view.position(panel.outliers[i].value), "y": math.log10(panel.heights[i])}
         | {"text": short(panel.outliers[i].value)}
         for i in panel.labels
     ]
