@@ -15,6 +15,7 @@ from ds_hessian.errors import ConfigError, ResultError
 from ds_hessian.records import HessianCurvatures, HessianDecomposition
 from tests.operators.gauss_newton import ExactGaussNewton
 from tests.operators.nets import Exact, batches, loss_of, mlp, train
+from tests.tiers import cells
 
 QUIET = {"progress": False, "plot": False}
 DATA = batches(4)
@@ -48,7 +49,7 @@ def test_parts_are_those_of_dense_matrices(
     net: Any, matrices: dict[str, Tensor], tmp_path: Path
 ) -> None:
     hessian = ds_hessian.attach(*net, {**QUIET, "output_path": str(tmp_path)}).use(DATA, loss_of)
-    parts = hessian.decomposition(num_matvecs=60, num_probes=6)
+    parts = hessian.decomposition(num_matvecs=30, num_probes=3)
     values = {name: torch.linalg.eigvalsh(m) for name, m in matrices.items()}
     for name, spectrum in parts.spectra.items():
         assert spectrum.provenance.operator == name
@@ -61,8 +62,8 @@ def test_parts_are_those_of_dense_matrices(
         assert abs(parts.negative(name).value - negative) < 4 * parts.negative(name).error
     assert abs(parts.closure.value) < 3 * parts.closure.error
     norms = [torch.linalg.norm(matrices[name]) for name in ("residual", "hessian")]
-    # The squares of 600 eigenvalues, from 6 probes.
-    assert parts.share_of_residual == pytest.approx(float(norms[0] / norms[1]), rel=0.15)
+    # Squares of 600 eigenvalues, of which few are large, from 3 probes.
+    assert parts.share_of_residual == pytest.approx(float(norms[0] / norms[1]), rel=0.5)
     share = float(values["hessian"].clamp(max=0).sum() / values["residual"].clamp(max=0).sum())
     assert abs(parts.surviving.value - share) < 4 * parts.surviving.error
     assert "H = G + R" in parts.table()
@@ -84,7 +85,7 @@ def test_a_decomposition_has_the_three_parts(net: Any) -> None:
         HessianDecomposition({"hessian": spectrum, "ggn": spectrum})
 
 
-@pytest.mark.parametrize("operator", ["ggn", "hessian", "residual"])
+@pytest.mark.parametrize("operator", cells(["ggn", "hessian", "residual"], ["ggn"]))
 def test_curvatures_are_quadratic_forms(
     net: Any, matrices: dict[str, Tensor], operator: str, tmp_path: Path
 ) -> None:

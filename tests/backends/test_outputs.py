@@ -24,7 +24,7 @@ SLACK = 3.0
 CASES = {name: (name, "model") for name in ENGINES} | {
     f"{name} in fp32": (name, "fp32") for name in ("1 bf16", "3 bf16", "2 fp16", "3 bf16 offload")
 }
-QUICK = ("2", "3", "1 bf16 fp32 accumulation", "3 bf16 in fp32")
+QUICK = ("3",)
 
 
 def net_with(weights: dict[str, Tensor]) -> nn.Module:
@@ -80,9 +80,7 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.parametrize(
-    ("size", "stage"), cells([(1, 0), (1, 3), (2, 0), (2, 1), (3, 3)], [(1, 3), (2, 0)])
-)
+@pytest.mark.parametrize(("size", "stage"), cells([(1, 0), (1, 3), (2, 0), (2, 1), (3, 3)], []))
 def test_spectra_do_not_depend_on_the_layout(ranks: Ranks, size: int, stage: int) -> None:
     operators = ["ggn", "residual", "fisher"]
     expected = ranks(2).run(output_jobs.spectra, ENGINES["3"], operators)[0]
@@ -104,7 +102,7 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("name", cells(TRAINED, ["3 ggn", "1 residual"]))
+@pytest.mark.parametrize("name", cells(TRAINED, ["3 ggn"]))
 def test_training_is_bitwise_the_same_with_measurements_in_between(ranks: Ranks, name: str) -> None:
     operator, config = TRAINED[name]
     modes = [{"mode": mode, "operator": operator, **config} for mode in ("bare", "measured")]

@@ -56,6 +56,7 @@ def mixtral() -> Made:
         num_local_experts=3,
         output_router_logits=True,
         router_aux_loss_coef=0.1,
+        experts_implementation="eager",  # in fp64 too
     )
     model = transformers.MixtralForCausalLM(config)
     return model, {"input_ids": words(), "labels": words()}, "lm_head"
@@ -70,7 +71,13 @@ def bert() -> Made:
 
 def t5() -> Made:
     config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2
+        vocab_size=VOCABULARY,
+        d_model=8,
+        d_kv=4,
+        d_ff=12,
+        num_layers=1,
+        num_heads=2,
+        decoder_start_token_id=0,
     )
     model = transformers.T5ForConditionalGeneration(config)
     return model, {"input_ids": words(), "labels": words(4)}, "lm_head"

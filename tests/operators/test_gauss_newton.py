@@ -23,6 +23,7 @@ from ds_hessian.vectors import random_vector
 from tests.nets import TinyGPT, batch
 from tests.operators.gauss_newton import ExactGaussNewton
 from tests.operators.nets import Exact, batches, loss_of, relative, train
+from tests.tiers import cells
 
 SLACK = 3.0
 """Estimates are within this factor of the error."""
@@ -119,7 +120,9 @@ def krylov(backend: ModuleBackend, exact: Any, count: int) -> Iterator[tuple[Ten
         v = (product / product.norm()).float()
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "loss", cells(LOSSES, [weighted, smooth, squared]), ids=lambda f: f.__name__
+)
 def test_products_are_exact_whatever_the_loss(gpt: nn.Module, loss: Callable[..., Tensor]) -> None:
     exact = ExactGaussNewton(gpt, "head", loss, DATA)
     with operators(gpt, DATA, loss, "ggn", "residual", "hessian") as (backend, found):
@@ -137,7 +140,9 @@ def test_products_are_exact_whatever_the_loss(gpt: nn.Module, loss: Callable[...
     assert not any(m._forward_hooks for m in gpt.modules())
 
 
-@pytest.mark.parametrize("loss", [tokens, masked, weighted], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "loss", cells([tokens, masked, weighted], [masked]), ids=lambda f: f.__name__
+)
 def test_fisher_is_the_sum_over_tokens(gpt: nn.Module, loss: Callable[..., Tensor]) -> None:
     exact = ExactGaussNewton(gpt, "head", loss, DATA, fisher=True)
     with operators(gpt, DATA, loss, "fisher") as (backend, (fisher,)):
@@ -176,8 +181,10 @@ def test_no_eigenvalue_is_below_zero_by_more_than_its_bar(gpt: nn.Module) -> Non
     assert hessian.spectrum(num_matvecs=25, progress=False).eigenvalue_min.value < -1e-2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("precision", ["model", "fp32"])
+NARROW = [(d, p) for d in (torch.bfloat16, torch.float16) for p in ("model", "fp32")]
+
+
+@pytest.mark.parametrize(("dtype", "precision"), cells(NARROW, NARROW[:1]))
 def test_narrow_passes(gpt: nn.Module, dtype: torch.dtype, precision: Any) -> None:
 
     net = copy.deepcopy(gpt).to(dtype)
@@ -304,8 +311,11 @@ ANALYSES: dict[str, Callable[[Any, OperatorName], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["ggn", "residual", "fisher"])
-@pytest.mark.parametrize("analysis", ANALYSES)
+EVERY = [(analysis, name) for analysis in ANALYSES for name in ("ggn", "residual", "fisher")]
+QUICK = [("eigenpairs", "ggn"), ("sharpness", "residual"), ("self_test", "fisher")]
+
+
+@pytest.mark.parametrize(("analysis", "name"), cells(EVERY, QUICK))
 def test_analyses_take_every_operator(gpt: nn.Module, analysis: str, name: OperatorName) -> None:
     hessian = ds_hessian.attach(gpt).use(DATA)
     record = ANALYSES[analysis](hessian, name)
