@@ -62,6 +62,7 @@ def _apply(values: torch.Tensor, left: Any, right: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.full
 def test_records_agree_with_the_dense_hessian_on_every_rank(ranks: Ranks) -> None:
     (weights, record), (_, other) = ranks(2).run(kronecker_jobs.compared, {"stage": 3})
     assert np.array_equal(record.cosines, other.cosines)

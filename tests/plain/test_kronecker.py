@@ -149,6 +149,7 @@ def test_softmax_regression_on_one_example_is_exactly_k_fac_of_all_labels() -> N
     assert (total - hessian).norm() < 1e-5 * hessian.norm()
 
 
+@pytest.mark.full
 def test_labels_drawn_from_the_model_give_the_gauss_newton_matrix() -> None:
     """Softmax regression on one example with 400 draws: K-FAC up to the error of a mean of them."""
     torch.manual_seed(3)

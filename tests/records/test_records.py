@@ -136,7 +136,15 @@ def test_records_are_equal_by_their_bits() -> None:
     assert verdict(error=0.1) != verdict()
 
 
-LATER = {"batch_statistics": False, "held_choices": 0, "flipped_choices": 0.0}
+LATER = {
+    "operator": "hessian",
+    "outputs": None,
+    "parameters": [],
+    "optimizer": None,
+    "batch_statistics": False,
+    "held_choices": 0,
+    "flipped_choices": 0.0,
+}
 """Facts of the provenance that version 0.1 did not write, with their defaults."""
 
 
