@@ -39,6 +39,10 @@ def _path_text(value: object) -> object:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+def _names(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
 class _Section(BaseModel):
     # strict: "30" is not 30, true is not 1; an integer still passes as a float.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
@@ -206,6 +210,12 @@ class HessianConfig(_Section):
         "Measure with the modules in train mode, one fixed set of dropout masks per micro-batch "
         "(`true`), or in eval mode (`false`).",
         "true or false",
+    )
+    parameters: Annotated[str | list[str], BeforeValidator(_names)] | None = _field(
+        None,
+        "Measure the block of these parameters alone, P H P: a regular expression that is searched "
+        "in their names, or a list of names. Vectors still cover all parameters, zero outside.",
+        "a regular expression, a list of names, or null",
     )
     sampling: bool = _field(
         False,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
-from ds_hessian import vector_files
 from ds_hessian.analyses import (
     Alignment,
     Analysis,
@@ -37,14 +37,15 @@ from ds_hessian.analyses import (
     share_of,
 )
 from ds_hessian.backends.protocol import Backend, Objective
+from ds_hessian.backends.restricted import Restricted, restricted
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
+from ds_hessian.job_vectors import JobVectors
 from ds_hessian.krylov import SolveMethod, Which
 from ds_hessian.krylov.traces import Method
 from ds_hessian.memory import MemoryPlan
-from ds_hessian.operators import Curvature, Product
+from ds_hessian.operators import Curvature, Embedded, Product
 from ds_hessian.planning import plan
-from ds_hessian.ranks import together
 from ds_hessian.records import (
     DisplacementSweep,
     HessianAlignment,
@@ -58,14 +59,11 @@ from ds_hessian.records import (
     HessianSolution,
     HessianSpectrum,
     HessianTrace,
-    Measured,
 )
 from ds_hessian.records import SelfTest as Verdict
 from ds_hessian.show.progress import SpectrumProgress
-from ds_hessian.vectors import ProbeKind, random_vector
 
 R = TypeVar("R")
-M = TypeVar("M", bound=Measured)
 
 Batches = Iterable[object]
 """Micro-batches of this rank, in the form that the host's model takes."""
@@ -73,7 +71,7 @@ Loss = Any
 """`loss_fn(model, batch)`; on Megatron the `forward_step` of its schedules."""
 
 
-class Hessian:
+class Hessian(JobVectors):
     """The Hessian of one training job.
 
     Every method but `memory_plan` is collective: all ranks call it, in the same order, outside of a
@@ -81,8 +79,11 @@ class Hessian:
 
     Analyses need `use` (or a first spectrum) to have fixed the micro-batches. Their `overrides` are
     values of the configuration for this call, such as `seed=`, `displacement=` or `resume=`; where
-    a basis is stored, `dtype=`, `device=` and `folder=` say how. The memory plan is logged before
-    the run, and one that does not fit is refused with a `ConfigError` that says what would.
+    a basis is stored, `dtype=`, `device=` and `folder=` say how. With `parameters=` (a regular
+    expression, or names) they measure the block of these parameters, P H P: vectors still cover all
+    parameters, but only the chosen part of an argument counts, and results are zero outside of it.
+    The memory plan is logged before the run, and one that does not fit is refused with a
+    `ConfigError` that says what would.
 
     Args:
         backend: The job.
@@ -94,11 +95,11 @@ class Hessian:
     """
 
     def __init__(self, backend: Backend, config: HessianConfig | None = None) -> None:
-        self.backend, self.config = backend, config or HessianConfig()
+        super().__init__(backend, config or HessianConfig())
         self._retires = False
         self._objective: Objective | None = None
         self._open: Curvature | None = None
-        self._followed = Followed()
+        self._followed: dict[str, Followed] = {}  # by the choice of parameters
 
     # ---- what H is
 
@@ -125,11 +126,6 @@ class Hessian:
     def _use_if(self, batches: Batches | None, loss_fn: Loss) -> None:
         if batches is not None:
             self.use(batches, loss_fn)
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process in the job."""
-        return self.backend.space.rank
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -168,9 +164,11 @@ class Hessian:
                 single micro-batch.
         """
         with self._subject(overrides).open() as (run, _):
-            self._open = run.curvature
+            backend, self._open = run.subject.backend, run.curvature
+            if isinstance(backend, Restricted):
+                self._open = Embedded(run.curvature, backend)
             try:
-                yield run.curvature
+                yield self._open
             finally:
                 self._open = None
 
@@ -180,7 +178,8 @@ class Hessian:
         if self._open is not None:
             raise ConfigError("a measurement is open already: leave `measuring()` first")
         config = self.config.with_overrides(**overrides)
-        return Subject(self.backend, self._objective, config, self._retires)
+        backend = restricted(self.backend, config.parameters)
+        return Subject(backend, self._objective, config, self._retires)
 
     @contextmanager
     def retiring(self) -> Iterator[None]:
@@ -214,98 +213,6 @@ class Hessian:
         with self.measuring() as operator:
             return operator.matvec(v)
 
-    # ---- vectors
-
-    def random_vector(self, seed: int = 0, kind: ProbeKind = "gaussian", probe: int = 0) -> Tensor:
-        """Return a random unit vector, `(n_local,)` fp32; the same one in every layout."""
-        return random_vector(self.backend.layout, self.backend.space, seed, probe, kind)
-
-    def dot(self, a: Tensor, b: Tensor) -> float:
-        """Return the global inner product, summed in fp64; the same bits on every rank."""
-        return self.backend.space.dot(a, b)
-
-    def gather(self, v: Tensor) -> dict[str, Tensor] | None:
-        """Return `{parameter name: tensor in its unsharded shape}` on rank 0, None elsewhere.
-
-        For small models, tests and export: parameters travel one by one, in full.
-        """
-        return vector_files.gather(self.backend, v)
-
-    def scatter(self, full: Mapping[str, Tensor] | None) -> Tensor:
-        """Return the vector of rank 0's tensors, the inverse of `gather`; other ranks pass None.
-
-        Raises:
-            ConfigError: on rank 0 a trainable parameter is missing, or has another shape; the other
-                ranks raise MeasurementError.
-        """
-        return vector_files.scatter(self.backend, full)
-
-    def save_vectors(
-        self, vectors: Tensor, path: str | Path, metadata: Mapping[str, object] | None = None
-    ) -> Path:
-        """Write vectors `(k, n_local)` as `{parameter name: (k, *unsharded shape)}`, safetensors.
-
-        Parameters travel to rank 0 one by one; any layout can load the file.
-
-        Args:
-            vectors: Vectors such as the eigenvectors of `eigenpairs`.
-            path: Path of the file.
-            metadata: Kept beside them, as JSON.
-
-        Raises:
-            MeasurementError: rank 0 could not write.
-        """
-        return vector_files.save_vectors(self.backend, vectors, Path(path), metadata)
-
-    def load_vectors(self, path: str | Path) -> Tensor:
-        """Return the vectors that `save_vectors` wrote, `(k, n_local)`, in this job's layout.
-
-        Raises:
-            ResultError: on rank 0 the file is missing, damaged, or of another model; the other
-                ranks raise MeasurementError.
-        """
-        return vector_files.load_vectors(self.backend, Path(path))
-
-    # ---- records
-
-    def save(
-        self, record: Measured | HessianDecomposition, folder: str | Path | None = None
-    ) -> Path:
-        """Write a record: `<kind>.json` and `<kind>.npz` on rank 0, its vectors, a picture.
-
-        Eigenvectors and solutions go to `<kind>.safetensors`, as `save_vectors` writes them; the
-        picture shows a spectrum or decomposition, unless `plot` is off.
-
-        Args:
-            record: What to write.
-            folder: Where to; None for `<output_path>/step_<global step>`, with the name of the
-                operator after it where that is not the Hessian.
-
-        Raises:
-            MeasurementError: rank 0 could not write.
-        """
-        if folder is None:
-            source = record.provenance
-            other = "" if source.operator == "hessian" else f"_{source.operator}"
-            folder = Path(self.config.output_path) / f"step_{source.step:06d}{other}"
-        vector_files.save_record(self.backend, record, Path(folder))
-        drawn = isinstance(record, (HessianSpectrum, HessianDecomposition))
-        if self.config.plot and drawn:
-            picture = Path(folder) / f"{record.kind}.png"
-            with together(f"drawing {picture}", device=self.backend.space.device):
-                if self.rank == 0:
-                    record.plot(picture)
-        return Path(folder)
-
-    def load(self, record: type[M], folder: str | Path) -> M:
-        """Return the record of a kind that `save` wrote, its vectors in this job's layout.
-
-        Raises:
-            ResultError: files are missing, damaged, of another schema, another model, or of
-                different records; on ranks that do not read them, MeasurementError.
-        """
-        return vector_files.load_record(self.backend, record, Path(folder))
-
     # ---- plans
 
     def memory_plan(self, analysis: str = "spectrum", **settings: object) -> MemoryPlan:
@@ -319,7 +226,8 @@ class Hessian:
             ConfigError: there is no such analysis, or a setting is unknown or impossible.
         """
         found, overrides = analysis_of(analysis, settings)
-        return plan(found, share_of(self.backend), self.config.with_overrides(**overrides))
+        config = self.config.with_overrides(**overrides)
+        return plan(found, share_of(restricted(self.backend, config.parameters)), config)
 
     # ---- analyses
 
@@ -496,9 +404,10 @@ class Hessian:
             preconditioned=preconditioned,
             tolerance=tolerance,
             max_matvecs=max_matvecs,
-            followed=self._followed,
         )
-        return self._measure(analysis, overrides)
+        subject = self._subject(overrides)
+        followed = self._followed.setdefault(repr(subject.config.parameters), Followed())
+        return measure(replace(analysis, followed=followed), subject)
 
     def block_coupling(
         self, blocks: Blocks = BlockCoupling.blocks, **overrides: object

@@ -27,6 +27,7 @@ ROOMS = (
     ("resume",),
     ("planning",),
     ("vector_files",),
+    ("job_vectors",),
     ("analyses",),
     ("show",),
     ("hessian",),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ds_hessian.analyses.measurement import Measurement, Subject
 from ds_hessian.backends.protocol import Backend
+from ds_hessian.backends.restricted import Restricted
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.memory import Item, place_of
@@ -32,6 +33,7 @@ from ds_hessian.planning import (
     refuse_too_large,
 )
 from ds_hessian.ranks import gather_objects, together
+from ds_hessian.records import Record
 from ds_hessian.resume import Journal
 from ds_hessian.vectors import Partition, by_layer, by_pattern
 
@@ -118,6 +120,12 @@ class Analysis(ABC, Generic[R]):
 
     # ---- its run
 
+    def within(self, backend: Restricted) -> Self:
+        """Return the same analysis with its vectors in the coordinates of a restriction."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        own = {k: backend.select(v) for k, v in given.items() if isinstance(v, Tensor)}
+        return replace(self, **own)
+
     def prepared(self, backend: Backend, config: HessianConfig) -> Self:
         """Return the same analysis with everything filled in that only a job can say.
 
@@ -169,9 +177,21 @@ def measure(analysis: Analysis[R], subject: Subject) -> R:
 
     Collective.
     """
-    analysis = analysis.prepared(subject.backend, subject.config)
-    plan_or_refuse(analysis, subject.backend, subject.config)
-    return analysis.run(subject)
+    backend = subject.backend
+    if isinstance(backend, Restricted):
+        analysis = analysis.within(backend)
+    analysis = analysis.prepared(backend, subject.config)
+    plan_or_refuse(analysis, backend, subject.config)
+    record = analysis.run(subject)
+    return _everywhere(record, backend) if isinstance(backend, Restricted) else record
+
+
+def _everywhere(record: R, backend: Restricted) -> R:
+    """Return the record with its vectors over all parameters, zero outside of the chosen ones."""
+    if not isinstance(record, Record):
+        return record
+    vectors: dict[str, Any] = {n: backend.embed(getattr(record, n)) for n in record.sharded}
+    return replace(record, **vectors)
 
 
 def plan_or_refuse(analysis: Analysis[R], backend: Backend, config: HessianConfig) -> None:
@@ -195,7 +215,8 @@ def plan_or_refuse(analysis: Analysis[R], backend: Backend, config: HessianConfi
 def share_of(backend: Backend) -> Share:
     """Return this rank's share of the job, for memory plans."""
     space = backend.space
-    return Share(space.n, space.n_local, place_of(space.device), backend.memory)
+    whole = backend.whole.space.n_local if isinstance(backend, Restricted) else 0
+    return Share(space.n, space.n_local, place_of(space.device), backend.memory, whole)
 
 
 def partition(backend: Backend, blocks: Blocks) -> Partition:

@@ -66,7 +66,8 @@ class Eigenpairs(Journaled[HessianEigenpairs]):
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
         """Return the basis, then the eigenvectors, of which `start` is none."""
-        return memory_of_eigenpairs(share, config, self.k, self.size)
+        search = memory_of_eigenpairs(share, config, self.k, self.size)
+        return [*search, share.returned(self.k)]
 
     def with_less(self, config: HessianConfig) -> list[Settings]:
         """Return another basis, a smaller one, and fewer products for `resume` to keep."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ds_hessian.backends.protocol import Backend, Objective, Passes, Session
+from ds_hessian.backends.restricted import names_of
 from ds_hessian.config import HessianConfig, OperatorName
 from ds_hessian.operators import Curvature, curvature
 from ds_hessian.operators.sampling import require_several
@@ -136,6 +137,7 @@ class Subject:
             precision=difference.precision,
             dropout=config.dropout,
             operator=config.operator,
+            parameters=names_of(self.backend),
             ds_hessian_version=__version__,
         )
 

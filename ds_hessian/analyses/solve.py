@@ -85,7 +85,8 @@ class Solve(Journaled[HessianSolution]):
                 share.vectors("solution being formed", 1, GRAM_SCHMIDT),
             ]
             always.append(share.vectors(f"roots of the preconditioner, {d}", d))
-        return [*always, *in_stage(SPACE, space), *in_stage(RESIDUALS, results)]
+        stages = [*in_stage(SPACE, space), *in_stage(RESIDUALS, results)]
+        return [*always, *stages, share.returned(d)]
 
     def with_less(self, config: HessianConfig) -> list[Settings]:
         """Return another basis, or fewer products."""

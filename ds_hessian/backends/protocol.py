@@ -29,7 +29,7 @@ What a host promises:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -200,8 +200,11 @@ class Session(Protocol):
         """
         ...
 
-    def weight_norm(self) -> float:
-        """Return `|w|` over all ranks. Collective: one all-reduce."""
+    def weight_norm(self, names: Collection[str] | None = None) -> float:
+        """Return `|w|` over all ranks, or that of the parameters of these names.
+
+        Collective: one all-reduce.
+        """
         ...
 
 

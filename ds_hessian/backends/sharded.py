@@ -10,7 +10,7 @@ Memory: a copy of the weights without a master.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,11 +75,15 @@ class ShardedWeights:
         for weight, master in zip(self.weights, self.masters, strict=True):
             weight.copy_(master)
 
-    def norm(self) -> float:
-        """Return `|w|` over all ranks. Collective: one all-reduce."""
+    def norm(self, names: Collection[str] | None = None) -> float:
+        """Return `|w|` over all ranks, or that of some parameters. Collective: one all-reduce."""
         device = self.space.device
-        owned = zip(self.masters, self.layout.fragments, strict=True)
-        squares = [_square(master).to(device) for master, f in owned if f.owned]
+        owned = [
+            master
+            for master, f in zip(self.masters, self.layout.fragments, strict=True)
+            if f.owned and (names is None or f.name in names)
+        ]
+        squares = [_square(master).to(device) for master in owned]
         total = torch.cat([torch.zeros(1, dtype=torch.float64, device=device), *squares]).sum()
         return float(self.space.reduce(total.reshape(1))[0]) ** 0.5
 

@@ -8,12 +8,13 @@ from ds_hessian.operators.memory import memory_of_operator, memory_of_sweep
 from ds_hessian.operators.outputs.gauss_newton import GaussNewton
 from ds_hessian.operators.protocol import Curvature, LinearOperator, OperatorCost, Product
 from ds_hessian.operators.sweep import SweepPoint, default_range, sweep
-from ds_hessian.operators.views import Congruent
+from ds_hessian.operators.views import Congruent, Embedded
 
 __all__ = [
     "SCHEMES",
     "Congruent",
     "Curvature",
+    "Embedded",
     "FiniteDifferenceHessian",
     "GaussNewton",
     "LinearOperator",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
-from ds_hessian.operators.protocol import LinearOperator, Product
+from ds_hessian.backends.protocol import Session
+from ds_hessian.backends.restricted import Restricted
+from ds_hessian.operators.protocol import Curvature, LinearOperator, OperatorCost, Product
 
 
 class Congruent:
@@ -34,5 +38,61 @@ class Congruent:
         inner = v * self.scale
         product = self.operator.matvec(inner)
         w = product.vector.add_(inner, alpha=self.shift).mul_(self.scale)
+        squares = self.space.dots([(w, w), (v, v)]).tolist()
+        return replace(product, vector=w, norm=(squares[0] / squares[1]) ** 0.5)
+
+
+class Embedded:
+    """P H P on the vectors of the whole job, from the curvature of a restriction: a `Curvature`.
+
+    P selects the coordinates of the chosen parameters; products are zero outside of them.
+
+    Args:
+        inner: The curvature of the restricted job.
+        restricted: The restriction.
+
+    One product of the restriction and one small all-reduce a product.
+    """
+
+    def __init__(self, inner: Curvature, restricted: Restricted) -> None:
+        self.inner, self.restricted = inner, restricted
+        self.space, self.scale = restricted.whole.space, inner.scale
+
+    @property
+    def session(self) -> Session:
+        """The measurement of the restricted job."""
+        return self.inner.session
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient, divided by `scale`, zero outside of the chosen parameters."""
+        return self.restricted.embed(self.inner.gradient)
+
+    @property
+    def cost(self) -> OperatorCost:
+        """The cost of the products so far."""
+        return self.inner.cost
+
+    @property
+    def gradient_norm(self) -> float:
+        """The norm of the chosen part of the gradient. Collective."""
+        return self.inner.gradient_norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the restricted curvature."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, figures: Mapping[str, Any]) -> None:
+        """Continue from the state of another one."""
+        self.inner.load_state_dict(figures)
+
+    def matvec(self, v: Tensor) -> Product:
+        """Return `P H P v` for `v` `(n_local,)` of the whole job.
+
+        Raises:
+            NumericsError: P v is zero.
+        """
+        product = self.inner.matvec(self.restricted.select(v))
+        w = self.restricted.embed(product.vector)
         squares = self.space.dots([(w, w), (v, v)]).tolist()
         return replace(product, vector=w, norm=(squares[0] / squares[1]) ** 0.5)

@@ -20,18 +20,27 @@ class Share:
         n_local: Coordinates in this rank's vectors.
         place: Where its vectors are: the accelerator, or the host for a job on the CPU.
         backend: What the backend says that it holds, by the precision of the passes.
+        whole: Coordinates of all parameters on this rank, if the job is restricted to some; else 0.
     """
 
     n: int
     n_local: int
     place: Place
     backend: Callable[[Literal["model", "fp32"]], Iterable[Item]]
+    whole: int = 0
 
     def vectors(
         self, name: str, count: int, moments: tuple[Moment, ...] = (), stage: str = ""
     ) -> Item:
         """Return an item of `count` vectors; without moments or a stage it is held throughout."""
         return Item(name, self.place, count * FP32 * self.n_local, moments, stage)
+
+    def returned(self, count: int) -> Item:
+        """Return the vectors of a record of a restricted job, as they are and over all
+        parameters.
+        """
+        size = count * FP32 * (self.n_local + self.whole) if self.whole else 0
+        return Item(f"results over all parameters, {count}", self.place, size, stage="returning")
 
 
 @dataclass(frozen=True)

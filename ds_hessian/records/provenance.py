@@ -73,6 +73,7 @@ class Provenance:
         scheme: Finite-difference formula.
         precision: Arithmetic of the gradients.
         dropout: Whether the modules were in train mode.
+        parameters: Names of the parameters whose block was measured; empty for all.
         num_micro_batches: Micro-batches of each data-parallel rank.
         layout: How the model was split, for people: "ZeRO-3, 2 ranks".
         world_size: Number of ranks.
@@ -93,6 +94,7 @@ class Provenance:
     scheme: str
     precision: str
     dropout: bool = False
+    parameters: tuple[str, ...] = ()
     num_micro_batches: int
     layout: str
     world_size: int

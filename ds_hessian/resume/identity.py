@@ -29,6 +29,7 @@ SETTINGS = (
     "finite_difference",
     "reorthogonalization",
     "dropout",
+    "parameters",
 )
 """Keys of the configuration that the answer depends on, with the dtype of the basis."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_hessian.records.provenance import Provenance
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.show.style import MATRICES
 
@@ -25,6 +26,14 @@ def spectrum_headline(spectrum: HessianSpectrum) -> str:
         parts.append(f"|gradient| {spectrum.gradient_norm:.3g}")
     source = spectrum.provenance
     return f"{MATRICES[source.operator]} spectrum at step {source.step}: " + ", ".join(parts)
+
+
+def of_block(source: Provenance) -> str:
+    """Return the parameters whose block was measured, to be added to a line; nothing for all."""
+    if not source.parameters:
+        return ""
+    first, *others = source.parameters
+    return f", block of {first}" + (f" and {len(others)} more" if others else "")
 
 
 def products_line(spectrum: HessianSpectrum) -> str:
@@ -61,7 +70,7 @@ def _rows(spectrum: HessianSpectrum) -> list[tuple[str, str]]:
         (
             "measured on",
             f"{source.layout}, {source.model_dtype}, {source.num_micro_batches} micro-batches, "
-            f"{source.probe} probes, seed {source.seed}",
+            f"{source.probe} probes, seed {source.seed}{of_block(source)}",
         ),
     ]
 

@@ -28,7 +28,7 @@ from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.records.sweep import DisplacementSweep
 from ds_hessian.records.verdict import SelfTest
 from ds_hessian.show.layers import layer_shares
-from ds_hessian.show.spectrum_table import spectrum_headline, spectrum_rows
+from ds_hessian.show.spectrum_table import of_block, spectrum_headline, spectrum_rows
 from ds_hessian.show.style import MATRICES
 
 Rows = list[tuple[str, str]]
@@ -75,7 +75,8 @@ def _measured(title: str, rows: Callable[[Any], Rows]) -> Callable[[Any], str]:
 
 def _measured_on(record: Measured) -> str:
     source = record.provenance
-    return f"{source.layout}, {source.model_dtype}, {source.num_micro_batches} micro-batches"
+    where = f"{source.layout}, {source.model_dtype}, {source.num_micro_batches} micro-batches"
+    return where + of_block(source)
 
 
 def _spectrum(spectrum: HessianSpectrum) -> str:

@@ -26,12 +26,13 @@ class VectorSpace:
         device: The device that stores the vectors.
         group: Process group of all ranks that share the space; None for the default group, or for
             a single process where torch.distributed is not initialised.
+        n: The dimension, where it is known; else the owned coordinates are counted.
 
     Attributes:
         n: Dimension of the space: the owned coordinates of all ranks.
         all_reduces: Number of all-reduces made so far, for cost accounting.
 
-    Collective: the constructor and every method that returns a global scalar.
+    Collective: the constructor without `n`, and every method that returns a global scalar.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class VectorSpace:
         n_owned: int | None = None,
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
+        n: int | None = None,
     ) -> None:
         self.n_local = n_local
         self.n_owned = n_local if n_owned is None else n_owned
@@ -49,7 +51,8 @@ class VectorSpace:
         self.rank = dist.get_rank(group) if self.distributed else 0
         self.world_size = dist.get_world_size(group) if self.distributed else 1
         self.all_reduces = 0
-        self.n = int(self.reduce(torch.tensor([float(self.n_owned)], dtype=torch.float64))[0])
+        owned = torch.tensor([float(self.n_owned)], dtype=torch.float64)
+        self.n = int(self.reduce(owned)[0]) if n is None else n
         self.all_reduces = 0
 
     def reduce(self, partials: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ is such a group.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -238,9 +238,9 @@ class MegatronSession:
         """Displace this rank's shards, and gather the weights from them."""
         return self.weights.displace(v, h)
 
-    def weight_norm(self) -> float:
+    def weight_norm(self, names: Collection[str] | None = None) -> float:
         """Return the norm of the weights, from the masters of all ranks."""
-        return self.weights.norm()
+        return self.weights.norm(names)
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Run the schedule on these units, reduce the gradients, and add them to `out`."""

@@ -8,7 +8,7 @@ asked for is averaged over the ranks, each of which has its own, by one all-redu
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -279,9 +279,9 @@ class ModuleSession:
         """Displace the stand-ins of the weights; every rank writes all of them."""
         return self.weights.displace(v, h)
 
-    def weight_norm(self) -> float:
+    def weight_norm(self, names: Collection[str] | None = None) -> float:
         """Return the norm of the weights."""
-        return self.weights.norm()
+        return self.weights.norm(names)
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Add the gradients of these micro-batches, averaged over the ranks, to `out`."""

@@ -1,0 +1,133 @@
+"""The vectors and records of a job: drawn, multiplied, gathered, saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor
+
+from ds_hessian import vector_files
+from ds_hessian.backends.protocol import Backend
+from ds_hessian.config import HessianConfig
+from ds_hessian.ranks import together
+from ds_hessian.records import HessianDecomposition, HessianSpectrum, Measured
+from ds_hessian.vectors import ProbeKind, random_vector
+
+M = TypeVar("M", bound=Measured)
+
+
+class JobVectors:
+    """What a `Hessian` does with vectors and records, without measuring.
+
+    Every method is collective.
+
+    Args:
+        backend: The job.
+        config: The settings.
+
+    Attributes:
+        backend: The job.
+        config: The settings.
+    """
+
+    def __init__(self, backend: Backend, config: HessianConfig) -> None:
+        self.backend, self.config = backend, config
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in the job."""
+        return self.backend.space.rank
+
+    # ---- vectors
+
+    def random_vector(self, seed: int = 0, kind: ProbeKind = "gaussian", probe: int = 0) -> Tensor:
+        """Return a random unit vector, `(n_local,)` fp32; the same one in every layout."""
+        return random_vector(self.backend.layout, self.backend.space, seed, probe, kind)
+
+    def dot(self, a: Tensor, b: Tensor) -> float:
+        """Return the global inner product, summed in fp64; the same bits on every rank."""
+        return self.backend.space.dot(a, b)
+
+    def gather(self, v: Tensor) -> dict[str, Tensor] | None:
+        """Return `{parameter name: tensor in its unsharded shape}` on rank 0, None elsewhere.
+
+        For small models, tests and export: parameters travel one by one, in full.
+        """
+        return vector_files.gather(self.backend, v)
+
+    def scatter(self, full: Mapping[str, Tensor] | None) -> Tensor:
+        """Return the vector of rank 0's tensors, the inverse of `gather`; other ranks pass None.
+
+        Raises:
+            ConfigError: on rank 0 a trainable parameter is missing, or has another shape; the other
+                ranks raise MeasurementError.
+        """
+        return vector_files.scatter(self.backend, full)
+
+    def save_vectors(
+        self, vectors: Tensor, path: str | Path, metadata: Mapping[str, object] | None = None
+    ) -> Path:
+        """Write vectors `(k, n_local)` as `{parameter name: (k, *unsharded shape)}`, safetensors.
+
+        Parameters travel to rank 0 one by one; any layout can load the file.
+
+        Args:
+            vectors: Vectors such as the eigenvectors of `eigenpairs`.
+            path: Path of the file.
+            metadata: Kept beside them, as JSON.
+
+        Raises:
+            MeasurementError: rank 0 could not write.
+        """
+        return vector_files.save_vectors(self.backend, vectors, Path(path), metadata)
+
+    def load_vectors(self, path: str | Path) -> Tensor:
+        """Return the vectors that `save_vectors` wrote, `(k, n_local)`, in this job's layout.
+
+        Raises:
+            ResultError: on rank 0 the file is missing, damaged, or of another model; the other
+                ranks raise MeasurementError.
+        """
+        return vector_files.load_vectors(self.backend, Path(path))
+
+    # ---- records
+
+    def save(
+        self, record: Measured | HessianDecomposition, folder: str | Path | None = None
+    ) -> Path:
+        """Write a record: `<kind>.json` and `<kind>.npz` on rank 0, its vectors, a picture.
+
+        Eigenvectors and solutions go to `<kind>.safetensors`, as `save_vectors` writes them; the
+        picture shows a spectrum or decomposition, unless `plot` is off.
+
+        Args:
+            record: What to write.
+            folder: Where to; None for `<output_path>/step_<global step>`, with the name of the
+                operator after it where that is not the Hessian.
+
+        Raises:
+            MeasurementError: rank 0 could not write.
+        """
+        if folder is None:
+            source = record.provenance
+            other = "" if source.operator == "hessian" else f"_{source.operator}"
+            folder = Path(self.config.output_path) / f"step_{source.step:06d}{other}"
+        vector_files.save_record(self.backend, record, Path(folder))
+        drawn = isinstance(record, (HessianSpectrum, HessianDecomposition))
+        if self.config.plot and drawn:
+            picture = Path(folder) / f"{record.kind}.png"
+            with together(f"drawing {picture}", device=self.backend.space.device):
+                if self.rank == 0:
+                    record.plot(picture)
+        return Path(folder)
+
+    def load(self, record: type[M], folder: str | Path) -> M:
+        """Return the record of a kind that `save` wrote, its vectors in this job's layout.
+
+        Raises:
+            ResultError: files are missing, damaged, of another schema, another model, or of
+                different records; on ranks that do not read them, MeasurementError.
+        """
+        return vector_files.load_record(self.backend, record, Path(folder))

@@ -1,0 +1,22 @@
+"""What runs on the ranks: blocks of a Megatron GPT."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tests.megatron import job
+from tests.megatron.job import Job
+
+
+def blocks(layout: Job, choices: Sequence[str]) -> list[Any]:
+    """(n, names, alphas) of the spectrum of each block."""
+    with job.running(layout) as chunks:
+        hessian = job.hessian_of(chunks, layout)
+        found = []
+        for choice in choices:
+            spectrum = hessian.spectrum(num_matvecs=4, parameters=choice)
+            owned = hessian.backend.space.n
+            assert owned == sum(shape.numel() for _, shape in hessian.backend.parameters)
+            found.append((spectrum.n, spectrum.provenance.parameters, spectrum.alphas[0]))
+        return found
