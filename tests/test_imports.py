@@ -30,8 +30,10 @@ ROOMS = (
     ("analyses",),
     ("show",),
     ("hessian",),
+    ("interop",),
     ("schedule",),
     ("hosts",),
+    ("checkpoints",),
     ("integrations",),
     ("launch",),
     ("self_test",),
@@ -41,9 +43,9 @@ ROOMS = (
 )
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 HOSTS = {
-    "deepspeed": ("backends/zero/", "hosts.py", "launch.py", "ops/", "cli/"),
+    "deepspeed": ("backends/zero/", "hosts.py", "launch.py", "ops/", "cli/", "checkpoints/"),
     "megatron": ("backends/megatron/", "integrations/megatron_pretrain.py"),
-    "transformers": ("integrations/transformers.py",),
+    "transformers": ("integrations/transformers.py", "checkpoints/models.py"),
 }
 
 
