@@ -165,6 +165,8 @@ def _launch(ranks: int) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
+    # Where one rank refuses the input, its warning that it ends the others is no news.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     try:
         multiprocessing.start_processes(
             _rank, (ranks, port, sys.argv), nprocs=ranks, start_method="spawn"

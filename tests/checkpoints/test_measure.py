@@ -282,7 +282,8 @@ def universal(folder: Path) -> Path:
     return made
 
 
-@pytest.mark.parametrize("stage", cells([0, 3], [0]))
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 3])
 def test_more_ranks_find_the_same_spectrum(ranks: Ranks, tmp_path: Path, stage: int) -> None:
     folder = tmp_path / "checkpoint-7"
     jobs.save_gpt2(folder)

@@ -129,6 +129,7 @@ def test_a_trainer_without_deepspeed_is_measured_as_a_plain_module(tmp_path: Pat
 
     exact = DenseHessian(found["model"], found["weights"], found["micro_batches"], loss)
     last = callback.spectra[4]
+    assert last.provenance.layout == "torch, 1 rank"
     assert last.loss == pytest.approx(exact.loss.item(), rel=1e-5)
     assert last.gradient_norm == pytest.approx(exact.gradient.norm().item(), rel=1e-4)
     values = torch.linalg.eigvalsh(exact.matrix())
