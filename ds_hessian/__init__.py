@@ -22,6 +22,7 @@ from ds_hessian.errors import (
 from ds_hessian.version import __version__
 
 if TYPE_CHECKING:
+    from ds_hessian.checkpoints import measure
     from ds_hessian.config import HessianConfig
     from ds_hessian.hessian import Hessian
     from ds_hessian.hosts import attach, initialize
@@ -37,6 +38,7 @@ _LAZY = {
     "HessianSpectrum": ("ds_hessian.records", "HessianSpectrum"),
     "attach": ("ds_hessian.hosts", "attach"),
     "initialize": ("ds_hessian.hosts", "initialize"),
+    "measure": ("ds_hessian.checkpoints", "measure"),
 }
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "UnsupportedError",
     "attach",
     "initialize",
+    "measure",
 ]
 
 

@@ -434,6 +434,22 @@ def describe() -> str:
     return "\n".join(rows) + "\n"
 
 
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of a DeepSpeed configuration with its "hessian" section, for editors.
+
+    Keys of DeepSpeed's own are left to DeepSpeed.
+    """
+    section = HessianConfig.model_json_schema(
+        ref_template=f"#/properties/{SECTION}/$defs/{{model}}"
+    )
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "DeepSpeed configuration of ds_hessian",
+        "type": "object",
+        "properties": {SECTION: section},
+    }
+
+
 def leaves(model: type[BaseModel] = HessianConfig, prefix: str = "") -> dict[str, FieldInfo]:
     """Return {dotted path below the section: field}, in order of definition."""
     found: dict[str, FieldInfo] = {}

@@ -165,8 +165,17 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     If the config has an enabled `"hessian"` section, the engine comes with its Hessian attached.
     The section is checked before DeepSpeed builds anything.
 
+    Args:
+        *args: As `deepspeed.initialize` takes them; all are passed on.
+        **kwargs: The same by name. The section is in `config` (a dictionary, or the path of a
+            file), or in `config_params` or `args.deepspeed_config`.
+
+    Returns:
+        The engine, the optimizer, the data loader of `training_data` (else None), the scheduler.
+
     Raises:
-        ConfigError: the section has an unknown key or an impossible value.
+        ConfigError: the section has an unknown key or an impossible value; or the process was
+            started without a launcher.
         UnsupportedError: the engine uses a feature on which products would be wrong.
     """
     import deepspeed
@@ -176,7 +185,15 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     if config is None:
         config = getattr(bound.get("args"), "deepspeed_config", None)
     section = HessianConfig.from_deepspeed(config)
-    result: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
+    try:
+        result: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
+    except ModuleNotFoundError as error:
+        if error.name != "mpi4py":
+            raise
+        raise ConfigError(
+            "this process was started without a launcher, which tells DeepSpeed its rank: start it "
+            "with `deepspeed SCRIPT` or `torchrun --nproc_per_node 1 SCRIPT`, or install mpi4py"
+        ) from error
     launched = hasattr(result[0], "hessian")  # by ds_hessian.launch, which runs any script
     if section is not None and section.enabled and not launched:
         attach(result[0], section)

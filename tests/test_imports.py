@@ -32,8 +32,10 @@ ROOMS = (
     ("show",),
     ("hessian",),
     ("slices",),
+    ("interop",),
     ("schedule",),
     ("hosts",),
+    ("checkpoints",),
     ("integrations",),
     ("launch",),
     ("self_test",),
@@ -43,9 +45,9 @@ ROOMS = (
 )
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 HOSTS = {
-    "deepspeed": ("backends/zero/", "hosts.py", "launch.py", "ops/", "cli/"),
+    "deepspeed": ("backends/zero/", "hosts.py", "launch.py", "ops/", "cli/", "checkpoints/"),
     "megatron": ("backends/megatron/", "integrations/megatron_pretrain.py"),
-    "transformers": ("integrations/transformers.py",),
+    "transformers": ("integrations/transformers.py", "checkpoints/models.py"),
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import NoReturn
 
 import click
 
+from ds_hessian.cli.measure import measure
 from ds_hessian.errors import HessianError
 from ds_hessian.memory import TIERS, Tier
 from ds_hessian.version import __version__
@@ -35,18 +38,23 @@ def main() -> NoReturn:
 
 
 def _refuse(message: str) -> NoReturn:
-    click.echo("ds-hessian: " + " ".join(message.split()), err=True)
+    if os.environ.get("RANK", "0") == "0":  # of several ranks, which have the same to say
+        click.echo("ds-hessian: " + " ".join(message.split()), err=True)
     sys.exit(BROKEN_INPUT)
 
 
 @click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="ds-hessian")
+@click.option("--local_rank", hidden=True, expose_value=False)  # of the deepspeed launcher
 def commands() -> None:
-    """Look at Hessian spectra, check this machine, test a training script.
+    """Measure checkpoints, look at Hessian spectra, check this machine, test a training script.
 
     A FOLDER is that of one spectrum (with spectrum.json), or of a run, with one such folder for
     each measured step.
     """
+
+
+commands.add_command(measure)
 
 
 @commands.command()
@@ -136,6 +144,14 @@ def doctor(config: Path | None) -> int:
     diagnosis = examine(config)
     click.echo(diagnosis.table())
     return 0 if diagnosis.healthy else 1
+
+
+@commands.command()
+def schema() -> None:
+    """Print the JSON schema of the "hessian" section, for editors that complete and check it."""
+    from ds_hessian.config import schema
+
+    click.echo(json.dumps(schema(), indent=2))
 
 
 POSITIVE = click.FloatRange(min=0, min_open=True)

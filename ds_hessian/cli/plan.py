@@ -208,18 +208,28 @@ def settings_of(
     Raises:
         ConfigError: one is not of this form, unknown, or wrong.
     """
-    given = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"--set takes name=value, got {text!r}")
-        given[name] = _value(value)
+    given = assignments(texts)
     base = HessianConfig() if config is None else HessianConfig.from_deepspeed(config)
     analysis, overrides = analysis_of(title, given)
     try:
         return (base or HessianConfig()).with_overrides(**overrides), analysis
     except ConfigError as error:
         raise ConfigError(str(error).replace(f"{SECTION}.", "")) from None
+
+
+def assignments(texts: Sequence[str]) -> dict[str, object]:
+    """Return `{name: value}` of texts `name=value`, whose values are JSON or else strings.
+
+    Raises:
+        ConfigError: one is not of this form.
+    """
+    given = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set takes name=value, got {text!r}")
+        given[name] = _value(value)
+    return given
 
 
 def _value(text: str) -> object:

@@ -1,4 +1,4 @@
-"""Spectra in the Trainer of transformers, under DeepSpeed.
+"""Spectra in the Trainer of transformers: under DeepSpeed, or in plain torch (also in DDP).
 
     trainer = Trainer(model=model, args=TrainingArguments(deepspeed="ds_config.json", ...), ...)
     trainer.add_callback(HessianCallback(trainer))
@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import CometCallback, TensorBoardCallback, WandbCallback
@@ -26,7 +27,7 @@ from transformers.integrations import CometCallback, TensorBoardCallback, WandbC
 from ds_hessian.backends.objective import reading
 from ds_hessian.backends.zero import settings_of
 from ds_hessian.config import HessianConfig
-from ds_hessian.errors import ConfigError, UnsupportedError
+from ds_hessian.errors import ConfigError
 from ds_hessian.hessian import Hessian
 from ds_hessian.hosts import attach
 from ds_hessian.ranks import collective
@@ -62,6 +63,7 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
     Args:
         trainer: The Trainer to which the callback is added.
         config: The settings; None for the "hessian" section of the Trainer's DeepSpeed config.
+            Needed where the Trainer runs without DeepSpeed.
         batches: This rank's micro-batches: what the Trainer gives its model, each a mapping; None
             for the first ones of training, which a job that is resumed measures again.
         dataset: Instead of `batches`, a dataset whose first samples are measured, by the Trainer's
@@ -89,7 +91,7 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         self.micro_batches: list[_MicroBatch] = []
         self._resumed = False
         self._error: Exception | None = None
-        self._engine: DeepSpeedEngine | None = None
+        self._engine: DeepSpeedEngine | nn.Module | None = None
         self._hessian: Hessian | None = None
 
     def on_train_begin(
@@ -102,16 +104,11 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         """Give the Trainer's engine its Hessian, and begin to copy micro-batches.
 
         Raises:
-            UnsupportedError: the Trainer does not use DeepSpeed, or with an unsupported feature.
+            UnsupportedError: the Trainer uses a feature that is not supported.
             ConfigError: there is no "hessian" section, it is wrong, or it has no interval.
         """
-        if not self.trainer.is_deepspeed_enabled:
-            raise UnsupportedError(
-                "HessianCallback needs a Trainer that runs DeepSpeed; give its TrainingArguments a "
-                "deepspeed configuration"
-            )
-        engine: DeepSpeedEngine = self.trainer.model_wrapped
-        section = HessianConfig.from_deepspeed(settings_of(engine))
+        engine: Any = self.trainer.model_wrapped
+        section = HessianConfig.from_deepspeed(settings_of(engine)) if self._has_engine else None
         config = self._given or section or HessianConfig()
         if not config.scheduled:
             raise ConfigError(
@@ -122,12 +119,11 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         if self._engine is not engine:
             self._engine = engine
             # The callback measures at the end of the Trainer's step, not in the middle of it.
-            self._hessian = attach(
-                engine,
-                config.with_overrides(
-                    **dict.fromkeys(config.intervals, 0) | {"steps": [], "start_step": 0}
-                ),
+            on_request = config.with_overrides(
+                **dict.fromkeys(config.intervals, 0) | {"steps": [], "start_step": 0}
             )
+            optimizer = None if self._has_engine else _unwrapped(self.trainer.optimizer)
+            self._hessian = attach(engine, optimizer, on_request)
         self._stop()  # of a training that did not come to its end
         self._compute_loss = self.trainer.compute_loss
         given = self._batches is not None or self._dataset is not None
@@ -153,6 +149,8 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Make the measurements that are due. Collective."""
         assert self._hessian is not None
+        if not self._has_engine:  # which counts its steps itself
+            self._hessian.step = state.global_step
         step = self._hessian.step
         should_log = control.should_log  # which trainer.log resets, and the Trainer needs
         device = self._hessian.backend.space.device
@@ -160,6 +158,10 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         for kind in due(self.config, step):
             self.take(kind, step, device, self._ready, self._write)
         control.should_log = should_log
+
+    @property
+    def _has_engine(self) -> bool:
+        return bool(self.trainer.is_deepspeed_enabled)
 
     def _capture(self) -> None:
         """Copy the inputs of the Trainer's next losses, until there are enough."""
@@ -247,15 +249,15 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         starts = [(i * space.world_size + space.rank) * size for i in range(count)]
         return [dict(collate([dataset[start + k] for k in range(size)])) for start in starts]
 
-    def _loss(self, engine: DeepSpeedEngine, micro_batch: _MicroBatch) -> Tensor:
+    def _loss(self, engine: nn.Module, micro_batch: _MicroBatch) -> Tensor:
         with self.trainer.compute_loss_context_manager():
             inputs, num_items = dict(micro_batch["inputs"]), micro_batch["num_items"]
             loss: Any = self._compute_loss(engine, inputs, num_items_in_batch=num_items)
         return loss * micro_batch["repeats"]
 
     def _write(self, record: Scheduled, picture: Path | None) -> None:
-        assert self._engine is not None
-        write_monitor(self._engine.monitor, record, picture)
+        if self._has_engine:
+            write_monitor(self.trainer.model_wrapped.monitor, record, picture)
         self.trainer.log({f"hessian/{name}": value for name, value in figures_of(record).items()})
         if self.trainer.is_world_process_zero():
             for callback in self.trainer.callback_handler.callbacks:
@@ -274,3 +276,9 @@ def _write_media(callback: TrainerCallback, record: Scheduled, picture: Path | N
         experiment = comet_ml.get_running_experiment()
         if experiment is not None:
             write_comet(experiment, record, picture)
+
+
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer inside of Accelerate's."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ds_hessian.config import SECTION, HessianConfig, describe
+from ds_hessian.config import SECTION, HessianConfig, describe, schema
 from tests.ranks import free_port
 from tests.tiers import cells
 
@@ -60,6 +62,27 @@ def test_configuration_page_is_what_describe_prints() -> None:
         "docs/configuration.md is out of date: below its heading and an empty line it must hold "
         "the output of ds_hessian.config.describe()"
     )
+
+
+def test_the_schema_completes_and_checks_the_section() -> None:
+    published = schema()["properties"][SECTION]
+    assert set(published["properties"]) == set(HessianConfig.model_fields)
+    assert published["additionalProperties"] is False
+    for name in re.findall(r'"\$ref": "([^"]+)"', json.dumps(published)):
+        place: Any = schema()
+        for part in name.removeprefix("#/").split("/"):
+            place = place[part]
+        assert place["properties"]
+
+
+def test_the_signature_of_initialize_is_deepspeeds() -> None:
+    import deepspeed
+
+    (given,) = re.findall(
+        r"ds_hessian\.initialize\((.+)\)$", text_of("api/engine.md"), re.MULTILINE
+    )
+    there = inspect.signature(deepspeed.initialize).parameters.values()
+    assert given == ", ".join(f"{p.name}={p.default!r}" for p in there)
 
 
 @pytest.mark.parametrize("page", with_blocks("json"), ids=lambda page: page.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
 pytest.importorskip("accelerate", reason="accelerate is not installed (extra: hf)")
 
-from tests.integrations import jobs  # noqa: E402
+from tests.integrations import jobs, plain_jobs  # noqa: E402
 from tests.nets import DenseHessian  # noqa: E402
 from tests.ranks import RankPool  # noqa: E402
 
@@ -128,14 +129,41 @@ def test_a_loop_on_accelerate_gets_its_spectra_and_trains_bitwise_the_same(ranks
         assert steps >= 4 and list(found["spectra"]) == list(range(2, steps + 1, 2))
 
 
-def test_a_trainer_that_cannot_measure_is_refused() -> None:
+def test_a_trainer_without_deepspeed_is_measured_as_a_plain_module(tmp_path: Path) -> None:
+    plain = plain_jobs.train(tmp_path / "plain", measured=False)
+    found = plain_jobs.train(tmp_path / "measured", measured=True)
+    assert all(torch.equal(p, found["weights"][name]) for name, p in plain["weights"].items())
+    assert torch.equal(plain["random"], found["random"]) and plain["losses"] == found["losses"]
+    callback = found["callback"]
+    assert callback.failures == {} and list(callback.spectra) == [2, 4]
+    # By the Trainer's own AdamW; after the last step its learning rate is 0.
+    assert callback.sharpness[3].preconditioned is not None
+    assert found["written"] == ["step_000002", "step_000003", "step_000004"]
+    assert [entry["step"] for entry in found["logged"]] == [2, 4]
+
+    def loss(model: nn.Module, micro_batch: dict[str, Any]) -> Tensor:
+        inputs = micro_batch["inputs"]
+        number = counted(inputs["labels"]).sum()
+        return model(**inputs).loss * number * WINDOW / int(micro_batch["num_items"])
+
+    exact = DenseHessian(found["model"], found["weights"], found["micro_batches"], loss)
+    last = callback.spectra[4]
+    assert last.provenance.layout == "torch, 1 rank"
+    assert last.loss == pytest.approx(exact.loss.item(), rel=1e-5)
+    assert last.gradient_norm == pytest.approx(exact.gradient.norm().item(), rel=1e-4)
+    values = torch.linalg.eigvalsh(exact.matrix())
+    assert values[0] - 1e-3 <= last.eigenvalue_max.value <= values[-1] + 1e-3
+
+
+@pytest.mark.full
+def test_a_trainer_without_settings_is_refused() -> None:
     from transformers import Trainer, TrainingArguments
 
-    from ds_hessian.errors import UnsupportedError
+    from ds_hessian.errors import ConfigError
     from ds_hessian.integrations import HessianCallback
 
     arguments = TrainingArguments(use_cpu=True, max_steps=1, report_to="none", disable_tqdm=True)
     trainer = Trainer(model=jobs.make_model("gpt2"), args=arguments, train_dataset=jobs.text(8))
     trainer.add_callback(HessianCallback(trainer))
-    with pytest.raises(UnsupportedError, match="needs a Trainer that runs DeepSpeed"):
+    with pytest.raises(ConfigError, match="must be above 0 for HessianCallback"):
         trainer.train()

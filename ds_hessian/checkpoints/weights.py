@@ -1,0 +1,121 @@
+"""Weights of a checkpoint, `{name: tensor}`, and how they are loaded into a module.
+
+Pickled files are read by `torch.load(weights_only=True)`, which executes nothing in them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ds_hessian.checkpoints import zero_files
+from ds_hessian.checkpoints.sources import Checkpoint
+from ds_hessian.errors import ResultError
+
+Weights = dict[str, Tensor]
+
+NESTED = ("model", "module", "state_dict", "model_state_dict")
+"""Keys below which training scripts usually save a state dict."""
+
+WRAPPERS = ("module.", "_orig_mod.")
+"""What DistributedDataParallel and torch.compile put before each name."""
+
+
+def weights_of(checkpoint: Checkpoint) -> Weights:
+    """Return the weights of a checkpoint that is no folder of transformers, on the CPU.
+
+    Raises:
+        ResultError: a file is missing, damaged, or of another form.
+    """
+    try:
+        if checkpoint.kind == "universal":
+            return zero_files.universal_weights(checkpoint.folder)
+        if checkpoint.kind == "zero":
+            return zero_files.zero_weights(checkpoint.folder)
+        return _state_dict(checkpoint.folder)
+    except ResultError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise ResultError(
+            f"{checkpoint.path} holds more than tensors, and is not unpickled, which could execute "
+            f"anything: save a state dict. torch says: {_first_line(error)}"
+        ) from error
+    except Exception as error:  # torch's and DeepSpeed's readers raise anything of a damaged file
+        raise ResultError(f"cannot read {checkpoint.path}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return text[:300] or type(error).__name__
+
+
+def _state_dict(path: Path) -> Weights:
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ResultError(f"{path} is truncated or damaged: {error}") from error
+    found: Any = torch.load(path, map_location="cpu", weights_only=True)
+    for key in NESTED:
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+            break
+    if not isinstance(found, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items()
+    ):
+        raise ResultError(
+            f"{path} is no state dict: expected {{name: tensor}}, alone or as the value of one of "
+            f"{', '.join(NESTED)}"
+        )
+    return dict(found)
+
+
+def load_into(module: nn.Module, weights: Mapping[str, Tensor], source: Path) -> None:
+    """Load weights into a module whose parameters and buffers they must be.
+
+    A name of a tied parameter may be missing if another name of it is there.
+
+    Args:
+        module: The module, without wrappers.
+        weights: Its state dict.
+        source: Where they are from, for messages.
+
+    Raises:
+        ResultError: a name is missing or unknown, or a shape is another.
+    """
+    here = module.state_dict(keep_vars=True)
+    for prefix in WRAPPERS:
+        if weights and all(name.startswith(prefix) for name in weights):
+            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+    loaded = {id(here[name]) for name in weights if name in here}
+    missing = [name for name, value in here.items() if id(value) not in loaded]
+    unknown = [name for name in weights if name not in here]
+    if missing or unknown:
+        texts = [
+            f"{what} {', '.join(names[:3])}" + (f" and {len(names) - 3} more" * (len(names) > 3))
+            for what, names in (("lacks", missing), ("has also", unknown))
+            if names
+        ]
+        raise ResultError(f"{source} is not of this model: it {' and '.join(texts)}")
+    first = dict[int, str]()
+    with torch.no_grad():
+        for name, value in weights.items():
+            tied = first.setdefault(id(here[name]), name)
+            if not torch.equal(value, weights[tied]):
+                raise ResultError(
+                    f"{source} has different weights under {tied} and {name}, which are tied in "
+                    "this model: leave one out"
+                )
+            if value.shape != here[name].shape:
+                raise ResultError(
+                    f"{source} is not of this model: {name} has shape {tuple(value.shape)} there, "
+                    f"{tuple(here[name].shape)} here"
+                )
+            here[name].copy_(value)

@@ -1,0 +1,49 @@
+"""A Trainer without DeepSpeed, measured or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.integrations import jobs
+
+
+def train(folder: Path, measured: bool) -> dict[str, Any]:
+    """Four steps; what must be the same measured or not, and what was measured."""
+    from transformers import Trainer, TrainingArguments
+
+    from ds_hessian import HessianConfig
+    from ds_hessian.integrations import HessianCallback
+
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=4,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=2,
+        disable_tqdm=True,
+    )
+    settings = HessianConfig(**jobs.SECTION, sharpness_interval=3, output_path=str(folder / "out"))
+    model = jobs.make_model("gpt2", attn_implementation="eager")
+    trainer = Trainer(model=model, args=arguments, train_dataset=jobs.text(32))
+    callback = HessianCallback(trainer, settings)
+    if measured:
+        trainer.add_callback(callback)
+    trainer.train()
+    log = trainer.state.log_history[:-1]
+    return {
+        "model": model,
+        "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "losses": [entry["loss"] for entry in log if "loss" in entry],
+        "logged": [entry for entry in log if "hessian/eigenvalue_max" in entry],
+        "random": torch.get_rng_state(),
+        "micro_batches": callback.micro_batches,
+        "callback": callback,
+        "written": sorted(path.name for path in folder.glob("out/step_*")),
+    }
