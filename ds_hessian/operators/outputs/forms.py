@@ -77,7 +77,8 @@ class Forms:
         relative = math.inf
         if self._h:
             here, beside = (self._pilot(operator, v, self._h * r) for r in (1.0, STEP))
-            relative = _change(here, beside) / STEP**2  # of what falls as h^2
+            # Not over STEP^2, though truncation falls so: other micro-batches may bend more.
+            relative = _change(here, beside)
         if relative > SMALL:
             relative = self._descend(operator, v)
         value = float(operator.forms(v, self._h).mean())
@@ -91,7 +92,7 @@ class Forms:
         found = [self._pilot(operator, v, h) for h in heights]
         changes = [_change(a, b) for a, b in zip(found, found[1:], strict=False)]
         best = int(np.argmin(changes))
-        self._h = heights[best + 1]
+        self._h = heights[best]  # the noise of the lower one is larger
         # Two that agree by chance have neighbours that do not.
         near = [changes[i] for i in (best - 1, best + 1) if 0 <= i < len(changes)]
         return max(changes[best], min(near, default=0.0) / STEP**2)
