@@ -12,6 +12,7 @@ import base64
 import difflib
 import json
 import os
+import textwrap
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -576,7 +577,7 @@ def _suggest_key(path: str, name: str, model: type[BaseModel]) -> str:
 def _suggestion(name: str, known: list[str]) -> str:
     for match in difflib.get_close_matches(name, known, n=1):
         return f'; did you mean "{match}"?'
-    return f"; known are {', '.join(known)}"
+    return "; known are\n" + textwrap.fill(", ".join(known), 100)
 
 
 def _choices(field: FieldInfo) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import runpy
 import socket
 import sys
 from collections.abc import Iterator
@@ -177,8 +178,6 @@ def _launch(ranks: int) -> None:
 
 def _rank(rank: int, ranks: int, port: int, arguments: list[str]) -> None:
     """Be one of the ranks of this machine."""
-    from ds_hessian.cli import main
-
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -189,7 +188,7 @@ def _rank(rank: int, ranks: int, port: int, arguments: list[str]) -> None:
         "MASTER_PORT": str(port),
     }
     sys.argv = arguments
-    main()
+    runpy.run_module("ds_hessian.cli", run_name="__main__")
 
 
 def work(request: Request) -> None:
