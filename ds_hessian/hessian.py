@@ -471,9 +471,7 @@ class Hessian(JobVectors):
         layers_at_once: int | None = Kronecker.layers_at_once,
         **overrides: object,
     ) -> HessianKronecker:
-        """Measure how close the Kronecker factors of optimizers are to H, layer by layer.
-
-        The arguments are those of `ds_hessian.analyses.Kronecker`.
+        """Measure how close optimizers' Kronecker factors are to H (`analyses.Kronecker`).
 
         Raises:
             ConfigError: an argument is impossible, or there is no Adam that has made a step.
