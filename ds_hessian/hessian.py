@@ -19,11 +19,13 @@ from ds_hessian.analyses import (
     Analysis,
     BlockCoupling,
     Blocks,
+    BlockSpectra,
     Curvatures,
     Decomposition,
     Eigenpairs,
     Followed,
     Influence,
+    Kronecker,
     OffBlockShare,
     SelfTest,
     Sharpness,
@@ -37,7 +39,7 @@ from ds_hessian.analyses import (
     share_of,
 )
 from ds_hessian.backends.protocol import Backend, Objective
-from ds_hessian.backends.restricted import Restricted, restricted
+from ds_hessian.backends.restricted import Choice, Restricted, restricted
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.job_vectors import JobVectors
@@ -45,15 +47,18 @@ from ds_hessian.krylov import SolveMethod, Which
 from ds_hessian.krylov.traces import Method
 from ds_hessian.memory import MemoryPlan
 from ds_hessian.operators import Curvature, Embedded, Product
+from ds_hessian.operators.kronecker import Adapter, Kind
 from ds_hessian.planning import plan
 from ds_hessian.records import (
     DisplacementSweep,
     HessianAlignment,
     HessianBlockCoupling,
+    HessianBlockSpectra,
     HessianCurvatures,
     HessianDecomposition,
     HessianEigenpairs,
     HessianInfluence,
+    HessianKronecker,
     HessianOffBlockShare,
     HessianSharpness,
     HessianSolution,
@@ -164,11 +169,12 @@ class Hessian(JobVectors):
                 single micro-batch.
         """
         with self._subject(overrides).open() as (run, _):
-            backend, self._open = run.subject.backend, run.curvature
+            operator, backend = run.curvature, run.subject.backend
             if isinstance(backend, Restricted):
-                self._open = Embedded(run.curvature, backend)
+                operator = Embedded(operator, backend)
+            self._open = operator
             try:
-                yield self._open
+                yield operator
             finally:
                 self._open = None
 
@@ -308,7 +314,7 @@ class Hessian(JobVectors):
         method: SolveMethod = Solve.method,
         tolerance: float = Solve.tolerance,
         num_matvecs: int | None = Solve.num_matvecs,
-        preconditioner: Tensor | Literal["adam"] | None = None,
+        preconditioner: Tensor | Literal["adam", "ekfac"] | None = None,
         **overrides: object,
     ) -> HessianSolution:
         """Solve (H + damping I) x = b for each damping (`ds_hessian.krylov.solve`).
@@ -341,6 +347,7 @@ class Hessian(JobVectors):
         method: SolveMethod = Influence.method,
         tolerance: float = Influence.tolerance,
         num_matvecs: int | None = Influence.num_matvecs,
+        preconditioner: Literal["adam", "ekfac"] | None = Influence.preconditioner,
         **overrides: object,
     ) -> HessianInfluence:
         """Estimate the influence of training examples on the loss of a query.
@@ -357,6 +364,7 @@ class Hessian(JobVectors):
             method: As for `solve`.
             tolerance: As for `solve`.
             num_matvecs: As for `solve`.
+            preconditioner: As for `solve`; then a Krylov space for each damping.
             overrides: Values of the configuration for this call.
 
         Raises:
@@ -374,6 +382,7 @@ class Hessian(JobVectors):
             method=method,
             tolerance=tolerance,
             num_matvecs=num_matvecs,
+            preconditioner=preconditioner,
             query=asked,
             examples=given,
         )
@@ -432,6 +441,47 @@ class Hessian(JobVectors):
             NumericsError: fewer than 2 blocks.
         """
         return self._measure(OffBlockShare(blocks=blocks, num_probes=num_probes), overrides)
+
+    def block_spectra(
+        self, blocks: Blocks = BlockSpectra.blocks, **overrides: object
+    ) -> HessianBlockSpectra:
+        """Measure the spectrum of each diagonal block of H, and how far apart they are.
+
+        The arguments are those of `ds_hessian.analyses.BlockSpectra`.
+        """
+        return self._measure(BlockSpectra(blocks=blocks), overrides)
+
+    def kronecker(
+        self,
+        kinds: Sequence[Kind] = Kronecker.kinds,
+        layers: Choice | None = Kronecker.layers,
+        basis: int = Kronecker.basis,
+        probes: int = Kronecker.probes,
+        extremes: int = Kronecker.extremes,
+        damping: float = Kronecker.damping,
+        draws: int = Kronecker.draws,
+        adapter: Adapter | None = None,
+        layers_at_once: int | None = Kronecker.layers_at_once,
+        **overrides: object,
+    ) -> HessianKronecker:
+        """Measure how close optimizers' Kronecker factors are to H (`analyses.Kronecker`).
+
+        Raises:
+            ConfigError: an argument is impossible, or there is no Adam that has made a step.
+            UnsupportedError: a weight is not that of one linear layer.
+        """
+        analysis = Kronecker(
+            kinds=kinds,
+            layers=layers,
+            basis=basis,
+            probes=probes,
+            extremes=extremes,
+            damping=damping,
+            draws=draws,
+            adapter=adapter,
+            layers_at_once=layers_at_once,
+        )
+        return self._measure(analysis, overrides)
 
     def alignment(
         self,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_hessian.backends.protocol import Backend
+from ds_hessian.backends.restricted import Restricted
 from ds_hessian.errors import ConfigError, ResultError
 from ds_hessian.ranks import together
 from ds_hessian.records import HessianDecomposition, Measured
@@ -131,10 +132,14 @@ def save_vectors(
 def load_vectors(backend: Backend, path: Path) -> Tensor:
     """Return the vectors that `save_vectors` wrote, `(k, n_local)`, in this job's layout.
 
+    Files are of all parameters, also of a job that is restricted to some of them.
+
     Raises:
         ResultError: on rank 0 the file is missing, damaged, or of another model; the other ranks
             raise MeasurementError.
     """
+    if isinstance(backend, Restricted):
+        return backend.select(load_vectors(backend.whole, path))
     layout, space = backend.layout, backend.space
     doing, device = f"reading vectors from {path}", space.device
     reader, count = None, 0

@@ -88,6 +88,8 @@ def test_gradients_are_estimated_from_operations_and_traffic() -> None:
         ("influence", {"dampings": [1.0], "num_matvecs": 5}, 6),
         ("sharpness", {}, 5),
         ("off_block_share", {"num_probes": 2}, 4),
+        ("block_spectra", {"num_blocks": 3}, 3 * 30),
+        ("kronecker", {"shapes": ((3, 4), (5, 6))}, 2 * (16 + 8 + 4 * 8)),
     ],
 )
 def test_products_of_analyses(analysis: str, arguments: dict[str, object], products: int) -> None:

@@ -2,11 +2,13 @@
 
 from ds_hessian.analyses.alignment import Alignment
 from ds_hessian.analyses.base import Analysis, Blocks, measure, share_of
+from ds_hessian.analyses.block_spectra import BlockSpectra
 from ds_hessian.analyses.blocks import BlockCoupling, OffBlockShare
 from ds_hessian.analyses.curvatures import Curvatures
 from ds_hessian.analyses.decomposition import Decomposition
 from ds_hessian.analyses.eigenpairs import Eigenpairs
 from ds_hessian.analyses.influence import Influence
+from ds_hessian.analyses.kronecker import Kronecker
 from ds_hessian.analyses.measurement import Measurement, Subject
 from ds_hessian.analyses.registry import ANALYSES, analysis_of, plan_job
 from ds_hessian.analyses.self_test import SelfTest
@@ -21,12 +23,14 @@ __all__ = [
     "Alignment",
     "Analysis",
     "BlockCoupling",
+    "BlockSpectra",
     "Blocks",
     "Curvatures",
     "Decomposition",
     "Eigenpairs",
     "Followed",
     "Influence",
+    "Kronecker",
     "Measurement",
     "OffBlockShare",
     "SelfTest",

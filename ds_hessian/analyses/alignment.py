@@ -34,7 +34,6 @@ from ds_hessian.analyses.base import Draw, Journaled, transient
 from ds_hessian.analyses.eigenpairs import Eigenpairs, memory_of_eigenpairs
 from ds_hessian.analyses.measurement import Measurement
 from ds_hessian.backends.protocol import Backend
-from ds_hessian.backends.restricted import Restricted
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError, NumericsError, UnsupportedError
 from ds_hessian.krylov.records import Array
@@ -120,11 +119,6 @@ class Alignment(Journaled[HessianAlignment]):
         """Return settings with which the search needs less."""
         return self.search.with_less(config)
 
-    def within(self, backend: Restricted) -> Self:
-        """Return the same with the earlier space in the coordinates of a restriction."""
-        earlier = _loaded(backend.whole, self.earlier)
-        return super(Alignment, replace(self, earlier=earlier)).within(backend)
-
     def prepared(self, backend: Backend, config: HessianConfig) -> Self:
         """Fill in Adam's step and the earlier space."""
         step = None
@@ -134,7 +128,12 @@ class Alignment(Journaled[HessianAlignment]):
             except (ConfigError, UnsupportedError):  # the same on every rank
                 if self.update:
                     raise
-        earlier = _loaded(backend, self.earlier)
+        earlier = self.earlier
+        if isinstance(earlier, str | Path):
+            path = Path(earlier)
+            if path.suffix != ".safetensors":
+                path = path / f"{HessianAlignment.kind}.safetensors"
+            earlier = load_vectors(backend, path)
         wanted = backend.space.n_local
         if earlier is not None and (earlier.dim() != 2 or earlier.shape[1] != wanted):
             raise ConfigError(
@@ -185,16 +184,6 @@ class Alignment(Journaled[HessianAlignment]):
             "loss": run.session.loss,
             "num_matvecs": run.curvature.cost.products,
         }
-
-
-def _loaded(backend: Backend, earlier: Tensor | str | Path | None) -> Tensor | None:
-    """Return the vectors of an earlier space, which may be on disk. Collective."""
-    if not isinstance(earlier, str | Path):
-        return earlier
-    path = Path(earlier)
-    if path.suffix != ".safetensors":
-        path = path / f"{HessianAlignment.kind}.safetensors"
-    return load_vectors(backend, path)
 
 
 class Complement:

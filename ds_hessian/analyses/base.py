@@ -85,6 +85,10 @@ class Analysis(ABC, Generic[R]):
         """
         return self.products(config)
 
+    def share(self, share: Share) -> Share:
+        """Return the part of a rank's share of the job on which its operator works."""
+        return share
+
     def with_less(self, config: HessianConfig) -> list[Settings]:
         """Return other settings that need less memory, the least harmful first."""
         return []
@@ -122,8 +126,12 @@ class Analysis(ABC, Generic[R]):
 
     def within(self, backend: Restricted) -> Self:
         """Return the same analysis with its vectors in the coordinates of a restriction."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        own = {k: backend.select(v) for k, v in given.items() if isinstance(v, Tensor)}
+        own: dict[str, Any] = {}
+        for name, value in ((f.name, getattr(self, f.name)) for f in fields(self)):
+            if isinstance(value, Tensor):
+                own[name] = backend.select(value)
+            elif isinstance(value, Mapping) and all(isinstance(v, Tensor) for v in value.values()):
+                own[name] = {key: backend.select(v) for key, v in value.items()}
         return replace(self, **own)
 
     def prepared(self, backend: Backend, config: HessianConfig) -> Self:
@@ -191,7 +199,7 @@ def _everywhere(record: R, backend: Restricted) -> R:
     if not isinstance(record, Record):
         return record
     vectors: dict[str, Any] = {n: backend.embed(getattr(record, n)) for n in record.sharded}
-    return replace(record, **vectors)
+    return replace(record, **vectors) if vectors else record
 
 
 def plan_or_refuse(analysis: Analysis[R], backend: Backend, config: HessianConfig) -> None:
@@ -220,18 +228,21 @@ def share_of(backend: Backend) -> Share:
 
 
 def partition(backend: Backend, blocks: Blocks) -> Partition:
-    """Return the coordinates of this rank by block.
+    """Return the coordinates of this rank by block; raises what `groups_of` raises."""
+    return Partition(backend.layout, backend.space, groups_of(backend, blocks))
+
+
+def groups_of(backend: Backend, blocks: Blocks) -> dict[str, str]:
+    """Return {parameter name: block} of all parameters.
 
     Raises:
         ConfigError: `blocks` is none of the three things that it may be.
     """
     names = [name for name, _ in backend.parameters]
     if isinstance(blocks, Mapping):
-        groups = by_pattern(names, blocks)
-    elif blocks in ("layers", "parameters"):
-        groups = by_layer(names) if blocks == "layers" else {name: name for name in names}
-    else:
+        return by_pattern(names, blocks)
+    if blocks not in ("layers", "parameters"):
         raise ConfigError(
             f'blocks must be "layers", "parameters" or a mapping of patterns, got {blocks!r}'
         )
-    return Partition(backend.layout, backend.space, groups)
+    return by_layer(names) if blocks == "layers" else {name: name for name in names}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -29,6 +29,7 @@ class Influence(Analysis[HessianInfluence]):
         method: `cg` or `minres`.
         tolerance: Bound on the relative residual of the solve.
         num_matvecs: Products at most; None for the configuration's.
+        preconditioner: As of `Solve`: `adam` or `ekfac`.
         query: Micro-batches whose mean loss is the target.
         examples: Micro-batches, each an example.
     """
@@ -40,6 +41,7 @@ class Influence(Analysis[HessianInfluence]):
     method: krylov.SolveMethod = "minres"
     tolerance: float = Solve.tolerance
     num_matvecs: int | None = Solve.num_matvecs
+    preconditioner: Literal["adam", "ekfac"] | None = None
     query: Objective | None = transient(None)
     examples: Objective | None = transient(None)
 
@@ -51,6 +53,7 @@ class Influence(Analysis[HessianInfluence]):
             method=self.method,
             tolerance=self.tolerance,
             num_matvecs=self.num_matvecs,
+            preconditioner=self.preconditioner,
         )
 
     def products(self, config: HessianConfig) -> int:
@@ -79,7 +82,8 @@ class Influence(Analysis[HessianInfluence]):
             assert session.gradient_scale is not None
             gradient *= session.gradient_scale
             loss = session.loss
-        found = replace(self.system, b=gradient).run(subject)
+        system = self.system.prepared(subject.backend, subject.config)
+        found = replace(system, b=gradient).run(subject)
         dots = []
         with _evaluating(subject, self.examples) as session:
             count = session.num_micro_batches

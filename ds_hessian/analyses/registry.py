@@ -6,11 +6,13 @@ from typing import Any
 
 from ds_hessian.analyses.alignment import Alignment
 from ds_hessian.analyses.base import Analysis
+from ds_hessian.analyses.block_spectra import BlockSpectra
 from ds_hessian.analyses.blocks import BlockCoupling, OffBlockShare
 from ds_hessian.analyses.curvatures import Curvatures
 from ds_hessian.analyses.decomposition import Decomposition
 from ds_hessian.analyses.eigenpairs import Eigenpairs
 from ds_hessian.analyses.influence import Influence
+from ds_hessian.analyses.kronecker import Kronecker
 from ds_hessian.analyses.self_test import SelfTest
 from ds_hessian.analyses.sharpness import Sharpness
 from ds_hessian.analyses.solve import Solve
@@ -33,6 +35,8 @@ ANALYSES: dict[str, type[Analysis[Any]]] = {
         Sharpness,
         BlockCoupling,
         OffBlockShare,
+        BlockSpectra,
+        Kronecker,
         Alignment,
         Curvatures,
         Decomposition,

@@ -16,7 +16,8 @@ from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.krylov import LanczosOptions
 from ds_hessian.memory import Item, in_stage
-from ds_hessian.operators import LinearOperator
+from ds_hessian.operators import LinearOperator, Metric
+from ds_hessian.operators.kronecker import KroneckerMetric, find_layers, memory_of_factors
 from ds_hessian.planning import (
     ELSEWHERE,
     FEWEST,
@@ -40,10 +41,12 @@ class Solve(Journaled[HessianSolution]):
         tolerance: Bound on the relative residual.
         num_matvecs: Products at most for a Krylov space, which is stored; None for the
             configuration's.
-        preconditioner: `adam` for what Adam divides by, `sqrt(v) + eps` (bias-corrected);
-            `diagonal` for one of the caller's own. With either, one Krylov space for each damping.
+        preconditioner: `adam` for what Adam divides by, `sqrt(v) + eps` (bias-corrected); `ekfac`
+            for Kronecker factors of the linear layers (`ds_hessian.operators.kronecker.metric`);
+            `diagonal` for one of the caller's own. With any, one Krylov space for each damping.
         b: Right-hand side `(n_local,)`.
         diagonal: Positive diagonal of the preconditioner `(n_local,)`.
+        shapes: Outputs and inputs of the layers that have Kronecker factors.
     """
 
     title = "solve"
@@ -54,7 +57,8 @@ class Solve(Journaled[HessianSolution]):
     method: krylov.SolveMethod = "cg"
     tolerance: float = 1e-3
     num_matvecs: int | None = None
-    preconditioner: Literal["adam", "diagonal"] | None = None
+    preconditioner: Literal["adam", "ekfac", "diagonal"] | None = None
+    shapes: tuple[tuple[int, int], ...] = transient(())
     b: Tensor | None = transient(None)
     diagonal: Tensor | None = transient(None)
 
@@ -74,7 +78,8 @@ class Solve(Journaled[HessianSolution]):
             share.vectors(f"solutions, {d}", d),
             share.vectors("residual", 1, PRODUCT),
         ]
-        always = [share.vectors("preconditioner", self.preconditioner == "adam")]
+        always = [share.vectors("preconditioner", self.preconditioner in ("adam", "ekfac"))]
+        always += memory_of_factors(self.shapes, share.place, 2)
         if self.preconditioner is None:
             space.append(share.vectors("solutions being formed", d, GRAM_SCHMIDT))
         else:
@@ -99,15 +104,20 @@ class Solve(Journaled[HessianSolution]):
     def prepared(self, backend: Backend, config: HessianConfig) -> Self:
         """Fill in the number of products and Adam's diagonal."""
         own, kind = self.diagonal, self.preconditioner
-        if kind not in (None, "adam", "diagonal") or (kind == "diagonal" and own is None):
-            raise ConfigError(f'the preconditioner is a diagonal or "adam", got {kind!r}')
+        known = (None, "adam", "ekfac", "diagonal")
+        if kind not in known or (kind == "diagonal" and own is None):
+            raise ConfigError(f'the preconditioner is a diagonal, "adam" or "ekfac", got {kind!r}')
         if kind == "adam":
             own = backend.adam()[0]
-        return replace(self, num_matvecs=self._space(config), diagonal=own)
+        shapes = tuple(x.shape for x in find_layers(backend, None)[0]) if kind == "ekfac" else ()
+        return replace(self, num_matvecs=self._space(config), diagonal=own, shapes=shapes)
 
     def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, object]:
         """Compute the solutions."""
         config, draw = run.subject.config, run.subject.draw
         assert self.b is not None
-        limits = self.method, self.tolerance, self._space(config), self.diagonal, storage_of(config)
+        metric: Tensor | Metric | None = self.diagonal
+        if self.preconditioner == "ekfac":
+            metric = KroneckerMetric(run.session, run.subject.backend)
+        limits = self.method, self.tolerance, self._space(config), metric, storage_of(config)
         return vars(krylov.solve(operator, self.b, self.dampings, draw, *limits))

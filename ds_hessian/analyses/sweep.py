@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from ds_hessian.analyses.base import Analysis, transient
 from ds_hessian.analyses.measurement import Measurement, Subject
-from ds_hessian.backends.restricted import Restricted
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.krylov import LanczosState, ritz_vectors
@@ -45,13 +43,6 @@ class Sweep(Analysis[DisplacementSweep]):
     directions: Sequence[str] = ("random", "top", "gradient")
     displacements: Sequence[float] | None = None
     vectors: Mapping[str, Tensor] | None = transient(None)
-
-    def within(self, backend: Restricted) -> Self:
-        """Return the same with the directions in the coordinates of a restriction."""
-        if self.vectors is None:
-            return self
-        own = {name: backend.select(v) for name, v in self.vectors.items()}
-        return replace(self, vectors=own)
 
     def products(self, config: HessianConfig) -> int:
         """Return one product for each direction and displacement, and those of the search for

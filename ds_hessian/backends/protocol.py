@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_hessian.backends.weights import Weight
 from ds_hessian.memory import Item
 from ds_hessian.vectors import Layout, VectorSpace
 
@@ -283,6 +284,14 @@ class Backend(Protocol):
         Raises:
             ConfigError: the optimizer is not Adam, or has not made a step yet.
             UnsupportedError: the host's optimizer cannot be read.
+        """
+        ...
+
+    def weights(self) -> Iterable[Weight]:
+        """Return the weights of two dims, with the modules that this rank has. Not collective.
+
+        Raises:
+            UnsupportedError: it is not known how they are split.
         """
         ...
 

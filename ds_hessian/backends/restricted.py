@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ds_hessian.backends.protocol import (
@@ -29,6 +30,7 @@ from ds_hessian.backends.protocol import (
     Precision,
     Session,
 )
+from ds_hessian.backends.weights import Weight
 from ds_hessian.errors import ConfigError
 from ds_hessian.memory import FP32, Item, place_of
 from ds_hessian.vectors import Layout, VectorSpace
@@ -106,7 +108,9 @@ class Restricted:
 
     def __init__(self, whole: Backend, names: Collection[str]) -> None:
         self.whole = whole
-        self.parameters = [(name, shape) for name, shape in whole.parameters if name in names]
+        self.parameters: Sequence[tuple[str, torch.Size]] = [
+            (name, shape) for name, shape in whole.parameters if name in names
+        ]
         kept = [(fragment, part) for fragment, part in whole.layout if fragment.name in names]
         self.layout = Layout([fragment for fragment, _ in kept])
         self.parts = [part for _, part in kept]
@@ -186,6 +190,10 @@ class Restricted:
         denominator, step = self.whole.adam()
         return AdamState(self.select(denominator), self.select(step))
 
+    def weights(self) -> Iterable[Weight]:
+        """Return the chosen weights of two dims."""
+        return [weight for weight in self.whole.weights() if weight.name in self.names]
+
     def memory(self, precision: Precision = "model") -> list[Item]:
         """Return what a session of the job holds, and one vector over all parameters."""
         place, size = place_of(self.space.device), FP32 * self.whole.space.n_local
@@ -204,40 +212,19 @@ class RestrictedSession:
     def __init__(self, restricted: Restricted, whole: Session) -> None:
         self.restricted, self.whole = restricted, whole
         self.layout, self.space = restricted.layout, restricted.space
+        self.num_micro_batches, self.head = whole.num_micro_batches, whole.head
+        self._follow()
 
-    @property
-    def num_micro_batches(self) -> int:
-        """The number of units that can be evaluated alone."""
-        return self.whole.num_micro_batches
-
-    @property
-    def unit_roundoff(self) -> float:
-        """The unit roundoff of the passes."""
-        return self.whole.unit_roundoff
-
-    @property
-    def gradient_scale(self) -> float | None:
-        """The factor from the sum of all terms to the gradient of the loss."""
-        return self.whole.gradient_scale
-
-    @property
-    def loss(self) -> float:
-        """The mean loss at the weights."""
-        return self.whole.loss
-
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        """The modules that the passes call."""
-        return self.whole.modules
-
-    @property
-    def cotangent_scale(self) -> float:
-        """The factor from derivatives that hooks saw to terms of `add_gradient`."""
-        return self.whole.cotangent_scale
+    def _follow(self) -> None:
+        """Take over what evaluations change."""
+        self.unit_roundoff, self.loss = self.whole.unit_roundoff, self.whole.loss
+        self.gradient_scale = self.whole.gradient_scale
+        self.cotangent_scale = self.whole.cotangent_scale
 
     def forward(self, micro_batches: range) -> None:
         """Run the forward of these units at the current weights, without a graph."""
         self.whole.forward(micro_batches)
+        self._follow()
 
     def displace(self, v: Tensor | None, h: float) -> Tensor:
         """Displace the chosen weights; all others are as they were."""
@@ -253,5 +240,6 @@ class RestrictedSession:
             return
         gradient = self.whole.space.zeros()
         self.whole.add_gradient(gradient, micro_batches)
+        self._follow()
         for part, (_, own) in zip(self.restricted.parts, self.layout, strict=True):
             out[own] += gradient[part]

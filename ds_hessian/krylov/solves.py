@@ -31,7 +31,7 @@ from ds_hessian.errors import NumericsError
 from ds_hessian.krylov.basis import Storage
 from ds_hessian.krylov.lanczos import LanczosOptions, LanczosState, Progress, absolute_error
 from ds_hessian.krylov.records import COVERAGE, Array, ritz
-from ds_hessian.operators import Congruent, LinearOperator
+from ds_hessian.operators import Congruent, LinearOperator, Metric, Scale, scaled
 
 SolveMethod = Literal["cg", "minres"]
 
@@ -90,7 +90,7 @@ def solve(
     method: SolveMethod = "cg",
     tolerance: float = 1e-4,
     num_matvecs: int = 50,
-    preconditioner: Tensor | None = None,
+    preconditioner: Tensor | Metric | None = None,
     storage: Storage | None = None,
     progress: Progress | None = None,
 ) -> Solution:
@@ -105,9 +105,9 @@ def solve(
         tolerance: Bound on the relative residual; see `Solution.residuals`.
         num_matvecs: Steps at most, for one Krylov space.
         preconditioner: A positive diagonal d `(n_local,)`, such as the square root of Adam's second
-            moment: the systems are solved as `S (H + damping I) S z = S b`, x = S z, with
-            S = (d + damping)^-1/2. Shifts do not commute with it, so each damping needs a Krylov
-            space of its own.
+            moment, or a metric D: the systems are solved as `S (H + damping I) S z = S b`,
+            x = S z, with S = (D + damping)^-1/2. Shifts do not commute with it, so each damping
+            needs a Krylov space of its own.
         storage: Storage of the basis.
         progress: Called after each step, on every rank.
 
@@ -127,13 +127,17 @@ def solve(
     if preconditioner is None:
         space, x = _solve(operator, b, shifts, goal, fresh, progress)
         return _measured(operator, b, x, shifts, goal, [space], [None] * len(shifts))
-    spaces, parts, scales = list[_Space](), list[Tensor](), list[Tensor | None]()
+    spaces, parts, scales = list[_Space](), list[Tensor](), list[Scale | None]()
     for shift in map(float, shifts):
-        scale = _inverse_root(operator, preconditioner, shift)
+        scale: Scale
+        if isinstance(preconditioner, Tensor):
+            scale = _inverse_root(operator, preconditioner, shift)
+        else:
+            scale = preconditioner.inverse_root(shift)
         view = Congruent(operator, scale, shift)
-        space, x = _solve(view, b * scale, np.zeros(1), goal, fresh, progress)
+        space, x = _solve(view, scaled(b, scale), np.zeros(1), goal, fresh, progress)
         spaces.append(space)
-        parts.append(x.mul_(scale))
+        parts.append(x.mul_(scale) if isinstance(scale, Tensor) else scale(x[0])[None])
         scales.append(scale)
     x = torch.cat(parts)
     parts.clear()  # their memory, before the products with x
@@ -247,7 +251,7 @@ def _measured(
     shifts: Array,
     goal: _Goal,
     spaces: Sequence[_Space],
-    scales: Sequence[Tensor | None],
+    scales: Sequence[Scale | None],
 ) -> Solution:
     """Measure true residuals, by one product for each damping."""
     space = operator.space
@@ -265,8 +269,11 @@ def _measured(
             products += 1
             del product
         plain = space.norm(rest)
-        norm = space.norm(b if scale is None else b * scale)
-        weighted = plain if scale is None else space.norm(rest.mul_(scale))
+        norm = space.norm(b if scale is None else scaled(b, scale))
+        weighted = plain
+        if scale is not None:
+            rest = rest.mul_(scale) if isinstance(scale, Tensor) else scale(rest)
+            weighted = space.norm(rest)
         residuals.append(weighted / norm)
         # The product's error, scaled as the residual is.
         product_errors.append(error / norm * (weighted / plain if plain else 0.0))

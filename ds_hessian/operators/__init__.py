@@ -8,7 +8,7 @@ from ds_hessian.operators.memory import memory_of_operator, memory_of_sweep
 from ds_hessian.operators.outputs.gauss_newton import GaussNewton
 from ds_hessian.operators.protocol import Curvature, LinearOperator, OperatorCost, Product
 from ds_hessian.operators.sweep import SweepPoint, default_range, sweep
-from ds_hessian.operators.views import Congruent, Embedded
+from ds_hessian.operators.views import Congruent, Embedded, Metric, Scale, scaled
 
 __all__ = [
     "SCHEMES",
@@ -18,8 +18,10 @@ __all__ = [
     "FiniteDifferenceHessian",
     "GaussNewton",
     "LinearOperator",
+    "Metric",
     "OperatorCost",
     "Product",
+    "Scale",
     "Scheme",
     "SchemeName",
     "SweepPoint",
@@ -28,5 +30,6 @@ __all__ = [
     "expected_evaluations",
     "memory_of_operator",
     "memory_of_sweep",
+    "scaled",
     "sweep",
 ]

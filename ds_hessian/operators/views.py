@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -12,22 +12,38 @@ from ds_hessian.backends.protocol import Session
 from ds_hessian.backends.restricted import Restricted
 from ds_hessian.operators.protocol import Curvature, LinearOperator, OperatorCost, Product
 
+Scale = Tensor | Callable[[Tensor], Tensor]
+"""A symmetric matrix S: its diagonal `(n_local,)` fp32, or a function of vectors."""
+
+
+class Metric(Protocol):
+    """A positive matrix D, known by the inverse roots of its shifts."""
+
+    def inverse_root(self, shift: float) -> Scale:
+        """Return (D + shift)^-1/2. Collective."""
+        ...
+
+
+def scaled(v: Tensor, scale: Scale) -> Tensor:
+    """Return S v, a new vector."""
+    return v * scale if isinstance(scale, Tensor) else scale(v)
+
 
 class Congruent:
-    """S (H + shift I) S with a diagonal S: a preconditioned Hessian.
+    """S (H + shift I) S: a preconditioned Hessian.
 
     The eigenvalues of `D^-1/2 H D^-1/2`, with D the diagonal by which Adam divides, are the
     curvatures that Adam's steps see.
 
     Args:
         operator: The operator H.
-        scale: The diagonal of S, `(n_local,)` fp32.
+        scale: S.
         shift: The shift of H, in its units.
 
     One product of H and one small all-reduce a product.
     """
 
-    def __init__(self, operator: LinearOperator, scale: Tensor, shift: float = 0.0) -> None:
+    def __init__(self, operator: LinearOperator, scale: Scale, shift: float = 0.0) -> None:
         self.operator, self.scale, self.shift = operator, scale, shift
         self.space = operator.space
 
@@ -35,9 +51,10 @@ class Congruent:
         """Return the product with `v` `(n_local,)`. The relative error is that of the product of H,
         whose error is assumed to be scaled by S like the product.
         """
-        inner = v * self.scale
+        inner = scaled(v, self.scale)
         product = self.operator.matvec(inner)
-        w = product.vector.add_(inner, alpha=self.shift).mul_(self.scale)
+        w = product.vector.add_(inner, alpha=self.shift)
+        w = w.mul_(self.scale) if isinstance(self.scale, Tensor) else self.scale(w)
         squares = self.space.dots([(w, w), (v, v)]).tolist()
         return replace(product, vector=w, norm=(squares[0] / squares[1]) ** 0.5)
 
@@ -57,21 +74,10 @@ class Embedded:
     def __init__(self, inner: Curvature, restricted: Restricted) -> None:
         self.inner, self.restricted = inner, restricted
         self.space, self.scale = restricted.whole.space, inner.scale
-
-    @property
-    def session(self) -> Session:
-        """The measurement of the restricted job."""
-        return self.inner.session
-
-    @property
-    def gradient(self) -> Tensor:
-        """The gradient, divided by `scale`, zero outside of the chosen parameters."""
-        return self.restricted.embed(self.inner.gradient)
-
-    @property
-    def cost(self) -> OperatorCost:
-        """The cost of the products so far."""
-        return self.inner.cost
+        self.session: Session = inner.session
+        self.gradient = restricted.embed(inner.gradient)
+        self.cost: OperatorCost = inner.cost
+        self.outputs = inner.outputs
 
     @property
     def gradient_norm(self) -> float:

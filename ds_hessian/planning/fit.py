@@ -61,6 +61,10 @@ class Planned(Protocol):
         """Return how many vectors `resume` has on disk, at most."""
         ...
 
+    def share(self, share: Share) -> Share:
+        """Return the part of the share on which its operator works."""
+        ...
+
     def with_less(self, config: HessianConfig) -> list[Settings]:
         """Return settings that may fit where these do not, the least harmful first."""
         ...
@@ -91,7 +95,7 @@ def plan(analysis: Planned, share: Share, config: HessianConfig) -> MemoryPlan:
     Raises:
         ConfigError: `resume` keeps a number of vectors that depends on the model.
     """
-    scheme = config.finite_difference.scheme
+    share, scheme = analysis.share(share), config.finite_difference.scheme
     operator = memory_of_operator(share.n_local, share.place, scheme, config.operator)
     items = analysis.memory(share, config)
     if config.resume is not None and analysis.resumes:

@@ -11,11 +11,13 @@ from ds_hessian.records.analyses import (
     HessianTrace,
 )
 from ds_hessian.records.base import Measured, Record
+from ds_hessian.records.block_spectra import HessianBlockSpectra
 from ds_hessian.records.comparison import Comparison
 from ds_hessian.records.curvatures import HessianCurvatures
 from ds_hessian.records.decomposition import HessianDecomposition
 from ds_hessian.records.density import Density
 from ds_hessian.records.estimate import Estimate, SamplingErrors
+from ds_hessian.records.kronecker import HessianKronecker
 from ds_hessian.records.parts import density_of_parts
 from ds_hessian.records.provenance import SCHEMA_VERSION, Cost, Provenance
 from ds_hessian.records.spectrum import PICTURE, HessianSpectrum
@@ -36,8 +38,10 @@ __all__ = [
     "HessianBlockCoupling",
     "HessianCurvatures",
     "HessianDecomposition",
+    "HessianBlockSpectra",
     "HessianEigenpairs",
     "HessianInfluence",
+    "HessianKronecker",
     "HessianOffBlockShare",
     "HessianSharpness",
     "HessianSolution",

@@ -18,9 +18,11 @@ from ds_hessian.records.analyses import (
     HessianTrace,
 )
 from ds_hessian.records.base import Record
+from ds_hessian.records.block_spectra import HessianBlockSpectra
 from ds_hessian.records.comparison import Comparison
 from ds_hessian.records.curvatures import HessianCurvatures
 from ds_hessian.records.decomposition import HessianDecomposition
+from ds_hessian.records.kronecker import HessianKronecker
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.records.sweep import DisplacementSweep
 from ds_hessian.records.verdict import SelfTest
@@ -30,8 +32,10 @@ from ds_hessian.show.block_pictures import (
     eigenpairs_picture,
     trace_picture,
 )
+from ds_hessian.show.block_spectra_picture import block_spectra_picture
 from ds_hessian.show.comparison_picture import comparison_picture
 from ds_hessian.show.decomposition_picture import decomposition_picture
+from ds_hessian.show.kronecker_picture import kronecker_picture
 from ds_hessian.show.spectrum_picture import spectrum_picture
 from ds_hessian.show.sweep_picture import sweep_picture
 from ds_hessian.show.system_pictures import (
@@ -60,6 +64,8 @@ PICTURES: dict[type[Record], Callable[[Any, Path], Path]] = {
     HessianEigenpairs: eigenpairs_picture,
     HessianTrace: trace_picture,
     HessianBlockCoupling: block_coupling_picture,
+    HessianBlockSpectra: block_spectra_picture,
+    HessianKronecker: kronecker_picture,
     HessianSolution: solution_picture,
     HessianInfluence: influence_picture,
     HessianAlignment: alignment_picture,

@@ -20,10 +20,12 @@ from ds_hessian.records.analyses import (
     HessianTrace,
 )
 from ds_hessian.records.base import Measured, Record
+from ds_hessian.records.block_spectra import HessianBlockSpectra
 from ds_hessian.records.comparison import Comparison
 from ds_hessian.records.curvatures import HessianCurvatures
 from ds_hessian.records.decomposition import HessianDecomposition
 from ds_hessian.records.estimate import Estimate
+from ds_hessian.records.kronecker import HessianKronecker
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.records.sweep import DisplacementSweep
 from ds_hessian.records.verdict import SelfTest
@@ -35,6 +37,8 @@ Rows = list[tuple[str, str]]
 
 MOST_ROWS = 12
 """Rows of a list of blocks or examples; those left out are counted."""
+MOST_LETTERS = 28
+"""Letters of a parameter's name in a table of many columns."""
 MOST_LAYERS = 3
 """Layers that are named for each eigenvector."""
 
@@ -190,6 +194,57 @@ def _block_coupling(coupling: HessianBlockCoupling) -> str:
     )
 
 
+def block_spectra_rows(spectra: HessianBlockSpectra) -> Rows:
+    """Return the extremes and the trace of each block, and the mean distance of the blocks."""
+    s, rows = spectra, list[tuple[str, str]]()
+    for i, name in enumerate(s.names):
+        top, bottom, trace = (
+            Estimate(float(values[i]), float(errors[i]))
+            for values, errors in (
+                (s.largest, s.largest_errors),
+                (s.smallest, s.smallest_errors),
+                (s.traces, s.trace_errors),
+            )
+        )
+        rows.append((f"block {name}", f"{bottom} .. {top}, trace {trace}"))
+    floor = float(np.nanmax(s.floors, initial=0.0)) if not np.isnan(s.floors).all() else None
+    known = "not known from one probe" if floor is None else f"at most {floor:.2f}"
+    return [
+        *_shortened(rows, "blocks"),
+        ("mean distance", f"{s.heterogeneity:.3f} between blocks; within a block {known}"),
+    ]
+
+
+def _kronecker(found: HessianKronecker) -> str:
+    """Tabulate each layer and kind."""
+    k = found
+    width = max(len("layer"), *(len(_ended(name)) for name in k.layers))
+    head = (
+        f"{'layer':<{width}}  kind          cosine        best scale  diagonal share"
+        "    largest   solve   samples"
+    )
+    lines = [f"Kronecker factors beside the Hessian at step {k.provenance.step}", head]
+    for i, name in enumerate(k.layers):
+        for j, kind in enumerate(k.kinds):
+            cosine = f"{k.cosines[i, j]:6.3f} ± {k.cosine_errors[i, j]:.3f}"
+            share = f"{k.shares[i, j]:.3f} ± {k.share_errors[i, j]:.3f}"
+            lines.append(
+                f"{_ended(name) if j == 0 else '':<{width}}  {kind:<11}{cosine}  "
+                f"{k.scales[i, j]:10.3g}   {share}  {k.extremes[i, j]:9.3g}  {k.solves[i, j]:6.3f}"
+                f"  {k.samples[i, j]:8,d}"
+            )
+        plain = f"{k.plain_shares[i]:.3f} ± {k.plain_share_errors[i]:.3f}"
+        lines.append(f"{'':<{width}}  in the parameters' own basis          {plain}")
+    note = f"; left out: {', '.join(map(_ended, k.left_out))}" if k.left_out else ""
+    price = f"{k.cost.products} products, {k.cost.seconds_total:.3g} s in all"
+    return "\n".join([*lines, f"{price}; {_measured_on(k)}"] + ([note[2:120]] if note else []))
+
+
+def _ended(name: str) -> str:
+    """Return a parameter's name, of a long one its end."""
+    return name if len(name) <= MOST_LETTERS else f"...{name[3 - MOST_LETTERS :]}"
+
+
 def _off_block_share(share: HessianOffBlockShare) -> Rows:
     return [
         ("off-block share", str(Estimate(share.value, share.error))),
@@ -295,6 +350,8 @@ TABLES: dict[type[Record], Callable[[Any], str]] = {
     HessianAlignment: _measured("Alignment with the top eigenspace", _alignment),
     HessianSharpness: _sharpness,
     HessianBlockCoupling: _block_coupling,
+    HessianBlockSpectra: _measured("Spectra of the Hessian's blocks", block_spectra_rows),
+    HessianKronecker: _kronecker,
     HessianOffBlockShare: _measured("Off-block share of the Hessian", _off_block_share),
     DisplacementSweep: _measured("Curvature against scale", _sweep),
     Comparison: _comparison,

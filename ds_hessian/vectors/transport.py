@@ -1,4 +1,4 @@
-"""Transfer of parameters between the ranks' shards and rank 0, one whole parameter at a time."""
+"""Transfer of parameters between the ranks' shards and one rank, one whole parameter at a time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ds_hessian.vectors.space import VectorSpace
 
 
 def collected(
-    layout: Layout, space: VectorSpace, v: Tensor, name: str, shape: Sequence[int]
+    layout: Layout, space: VectorSpace, v: Tensor, name: str, shape: Sequence[int], rank: int = 0
 ) -> Tensor:
-    """Collect a parameter's coordinates of v in its unsharded shape, complete on rank 0.
+    """Collect a parameter's coordinates of v in its unsharded shape, complete on one rank.
 
     Args:
         layout: Layout of this rank's vectors.
@@ -24,33 +24,37 @@ def collected(
         v: `(n_local,)`.
         name: Checkpoint name of the parameter.
         shape: Its unsharded shape.
+        rank: The rank.
 
-    Collective: one reduction to rank 0.
+    Collective: one reduction to the rank.
     """
     whole = torch.zeros(math.prod(shape), dtype=torch.float32, device=space.device)
     for fragment, part in layout:
         if fragment.name == name and fragment.owned:
             whole[fragment.index(device=whole.device)] = v[part]
     if space.distributed:
-        dist.reduce(whole, dst=0, group=space.group)
+        dist.reduce(whole, dst=rank, group=space.group)
     return whole.reshape(tuple(shape))
 
 
-def distribute(layout: Layout, space: VectorSpace, v: Tensor, name: str, whole: Tensor) -> None:
-    """Write rank 0's values of a parameter into every rank's part of v.
+def distribute(
+    layout: Layout, space: VectorSpace, v: Tensor, name: str, whole: Tensor, rank: int = 0
+) -> None:
+    """Write one rank's values of a parameter into every rank's part of v.
 
     Args:
         layout: Layout of this rank's vectors.
         space: Their space.
         v: `(n_local,)`, written in place.
         name: Checkpoint name of the parameter.
-        whole: Its values in its unsharded shape; overwritten on ranks other than 0.
+        whole: Its values in its unsharded shape; overwritten on the other ranks.
+        rank: The rank.
 
     Collective: one broadcast.
     """
     flat = whole.reshape(-1)
     if space.distributed:
-        dist.broadcast(flat, src=0, group=space.group)
+        dist.broadcast(flat, src=rank, group=space.group)
     for fragment, part in layout:
         if fragment.name == name:
             v[part] = flat[fragment.index(device=flat.device)]

@@ -117,6 +117,7 @@ def test_gradients_sweeps_and_earlier_spaces_are_restricted_too(
     assert influence.scores.shape == (1, 3) and influence.scores[0, 0] > 0
 
 
+@pytest.mark.full
 def test_adams_preconditioner_and_the_start_are_those_of_the_choice() -> None:
     torch.manual_seed(0)
     net = TinyGPT(dropout=0.0)

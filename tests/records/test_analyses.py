@@ -19,9 +19,11 @@ from ds_hessian.records import (
     Estimate,
     HessianAlignment,
     HessianBlockCoupling,
+    HessianBlockSpectra,
     HessianCurvatures,
     HessianEigenpairs,
     HessianInfluence,
+    HessianKronecker,
     HessianOffBlockShare,
     HessianSharpness,
     HessianSolution,
@@ -30,7 +32,7 @@ from ds_hessian.records import (
 from ds_hessian.show.monitor import monitor_events
 from ds_hessian.vectors import Partition
 from tests.krylov.matrices import SPECTRA, Matrix
-from tests.records.makers import COST, PROVENANCE
+from tests.records.makers import COST, PROVENANCE, spectrum_of
 
 MEASURED = {"cost": COST, "provenance": PROVENANCE}
 
@@ -109,6 +111,11 @@ def records() -> list[Any]:
             **MEASURED,
         ),
         HessianBlockCoupling(**vars(block_coupling(operator, partition, draw(0))), **MEASURED),
+        HessianBlockSpectra.of(
+            {"a": spectrum_of(np.linspace(-1, 4, 50), 8), "b": spectrum_of(np.ones(3), 8)},
+            PROVENANCE,
+        ),
+        kronecker(),
         HessianOffBlockShare(**vars(off_block_share(operator, partition, draw, 2, 0)), **MEASURED),
         HessianSharpness(**sharpness, preconditioned=Estimate(1e-300, math.nan), **MEASURED),
         HessianSharpness(**sharpness, preconditioned=None, **MEASURED),
@@ -123,6 +130,30 @@ def records() -> list[Any]:
             **MEASURED,
         ),
     ]
+
+
+def kronecker() -> HessianKronecker:
+    """Of two layers and two kinds; the largest eigenvalues were not measured."""
+    rng = np.random.default_rng(0)
+    unknown = np.full((2, 2), math.nan)
+    pairs = ("cosines", "cosine_errors", "scales", "scale_errors", "shares", "share_errors")
+    columns = ("norms", "norm_errors", "tops", "plain_shares", "plain_share_errors", "residuals")
+    return HessianKronecker(
+        layers=("blocks.0.up.weight", "decoder.layers.self_attention.linear_qkv.weight"),
+        kinds=("kfac", "shampoo"),
+        sizes=np.array([[8, 4], [12, 4]]),
+        samples=np.array([[512, 4], [512, 4]]),
+        **{name: rng.random((2, 2)) for name in (*pairs, "solves")},
+        **{name: rng.random(2) for name in (*columns, "mismatches", "solve_errors")},
+        extremes=unknown,
+        extreme_errors=unknown,
+        draws=0,
+        damping=0.1,
+        ridge=0.01,
+        left_out={"embed.weight": "it is an embedding"},
+        num_matvecs=48,
+        **MEASURED,
+    )
 
 
 RECORDS = records()

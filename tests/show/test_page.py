@@ -21,6 +21,7 @@ from ds_hessian.records import (
     Cost,
     Estimate,
     HessianBlockCoupling,
+    HessianBlockSpectra,
     HessianEigenpairs,
     HessianInfluence,
     HessianOffBlockShare,
@@ -43,6 +44,7 @@ from tests.records.makers import (
     spectrum_of,
     sweep,
 )
+from tests.records.test_analyses import kronecker
 
 BLOCKS = ("wte", *(f"h.{number}" for number in range(6)), "ln_f")
 HOSTILE = "<img src=x onerror=broken()> & </script>"  # no name may become part of the page
@@ -100,6 +102,11 @@ def analyses(step: int) -> list[Any]:
             **null,
             **measured(step),
         ),
+        HessianBlockSpectra.of(
+            {name: spectrum_of(rng.normal(i, 1, 40), 8, 2) for i, name in enumerate(BLOCKS[:5])},
+            measured(step)["provenance"],
+        ),
+        dataclasses.replace(kronecker(), **measured(step)),
         HessianOffBlockShare(
             value=0.3, error=0.02, noise=0.001, null=0.93, num_matvecs=8, **measured(step)
         ),

@@ -22,7 +22,7 @@ from ds_hessian.backends.guard import guarded
 from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.forward import FixedForward
 from ds_hessian.backends.megatron.objective import ForwardStep, PipelineObjective
-from ds_hessian.backends.megatron.runs import runs_of
+from ds_hessian.backends.megatron.runs import runs_of, weights_of
 from ds_hessian.backends.objective import reading
 from ds_hessian.backends.protocol import (
     DEFAULT_PASSES,
@@ -33,6 +33,7 @@ from ds_hessian.backends.protocol import (
     Precision,
 )
 from ds_hessian.backends.sharded import Shard, ShardedWeights
+from ds_hessian.backends.weights import Weight
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import Item, place_of
 from ds_hessian.ranks import gather_objects, together
@@ -194,6 +195,10 @@ class MegatronBackend:
             "know their optimizer: give solve a preconditioner of your own, and sharpness "
             "preconditioned=False"
         )
+
+    def weights(self) -> Iterable[Weight]:
+        """Return the weights of two dims of this rank's layers, with their rows and columns."""
+        return [weight for chunk in self.chunks for weight in weights_of(chunk)]
 
     def memory(self, precision: Precision = "model") -> list[Item]:
         """Return what a session of the job holds beyond training's memory."""

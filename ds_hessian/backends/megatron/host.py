@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hessian.backends.guard import Attributes
@@ -118,6 +119,13 @@ def first_tensor_rank() -> bool:
     from megatron.core import parallel_state
 
     return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
+
+
+def tensor_group() -> tuple[dist.ProcessGroup, bool]:
+    """Return the tensor-parallel group of this rank, and whether this rank is its first."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group(), first_tensor_rank()
 
 
 def first_optimizer_instance(chunk: Chunk) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_hessian.backends.megatron import host
+from ds_hessian.backends.weights import Weight
 from ds_hessian.errors import UnsupportedError
 from ds_hessian.vectors import Box, Fragment
 
@@ -92,6 +93,32 @@ def _runs(chunk: Chunk) -> list[ParameterRun]:
                 "give its module a sharded_state_dict that describes them"
             )
     return runs
+
+
+def weights_of(chunk: Chunk) -> list[Weight]:
+    """Return a chunk's weights of two dims, with the unsharded rows and columns of this rank."""
+    modules = {id(m._parameters.get("weight")): m for m in host.unwrap(chunk).modules()}
+    found: dict[int, tuple[str, Tensor, Tensor]] = {}
+    for parameter, offset, tensor in host.sharded_tensors(chunk):
+        if id(parameter) not in modules or parameter.dim() != 2 or tensor.prepend_axis_num:
+            continue
+        (rows, columns), (top, left) = tensor.local_shape, tensor.global_offset
+        name, down, across = found.setdefault(
+            id(parameter),
+            (
+                tensor.key,
+                torch.zeros(parameter.shape[0], dtype=torch.int64),
+                torch.zeros(parameter.shape[1], dtype=torch.int64),
+            ),
+        )
+        first = offset // parameter.shape[1]
+        down[first : first + rows] = torch.arange(top, top + rows)
+        across[:columns] = torch.arange(left, left + columns)
+    group, counts = host.tensor_group()
+    return [
+        Weight(name, modules[key], down, across, group, counts)
+        for key, (name, down, across) in found.items()
+    ]
 
 
 def _is_main_replica(replica_id: int | tuple[int, ...], sharded: bool) -> bool:

@@ -40,6 +40,7 @@ from ds_hessian.backends.protocol import (
     Precision,
 )
 from ds_hessian.backends.sharded import Shard, ShardedWeights
+from ds_hessian.backends.weights import Weight, module_weights
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import FP32, Item, place_of
 from ds_hessian.ranks.lockstep import Lockstep
@@ -193,6 +194,10 @@ class ModuleBackend:
             known = p in state and id(p) in settings
             found.append(moments(state[p], settings[id(p)], 0, p.numel()) if known else None)
         return collect(found, self.layout, self.space, self.optimizer)
+
+    def weights(self) -> Iterable[Weight]:
+        """Return the weights of two dims, which every rank has whole."""
+        return module_weights(self.model, self.parameters)
 
     def memory(self, precision: Precision = "model") -> list[Item]:
         """Return what a session of the module holds beyond training's memory."""

@@ -37,6 +37,7 @@ from ds_hessian.backends.protocol import (
     Precision,
 )
 from ds_hessian.backends.sharded import Shard, ShardedWeights
+from ds_hessian.backends.weights import Weight, module_weights
 from ds_hessian.backends.zero import host
 from ds_hessian.backends.zero.flat import BF16Shards, FlatShards
 from ds_hessian.backends.zero.host import Engine
@@ -46,7 +47,7 @@ from ds_hessian.backends.zero.replicated import ReplicatedShards
 from ds_hessian.backends.zero.shards import Piece, Shards
 from ds_hessian.backends.zero.stage3 import Stage3Shards
 from ds_hessian.backends.zero.tensor_parallel import Placement, Replicas, place
-from ds_hessian.errors import ConfigError, HessianError
+from ds_hessian.errors import ConfigError, HessianError, UnsupportedError
 from ds_hessian.memory import Item, place_of
 from ds_hessian.ranks import gather_objects
 from ds_hessian.ranks.lockstep import Lockstep
@@ -200,6 +201,20 @@ class ZeroBackend:
         """Read Adam's state from the engine's optimizer. Collective: one all-reduce."""
         found = [self.shards.adam(piece) for piece in self.pieces]
         return collect(found, self.layout, self.space, self.engine.optimizer)
+
+    def weights(self) -> Iterable[Weight]:
+        """Return the weights of two dims, which the passes gather.
+
+        Raises:
+            UnsupportedError: an mpu has split the layers.
+        """
+        if self.tensor_ranks > 1:
+            raise UnsupportedError(
+                "ds_hessian does not support Kronecker factors of layers that an mpu of "
+                f"{self.tensor_ranks} tensor-parallel ranks has split; use megatron-core's own, or "
+                "a job without tensor parallelism"
+            )
+        return module_weights(self.engine.module, self.parameters)
 
     def memory(self, precision: Precision = "model") -> list[Item]:
         """Return what a session of the engine holds beyond training's memory."""

@@ -66,6 +66,25 @@ class Tokens:
         along = _summed((d * _rows(u, self.dim)).sum(-1, keepdim=True), self.group)
         return _shaped(d * along * self.weights[:, None], f, self.dim)
 
+    def sampled(self, f: Tensor, seed: int) -> Tensor:
+        """Return `sqrt(omega) (p - y)` with labels y drawn from the model, fp32.
+
+        The mean of its outer products over all draws is `H_out`. Collective in the group.
+        """
+        p = _softmax(_rows(f, self.dim), self.group)
+        generator = torch.Generator().manual_seed(seed)
+        u = torch.rand(len(p), generator=generator, dtype=torch.float64).to(p.device, p.dtype)
+        first, last = _place(self.group)
+        parts = p.new_zeros(last + 1, len(p))
+        parts[first] = p.sum(-1)
+        u -= _summed(parts, self.group)[:first].sum(0)
+        labels = (p.cumsum(-1) < u[:, None]).sum(-1)
+        if first == last:  # of what rounding leaves
+            labels.clamp_(max=p.shape[-1] - 1)
+        here = (u >= 0) & (labels < p.shape[-1])
+        d = _less_labels(p, torch.where(here, labels, -1))
+        return _shaped(d * self.weights.clamp_min(0).sqrt()[:, None], f, self.dim)
+
 
 @dataclass(frozen=True)
 class Squares:
@@ -155,6 +174,11 @@ def _less_labels(p: Tensor, labels: Tensor) -> Tensor:
     here = labels >= 0
     p[here, labels[here]] -= 1.0
     return p
+
+
+def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return this rank's number among the ranks that split the classes, and the last one."""
+    return (0, 0) if group is None else (dist.get_rank(group), dist.get_world_size(group) - 1)
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -16,7 +16,9 @@ from ds_hessian.records.analyses import (
     HessianTrace,
 )
 from ds_hessian.records.base import Measured
+from ds_hessian.records.block_spectra import HessianBlockSpectra
 from ds_hessian.records.curvatures import HessianCurvatures
+from ds_hessian.records.kronecker import HessianKronecker
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.records.sweep import DisplacementSweep
 
@@ -34,6 +36,8 @@ SHOWN: tuple[type[Measured], ...] = (
     HessianTrace,
     HessianBlockCoupling,
     HessianOffBlockShare,
+    HessianBlockSpectra,
+    HessianKronecker,
     HessianSolution,
     HessianInfluence,
     DisplacementSweep,

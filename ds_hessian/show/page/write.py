@@ -22,6 +22,7 @@ from ds_hessian.records.files import replacing
 from ds_hessian.records.provenance import Cost
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.show.page.accuracy import accuracy, costs
+from ds_hessian.show.page.blocks import blocks
 from ds_hessian.show.page.density import spectra
 from ds_hessian.show.page.layers import layers
 from ds_hessian.show.page.run import SHOWN, Run, Section, State, step_of
@@ -63,7 +64,7 @@ def write_page(run: Run, path: Path) -> Path:
 
 def sections_of(run: Run) -> list[Section]:
     """Return all sections of the page, from top to bottom."""
-    parts = (training, spectra, layers, systems, sweeps, costs, accuracy)
+    parts = (training, spectra, layers, blocks, systems, sweeps, costs, accuracy)
     return [section for part in parts for section in part(run)]
 
 

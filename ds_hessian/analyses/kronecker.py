@@ -1,0 +1,212 @@
+"""How close the Kronecker-factored curvatures of optimizers are to the Hessian of each weight."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+from torch import Tensor
+
+from ds_hessian.analyses.base import Analysis, transient
+from ds_hessian.analyses.measurement import Subject
+from ds_hessian.backends.protocol import Backend, Session
+from ds_hessian.backends.restricted import Choice, Restricted, RestrictedSession
+from ds_hessian.config import HessianConfig
+from ds_hessian.errors import ConfigError, UnsupportedError
+from ds_hessian.krylov.kronecker import Comparison, Effort, compare
+from ds_hessian.memory import FP32, Item
+from ds_hessian.operators import OperatorCost
+from ds_hessian.operators.kronecker import (
+    KINDS,
+    Adapter,
+    Factors,
+    Kind,
+    Settings,
+    estimate,
+    find_layers,
+    memory_of_factors,
+)
+from ds_hessian.operators.kronecker.layers import named
+from ds_hessian.operators.kronecker.spaces import LayerSpace
+from ds_hessian.planning import Settings as PlanSettings
+from ds_hessian.planning import Share, halves
+from ds_hessian.records import Cost, HessianKronecker
+from ds_hessian.records.kronecker import columns
+from ds_hessian.vectors import random_vector
+
+OTHER = "its gradient is not that of one linear layer"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Kronecker(Analysis[HessianKronecker]):
+    """The arguments of a comparison of Kronecker-factored curvatures with the true one.
+
+    Attributes:
+        kinds: Among `kfac`, `ekfac`, `shampoo`, `klshampoo`, `adam` and `optimizer`.
+        layers: Names of weights, or a regular expression; None for those of all linear layers.
+        basis: Products of each layer that are made from its gradient on.
+        probes: Products of each layer with random vectors, at least 2.
+        extremes: Products of each layer and kind for the largest eigenvalue of K^-1/2 C K^-1/2; 0
+            leaves it out.
+        damping: Damping of the solutions, in units of the largest eigenvalue in magnitude.
+        draws: Times that labels are drawn from the model, for the Fisher matrix of a cross entropy;
+            0 for the labels of the data, for the empirical one.
+        layers_at_once: Layers whose factors are summed in one pass; None for all.
+        shapes: Outputs and inputs of each layer.
+        adam: What Adam divides by.
+        adapter: Reads the factors that the job's own optimizer keeps
+            (`ds_hessian.operators.kronecker.Adapter`), for the kind `optimizer`.
+    """
+
+    title = "kronecker"
+    summary = "K-FAC, EK-FAC, Shampoo, KL-Shampoo and Adam beside each weight's own Hessian"
+    resumes = False
+
+    kinds: Sequence[Kind] = ("kfac", "ekfac", "shampoo", "klshampoo")
+    layers: Choice | None = None
+    basis: int = Effort.basis
+    probes: int = Effort.probes
+    extremes: int = Effort.extremes
+    damping: float = Effort.damping
+    draws: int = 0
+    layers_at_once: int | None = None
+    shapes: tuple[tuple[int, int], ...] | None = transient(None)
+    adam: Tensor | None = transient(None)
+    adapter: Adapter | None = transient(None)
+
+    def __post_init__(self) -> None:
+        unknown = [kind for kind in self.kinds if kind not in KINDS]
+        if unknown or not self.kinds or self.probes < 2 or self.basis < 1 or self.extremes < 0:
+            raise ConfigError(
+                f"kronecker needs kinds among {', '.join(KINDS)}, basis >= 1, probes >= 2 and "
+                f"extremes >= 0; got kinds = {list(self.kinds)}, basis = {self.basis}, probes = "
+                f"{self.probes}, extremes = {self.extremes}"
+            )
+
+        if ("optimizer" in self.kinds) != (self.adapter is not None):
+            raise ConfigError(
+                'the kind "optimizer" needs an adapter that reads its factors, and an adapter that '
+                "kind; give both or none"
+            )
+
+    @property
+    def effort(self) -> Effort:
+        """The products of one layer."""
+        return Effort(self.basis, self.probes, self.extremes, self.damping)
+
+    def products(self, config: HessianConfig) -> int:
+        """Return the products of all layers."""
+        if self.shapes is None:
+            raise ConfigError(
+                "how many products kronecker takes depends on the model: give --products"
+            )
+        return len(self.shapes) * self.effort.products(len(self.kinds))
+
+    def share(self, share: Share) -> Share:
+        """Return the share of the job that the largest layer is."""
+        if not self.shapes:
+            return share
+        n = max(m * n for m, n in self.shapes)
+        items = [
+            share.vectors("gradient", 1, stage="factors"),
+            share.vectors("Adam's divisor", int("adam" in self.kinds)),
+            share.vectors("direction or gradient over all parameters", 1, ("passes",)),
+        ]
+        n_local = min(n, share.n_local)
+        return replace(share, n=n, n_local=n_local, backend=lambda p: [*share.backend(p), *items])
+
+    def memory(self, share: Share, config: HessianConfig) -> list[Item]:
+        """Return the sums of one pass, the factors, and the products of a layer."""
+        shapes = self.shapes or ()
+        largest = max((m * n for m, n in shapes), default=0)
+        vectors = 2 * (self.basis + self.probes) + 4
+        place = share.place
+        factors = memory_of_factors(shapes, place, len(self.kinds), self.layers_at_once)
+        return [
+            *factors,
+            Item("products of a layer", place, FP32 * vectors * largest, stage="products"),
+        ]
+
+    def with_less(self, config: HessianConfig) -> list[PlanSettings]:
+        """Return fewer layers in a pass, then fewer products of a layer."""
+        at_once = self.layers_at_once or len(self.shapes or ())
+        return [*halves("layers_at_once", at_once, 1), *halves("basis", self.basis, 4)]
+
+    def prepared(self, backend: Backend, config: HessianConfig) -> Self:
+        """Fill in the sizes of the layers; refuse what has none."""
+        layers, _ = find_layers(backend, self.layers)
+        adam = backend.adam().denominator if "adam" in self.kinds else None
+        return replace(self, shapes=tuple(layer.shape for layer in layers), adam=adam)
+
+    def run(self, subject: Subject) -> HessianKronecker:
+        """Measure. Collective."""
+        began, backend = time.perf_counter(), subject.backend
+        reduced = backend.space.all_reduces
+        layers, left_out = find_layers(backend, self.layers)
+        comparisons, spent = dict[str, Comparison](), list[OperatorCost]()
+        with backend.measuring(subject.objective, subject.passes) as session:
+            settings = Settings(
+                self.kinds,
+                self.layers_at_once,
+                self.adam,
+                self.adapter,
+                self.draws,
+                subject.config.outputs,
+                named(self.layers),
+            )
+            factors = estimate(session, backend, layers, settings)
+            fitting = {found.layer.name for found in factors}
+            left_out |= {x.name: OTHER for x in layers if x.name not in fitting}
+            if not factors:
+                raise UnsupportedError(f"no weight has Kronecker factors: {left_out}")
+            for found in factors:
+                compared, cost = self._compare(subject, session, found)
+                comparisons[found.layer.name] = compared
+                spent.append(cost)
+        kinds = tuple(self.kinds)
+        return HessianKronecker(
+            layers=tuple(comparisons),
+            kinds=kinds,
+            sizes=np.array([f.layer.shape for f in factors]),
+            samples=np.array([[f.samples[k] for k in self.kinds] for f in factors]),
+            mismatches=np.array([f.mismatch for f in factors]),
+            draws=self.draws,
+            damping=self.damping,
+            ridge=self.effort.ridge,
+            left_out=left_out,
+            num_matvecs=sum(c.products for c in spent),
+            cost=_total(spent, began, backend.space.all_reduces - reduced),
+            provenance=subject.provenance(),
+            **columns(comparisons, kinds),
+        )
+
+    def _compare(
+        self, subject: Subject, session: Session, factors: Factors
+    ) -> tuple[Comparison, OperatorCost]:
+        layer, config = factors.layer, subject.config
+        inside = Restricted(subject.backend, [layer.name])
+        operator = subject.curvature(RestrictedSession(inside, session))
+
+        def draw(number: int) -> Tensor:
+            return random_vector(inside.layout, inside.space, config.seed, number, "gaussian")
+
+        space, gradient = LayerSpace(inside, layer), factors.gradient
+        forms = {str(kind): form for kind, form in factors.forms.items()}
+        found = compare(operator, space, forms, self.kinds, gradient, draw, self.effort)
+        return found, operator.cost
+
+
+def _total(spent: Sequence[OperatorCost], began: float, all_reduces: int) -> Cost:
+    products = sum(c.products for c in spent)
+    return Cost(
+        seconds_total=time.perf_counter() - began,
+        seconds_per_product=sum(c.product_seconds for c in spent) / max(products, 1),
+        seconds_per_gradient=float(np.mean([c.gradient_seconds for c in spent])),
+        products=products,
+        gradient_evaluations=sum(c.gradient_evaluations for c in spent),
+        trials=sum(c.trials for c in spent),
+        all_reduces=all_reduces,
+    )

@@ -1,0 +1,44 @@
+"""Weights of two dims with the modules that have them, for hooks on their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of two dims, as this rank has it.
+
+    Attributes:
+        name: Its checkpoint name.
+        module: The module that has it.
+        rows: Rows of the unsharded weight that this rank has, in the order of its own; None for
+            all.
+        columns: The same for columns.
+        group: The tensor-parallel ranks that have the others; None where every rank has all.
+        counts: False on all but one of the ranks that see the same tokens.
+    """
+
+    name: str
+    module: nn.Module
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+    group: dist.ProcessGroup | None = None
+    counts: bool = True
+
+
+def module_weights(
+    root: nn.Module, parameters: Sequence[tuple[str, torch.Size]]
+) -> Iterator[Weight]:
+    """Yield the weights of the modules in one that is whole on this rank, or that is gathered."""
+    known = {name for name, shape in parameters if len(shape) == 2}
+    for path, module in root.named_modules():
+        path = path.replace("_orig_mod.", "").removesuffix("_orig_mod")
+        name = f"{path}.weight" if path else "weight"
+        if name in known and "weight" in module._parameters:
+            yield Weight(name, module)

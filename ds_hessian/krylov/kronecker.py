@@ -1,0 +1,377 @@
+"""A Kronecker-factored curvature K against the true one C of the same weight, from products C v.
+
+Lanczos from the gradient b gives an orthonormal Q, and W = C Q; Gaussian probes z, made orthogonal
+to Q (Z = P z), give Y = C Z. The same products serve every K:
+
+    <C, K>        =  <W, K Q>  +  E <Y, K Z>
+    |C|_F^2       =  |W|^2  +  E |Y|^2
+    diag(C)       =  diag of Q W' + W Q' - Q (Q'W) Q'  +  E Z * P Y       in any orthonormal basis
+    (C + l)^-1 b  =  Q y with y the least-squares solution of (W + l Q) y = b          (MINRES)
+
+The first terms are exact and hold what dominates, so that few probes suffice where plain ones are
+useless (docs/krylov.md). |diag(C)|^2 takes pairs of independent probes, so that it is unbiased. The
+largest eigenvalue of (K + d)^-1/2 C (K + d)^-1/2 takes a Lanczos run of its own for each K.
+
+Errors are those of the probes (jackknife) and twice the products' own, relative.
+
+Cost: `basis` + `probes` products, and `extremes` for each K; on the owner of the layer twice as
+many matrices of its shape, fp32.
+
+Source: Meyer, Musco, Musco, Woodruff, SOSA 2021 (Hutch++), for the splitting of a trace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_hessian.krylov.lanczos import BREAKDOWN, absolute_error
+from ds_hessian.krylov.records import COVERAGE
+from ds_hessian.operators import LinearOperator
+from ds_hessian.operators.kronecker import Eigenform
+from ds_hessian.operators.kronecker.spaces import LayerSpace
+from ds_hessian.ranks import together
+
+Draw = Callable[[int], Tensor]
+Value = tuple[float, float]
+"""A figure and its error."""
+UNKNOWN: Value = (math.nan, math.nan)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """The products of a comparison.
+
+    Attributes:
+        basis: Steps of Lanczos from the gradient.
+        probes: Random probes, at least 2.
+        extremes: Steps of Lanczos for the largest eigenvalue of each K^-1/2 C K^-1/2; 0 for none.
+        damping: Added to C, in units of its largest eigenvalue in magnitude, and to K there.
+        ridge: Added to K before its root, in units of its mean eigenvalue.
+    """
+
+    basis: int = 16
+    probes: int = 8
+    extremes: int = 8
+    damping: float = 0.1
+    ridge: float = 1e-2
+
+    def products(self, kinds: int) -> int:
+        """Return the products for so many K."""
+        return self.basis + self.probes + kinds * self.extremes
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One K beside C.
+
+    Attributes:
+        cosine: `<C, K> / |C| |K|`.
+        scale: The factor c at which c K is closest to C.
+        share: Share of |C|^2 on the diagonal of K's eigenbasis.
+        extreme: The largest eigenvalue of (K + d)^-1/2 C (K + d)^-1/2.
+        solve: The cosine of `(c K + l)^-1 b` and `(C + l)^-1 b`; NaN where c is not positive.
+    """
+
+    cosine: Value
+    scale: Value
+    share: Value
+    extreme: Value
+    solve: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All K beside the C of one layer.
+
+    Attributes:
+        kinds: By name of K.
+        norm: `|C|_F`.
+        top: The largest eigenvalue of C in magnitude, from below.
+        share: Share of |C|^2 on the diagonal, in the basis of the parameters.
+        residual: `|b - (C + l) x| / |b|` of the damped solution x.
+        solve_error: A bound on `|x - exact| / |x|`, and so on the error of the cosines with x: the
+            residual over the smallest Ritz value of C + l in magnitude.
+    """
+
+    kinds: Mapping[str, Compared]
+    norm: Value
+    top: float
+    share: Value
+    residual: float
+    solve_error: float
+
+
+def compare(
+    operator: LinearOperator,
+    space: LayerSpace,
+    forms: Mapping[str, Eigenform],
+    kinds: Sequence[str],
+    gradient: Tensor | None,
+    draw: Draw,
+    effort: Effort,
+) -> Comparison:
+    """Compare the K of a layer with C.
+
+    Args:
+        operator: C, of the layer's weight alone.
+        space: Its vectors.
+        forms: Each K, on the layer's owner.
+        kinds: The names of all K, on every rank.
+        gradient: b, `(m, n)`, on the owner.
+        draw: Random unit vectors by number.
+        effort: The products.
+
+    Collective.
+    """
+    run = _Products(operator, space, draw)
+    basis, images = run.lanczos(_start(space, gradient, draw), effort.basis)
+    probes, answers = run.probes(effort.probes, basis)
+    doubt = COVERAGE * run.worst
+    tops = {k: run.extreme(forms.get(k), effort) for k in kinds}
+    found = [math.nan] * (7 + 6 * len(kinds))
+    with together("comparing Kronecker factors", device=space.space.device):
+        if space.owns:
+            assert gradient is not None
+            dense = _Dense(basis, images, probes, answers, gradient, doubt)
+            with np.errstate(divide="ignore", invalid="ignore"):  # of a weight without a gradient
+                found = dense.figures([forms[k] for k in kinds], effort.damping)
+    norm, norm_error, top, residual, solve_error, *rest = space.known(found)
+    compared = {}
+    for i, kind in enumerate(kinds):
+        cosine, error, scale, share, share_error, solve = rest[2 + 6 * i : 8 + 6 * i]
+        scale_error = abs(scale) * error / max(abs(cosine), 1e-300)
+        compared[kind] = Compared(
+            (cosine, error), (scale, scale_error), (share, share_error), tops[kind], solve
+        )
+    return Comparison(compared, (norm, norm_error), top, (rest[0], rest[1]), residual, solve_error)
+
+
+def _start(space: LayerSpace, gradient: Tensor | None, draw: Draw) -> Tensor | None:
+    """Return the unit vector of the gradient on the owner, a random one where it is zero."""
+    (size,) = space.known([0.0 if gradient is None else float(gradient.norm())])
+    if size:
+        return None if gradient is None else (gradient / gradient.norm()).float()
+    return space.gather(draw(0))
+
+
+class _Products:
+    """Products with vectors that are whole on the owner."""
+
+    def __init__(self, operator: LinearOperator, space: LayerSpace, draw: Draw) -> None:
+        self.operator, self.space, self.draw = operator, space, draw
+        self.worst = 0.0
+
+    def of(self, x: Tensor | None) -> Tensor | None:
+        """Return `C x` on the owner, for an x `(m, n)` of length other than zero there."""
+        product = self.operator.matvec(self.space.scatter(x))
+        self.worst = max(self.worst, absolute_error(product) / max(product.norm, 1e-300))
+        return self.space.gather(product.vector)
+
+    def lanczos(self, start: Tensor | None, steps: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return an orthonormal basis of the Krylov space, and its products; empty elsewhere."""
+        basis, images = list[Tensor](), list[Tensor]()
+        steps, x, largest = min(steps, self.space.space.n), start, 0.0
+        for step in range(steps):
+            image = self.of(x)
+            rest, size = None, 0.0
+            if x is not None and image is not None:
+                basis.append(x)
+                images.append(image)
+                rest = _orthogonal(image, basis)
+                size, largest = float(rest.norm()), max(largest, float(image.norm()))
+            size, scale = self.space.known([size, largest])
+            if step + 1 == steps or size <= BREAKDOWN * max(scale, 1e-300):
+                break
+            x = None if rest is None else rest / size
+        return basis, images
+
+    def probes(self, count: int, basis: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return Gaussian vectors orthogonal to a basis, and their products; empty elsewhere."""
+        probes, answers = list[Tensor](), list[Tensor]()
+        n = self.space.space.n
+        (used,) = self.space.known([float(len(basis))])
+        if used >= n:
+            return probes, answers
+        for number in range(1, count + 1):
+            z = self.space.gather(self.draw(number))
+            if z is not None:
+                z = _orthogonal(z * math.sqrt(n), basis)
+                probes.append(z)
+            answer = self.of(z)
+            if answer is not None:
+                answers.append(answer)
+        return probes, answers
+
+    def extreme(self, form: Eigenform | None, effort: Effort) -> Value:
+        """Return the largest eigenvalue of S C S with S = (K + d)^-1/2, and its residual."""
+        (mean,) = self.space.known([0.0 if form is None else form.mean])
+        if not effort.extremes or not mean > 0:
+            return UNKNOWN
+        scaled = _Scaled(self, form, effort.ridge)
+        start = self.space.gather(self.draw(0))
+        basis, images = scaled.lanczos(start, effort.extremes)
+        found = [0.0, 0.0]
+        if basis:
+            q, w = torch.stack(basis).double().flatten(1), torch.stack(images).double().flatten(1)
+            t = q @ w.T
+            values, vectors = torch.linalg.eigh((t + t.T) / 2)
+            y = vectors[:, -1]
+            residual = float((w.T @ y - values[-1] * (q.T @ y)).norm())
+            error = COVERAGE * self.worst * abs(float(values[-1]))
+            found = [float(values[-1]), math.hypot(residual, error)]
+        value, error = self.space.known(found)
+        return value, error
+
+
+class _Scaled(_Products):
+    """Products of S C S."""
+
+    def __init__(self, plain: _Products, form: Eigenform | None, ridge: float) -> None:
+        super().__init__(plain.operator, plain.space, plain.draw)
+        self.plain, self.form, self.ridge = plain, form, ridge
+
+    def of(self, x: Tensor | None) -> Tensor | None:
+        """Return `S C S x` on the owner."""
+        image = self.plain.of(self._root(x))
+        return self._root(image)
+
+    def _root(self, x: Tensor | None) -> Tensor | None:
+        if x is None or self.form is None:
+            return None
+        ridge = self.ridge * self.form.mean
+        return self.form.apply(x.to(self.form.values), lambda v: (v + ridge).rsqrt()).float()
+
+
+class _Dense:
+    """The figures of one layer, on its owner, from vectors and products of its shape."""
+
+    def __init__(
+        self,
+        basis: list[Tensor],
+        images: list[Tensor],
+        probes: list[Tensor],
+        answers: list[Tensor],
+        gradient: Tensor,
+        doubt: float,
+    ) -> None:
+        empty = gradient.new_zeros((0, *gradient.shape), dtype=torch.float32)
+        self.q, self.w = torch.stack(basis), torch.stack(images)
+        self.z = torch.stack(probes) if probes else empty
+        self.y = torch.stack(answers) if answers else empty
+        self.b, self.doubt = gradient, doubt
+        self.inside = self._dots(self.q, self.w)
+        self.own = _squares(self.w).sum()
+        self.rest = _squares(self.y)
+
+    def figures(self, forms: Sequence[Eigenform], damping: float) -> list[float]:
+        """Return the norm, the top, the residual, and the share of C; then six of each K."""
+        norms = np.sqrt(self._averages(self.own, self.rest))
+        t = (self.inside + self.inside.T) / 2
+        top = float(torch.linalg.eigvalsh(t).abs().max())
+        x, *accuracy = self._solution(damping * top)
+        plain = self._diagonal(None)
+        found = [norms[0], self._bar(norms), top, *accuracy, plain[0], self._bar(plain)]
+        for form in forms:
+            inner = self._inner(form)
+            cosine = inner / (norms * form.norm)
+            scale = inner[0] / form.norm**2 if form.norm else math.nan
+            share = self._diagonal(form)
+            solve = math.nan
+            if scale > 0:
+                step = _damped(form, scale, damping * top, self.b)
+                solve = float((step * x).sum() / (step.norm() * x.norm()))
+            bars = self._bar(cosine), self._bar(share)
+            found += [cosine[0], bars[0], scale, share[0], bars[1], solve]
+        return found
+
+    def _averages(self, own: Tensor, rest: Tensor) -> np.ndarray:
+        """Return own + mean(rest), and the same with each probe left out in turn."""
+        p, total = len(rest), float(rest.sum())
+        if p < 2:
+            return np.array([float(own) + total])
+        others = (total - rest.cpu().numpy()) / (p - 1)
+        return np.append(float(own) + total / p, float(own) + others)
+
+    def _bar(self, values: np.ndarray) -> float:
+        """Return the jackknife's standard error, with the products' errors."""
+        others, spread = values[1:], 0.0
+        if len(others):
+            squares = float(np.square(others - others.mean()).sum())
+            spread = math.sqrt((len(others) - 1) / len(others) * squares)
+        return math.hypot(spread, self.doubt * abs(float(values[0])))
+
+    def _inner(self, form: Eigenform) -> np.ndarray:
+        """Return <C, K>."""
+        own = (self.w * form.apply(self.q.to(form.values))).sum()
+        rest = (self.y * form.apply(self.z.to(form.values))).flatten(1).sum(1)
+        return self._averages(own, rest)
+
+    def _diagonal(self, form: Eigenform | None) -> np.ndarray:
+        """Return the share of |C|^2 on the diagonal, in the eigenbasis of K or the parameters'."""
+
+        def rotated(x: Tensor) -> Tensor:
+            return x.double() if form is None else form.rotated(x.to(form.values))
+
+        q, w = rotated(self.q), rotated(self.w)
+        mixed = torch.einsum("ij,jmn->imn", self.inside.to(q), q)
+        known = (q * (2 * w - mixed)).sum(0)
+        back = rotated(self.y - self._project(self.y))
+        parts = rotated(self.z) * back
+        p = len(parts)
+        norms = self._averages(self.own, self.rest)
+        if p < 2:
+            return np.array([float((known**2).sum())]) / norms
+        total, squares = parts.sum(0), _squares(parts)
+
+        def square(without: Tensor | None, left: float, count: int) -> float:
+            sum_ = total if without is None else total - without
+            pairs = (float((sum_**2).sum()) - left) / (count * (count - 1)) if count > 1 else 0.0
+            return float((known**2).sum()) + 2 * float((known * sum_).sum()) / count + pairs
+
+        whole = float(squares.sum())
+        values = [square(None, whole, p)]
+        values += [square(d, whole - float(s), p - 1) for d, s in zip(parts, squares, strict=True)]
+        return np.array(values) / norms
+
+    def _solution(self, shift: float) -> tuple[Tensor, float, float]:
+        """Return the damped solution in the Krylov space, its relative residual and error."""
+        images = (self.w + shift * self.q).double().flatten(1).T
+        b = self.b.double().reshape(-1)
+        y = torch.linalg.lstsq(images.cpu(), b[:, None].cpu()).solution.to(b)
+        size = float(b.norm())
+        residual = float((images @ y - b[:, None]).norm()) / size if size else math.nan
+        x = torch.einsum("i,imn->mn", y[:, 0], self.q.double())
+        gap = float((torch.linalg.eigvalsh((self.inside + self.inside.T) / 2) + shift).abs().min())
+        known = gap > 0 and bool(x.any())
+        return x, residual, residual * size / (gap * float(x.norm())) if known else math.inf
+
+    def _project(self, x: Tensor) -> Tensor:
+        """Return the part of each x in the span of the basis."""
+        return torch.einsum("pi,imn->pmn", self._dots(x, self.q).to(x), self.q)
+
+    def _dots(self, a: Tensor, b: Tensor) -> Tensor:
+        return a.double().flatten(1) @ b.double().flatten(1).T
+
+
+def _damped(form: Eigenform, scale: float, shift: float, b: Tensor) -> Tensor:
+    """Return (scale K + shift)^-1 b."""
+    return form.apply(b.to(form.values), lambda v: 1 / (scale * v + shift))
+
+
+def _squares(x: Tensor) -> Tensor:
+    return x.double().square().flatten(1).sum(1)
+
+
+def _orthogonal(x: Tensor, basis: list[Tensor]) -> Tensor:
+    """Return x without its part in the span of orthonormal vectors (twice is enough)."""
+    rest = x.clone()
+    for _ in range(2):
+        for q in basis:
+            rest.sub_(q, alpha=float((q * rest).sum(dtype=torch.float64)))
+    return rest

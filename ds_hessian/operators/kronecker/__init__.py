@@ -1,0 +1,28 @@
+"""Kronecker-factored curvatures: what optimizers use in place of the Hessian of a weight."""
+
+from ds_hessian.operators.kronecker.factors import (
+    KINDS,
+    Adapter,
+    Factors,
+    Kind,
+    Settings,
+    estimate,
+)
+from ds_hessian.operators.kronecker.forms import Eigenform
+from ds_hessian.operators.kronecker.layers import Layer, find_layers
+from ds_hessian.operators.kronecker.metric import KroneckerMetric
+from ds_hessian.operators.kronecker.planned import memory_of_factors
+
+__all__ = [
+    "KINDS",
+    "Adapter",
+    "Eigenform",
+    "Factors",
+    "Kind",
+    "KroneckerMetric",
+    "Layer",
+    "Settings",
+    "estimate",
+    "find_layers",
+    "memory_of_factors",
+]

@@ -1,0 +1,202 @@
+"""Linear layers, and what their hooks see: inputs a_t and cotangents c_t at the outputs.
+
+A layer is a module whose weight has two dims and which computes `y = W a` for every token of its
+input (`torch.nn.Linear`, the `Conv1D` of transformers, whose weight is transposed, and Megatron's
+parallel layers), so that the gradient of W is `sum_t c_t a_t'`. Whether it is one is not taken on
+trust: `ds_hessian.operators.kronecker.factors` compares that sum with the job's own gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_hessian.backends.protocol import Backend
+from ds_hessian.backends.restricted import Choice, chosen
+from ds_hessian.backends.weights import Weight
+from ds_hessian.errors import ConfigError, UnsupportedError
+from ds_hessian.ranks import gather_objects
+
+TRANSPOSED = ("Conv1D",)
+"""Class names of layers that compute `y = a W`; of transformers (pytorch_utils.py)."""
+
+Note = Callable[["Layer", Tensor, Tensor], None]
+"""Takes a layer, inputs `(T, n)` and cotangents `(T, m)`, fp32, of one call of one micro-batch."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One linear layer.
+
+    Attributes:
+        name: The checkpoint name of its weight.
+        shape: `(m, n)`: outputs and inputs, over all tensor-parallel ranks.
+        transposed: Whether the weight is stored as `(n, m)`.
+        weight: The weight on this rank; None on ranks that do not have it (other stages of a
+            pipeline).
+        owner: The rank that keeps its factors.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    weight: Weight | None
+    transposed: bool
+    owner: int
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank adds what it sees to the sums of all ranks."""
+        return self.weight is not None and self.weight.counts
+
+    def oriented(self, weight: Tensor) -> Tensor:
+        """Return a weight (or a vector of its shape) `(m, n)`, or the reverse."""
+        return weight.T if self.transposed else weight
+
+
+def find_layers(backend: Backend, choice: Choice | None) -> tuple[list[Layer], dict[str, str]]:
+    """Return the linear layers of a job, and the other weights of two dims with the reason.
+
+    Args:
+        backend: The job.
+        choice: Names or a regular expression of their weights; None for all.
+
+    Raises:
+        ConfigError: nothing is chosen.
+        UnsupportedError: a weight that was asked for by its name is of no such layer, or none is.
+
+    Collective.
+    """
+    shapes = {name: shape for name, shape in backend.parameters if len(shape) == 2}
+    names = list(shapes) if choice is None else chosen(list(shapes), choice)
+    weights = {weight.name: weight for weight in backend.weights()}
+    mine = {name: (_no_layer(w.module), _transposed(w.module)) for name, w in weights.items()}
+    everywhere: dict[str, tuple[str, bool]] = {}
+    for found in gather_objects(mine):
+        for name, about in found.items():  # tied to an embedding of another stage, it is one
+            everywhere[name] = max(everywhere.get(name, about), about)
+    layers, others = list[Layer](), dict[str, str]()
+    for name in names:
+        reason, transposed = everywhere.get(name, ("it is no weight of a module", False))
+        if reason:
+            others[name] = reason
+            continue
+        rows, columns = shapes[name]
+        shape = (columns, rows) if transposed else (rows, columns)
+        owner = len(layers) % backend.space.world_size
+        layers.append(Layer(name, shape, weights.get(name), transposed, owner))
+    if not layers or (others and named(choice)):
+        text = "; ".join(f"{name}: {reason}" for name, reason in list(others.items())[:8])
+        raise UnsupportedError(
+            f"ds_hessian does not support Kronecker factors of {text or 'a model without weights'}"
+        )
+    return layers, others
+
+
+def named(choice: Choice | None) -> bool:
+    """Return whether layers were asked for by their names, so that none may be left out."""
+    return choice is not None and not isinstance(choice, str)
+
+
+def _transposed(module: nn.Module) -> bool:
+    return type(module).__name__ in TRANSPOSED
+
+
+def _no_layer(module: nn.Module) -> str:
+    """Return why a module is no linear layer; nothing if it may be one."""
+    return "it is an embedding" if "Embedding" in type(module).__name__ else ""
+
+
+@contextmanager
+def listening(layers: Sequence[Layer], note: Note) -> Iterator[None]:
+    """Let passes in the body report what the layers see; the hooks are gone afterwards."""
+    with ExitStack() as stack:
+        for layer in layers:
+            if layer.weight is not None:
+                hook = layer.weight.module.register_forward_hook(_hook(layer, note))
+                stack.callback(hook.remove)
+        yield
+
+
+def _hook(layer: Layer, note: Note) -> Any:
+    def forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        y = output[0] if isinstance(output, (tuple, list)) else output
+        if not (args and isinstance(args[0], Tensor) and isinstance(y, Tensor)):
+            raise UnsupportedError(
+                f"ds_hessian does not support Kronecker factors of {layer.name}, whose module is "
+                "not called with its input as the first argument, or returns no tensor"
+            )
+        if not (torch.is_grad_enabled() and y.requires_grad):
+            return
+        a = args[0].detach()
+
+        def backward(c: Tensor) -> None:
+            inputs, cotangents = _whole(layer, a, c.detach())
+            note(layer, inputs, cotangents)
+
+        y.register_hook(backward)
+
+    return forward
+
+
+def _whole(layer: Layer, a: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """Return inputs `(T, n)` and cotangents `(T, m)` in fp32, over all tensor-parallel ranks.
+
+    Raises:
+        ConfigError: a size is not that of the layer, nor a part of it that the ranks divide.
+    """
+    assert layer.weight is not None
+    w, (m, n) = layer.weight, layer.shape
+    inputs = _columns(layer, a, n, w.columns, "inputs")
+    cotangents = _columns(layer, c, m, w.rows, "outputs")
+    if len(inputs) != len(cotangents):  # sequence parallelism: one of them has a part of the tokens
+        tokens = max(len(inputs), len(cotangents))
+        inputs, cotangents = (_rows(layer, x, tokens) for x in (inputs, cotangents))
+    return inputs, cotangents
+
+
+def _columns(layer: Layer, x: Tensor, size: int, index: Tensor | None, what: str) -> Tensor:
+    """Return `(T, size)` from the part of it that this rank has, in the order of the whole."""
+    flat, ranks = x.reshape(-1, x.shape[-1]).float(), _ranks(layer)
+    if flat.shape[1] == size:
+        return flat
+    if index is None or flat.shape[1] * ranks != size or len(index) != flat.shape[1]:
+        raise ConfigError(
+            f"{layer.name} has {size} {what}, which its {ranks} tensor-parallel ranks must "
+            f"divide evenly; this rank sees {flat.shape[1]}"
+        )
+    order = torch.cat(_gathered(layer, index.to(x.device)))
+    whole = flat.new_zeros(len(flat), size)
+    whole[:, order] = torch.cat(_gathered(layer, flat), 1)
+    return whole
+
+
+def _rows(layer: Layer, x: Tensor, tokens: int) -> Tensor:
+    if len(x) == tokens:
+        return x
+    if len(x) * _ranks(layer) != tokens:
+        raise ConfigError(
+            f"{layer.name} sees {tokens} tokens, which its {_ranks(layer)} tensor-parallel ranks "
+            f"must divide evenly; this rank sees {len(x)}"
+        )
+    return torch.cat(_gathered(layer, x))
+
+
+def _group(layer: Layer) -> dist.ProcessGroup | None:
+    return None if layer.weight is None else layer.weight.group
+
+
+def _ranks(layer: Layer) -> int:
+    group = _group(layer)
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def _gathered(layer: Layer, x: Tensor) -> list[Tensor]:
+    parts = [torch.empty_like(x) for _ in range(_ranks(layer))]
+    dist.all_gather(parts, x.contiguous(), group=_group(layer))
+    return parts

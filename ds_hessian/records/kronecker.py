@@ -1,0 +1,128 @@
+"""The record of Kronecker-factored curvatures beside the true one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ds_hessian.krylov.kronecker import Comparison
+from ds_hessian.krylov.records import Array
+from ds_hessian.records.base import Measured
+from ds_hessian.records.fields import Axes
+
+FIGURES = ("cosine", "scale", "share", "extreme")
+"""The figures of each layer and kind that have an error."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HessianKronecker(Measured):
+    """How close k Kronecker-factored curvatures K are to the block C of each of L weights.
+
+    NaN stands for what was not measured.
+
+    Attributes:
+        layers: Names of the weights.
+        kinds: Names of the curvatures: `kfac`, `ekfac`, `shampoo`, `klshampoo`, `adam`.
+        sizes: `(L, 2)` outputs and inputs of each layer.
+        samples: `(L, k)` tokens (K-FAC, EK-FAC), micro-batches (Shampoo) or optimizer steps (Adam)
+            behind each K. With few of them an eigenbasis can be worse than the parameters' own.
+        cosines: `(L, k)` `<C, K> / |C| |K|`; the relative distance at the best scale is
+            `sqrt(1 - cosine^2)`.
+        cosine_errors: `(L, k)` their errors, of probes and products.
+        scales: `(L, k)` the factor at which K is closest to C.
+        scale_errors: `(L, k)` their errors.
+        shares: `(L, k)` share of `|C|^2` on the diagonal of K's eigenbasis.
+        share_errors: `(L, k)` their errors.
+        extremes: `(L, k)` the largest eigenvalue of `(K + d)^-1/2 C (K + d)^-1/2`, from below; d is
+            `ridge` times K's mean eigenvalue.
+        extreme_errors: `(L, k)` bounds on their errors: some eigenvalue is that near.
+        solves: `(L, k)` the cosine of `(c K + l)^-1 g` and `(C + l)^-1 g`, with g the gradient, c
+            the best scale and l `damping` times the largest eigenvalue of C in magnitude.
+        norms: `(L,)` `|C|_F`, in loss per squared parameter.
+        norm_errors: `(L,)` their errors.
+        tops: `(L,)` the largest eigenvalue of C in magnitude, from below.
+        plain_shares: `(L,)` share of `|C|^2` on the diagonal in the parameters' own basis.
+        plain_share_errors: `(L,)` their errors.
+        residuals: `(L,)` relative residual of the damped solution with C.
+        solve_errors: `(L,)` bounds on the errors of `solves`, of that solution.
+        mismatches: `(L,)` relative distance of what the hooks saw to the job's gradient.
+        draws: Times that labels were drawn from the model; 0 for the labels of the data.
+        damping: See `solves`.
+        ridge: See `extremes`.
+        left_out: Other weights of two dims, with the reason.
+        num_matvecs: Products made.
+    """
+
+    kind: ClassVar[str] = "kronecker"
+    arrays: ClassVar[dict[str, Axes]] = {
+        "sizes": Axes("L", "2", kind="i"),
+        "samples": Axes("L", "k", kind="i"),
+        "cosines": Axes("L", "k"),
+        "cosine_errors": Axes("L", "k"),
+        "scales": Axes("L", "k"),
+        "scale_errors": Axes("L", "k"),
+        "shares": Axes("L", "k"),
+        "share_errors": Axes("L", "k"),
+        "extremes": Axes("L", "k"),
+        "extreme_errors": Axes("L", "k"),
+        "solves": Axes("L", "k"),
+        "norms": Axes("L"),
+        "norm_errors": Axes("L"),
+        "tops": Axes("L"),
+        "plain_shares": Axes("L"),
+        "plain_share_errors": Axes("L"),
+        "residuals": Axes("L"),
+        "solve_errors": Axes("L"),
+        "mismatches": Axes("L"),
+    }
+    labels: ClassVar[dict[str, str]] = {"layers": "L", "kinds": "k"}
+
+    layers: tuple[str, ...]
+    kinds: tuple[str, ...]
+    sizes: Array
+    samples: Array
+    cosines: Array
+    cosine_errors: Array
+    scales: Array
+    scale_errors: Array
+    shares: Array
+    share_errors: Array
+    extremes: Array
+    extreme_errors: Array
+    solves: Array
+    norms: Array
+    norm_errors: Array
+    tops: Array
+    plain_shares: Array
+    plain_share_errors: Array
+    residuals: Array
+    solve_errors: Array
+    mismatches: Array
+    draws: int
+    damping: float
+    ridge: float
+    left_out: Mapping[str, str]
+    num_matvecs: int
+
+
+def columns(comparisons: Mapping[str, Comparison], kinds: tuple[str, ...]) -> dict[str, Array]:
+    """Return the arrays of the record that comparisons by layer make."""
+    found = list(comparisons.values())
+    arrays = {
+        "solves": [[c.kinds[k].solve for k in kinds] for c in found],
+        "norms": [c.norm[0] for c in found],
+        "norm_errors": [c.norm[1] for c in found],
+        "tops": [c.top for c in found],
+        "plain_shares": [c.share[0] for c in found],
+        "plain_share_errors": [c.share[1] for c in found],
+        "residuals": [c.residual for c in found],
+        "solve_errors": [c.solve_error for c in found],
+    }
+    for figure in FIGURES:
+        pairs = [[getattr(c.kinds[k], figure) for k in kinds] for c in found]
+        arrays[f"{figure}s"] = [[pair[0] for pair in row] for row in pairs]
+        arrays[f"{figure}_errors"] = [[pair[1] for pair in row] for row in pairs]
+    return {name: np.array(values, dtype=np.float64) for name, values in arrays.items()}

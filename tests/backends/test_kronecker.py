@@ -1,0 +1,87 @@
+"""Kronecker factors on sharded engines: those of one process; failures end on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.backends import jobs, kronecker_jobs
+from tests.nets import DenseHessian, TinyGPT, batch, merged
+from tests.ranks import RankPool
+from tests.tiers import cells
+
+Ranks = Callable[[int], RankPool]
+
+ENGINES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "ZeRO-0": (2, {"stage": 0}, {}),
+    "ZeRO-1": (2, {"stage": 1}, {}),
+    "ZeRO-2": (2, {"stage": 2}, {}),
+    "ZeRO-3": (2, {"stage": 3}, {}),
+    "ZeRO-3 on 3": (3, {"stage": 3}, {}),
+}
+
+
+def together(ranks: list[Any]) -> dict[str, Any]:
+    """All layers' factors, each from its owner."""
+    return {layer: forms for rank in ranks for layer, forms in rank[0].items() if "kfac" in forms}
+
+
+@pytest.fixture(scope="module")
+def one(ranks: Ranks) -> Any:
+    found = ranks(1).run(kronecker_jobs.factors, {"stage": 0})
+    return together(found), found[0][1]
+
+
+@pytest.mark.parametrize("name", cells(ENGINES, ("ZeRO-3",)))
+def test_factors_are_those_of_one_process(ranks: Ranks, one: Any, name: str) -> None:
+    size, zero, config = ENGINES[name]
+    found = ranks(size).run(kronecker_jobs.factors, zero, **config)
+    forms, (exact, samples) = together(found), one
+    assert all([(n, s) for n, s, _ in rank[1]] == [(n, s) for n, s, _ in samples] for rank in found)
+    assert all(mismatch < 1e-4 for rank in found for _, _, mismatch in rank[1])
+    assert forms.keys() == exact.keys() and len(forms) == 4
+    for layer, kinds in exact.items():
+        for kind, whole in kinds.items():
+            a, b = _apply(*forms[layer][kind]), _apply(*whole)
+            # Inverses of singular factors magnify rounding by 1 over their ridge, 1e4.
+            limit = 1e-2 if kind == "klshampoo" else 1e-4
+            assert (a - b).norm() < limit * b.norm(), (layer, kind)
+
+
+def _apply(values: torch.Tensor, left: Any, right: Any) -> torch.Tensor:
+    """K on some matrices, which do not depend on the signs of eigenvectors."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, *values.shape, generator=generator, dtype=torch.float64)
+    inside = left.T @ x @ right
+    found = left @ (values * inside) @ right.T
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+@pytest.mark.full
+def test_records_agree_with_the_dense_hessian_on_every_rank(ranks: Ranks) -> None:
+    (weights, record), (_, other) = ranks(2).run(kronecker_jobs.compared, {"stage": 3})
+    assert np.array_equal(record.cosines, other.cosines)
+    dense = DenseHessian(TinyGPT(), weights, merged([batch(500 + i, 0) for i in range(jobs.TOTAL)]))
+    for i, name in enumerate(record.layers):
+        inside = dense.flat({n: torch.full_like(w, float(n == name)) for n, w in weights.items()})
+        where = inside.nonzero()[:, 0]
+        block = torch.stack(
+            [dense.matvec(torch.eye(len(inside))[k].double())[where] for k in where]
+        )
+        assert abs(record.norms[i] - float(block.norm())) <= 4 * record.norm_errors[i]
+        plain = float(block.diag().square().sum() / block.square().sum())
+        assert abs(record.plain_shares[i] - plain) <= 4 * record.plain_share_errors[i]
+    assert record.kinds[-1] == "adam" and (record.samples[:, -1] == 3).all()
+    assert np.allclose(record.shares[:, -1], record.plain_shares)
+
+
+@pytest.mark.parametrize("where", cells(("hook", "eigh"), ("hook",)))
+def test_a_failure_of_one_rank_ends_on_all(ranks: Ranks, where: str) -> None:
+    for error, same, cosines, gone in ranks(2).run(kronecker_jobs.failing, where):
+        assert "rank 1: OSError: on purpose" in error
+        assert same and gone and np.isfinite(cosines).all()

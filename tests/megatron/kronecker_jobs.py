@@ -1,0 +1,67 @@
+"""What runs on the ranks: Kronecker factors of a Megatron GPT."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ds_hessian.operators.kronecker import Settings, estimate, find_layers, layers
+from tests.megatron import job
+from tests.megatron.job import Job
+
+CHOICE = r"layers\.(0|3)\..*(qkv|proj|fc1|fc2)\.weight"
+
+
+def factors(layout: Job, kinds: tuple[Any, ...] = ("kfac", "ekfac", "shampoo")) -> Any:
+    """{layer: {kind: K on some matrices}} of this rank's layers, and the samples of all."""
+    with job.running(layout) as chunks:
+        hessian = job.hessian_of(chunks, layout)
+        backend = hessian.backend
+        found_layers, _ = find_layers(backend, CHOICE)
+        with backend.measuring(hessian._objective) as session:
+            found = estimate(session, backend, found_layers, Settings(kinds))
+        forms = {
+            f.layer.name: {k: _apply(form) for k, form in f.forms.items()} for f in found if f.forms
+        }
+        return forms, [(f.layer.name, f.layer.shape, dict(f.samples), f.mismatch) for f in found]
+
+
+def _apply(form: Any) -> torch.Tensor:
+    """K on some matrices, which do not depend on the signs of eigenvectors."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, *form.values.shape, generator=generator, dtype=torch.float64)
+    found = form.apply(x)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def record(layout: Job) -> Any:
+    """The record of two layers, and whether hooks are left."""
+    with job.running(layout) as chunks:
+        hessian = job.hessian_of(chunks, layout)
+        choice = r"layers\.(0|3)\..*fc1\.weight"
+        found = hessian.kronecker(["kfac", "shampoo"], choice, basis=6, probes=4, extremes=2)
+        hooks = any(m._forward_hooks for c in chunks for m in c.modules())
+        return found, hooks
+
+
+def uneven(layout: Job) -> str:
+    """The refusal of a layer of which a rank sees another part than the ranks divide."""
+    from ds_hessian.errors import HessianError
+
+    whole = layers._columns
+
+    def cut(layer: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return whole(layer, x[..., :-1] if "fc1" in layer.name else x, *rest)
+
+    with job.running(layout) as chunks:
+        hessian = job.hessian_of(chunks, layout)
+        setattr(layers, "_columns", cut)  # noqa: B010
+        try:
+            hessian.kronecker(["kfac"], r"layers\.0\..*fc1\.weight", basis=2, probes=2)
+        except HessianError as error:
+            return str(error)
+        finally:
+            setattr(layers, "_columns", whole)  # noqa: B010
+        return ""

@@ -1,0 +1,65 @@
+"""Kronecker factors in Megatron's layouts: those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.megatron import kronecker_jobs
+from tests.megatron.job import Job
+from tests.ranks import RankPool
+from tests.tiers import cells
+
+Ranks = Callable[[int], RankPool]
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "TP": (2, {"tp": 2}),
+    "TP sequence parallel": (2, {"tp": 2, "sequence_parallel": True}),
+    "PP": (2, {"pp": 2}),
+    "DP distributed optimizer": (2, {"distributed": True}),
+    "TP x PP": (4, {"tp": 2, "pp": 2}),
+    "TP x DP": (4, {"tp": 2, "distributed": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def one(megatron_ranks: Ranks) -> Any:
+    ((forms, about),) = megatron_ranks(1).run(kronecker_jobs.factors, Job())
+    return forms, about
+
+
+@pytest.mark.parametrize("name", cells(LAYOUTS, ("TP sequence parallel",)))
+def test_factors_are_those_of_one_process(megatron_ranks: Ranks, one: Any, name: str) -> None:
+    size, layout = LAYOUTS[name]
+    exact, about = one
+    assert len(about) == 8  # four weights in each of two layers
+    runs = megatron_ranks(size).run(kronecker_jobs.factors, Job(**layout))
+    for _, found in runs:
+        assert [x[:3] for x in found] == [x[:3] for x in about]
+        assert all(mismatch < 1e-4 for *_, mismatch in found)
+    forms = {layer: kinds for own, _ in runs for layer, kinds in own.items()}
+    assert forms.keys() == exact.keys()
+    for layer, kinds in exact.items():
+        for kind, whole in kinds.items():
+            assert (forms[layer][kind] - whole).norm() < 1e-4 * whole.norm(), (layer, kind)
+
+
+@pytest.mark.full
+def test_records_are_those_of_one_process(megatron_ranks: Ranks) -> None:
+    ((one, _),) = megatron_ranks(1).run(kronecker_jobs.record, Job())
+    for found, hooks in megatron_ranks(2).run(kronecker_jobs.record, Job(tp=2)):
+        assert not hooks and found.layers == one.layers
+        for name in ("cosines", "shares", "plain_shares", "tops", "norms"):
+            assert np.allclose(getattr(found, name), getattr(one, name), rtol=1e-2, atol=1e-3), name
+
+
+@pytest.mark.full
+def test_a_size_that_the_ranks_do_not_divide_is_refused_with_its_numbers(
+    megatron_ranks: Ranks,
+) -> None:
+    for error in megatron_ranks(2).run(kronecker_jobs.uneven, Job(tp=2)):
+        assert "fc1.weight has 16 inputs, which its 2 tensor-parallel ranks must" in error
+        assert "divide evenly; this rank sees 15" in error

@@ -1,0 +1,428 @@
+"""Kronecker factors and their comparison with the Hessian against dense fp64 matrices."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ds_hessian
+from ds_hessian.backends.plain import ModuleBackend
+from ds_hessian.errors import ConfigError, NumericsError, UnsupportedError
+from ds_hessian.operators.kronecker import (
+    Eigenform,
+    Factors,
+    KroneckerMetric,
+    Settings,
+    estimate,
+    find_layers,
+)
+from ds_hessian.records import HessianKronecker
+from tests.nets import TinyGPT, batch
+from tests.operators.nets import Exact, batches, loss_of, mlp, train
+from tests.plain.jobs import Mixed, data
+
+QUIET = {"progress": False, "plot": False}
+DATA = batches(4)
+
+
+def dense(form: Eigenform) -> Tensor:
+    """K as a matrix of order m n."""
+    eye = torch.eye(form.values.numel(), dtype=torch.float64).view(-1, *form.values.shape)
+    return form.apply(eye).flatten(1)
+
+
+def factors_of(net: nn.Module, data: list[Any], loss: Any = None, **settings: Any) -> list[Factors]:
+    backend = ModuleBackend(net)
+    layers, _ = find_layers(backend, None)
+    settings = {"kinds": ("kfac", "ekfac", "shampoo", "klshampoo"), **settings}
+    with backend.measuring(backend.objective(data, loss)) as session:
+        return estimate(session, backend, layers, Settings(**settings))
+
+
+def seen(net: nn.Module, data: list[Any], loss: Any) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """Inputs and cotangents of each micro-batch's mean loss over their number, in fp64."""
+    net, found = copy.deepcopy(net).double(), dict[str, list[tuple[Tensor, Tensor]]]()
+    for name, module in net.named_modules():
+        if isinstance(module, nn.Linear):
+
+            def hook(_: Any, args: Any, output: Tensor, name: str = name) -> None:
+                def note(c: Tensor) -> None:
+                    a, c = args[0].detach().flatten(0, -2), c.flatten(0, -2) / len(data)
+                    found.setdefault(f"{name}.weight", []).append((a, c))
+
+                output.register_hook(note)
+
+            module.register_forward_hook(hook)
+    for entry in data:
+        loss(net, entry).backward()
+    return found
+
+
+def matrices(parts: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """K-FAC, EK-FAC and Shampoo^2, dense, from their definitions."""
+    a, c = (torch.cat(x) for x in zip(*parts, strict=True))
+    tokens, count = len(a), len(parts)
+    factor_a, factor_b = a.T @ a / tokens, tokens * c.T @ c
+    basis = torch.kron(torch.linalg.eigh(factor_b)[1], torch.linalg.eigh(factor_a)[1])
+    each = torch.einsum("tm,tn->tmn", c, a).flatten(1) @ basis
+    eigenvalues = tokens * each.square().sum(0)
+    gradients = [count * c.T @ a for a, c in parts]
+    left = torch.stack([g @ g.T for g in gradients]).mean(0)
+    right = torch.stack([g.T @ g for g in gradients]).mean(0)
+    return {
+        "kfac": torch.kron(factor_b, factor_a),
+        "ekfac": basis @ torch.diag(eigenvalues) @ basis.T,
+        "shampoo": torch.kron(left, right) / left.trace(),
+    }
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return float((a * b).sum() / (a.norm() * b.norm()))
+
+
+@pytest.fixture(scope="module")
+def net() -> nn.Module:
+    return train(mlp(), batches(), 40)
+
+
+def test_factors_are_those_of_their_definitions(net: nn.Module) -> None:
+    found = factors_of(net, DATA, loss_of)
+    exact = seen(net, DATA, loss_of)
+    assert [f.layer.name for f in found] == ["0.weight", "2.weight", "4.weight"]
+    for f in found:
+        assert f.samples == {
+            "kfac": 64,
+            "ekfac": 64,
+            "shampoo": 4,
+            "klshampoo": 4,
+        }
+        assert f.mismatch < 1e-5
+        wanted = matrices(exact[f.layer.name])
+        for kind, matrix in wanted.items():
+            assert (dense(f.forms[kind]) - matrix).norm() < 1e-4 * matrix.norm(), kind
+
+
+@pytest.mark.full
+def test_kl_shampoo_is_its_fixed_point(net: nn.Module) -> None:
+    """Of the gradients of single examples; with few gradients the iteration has no fixed point."""
+    examples = [(x[None], y[None]) for xs, ys in DATA for x, y in zip(xs, ys, strict=True)]
+    *_, found = factors_of(net, examples, loss_of, kinds=("klshampoo",))
+    form, parts = found.forms["klshampoo"], seen(net, examples, loss_of)["4.weight"]
+    gradients = torch.stack([len(parts) * c.T @ a for a, c in parts])
+    left, right = torch.eye(3, dtype=torch.float64), torch.eye(16, dtype=torch.float64)
+    for _ in range(100):
+        inverses = [
+            torch.linalg.inv(len(s) * s / s.trace() + 1e-4 * torch.eye(len(s)))
+            for s in (left, right)
+        ]
+        left = (gradients @ inverses[1] @ gradients.mT).mean(0)
+        right = (gradients.mT @ inverses[0] @ gradients).mean(0)
+    assert cosine(dense(form), torch.kron(left, right)) > 0.999
+    ridge = 1e-4 * form.mean
+    inverse = torch.stack([form.apply(g, lambda v: 1 / (v + ridge)) for g in gradients])
+    spent = float((gradients * inverse).flatten(1).sum(1).mean()) / gradients[0].numel()
+    assert spent == pytest.approx(1, rel=0.05)
+
+
+def test_softmax_regression_on_one_example_is_exactly_k_fac_of_all_labels() -> None:
+    """One token: K-FAC of the data's label is the outer product of the gradient; over all labels,
+    weighted by their probabilities, it is the Gauss-Newton matrix, which is the Hessian here."""
+    torch.manual_seed(3)
+    net = nn.Linear(5, 4, bias=False)
+    x = torch.randn(1, 5)
+    p = net(x).detach().softmax(-1)[0].double()
+    total = torch.zeros(20, 20, dtype=torch.float64)
+    for label in range(4):
+        entry = [(x, torch.tensor([label]))]
+        (found,) = factors_of(net, entry, loss_of, kinds=("kfac", "ekfac"))
+        total += p[label] * dense(found.forms["kfac"])
+        assert (dense(found.forms["ekfac"]) - dense(found.forms["kfac"])).norm() < 1e-5
+    exact = Exact(net, [(x, torch.tensor([0]))])
+    hessian = torch.stack([exact(e) for e in torch.eye(20)])
+    assert (total - hessian).norm() < 1e-5 * hessian.norm()
+
+
+@pytest.mark.full
+def test_labels_drawn_from_the_model_give_the_gauss_newton_matrix() -> None:
+    """Softmax regression on one example with 400 draws: K-FAC up to the error of a mean of them."""
+    torch.manual_seed(3)
+    net = nn.Linear(5, 4, bias=False)
+    entry = [(torch.randn(1, 5), torch.tensor([2]))]
+    (found,) = factors_of(net, entry, loss_of, kinds=("kfac", "ekfac", "shampoo"), draws=400)
+    exact = Exact(net, entry)
+    hessian = torch.stack([exact(e) for e in torch.eye(20)])
+    assert found.samples["kfac"] == 400 and found.samples["shampoo"] == 400
+    for kind in ("kfac", "ekfac"):
+        distance = (dense(found.forms[kind]) - hessian).norm() / hessian.norm()
+        assert distance < 4 / 400**0.5, kind
+    assert cosine(dense(found.forms["shampoo"]), hessian) > 0.9
+
+
+@pytest.mark.full
+def test_drawn_labels_need_a_cross_entropy(net: nn.Module) -> None:
+    def cubes(net: nn.Module, given: Any) -> Tensor:
+        found = (net(given[0]) - 1).abs().pow(3).mean()
+        assert isinstance(found, Tensor)
+        return found
+
+    with pytest.raises(UnsupportedError, match="where the loss is no cross entropy"):
+        factors_of(net, DATA[:1], cubes, kinds=("kfac",), draws=1)
+
+
+def test_drawn_labels_give_the_factors_of_the_fisher_matrix(net: nn.Module) -> None:
+    """Of the last layer, where they are known: B is the mean of diag(p) - p p'."""
+    *_, found = factors_of(net, DATA, loss_of, kinds=("kfac", "ekfac"), draws=16)
+    exact = copy.deepcopy(net).double()
+    a = torch.cat([exact[:-1](x.double()) for x, _ in DATA]).detach()
+    p = exact[-1](a).softmax(-1).detach()
+    each = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    factor_a, factor_b = a.T @ a / len(a), each.mean(0)
+    wanted = torch.kron(factor_b, factor_a)
+    # The variance of d d' over draws of a label, which few unlikely labels make.
+    d = torch.eye(3, dtype=torch.float64) - p[:, None]
+    fourth = (p * d.square().sum(-1).square()).sum(1)
+    error = 4 * float((fourth - each.square().sum((1, 2))).mean() / (16 * len(a))) ** 0.5
+    assert (dense(found.forms["kfac"]) - wanted).norm() < error * factor_a.norm()
+    square = a.square().sum(1)
+    trace = float((each.diagonal(dim1=1, dim2=2).sum(1) * square).mean())
+    spread = (p * d.square().sum(-1).square()).sum(1) - each.diagonal(dim1=1, dim2=2).sum(1) ** 2
+    bar = 4 * float((spread * square**2).mean() / (16 * len(a))) ** 0.5
+    assert abs(float(found.forms["ekfac"].values.sum()) - trace) < bar
+    assert found.samples["kfac"] == 16 * 64
+
+
+@pytest.mark.full
+def test_the_other_operators_are_compared_too(net: nn.Module) -> None:
+    hessian: Any = ds_hessian.attach(net, config=QUIET).use(DATA, loss_of)
+    settings = {"layers": ["4.weight"], "basis": 8, "probes": 4, "extremes": 0, "draws": 4}
+    found = hessian.kronecker(["kfac"], operator="ggn", **settings)
+    assert found.provenance.operator == "ggn" and found.draws == 4
+    a = torch.cat([net[:-1](x) for x, _ in DATA]).double().detach()
+    p = (a @ net[-1].weight.double().T + net[-1].bias.double()).softmax(-1).detach()
+    each = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    exact = torch.einsum("tij,tk,tl->ikjl", each, a, a).reshape(48, 48) / len(a)
+    assert abs(found.norms[0] - float(exact.norm())) <= 4 * found.norm_errors[0]
+    plain = float(exact.diag().square().sum() / exact.square().sum())
+    assert abs(found.plain_shares[0] - plain) <= 4 * found.plain_share_errors[0]
+
+
+@pytest.fixture(scope="module")
+def record(net: nn.Module) -> HessianKronecker:
+    hessian: Any = ds_hessian.attach(net, config=QUIET).use(DATA, loss_of)
+    found = hessian.kronecker(basis=12, probes=8, extremes=8)
+    assert isinstance(found, HessianKronecker)
+    return found
+
+
+def test_comparisons_are_those_of_dense_matrices(record: HessianKronecker, net: nn.Module) -> None:
+    exact, parts, offset = Exact(net, DATA), seen(net, DATA, loss_of), 0
+    matrix = torch.stack([exact(e) for e in torch.eye(607)])
+    for name, p in net.named_parameters():
+        part = slice(offset, offset + p.numel())
+        offset = part.stop
+        if name not in record.layers:
+            continue
+        i, c = record.layers.index(name), matrix[part, part]
+        assert record.tops[i] == pytest.approx(float(torch.linalg.eigvalsh(c).abs().max()), 1e-3)
+        assert abs(record.norms[i] - float(c.norm())) <= 4 * record.norm_errors[i]
+        plain = float(c.diag().square().sum() / c.square().sum())
+        assert abs(record.plain_shares[i] - plain) <= 4 * record.plain_share_errors[i]
+        gradient = exact.gradient[part].detach()
+        for j, (kind, k) in enumerate(matrices(parts[name]).items()):
+            assert record.kinds[j] == kind
+            assert abs(record.cosines[i, j] - cosine(c, k)) <= 4 * record.cosine_errors[i, j]
+            scale = float((c * k).sum() / k.square().sum())
+            assert abs(record.scales[i, j] - scale) <= 4 * record.scale_errors[i, j]
+            _check_extreme(record, i, j, c, k)
+            shift = record.damping * record.tops[i] * torch.eye(len(c))
+            a, b = (torch.linalg.solve(m + shift, gradient) for m in (c, scale * k))
+            bar = record.solve_errors[i] + 2 * record.scale_errors[i, j] / scale
+            assert abs(record.solves[i, j] - cosine(a, b)) <= bar + 1e-3
+    assert (record.cosine_errors < 0.05).all()
+
+
+def _check_extreme(record: HessianKronecker, i: int, j: int, c: Tensor, k: Tensor) -> None:
+    values, vectors = torch.linalg.eigh(k + record.ridge * k.trace() / len(k) * torch.eye(len(k)))
+    root = vectors @ torch.diag(values.rsqrt()) @ vectors.T
+    exact = float(torch.linalg.eigvalsh(root @ c @ root)[-1])
+    assert abs(record.extremes[i, j] - exact) <= 2 * record.extreme_errors[i, j]
+
+
+def test_the_record_is_saved_printed_and_drawn(record: HessianKronecker, tmp_path: Path) -> None:
+    assert HessianKronecker.load(record.save(tmp_path)) == record
+    assert record.plot(tmp_path / "kronecker.png").stat().st_size > 1000
+    assert "klshampoo" in record.table() and "4.weight" in record.table()
+    assert record.num_matvecs == record.cost.products == 3 * (12 + 8 + 4 * 8)
+
+
+def gpt() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = TinyGPT(dropout=0.1)
+    return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def trained(measure: bool) -> list[Tensor]:
+    """What training leaves behind, with or without a measurement after each step."""
+    net, optimizer = gpt()
+    hessian: Any = ds_hessian.attach(net, optimizer, QUIET).use([batch(9, 0)])
+    for i in range(2):
+        optimizer.zero_grad()
+        net(*batch(i, 0)).backward()
+        optimizer.step()
+        hessian.step()
+        if measure:
+            found = hessian.kronecker(("kfac", "adam"), basis=2, probes=2, extremes=0)
+            assert found.left_out == {
+                "embed.weight": "it is an embedding",
+                "position": "it is no weight of a module",
+            }
+            assert found.layers == ("qkv.weight", "out.weight", "up.weight", "down.weight")
+            assert np.isnan(found.extremes).all() and np.isfinite(found.cosines).all()
+            assert (found.samples == [12, i + 1]).all()
+            assert not any(m._forward_hooks for m in net.modules())
+    return [*net.parameters(), *net.buffers(), torch.get_rng_state()]
+
+
+def test_training_is_bitwise_the_same_with_measurements_in_between() -> None:
+    with_, without = trained(True), trained(False)
+    assert all(torch.equal(a, b) for a, b in zip(with_, without, strict=True))
+
+
+class Odd(nn.Module):
+    """A tied layer, a transposed one as transformers have it, and a plain one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.tied, self.last = nn.Linear(10, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.conv = Conv1D(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits; the weight of `tied` is used twice, once without its module."""
+        hidden = torch.tanh(self.conv(torch.tanh(self.first(x))))
+        return self.last(functional.linear(torch.tanh(self.tied(hidden)), self.tied.weight))
+
+
+class Conv1D(nn.Module):
+    """`y = x W + b` with W `(n, m)`, as in transformers' pytorch_utils.py."""
+
+    def __init__(self, m: int, n: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(n, m) / 3), nn.Parameter(torch.zeros(m))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., m)`."""
+        return torch.addmm(self.bias, x, self.weight)
+
+
+def test_a_tied_weight_is_left_out_or_refused_and_a_transposed_one_is_right() -> None:
+    torch.manual_seed(0)
+    net = Odd()
+    hessian: Any = ds_hessian.attach(net, config=QUIET).use(DATA[:2], loss_of)
+    found = hessian.kronecker(["kfac"], basis=2, probes=2, extremes=0)
+    assert found.layers == ("first.weight", "last.weight", "conv.weight")
+    assert found.left_out == {"tied.weight": "its gradient is not that of one linear layer"}
+    with pytest.raises(UnsupportedError, match=r"is not that of one linear layer .*tied\.weight"):
+        hessian.kronecker(["kfac"], ["tied.weight"])
+    with pytest.raises(ConfigError, match=r"there is no trainable 'lst\.weight'; did you mean"):
+        hessian.kronecker(["kfac"], ["lst.weight"])
+
+
+@pytest.mark.full
+def test_solves_and_influence_take_k_fac_as_preconditioner(net: nn.Module) -> None:
+    """The same solution as without; with D = H it would take one step."""
+    hessian: Any = ds_hessian.attach(net, config=QUIET).use(DATA[:2], loss_of)
+    b = hessian.random_vector(seed=3)
+    found = hessian.solve(b, [0.5], "minres", 1e-3, 40, preconditioner="ekfac")
+    exact = Exact(net, DATA[:2])
+    matrix = torch.stack([exact(e) for e in torch.eye(607)]) + 0.5 * torch.eye(607)
+    x = torch.linalg.solve(matrix, b.double())
+    assert found.converged.all() and (found.x[0].double() - x).norm() < 1e-2 * x.norm()
+    plain = hessian.influence(DATA[:1], DATA[:2], [0.5], num_matvecs=40)
+    with_ = hessian.influence(DATA[:1], DATA[:2], [0.5], num_matvecs=40, preconditioner="ekfac")
+    assert np.allclose(with_.scores, plain.scores, rtol=2e-2, atol=1e-3)
+    shapes = ((16, 20), (3, 16))
+    assert "Kronecker factors" in hessian.memory_plan("kronecker", shapes=shapes).table()
+    with pytest.raises(NumericsError, match="EK-FAC . damping must be positive everywhere"):
+        hessian.solve(b, [-1.0], preconditioner="ekfac")
+
+
+@pytest.mark.full
+def test_the_metric_is_ek_fac_on_layers_and_a_diagonal_elsewhere(net: nn.Module) -> None:
+    backend = ModuleBackend(net)
+    with backend.measuring(backend.objective(DATA, loss_of)) as session:
+        metric = KroneckerMetric(session, backend)
+        root = metric.inverse_root(0.3)
+        v = torch.randn(607, generator=torch.Generator().manual_seed(2))
+        twice = root(root(v)).double()
+    exact = matrices(seen(net, DATA, loss_of)["2.weight"])["ekfac"] + 0.3 * torch.eye(320)
+    part = slice(220, 540)
+    assert (exact @ twice[part] - v[part].double()).norm() < 1e-3 * v[part].norm()
+    bias = slice(604, 607)
+    each = torch.stack([Exact(net, [entry]).gradient[bias].detach() for entry in DATA])
+    wanted = v[bias].double() / (16 * each.square().mean(0) + 0.3)
+    assert (twice[bias] - wanted).norm() < 1e-3 * wanted.norm()
+
+
+@pytest.mark.full
+def test_factors_that_an_optimizer_keeps_are_read_by_an_adapter(net: nn.Module) -> None:
+    hessian: Any = ds_hessian.attach(net, config=QUIET).use(DATA, loss_of)
+    parts = seen(net, DATA, loss_of)
+
+    def adapter(name: str) -> tuple[Tensor, Tensor]:
+        gradients = [c.T @ a for a, c in parts[name]]
+        left = torch.stack([g @ g.T for g in gradients]).mean(0)
+        return left, torch.stack([g.T @ g for g in gradients]).mean(0)
+
+    kinds, effort = ["shampoo", "optimizer"], {"basis": 4, "probes": 2, "extremes": 0}
+    found = hessian.kronecker(kinds, ["4.weight"], adapter=adapter, **effort)
+    assert found.cosines[0, 1] == pytest.approx(found.cosines[0, 0], rel=1e-4)
+    with pytest.raises(ConfigError, match="needs an adapter"):
+        hessian.kronecker(["optimizer"])
+    with pytest.raises(ConfigError, match=r"4\.weight must have shapes \[\(3, 3\), \(16, 16\)\]"):
+        hessian.kronecker(
+            kinds, ["4.weight"], adapter=lambda name: (torch.eye(2), torch.eye(16)), **effort
+        )
+
+
+@pytest.mark.full
+def test_a_layer_without_a_gradient_has_no_figures_and_spoils_none(tmp_path: Path) -> None:
+    """Beside BatchNorm, dropout, and a layer that these micro-batches do not use."""
+    net = Mixed(odd=True)
+    hessian: Any = ds_hessian.attach(net, config=QUIET).use([data(i) for i in range(2)])
+    found = hessian.kronecker(basis=4, probes=2, extremes=2)
+    unused = found.layers.index("odd.weight")
+    assert np.isnan(found.cosines[unused]).all() and found.norms[unused] == 0
+    others = [i for i in range(len(found.layers)) if i != unused]
+    assert len(others) == 2 and np.isfinite(found.cosines[others]).all()
+    assert HessianKronecker.load(found.save(tmp_path)) == found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kinds": ["k-fac"]}, "kronecker needs kinds among kfac, ekfac, shampoo"),
+        ({"probes": 1}, "probes >= 2"),
+        ({"kinds": ["adam"]}, "there is no optimizer"),
+    ],
+)
+def test_impossible_arguments_are_refused(
+    net: nn.Module, arguments: dict[str, Any], message: str
+) -> None:
+    hessian: Any = ds_hessian.attach(net, config=QUIET).use(DATA[:1], loss_of)
+    with pytest.raises(ConfigError, match=message):
+        hessian.kronecker(**arguments)
+
+
+@pytest.mark.full
+def test_fewer_layers_at_once_give_the_same_factors_and_are_proposed(net: nn.Module) -> None:
+    hessian: Any = ds_hessian.attach(net, config=QUIET).use(DATA[:2], loss_of)
+    settings = {"kinds": ["ekfac"], "basis": 3, "probes": 2, "extremes": 0}
+    whole, one = (hessian.kronecker(**settings, layers_at_once=k) for k in (None, 1))
+    assert np.array_equal(whole.cosines, one.cosines)
