@@ -20,8 +20,9 @@ import math
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ds_hessian.errors import MeasurementError
+
+P, R = ParamSpec("P"), TypeVar("R")
 
 DIMS = {"topk": 2, "kthvalue": 2, "sort": 1, "argsort": 1, "max": 1, "min": 1}
 DIMS |= {"argmax": 1, "argmin": 1, "multinomial": 9}
@@ -275,6 +278,17 @@ class FixedFunction(TorchFunctionMode):
             return known.get(here)
         nearest = min(known, key=lambda there: math.dist(here, there))
         return known[nearest] if math.dist(here, nearest) < SAME * math.hypot(*here) else None
+
+
+def beside(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a hook of a measurement run beside the model: what it computes is no choice of it."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return called
 
 
 def _undispatched(func: Any) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_hessian.backends.function import beside
 from ds_hessian.backends.protocol import Backend
 from ds_hessian.backends.restricted import Choice, chosen
 from ds_hessian.backends.weights import Weight
@@ -139,7 +140,7 @@ def _hook(layer: Layer, note: Note) -> Any:
             inputs, cotangents = _whole(layer, a, c.detach())
             note(layer, inputs, cotangents)
 
-        y.register_hook(backward)
+        y.register_hook(beside(backward))
 
     return forward
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hessian.backends.function import beside
 from ds_hessian.backends.protocol import Session
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.operators.outputs.losses import read_cross_entropy
@@ -54,7 +55,7 @@ class _Watch:
                 return
             row[CALLED] += 1
             seen, version = f.detach(), f._version
-            f.register_hook(lambda c: self._judge(number, seen, version, c))
+            f.register_hook(beside(lambda c: self._judge(number, seen, version, c)))
 
         return hook
 

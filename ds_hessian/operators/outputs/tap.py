@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ds_hessian.backends.function import beside
 from ds_hessian.errors import UnsupportedError
 
 
@@ -96,12 +97,12 @@ class _Calls:
                 f"the output of {self.name!r} is no floating-point tensor, nor begins with one: "
                 "name the module that returns the logits, outputs=..."
             )
-        added = self.listener.outputs(index, f.detach())
+        added = beside(self.listener.outputs)(index, f.detach())
         if added is not None:
             f = f.float() + added
         if f.requires_grad:
             seen = f.detach().clone()  # the loss may write into f
-            f.register_hook(lambda c: self.listener.cotangent(index, seen, c))
+            f.register_hook(beside(lambda c: self.listener.cotangent(index, seen, c)))
         elif torch.is_grad_enabled():
             raise UnsupportedError(
                 f"ds_hessian does not support outputs ({self.name!r}) without a graph in a "
