@@ -12,7 +12,6 @@ import base64
 import difflib
 import json
 import os
-import textwrap
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -407,7 +406,8 @@ class HessianConfig(_Section):
                 section[parent][leaf], touched = value, paths
             else:
                 known = [*section, *(path.split(".")[-1] for path in leaves())]
-                lines.append(f"{_brief(name)}: unknown override{_suggestion(name, known)}")
+                near = _suggestion(name, known, [*section])
+                lines.append(f"{_brief(name)}: unknown override{near}")
                 continue
             lines += [f"{SECTION}.{p}: overridden twice: keep one" for p in touched if p in given]
             given.update(touched)
@@ -574,10 +574,11 @@ def _suggest_key(path: str, name: str, model: type[BaseModel]) -> str:
     return _suggestion(name, here)
 
 
-def _suggestion(name: str, known: list[str]) -> str:
+def _suggestion(name: str, known: list[str], listed: list[str] | None = None) -> str:
+    """Return the known name that is meant; if none is near, the list of them, or of `listed`."""
     for match in difflib.get_close_matches(name, known, n=1):
         return f'; did you mean "{match}"?'
-    return "; known are\n" + textwrap.fill(", ".join(known), 100)
+    return f"; known are {', '.join(listed or known)}"
 
 
 def _choices(field: FieldInfo) -> tuple[str, ...]:

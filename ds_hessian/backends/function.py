@@ -31,7 +31,8 @@ from torch.overrides import TorchFunctionMode
 
 from ds_hessian.errors import MeasurementError
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 DIMS = {"topk": 2, "kthvalue": 2, "sort": 1, "argsort": 1, "max": 1, "min": 1}
 DIMS |= {"argmax": 1, "argmin": 1, "multinomial": 9}

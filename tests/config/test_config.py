@@ -62,7 +62,7 @@ def test_leaf_names_are_unique_so_that_overrides_can_use_them():
         ({"num_matvec": 3}, r'hessian\.num_matvec: unknown key; did you mean "num_matvecs"\?'),
         ({"displacement": 1}, r'did you mean "hessian\.finite_difference\.displacement"\?'),
         ({"displacment": 1}, r'did you mean "hessian\.finite_difference\.displacement"\?'),
-        ({"zzz": 1}, r"hessian\.zzz: unknown key; known are\s+enabled, interval"),
+        ({"zzz": 1}, r"hessian\.zzz: unknown key; known are enabled, interval"),
         ({"num_matvecs": "30"}, r'an integer, at least 1, got "30": remove the quotes'),
         ({"num_matvecs": True}, r"hessian\.num_matvecs: must be an integer.*got true"),
         ({"num_matvecs": 3.0}, r"must be an integer, at least 1, got 3\.0: the default is 30"),

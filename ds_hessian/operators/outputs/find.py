@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class _Watch:
                 return
             row[CALLED] += 1
             seen, version = f.detach(), f._version
-            f.register_hook(beside(lambda c: self._judge(number, seen, version, c)))
+            f.register_hook(beside(partial(self._judge, number, seen, version)))
 
         return hook
 

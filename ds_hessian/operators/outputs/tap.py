@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -102,7 +103,7 @@ class _Calls:
             f = f.float() + added
         if f.requires_grad:
             seen = f.detach().clone()  # the loss may write into f
-            f.register_hook(beside(lambda c: self.listener.cotangent(index, seen, c)))
+            f.register_hook(beside(partial(self.listener.cotangent, index, seen)))
         elif torch.is_grad_enabled():
             raise UnsupportedError(
                 f"ds_hessian does not support outputs ({self.name!r}) without a graph in a "
