@@ -57,8 +57,8 @@ CONFIG = (
         ("config",),
     ),
     Defect(
-        "if self.start_step and not (self.interval or self.sharpness_interval):",
-        "if self.start_step and not self.interval:",
+        'value for name, value in self.intervals.items() if name != "steps"',
+        'value for name, value in self.intervals.items() if name == "interval"',
         "start_step is refused where only sharpness has an interval",
         ("config",),
     ),
@@ -275,10 +275,9 @@ ZERO = (
         (STAGE.format("0"),),
     ),
     Defect(
-        "self._guard.random.set(self._states[index])\n            for buffers in "
-        "self._guard.buffers:\n                buffers.restore()\n            last =",
-        "for buffers in self._guard.buffers:\n                buffers.restore()\n"
-        "            last =",
+        "self._guard.random.set(self._states[index])\n        for buffers in "
+        "self._guard.buffers:",
+        "for buffers in self._guard.buffers:",
         "a micro-batch has other dropout masks in each evaluation",
         (
             ZERO3.format("training_with_spectra_in_between_is_bitwise_the_same[default]"),
@@ -541,8 +540,8 @@ OPERATORS = (
         ("operators/test_step_control.py",),
     ),
     Defect(
-        "w = product.vector.add_(inner, alpha=self.shift).mul_(self.scale)",
-        "w = product.vector.add_(inner, alpha=self.shift)",
+        "w = w.mul_(self.scale) if isinstance(self.scale, Tensor) else self.scale(w)",
+        "w = w if isinstance(self.scale, Tensor) else self.scale(w)",
         "a preconditioned product is scaled on one side only",
         ("krylov/test_solves.py",),
     ),
@@ -825,8 +824,8 @@ SCHEDULE = (
         ("test_schedule.py",),
     ),
     Defect(
-        "if self.model.training:",
-        "if True:",
+        "if self.model.training and not FixedFunction.is_evaluated():",
+        "if not FixedFunction.is_evaluated():",
         "micro-batches of a validation are captured",
         ("test_schedule.py",),
     ),
@@ -909,14 +908,14 @@ CLI = (
 
 FUNCTION = (
     Defect(
-        "self._next(name, x)",
-        "_Choice(name, x.shape, dim, _compact(would, x, dim))",
+        "choice = self._next(recorded, now)",
+        "choice = now",
         "choices are made anew in each evaluation",
         ("routing/test_choices.py", "megatron/test_routes.py"),
     ),
     Defect(
-        "if here in known:\n            return known[here]",
-        "if here in known:\n            return next(iter(known.values()))",
+        "if here in known or not known:\n            return known.get(here)",
+        "if here in known or not known:\n            return next(iter(known.values()), None)",
         "recomputed activations make the choices of the first layer",
         ("routing/test_choices.py",),
     ),
