@@ -17,8 +17,8 @@ Memory: the recorded indices, in one byte for each chosen expert of at most 256.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from types import FunctionType
@@ -150,16 +150,24 @@ class FixedFunction(TorchFunctionMode):
         self._latest: _Choice | None = None
         self._since = 0
         self._tallies: dict[Hashable, Tensor] = {}
+        self._seen = False  # whether a function has chosen, or was to drop
 
     # ---- evaluations
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Run forwards and backwards in the body; `at` says which forward begins."""
+    def running(self, keys: Iterable[Hashable] = ()) -> Iterator[None]:
+        """Run forwards and backwards in the body; `at` says which forward begins.
+
+        Args:
+            keys: The forwards, where these are known. Once all have been evaluated, and have
+                neither chosen nor dropped anything, functions are called as they are.
+        """
         self._latest, self._since = None, 0
+        given = list(keys)
+        plain = bool(given) and not self._seen and all(key in self._recorded for key in given)
         FixedFunction._evaluating += 1
         try:
-            with self:
+            with nullcontext() if plain else self:
                 yield
         finally:
             FixedFunction._evaluating -= 1
@@ -175,7 +183,7 @@ class FixedFunction(TorchFunctionMode):
     @contextmanager
     def evaluating(self, key: Hashable) -> Iterator[None]:
         """Run forward and backward of one micro-batch in the body."""
-        with self.running():
+        with self.running([key]):
             self.at(key)
             yield
 
@@ -200,8 +208,10 @@ class FixedFunction(TorchFunctionMode):
         """Make a call of one of torch's functions."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in PROBABILITIES and not self._dropout:
+            self._seen |= _drops(name, args, kwargs)
             args, kwargs = _with_argument(args, kwargs, *PROBABILITIES[name], 0.0)
         elif name in DIMS and self._key is not None and _chooses(name, args, kwargs):
+            self._seen = True
             return self._choose(func, name, args, kwargs)
         elif func in COMPOSED:
             with self:
@@ -311,6 +321,15 @@ def _with_argument(
     if len(args) > index:
         return (*args[:index], value, *args[index + 1 :]), kwargs
     return args, {**kwargs, name: value}
+
+
+def _drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call of a function that drops would drop anything."""
+    index, keyword = PROBABILITIES[name]
+    probability = kwargs.get(keyword, args[index] if len(args) > index else None)
+    follows = args[index + 1] if len(args) > index + 1 else True
+    training = "dropout_p" == keyword or kwargs.get("training", follows)
+    return bool(training) and probability != 0 and not (probability is None and keyword != "p")
 
 
 def _chooses(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -275,8 +275,7 @@ ZERO = (
         (STAGE.format("0"),),
     ),
     Defect(
-        "self._guard.random.set(self._states[index])\n        for buffers in "
-        "self._guard.buffers:",
+        "self._guard.random.set(self._states[index])\n        for buffers in self._guard.buffers:",
         "for buffers in self._guard.buffers:",
         "a micro-batch has other dropout masks in each evaluation",
         (
