@@ -58,7 +58,7 @@ def ask(page: Path, script: str, folder: Path) -> dict[str, Any]:
     assert CHROMIUM is not None
     done = subprocess.run(
         [
-            *[CHROMIUM, *FLAGS, "--window-size=1280,2000", "--virtual-time-budget=15000"],
+            *[CHROMIUM, *FLAGS, "--window-size=1280,2000", "--virtual-time-budget=60000"],
             *[f"--user-data-dir={folder / 'profile'}", "--dump-dom", copy.as_uri()],
         ],
         capture_output=True,
