@@ -139,6 +139,6 @@ def test_curvatures_are_measured_on_an_interval(net: Any, tmp_path: Path) -> Non
     hessian = ds_hessian.attach(*net, section).use(DATA, loss_of)
     for _ in range(4):
         hessian.step()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000002_ggn", "step_000004_ggn"]
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_000002_ggn", "step_000004_ggn"]
     found = HessianCurvatures.load(tmp_path / "step_000004_ggn")
     assert found.directions == ("gradient", "update")
