@@ -103,6 +103,8 @@ def device_of(job: object) -> torch.device:
     if _is_engine(job):
         return torch.device(job.device)
     module = job[0] if _is_megatron(job) and isinstance(job, (list, tuple)) else job
+    if isinstance(job, (list, tuple)) and not job:
+        raise ConfigError("got no model chunks; pass what get_forward_backward_func() takes")
     if isinstance(module, nn.Module):
         return next((p.device for p in module.parameters()), torch.device("cpu"))
     raise ConfigError(

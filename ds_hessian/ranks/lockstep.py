@@ -260,7 +260,8 @@ class Lockstep(Follower):
 
     @contextmanager
     def segment(self, *where: int) -> Iterator[None]:
-        """Run a part of the pass that may raise on some ranks; it ends without an exception.
+        """Run a part of the pass that may raise on some ranks; on several ranks it ends without
+        an exception.
 
         Args:
             where: The key by which failures are ordered: the failure with the smallest tuple is
@@ -275,15 +276,16 @@ class Lockstep(Follower):
         error: BaseException | None = None
         try:
             yield
-        except BaseException as caught:  # raised at the next meeting
-            error = caught
+        except BaseException as caught:
+            if self.world_size == 1:
+                raise
+            error = caught  # raised at the next meeting
         current.end(finished=error is None)
         self._progress(current)
         if error is not None:
             current.error = current.error or (error, (*where, current.segment.made))
-            if self.world_size > 1:
-                with self._following(error):
-                    self._follow(current)
+            with self._following(error):
+                self._follow(current)
         current.begin()
 
     def raise_if_failed(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from tests.megatron import job
 from tests.ranks import RankPool
 
@@ -20,15 +22,16 @@ SAID = [
     "forward_step must return (output, loss_func), got dict",
     "forward_step must return (output, loss_func), got Tensor",
     "loss_func must return (loss, logs) or (sum, tokens, logs), got Tensor",
-    "this job has 1 model chunk on a rank, got 0; pass what get_forward_backward_func() takes",
+    "got no model chunks; pass what get_forward_backward_func() takes",
     "this job has 1 model chunk on a rank, got 2; pass ",
     'hessian: must be an object of settings, got "ds_config.json"',
     "with calculate_per_token_loss, loss_func must return (sum, tokens, logs), got no tokens",
 ]
 
 
-def test_bad_input_is_named(megatron_ranks: Callable[[int], RankPool]) -> None:
-    for messages in megatron_ranks(2).run(job.bad_inputs):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bad_input_is_named(megatron_ranks: Callable[[int], RankPool], world_size: int) -> None:
+    for messages in megatron_ranks(world_size).run(job.bad_inputs):
         assert len(messages) == len(SAID)
         for message, start in zip(messages, SAID, strict=True):
             assert message.startswith(f"ConfigError: {start}")
