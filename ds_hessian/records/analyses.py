@@ -160,7 +160,7 @@ class HessianBlockCoupling(BlockCoupling, Measured):
         "sizes": Axes("B"),
         "relative_errors": Axes("B", least=0),
         "cosines": Axes("B"),
-        "noises": Axes("B"),
+        "noises": Axes("B", least=0),
         "null_relative_errors": Axes("B", least=0),
         "null_cosines": Axes("B"),
     }

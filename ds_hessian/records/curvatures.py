@@ -27,8 +27,8 @@ class HessianCurvatures(Measured):
     kind: ClassVar[str] = "curvatures"
     arrays: ClassVar[dict[str, Axes]] = {
         "values": Axes("k", finite=True),
-        "errors": Axes("k"),
-        "norms": Axes("k", finite=True),
+        "errors": Axes("k", least=0),
+        "norms": Axes("k", finite=True, least=0),
         "displacements": Axes("k", finite=True),
     }
     labels: ClassVar[dict[str, str]] = {"directions": "k"}

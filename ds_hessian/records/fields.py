@@ -115,8 +115,8 @@ def _check_size(name: str, array: Array, axes: Axes) -> None:
     finite = np.isfinite(array)
     if axes.finite and not finite.all():
         raise NumericsError(f"{name} must be finite, got {array}")
-    largest = max(np.max(array, where=finite, initial=0), -np.min(array, where=finite, initial=0))
-    if np.min(array, where=finite, initial=0) < axes.least:
+    largest = np.max(np.abs(array), where=finite, initial=0)
+    if (array < axes.least).any():  # not NaN, which says that a figure is not known
         raise NumericsError(f"{name} must be at least {axes.least:g}, got {array}")
     if largest > LARGEST:
         raise NumericsError(f"{name} must be at most {LARGEST:g} in size, got {largest:g}")

@@ -43,7 +43,7 @@ class DisplacementSweep(Measured):
     arrays: ClassVar[dict[str, Axes]] = {
         "displacements": Axes("k", finite=True),
         "curvatures": Axes("D", "k", finite=True),
-        "norms": Axes("D", "k", finite=True),
+        "norms": Axes("D", "k", finite=True, least=0),
         "changes": Axes("D", "k"),
         "nonlinearities": Axes("D", "k"),
         "fidelities": Axes("D", "k", finite=True),
