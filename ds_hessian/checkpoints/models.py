@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_hessian.checkpoints.sources import Checkpoint
+from ds_hessian.checkpoints.sources import Checkpoint, reading
 from ds_hessian.checkpoints.text import Tokenize
 from ds_hessian.checkpoints.weights import load_into, weights_of
 from ds_hessian.errors import ConfigError, ResultError
@@ -115,22 +115,18 @@ def language_of(folder: Path | None, tokenizer: Path | None = None) -> Language:
         raise ConfigError(f"no such folder of a tokenizer: {source}")
     from transformers import AutoTokenizer
 
-    try:
+    with reading(f"the tokenizer in {source}", ConfigError):
         found = AutoTokenizer.from_pretrained(
             source, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # transformers and tokenizers raise whatever their parts do
-        raise ConfigError(f"cannot read the tokenizer in {source}: {error}") from error
     return Language(lambda text: found(text, verbose=False)["input_ids"], context)
 
 
 def _config(folder: Path) -> Any:
     from transformers import AutoConfig
 
-    try:
+    with reading(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # as above
-        raise ResultError(f"cannot read {folder / 'config.json'}: {error}") from error
     kinds = config.architectures or []
     if kinds and not any(kind.endswith(CAUSAL) for kind in kinds):
         raise ConfigError(
@@ -147,10 +143,8 @@ def _untrained(folder: Path) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     config = _config(folder)
-    try:
+    with reading(f"a model of {folder / 'config.json'}"):
         made: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ResultError(f"no model of {folder / 'config.json'}: {error}") from error
     return made
 
 
@@ -174,19 +168,15 @@ def _pretrained(folder: Path) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     config = _config(folder)
-    try:
-        with _quiet():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                dtype=torch.float32,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-    except Exception as error:  # of safetensors, torch, huggingface_hub: they have no base
-        first = str(error).strip().partition("\n")[0]
-        raise ResultError(f"cannot read {folder}: {type(error).__name__}: {first}") from error
+    with reading(folder), _quiet():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
     found, report = loaded
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
         names = sorted(map(str, report.get(problem) or ()))

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ds_hessian.errors import ResultError
+from ds_hessian.errors import HessianError, ResultError
 
 Kind = Literal["transformers", "zero", "universal", "state dict"]
 
@@ -21,6 +22,23 @@ WHOLE = ("model.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 TAGS = ("latest_universal", "latest")
 """Files in which DeepSpeed names the folder of the last checkpoint."""
+
+
+@contextmanager
+def reading(what: object, kind: type[HessianError] = ResultError) -> Iterator[None]:
+    """Raise what a reader of files raises as an error of this kind, in one line.
+
+    torch, DeepSpeed, transformers, tokenizers, pyarrow and datasets raise whatever their parts do:
+    their errors have no base. A package that is missing, and memory that is short, stay as they
+    are.
+    """
+    try:
+        yield
+    except (HessianError, ImportError, MemoryError):
+        raise
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0][:300]
+        raise kind(f"cannot read {what}: {type(error).__name__}: {first}") from error
 
 
 @dataclass(frozen=True)

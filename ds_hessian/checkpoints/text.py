@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hessian.checkpoints.sources import reading
 from ds_hessian.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"no such data: {path}")
     if path.is_file() and path.suffix not in READERS:
         raise ConfigError(f"{path} ends in none of {', '.join(READERS)}")
-    try:
+    with reading(path, ConfigError):
         if path.is_dir():
             found = datasets.load_from_disk(str(path))
         else:
@@ -165,10 +166,6 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             raise ConfigError(f"{path} holds several splits: name the folder of one")
         for row in found:
             yield dict(row)
-    except (ConfigError, ImportError):
-        raise
-    except Exception as error:  # of pyarrow, of datasets, of the decoders: they have no base
-        raise ConfigError(f"cannot read {path}: {type(error).__name__}: {error}") from error
 
 
 def _token_row(row: Mapping[str, Any], place: str) -> dict[str, Sequence[int]]:

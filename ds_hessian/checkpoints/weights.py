@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ds_hessian.checkpoints import zero_files
-from ds_hessian.checkpoints.sources import Checkpoint
+from ds_hessian.checkpoints.sources import Checkpoint, reading
 from ds_hessian.errors import ResultError
 
 Weights = dict[str, Tensor]
@@ -34,26 +34,19 @@ def weights_of(checkpoint: Checkpoint) -> Weights:
     Raises:
         ResultError: a file is missing, damaged, or of another form.
     """
-    try:
-        if checkpoint.kind == "universal":
-            return zero_files.universal_weights(checkpoint.folder)
-        if checkpoint.kind == "zero":
-            return zero_files.zero_weights(checkpoint.folder)
-        return _state_dict(checkpoint.folder)
-    except ResultError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise ResultError(
-            f"{checkpoint.path} holds more than tensors, and is not unpickled, which could execute "
-            f"anything: save a state dict. torch says: {_first_line(error)}"
-        ) from error
-    except Exception as error:  # torch's and DeepSpeed's readers raise anything of a damaged file
-        raise ResultError(f"cannot read {checkpoint.path}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().partition("\n")[0]
-    return text[:300] or type(error).__name__
+    with reading(checkpoint.path):
+        try:
+            if checkpoint.kind == "universal":
+                return zero_files.universal_weights(checkpoint.folder)
+            if checkpoint.kind == "zero":
+                return zero_files.zero_weights(checkpoint.folder)
+            return _state_dict(checkpoint.folder)
+        except pickle.UnpicklingError as error:
+            first = str(error).strip().partition("\n")[0][:300]
+            raise ResultError(
+                f"{checkpoint.path} holds more than tensors, and is not unpickled, which could "
+                f"execute anything: save a state dict. torch says: {first}"
+            ) from error
 
 
 def _state_dict(path: Path) -> Weights:
@@ -108,7 +101,7 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor], source: Path) ->
     with torch.no_grad():
         for name, value in weights.items():
             tied = first.setdefault(id(here[name]), name)
-            if not torch.equal(value, weights[tied]):
+            if tied != name and not torch.equal(value, weights[tied]):
                 raise ResultError(
                     f"{source} has different weights under {tied} and {name}, which are tied in "
                     "this model: leave one out"

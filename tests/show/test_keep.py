@@ -119,7 +119,7 @@ def test_step_zero_is_measured_when_its_micro_batches_are_given(tmp_path: Path) 
         optimizer.step()
         optimizer.zero_grad()
         hessian.step()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000000", "step_000002"]
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000000", "step_000002"]
     spectrum = ds_hessian.HessianSpectrum.load(tmp_path / "step_000000")
     found = spectrum.provenance.optimizer
     assert found is not None and (found.name, found.learning_rate) == ("SGD", 0.1)
