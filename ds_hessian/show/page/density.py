@@ -24,6 +24,7 @@ from ds_hessian.show.spectrum_view import (
 )
 from ds_hessian.show.style import BLUE, EIGENVALUE, GREY, INK, VERMILLION, short
 
+TITLE = "Spectrum"
 TEXT = (
     "Stems are single eigenvalues away from the bulk, with bounds on their errors; hollow ones are "
     "located, but not isolated enough to be counted. The line counts the eigenvalues at or beyond "
@@ -36,7 +37,7 @@ TEXT = (
 
 def spectra(run: Run) -> list[Section]:
     """Return a state for each measured step."""
-    return [Section("Spectrum", TEXT, states)] if (states := _states(run)) else []
+    return [Section(TITLE, TEXT, states)] if (states := _states(run)) else []
 
 
 def _states(run: Run) -> tuple[State, ...]:

@@ -29,6 +29,7 @@ from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.show.page.accuracy import accuracy, costs
 from ds_hessian.show.page.blocks import blocks
 from ds_hessian.show.page.cards import Cards, cards_html, cards_of
+from ds_hessian.show.page.density import TITLE as SPECTRUM
 from ds_hessian.show.page.density import spectra
 from ds_hessian.show.page.layers import layers
 from ds_hessian.show.page.run import SHOWN, Label, Run, Section, State, step_of
@@ -56,7 +57,7 @@ def write_page(run: Run, path: Path) -> Path:
         files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     ).substitute(
         title=escape(run.name),
-        head=_head(run, stops),
+        head=_head(run, stops, sections),
         slider=_slider(stops),
         cards=cards_html(found[-1][1]) if found else "",
         contents="".join(
@@ -107,7 +108,7 @@ def _packed(text: str) -> str:
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
-def _head(run: Run, stops: Sequence[Label]) -> str:
+def _head(run: Run, stops: Sequence[Label], sections: Sequence[Section]) -> str:
     """Return the model, the steps and the layout, and a note for each warning."""
     records = [record for _, record in run.records if isinstance(record, SHOWN)]
     steps, source = sorted({step_of(r) for r in records}), records[-1].provenance
@@ -121,14 +122,16 @@ def _head(run: Run, stops: Sequence[Label]) -> str:
     if len(spectra) > 1:
         found = Comparison({str(number): s for number, s in enumerate(spectra)})
         lines += [f"<p class='note'>Note: {escape(note)}</p>" for note in found.notes()]
-    warned = [label for label, s in run.labelled(HessianSpectrum) if s.warnings]
+    every = run.labelled(HessianSpectrum)
+    warned = [label for label, s in every if s.warnings]
     if warned:
+        shown = [section.title for section in sections].index(SPECTRUM)
         links = [
-            f"<a href='#section-0' data-stop='{stops.index(label)}'>{escape(label)}</a>"
+            f"<a href='#section-{shown}' data-stop='{stops.index(label)}'>{escape(label)}</a>"
             for label in warned[:MOST_LINKS]
         ]
         more = ", ..." if len(warned) > MOST_LINKS else ""
-        text = f"Warnings at {len(warned)} of {len(spectra)} spectra: {', '.join(links)}{more}"
+        text = f"Warnings at {len(warned)} of {len(every)} spectra: {', '.join(links)}{more}"
         lines.append(f"<p class='warning'>{text}</p>")
     return "\n".join(lines)
 
