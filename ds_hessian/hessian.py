@@ -6,17 +6,14 @@ analysis is in `ds_hessian.analyses`; `ds_hessian.hosts` puts the two together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_hessian.analyses import (
     Alignment,
-    Analysis,
     BlockCoupling,
     Blocks,
     BlockSpectra,
@@ -31,25 +28,15 @@ from ds_hessian.analyses import (
     Sharpness,
     Solve,
     Spectrum,
-    Subject,
     Sweep,
     Trace,
-    analysis_of,
     measure,
-    share_of,
 )
-from ds_hessian.backends.protocol import Backend, Objective
-from ds_hessian.backends.restricted import Choice, Restricted, restricted
-from ds_hessian.config import HessianConfig
-from ds_hessian.errors import ConfigError
-from ds_hessian.job_vectors import JobVectors
+from ds_hessian.backends.restricted import Choice
+from ds_hessian.job_measuring import Batches, JobMeasuring, Loss
 from ds_hessian.krylov import SolveMethod, Which
 from ds_hessian.krylov.traces import Method
-from ds_hessian.memory import MemoryPlan
-from ds_hessian.operators import Curvature, Embedded, Product
 from ds_hessian.operators.kronecker import Adapter, Kind
-from ds_hessian.planning import plan
-from ds_hessian.ranks import collective
 from ds_hessian.records import (
     DisplacementSweep,
     HessianAlignment,
@@ -69,15 +56,10 @@ from ds_hessian.records import (
 from ds_hessian.records import SelfTest as Verdict
 from ds_hessian.show.progress import SpectrumProgress
 
-R = TypeVar("R")
-
-Batches = Iterable[object]
-"""Micro-batches of this rank, in the form that the host's model takes."""
-Loss = Any
-"""`loss_fn(model, batch)`; on Megatron the `forward_step` of its schedules."""
+__all__ = ["Batches", "Hessian", "Loss"]
 
 
-class Hessian(JobVectors):
+class Hessian(JobMeasuring):
     """The Hessian of one training job.
 
     Every method but `memory_plan` is collective: all ranks call it, in the same order, outside of a
@@ -101,151 +83,6 @@ class Hessian(JobVectors):
         output: The folder of the results.
         used: Called after each `use`; a schedule sets it to measure before the first step.
     """
-
-    def __init__(self, backend: Backend, config: HessianConfig | None = None) -> None:
-        super().__init__(backend, config or HessianConfig())
-        self._retires = False
-        self._objective: Objective | None = None
-        self._open: Curvature | None = None
-        self._followed: dict[str, Followed] = {}  # by the choice of parameters
-        self.used: Callable[[], None] = lambda: None
-
-    # ---- what H is
-
-    def use(self, batches: Batches, loss_fn: Loss = None, **sizes: int | None) -> Hessian:
-        """Fix the micro-batches (this rank's own) and the loss that define H; returns self.
-
-        Args:
-            batches: Micro-batches; all of them count, whatever `num_micro_batches` says.
-            loss_fn: `loss_fn(model, batch)` returning the mean loss of a micro-batch, or a pair
-                (summed loss, count) for token-weighted averaging; None where the model returns its
-                loss as a scalar, first in a tuple, or as `.loss`. On Megatron the forward step as
-                its schedules take it; None for that of the last `use`.
-            **sizes: `seq_length` and `micro_batch_size`, on Megatron only; None for those of the
-                last `use`.
-
-        Raises:
-            ConfigError: no batches, different numbers of them on different ranks, or an argument
-                that cannot be.
-            MeasurementError: the iterable raised on some rank.
-        """
-        with collective("choosing the micro-batches", self.backend.space.device):
-            before = self._objective
-            self._objective = self.backend.objective(batches, loss_fn, like=before, **sizes)
-        self.used()
-        return self
-
-    def _use_if(self, batches: Batches | None, loss_fn: Loss) -> None:
-        if batches is not None:
-            self.use(batches, loss_fn)
-
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        """The modules that hold this rank's weights."""
-        return self.backend.modules
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps made so far, for the record; to be set before measuring on Megatron."""
-        return self.backend.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        try:
-            setattr(self.backend, "step", step)  # noqa: B010, settable where nothing counts steps
-        except AttributeError:
-            raise ConfigError("this job counts its optimizer steps itself: set no step") from None
-
-    @property
-    def batches(self) -> list[Any] | None:
-        """This rank's micro-batches; None before `use`."""
-        return None if self._objective is None else self._objective.batches
-
-    @contextmanager
-    def measuring(self, **overrides: object) -> Iterator[Curvature]:
-        """Guard several products at once: the gradient at the weights is evaluated only once.
-
-        Inside, training must not continue; `matvec` uses the open operator, which is also yielded.
-
-        Args:
-            overrides: Values of the configuration for this measurement, such as
-                `displacement=1e-3`.
-
-        Raises:
-            ConfigError: `use` was not called, an override is unknown, or `sampling` is on with a
-                single micro-batch.
-        """
-        device = self.backend.space.device
-        with collective("measuring", device), self._subject(overrides).open() as (run, _):
-            backend, operator = run.subject.backend, run.curvature
-            if isinstance(backend, Restricted):
-                operator = Embedded(operator, backend)
-            self._open = operator
-            try:
-                yield operator
-            finally:
-                self._open = None
-
-    def _subject(self, overrides: Mapping[str, object]) -> Subject:
-        if self._objective is None:
-            raise ConfigError("no micro-batches yet: call hessian.use(batches) first")
-        if self._open is not None:
-            raise ConfigError("a measurement is open already: leave `measuring()` first")
-        config = self.config.with_overrides(**overrides)
-        backend = restricted(self.backend, config.parameters)
-        return Subject(backend, self._objective, config, self._retires)
-
-    @contextmanager
-    def retiring(self) -> Iterator[None]:
-        """Let measurements in the body remove a `resume` state of another optimizer step.
-
-        Only one of the same measurement, with a line in the log; a state of other settings is
-        still refused. For schedules: one kill would else end all later measurements of its kind.
-        """
-        self._retires = True
-        try:
-            yield
-        finally:
-            self._retires = False
-
-    def matvec(self, v: Tensor) -> Product:
-        """Return `H v` and its diagnostics.
-
-        Alone it costs three gradients (one at the weights; from 16 micro-batches on two more, for
-        the noise) and some trials of h; each further one inside `measuring()` two, and some trials.
-
-        Args:
-            v: `(n_local,)` fp32.
-
-        Raises:
-            NumericsError: v is zero, or something is not finite.
-            MeasurementError: the model or the loss raised on some rank.
-        """
-        if self._open is not None:
-            return self._open.matvec(v)
-        with self.measuring() as operator:
-            return operator.matvec(v)
-
-    # ---- plans
-
-    def memory_plan(self, analysis: str = "spectrum", **settings: object) -> MemoryPlan:
-        """Return what an analysis would need on this rank beyond training's memory. Not collective.
-
-        Args:
-            analysis: Name of the method: `spectrum`, `eigenpairs`, `trace`, `solve`, ...
-            settings: As the method takes them: its own arguments, and values of the configuration.
-
-        Raises:
-            ConfigError: there is no such analysis, or a setting is unknown or impossible.
-        """
-        found, overrides = analysis_of(analysis, settings)
-        config = self.config.with_overrides(**overrides)
-        return plan(found, share_of(restricted(self.backend, config.parameters)), config)
-
-    # ---- analyses
-
-    def _measure(self, analysis: Analysis[R], overrides: Mapping[str, object]) -> R:
-        return measure(analysis, self._subject(overrides))
 
     def spectrum(
         self, batches: Batches | None = None, loss_fn: Loss = None, **overrides: object
@@ -416,14 +253,15 @@ class Hessian(JobVectors):
                 `preconditioned=False`.
             NumericsError: the gradient is zero, or something is not finite.
         """
+        subject = self._subject(overrides)
+        matrix = repr((subject.config.operator, subject.config.parameters))
         analysis = Sharpness(
             preconditioned=preconditioned,
             tolerance=tolerance,
             max_matvecs=max_matvecs,
+            followed=self._followed.setdefault(matrix, Followed()),
         )
-        subject = self._subject(overrides)
-        followed = self._followed.setdefault(repr(subject.config.parameters), Followed())
-        return measure(replace(analysis, followed=followed), subject)
+        return measure(analysis, subject)
 
     def block_coupling(
         self, blocks: Blocks = BlockCoupling.blocks, **overrides: object

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "ds_hessian"
 ROOMS = (
     ("errors", "version", "display"),
     ("config",),
-    ("memory",),
+    ("memory", "optimizer"),
     ("ops",),
     ("ranks",),
     ("vectors",),
@@ -30,6 +30,7 @@ ROOMS = (
     ("analyses",),
     ("show",),
     ("job_vectors",),
+    ("job_measuring",),
     ("hessian",),
     ("slices",),
     ("interop",),

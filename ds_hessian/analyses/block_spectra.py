@@ -9,7 +9,7 @@ from ds_hessian.analyses.base import Analysis, Blocks, groups_of, transient
 from ds_hessian.analyses.measurement import Subject
 from ds_hessian.analyses.spectrum import Spectrum
 from ds_hessian.backends.protocol import Backend
-from ds_hessian.backends.restricted import Restricted
+from ds_hessian.backends.restricted import Restricted, names_of
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.memory import Item
@@ -75,7 +75,13 @@ class BlockSpectra(Analysis[HessianBlockSpectra]):
             spectra[block] = Spectrum().run(
                 replace(subject, backend=inside, config=_plain(subject.config))
             )
-        return HessianBlockSpectra.of(spectra, subject.provenance())
+        found = [s.provenance for s in spectra.values()]
+        of_all = replace(
+            found[0],
+            parameters=names_of(subject.backend),
+            flipped_choices=sum(p.flipped_choices for p in found) / len(found),
+        )
+        return HessianBlockSpectra.of(spectra, of_all)
 
     def _names(self, backend: Backend) -> dict[str, list[str]]:
         """Return the names of the parameters of each block."""

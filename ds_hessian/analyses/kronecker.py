@@ -11,14 +11,14 @@ import numpy as np
 from torch import Tensor
 
 from ds_hessian.analyses.base import Analysis, transient
-from ds_hessian.analyses.measurement import Subject
+from ds_hessian.analyses.measurement import Subject, cost_of
 from ds_hessian.backends.protocol import Backend, Session
 from ds_hessian.backends.restricted import Choice, Restricted, RestrictedSession
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.krylov.kronecker import Comparison, Effort, compare
 from ds_hessian.memory import FP32, Item
-from ds_hessian.operators import OperatorCost
+from ds_hessian.operators import Curvature, OperatorCost
 from ds_hessian.operators.kronecker import (
     KINDS,
     Adapter,
@@ -33,7 +33,7 @@ from ds_hessian.operators.kronecker.layers import named
 from ds_hessian.operators.kronecker.spaces import LayerSpace
 from ds_hessian.planning import Settings as PlanSettings
 from ds_hessian.planning import Share, halves
-from ds_hessian.records import Cost, HessianKronecker
+from ds_hessian.records import HessianKronecker
 from ds_hessian.records.kronecker import columns
 from ds_hessian.vectors import random_vector
 
@@ -56,6 +56,7 @@ class Kronecker(Analysis[HessianKronecker]):
             0 for the labels of the data, for the empirical one.
         layers_at_once: Layers whose factors are summed in one pass; None for all.
         shapes: Outputs and inputs of each layer.
+        ranks: Ranks that share the factors.
         adam: What Adam divides by.
         adapter: Reads the factors that the job's own optimizer keeps
             (`ds_hessian.operators.kronecker.Adapter`), for the kind `optimizer`.
@@ -74,6 +75,7 @@ class Kronecker(Analysis[HessianKronecker]):
     draws: int = 0
     layers_at_once: int | None = None
     shapes: tuple[tuple[int, int], ...] | None = transient(None)
+    ranks: int = transient(1)
     adam: Tensor | None = transient(None)
     adapter: Adapter | None = transient(None)
 
@@ -124,7 +126,7 @@ class Kronecker(Analysis[HessianKronecker]):
         largest = max((m * n for m, n in shapes), default=0)
         vectors = 2 * (self.basis + self.probes) + 4
         tier = share.tier
-        factors = memory_of_factors(shapes, tier, len(self.kinds), self.layers_at_once)
+        factors = memory_of_factors(shapes, tier, len(self.kinds), self.layers_at_once, self.ranks)
         return [
             *factors,
             Item("products of a layer", tier, FP32 * vectors * largest, stage="products"),
@@ -139,7 +141,8 @@ class Kronecker(Analysis[HessianKronecker]):
         """Fill in the sizes of the layers; refuse what has none."""
         layers, _ = find_layers(backend, self.layers)
         adam = backend.adam().denominator if "adam" in self.kinds else None
-        return replace(self, shapes=tuple(layer.shape for layer in layers), adam=adam)
+        shapes = tuple(layer.shape for layer in layers)
+        return replace(self, shapes=shapes, ranks=backend.space.world_size, adam=adam)
 
     def run(self, subject: Subject) -> HessianKronecker:
         """Measure. Collective."""
@@ -147,6 +150,7 @@ class Kronecker(Analysis[HessianKronecker]):
         reduced = backend.space.all_reduces
         layers, left_out = find_layers(backend, self.layers)
         comparisons, spent = dict[str, Comparison](), list[OperatorCost]()
+        outputs: str | None = None
         with backend.measuring(subject.objective, subject.passes) as session:
             settings = Settings(
                 self.kinds,
@@ -163,10 +167,11 @@ class Kronecker(Analysis[HessianKronecker]):
             if not factors:
                 raise UnsupportedError(f"no weight has Kronecker factors: {left_out}")
             for found in factors:
-                compared, cost = self._compare(subject, session, found)
+                compared, operator = self._compare(subject, session, found)
                 comparisons[found.layer.name] = compared
-                spent.append(cost)
-        kinds = tuple(self.kinds)
+                spent.append(operator.cost)
+                outputs = operator.outputs
+        kinds, total = tuple(self.kinds), OperatorCost.total(spent)
         return HessianKronecker(
             layers=tuple(comparisons),
             kinds=kinds,
@@ -177,15 +182,15 @@ class Kronecker(Analysis[HessianKronecker]):
             damping=self.damping,
             ridge=self.effort.ridge,
             left_out=left_out,
-            num_matvecs=sum(c.products for c in spent),
-            cost=_total(spent, began, backend.space.all_reduces - reduced),
-            provenance=subject.provenance(),
+            num_matvecs=total.products,
+            cost=cost_of(total, backend.space, began, reduced),
+            provenance=subject.provenance(total, outputs),
             **columns(comparisons, kinds),
         )
 
     def _compare(
         self, subject: Subject, session: Session, factors: Factors
-    ) -> tuple[Comparison, OperatorCost]:
+    ) -> tuple[Comparison, Curvature]:
         layer, config = factors.layer, subject.config
         inside = Restricted(subject.backend, [layer.name])
         operator = subject.curvature(RestrictedSession(inside, session))
@@ -196,17 +201,4 @@ class Kronecker(Analysis[HessianKronecker]):
         space, gradient = LayerSpace(inside, layer), factors.gradient
         forms = {str(kind): form for kind, form in factors.forms.items()}
         found = compare(operator, space, forms, self.kinds, gradient, draw, self.effort)
-        return found, operator.cost
-
-
-def _total(spent: Sequence[OperatorCost], began: float, all_reduces: int) -> Cost:
-    products = sum(c.products for c in spent)
-    return Cost(
-        seconds_total=time.perf_counter() - began,
-        seconds_per_product=sum(c.product_seconds for c in spent) / max(products, 1),
-        seconds_per_gradient=float(np.mean([c.gradient_seconds for c in spent])),
-        products=products,
-        gradient_evaluations=sum(c.gradient_evaluations for c in spent),
-        trials=sum(c.trials for c in spent),
-        all_reduces=all_reduces,
-    )
+        return found, operator

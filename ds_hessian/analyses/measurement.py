@@ -10,7 +10,7 @@ import platform
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,9 +22,9 @@ from ds_hessian.backends.restricted import names_of
 from ds_hessian.config import HessianConfig, OperatorName
 from ds_hessian.operators import Curvature, OperatorCost, curvature
 from ds_hessian.operators.sampling import require_several
-from ds_hessian.records import Cost, Optimizer, Provenance
+from ds_hessian.records import Cost, Provenance
 from ds_hessian.resume import SavedRun, identity_of, retire, settings_of
-from ds_hessian.vectors import random_vector
+from ds_hessian.vectors import VectorSpace, random_vector
 from ds_hessian.version import __version__
 
 S = TypeVar("S", bound=SavedRun)
@@ -46,7 +46,6 @@ class Subject:
     objective: Objective
     config: HessianConfig
     retires: bool = False
-    _cost: list[OperatorCost] = field(default_factory=list, init=False, repr=False)
 
     @property
     def passes(self) -> Passes:
@@ -102,7 +101,6 @@ class Subject:
             if saved is not None:
                 here = {**self._identity(session, operator), **(identity or {})}
                 saved.take_up(operator, here, session.unit_roundoff)
-            self._cost[:] = [operator.cost]
             yield Measurement(self, session, operator, saved, began, reduced), saved
 
     def curvature(self, session: Session, operator: OperatorName | None = None) -> Curvature:
@@ -118,10 +116,14 @@ class Subject:
         parameters, step = self.backend.parameters, self.backend.step
         return identity_of(session, operator, self.objective, self.config, step, parameters)
 
-    def provenance(self) -> Provenance:
-        """Return the model, the data and the settings of the measurement made last."""
+    def provenance(self, spent: OperatorCost, outputs: str | None) -> Provenance:
+        """Return the model, the data and the settings.
+
+        Args:
+            spent: The cost of the measurement's operator, which knows the choices that were held.
+            outputs: The outputs that the operator found; None for the Hessian.
+        """
         found, config = self.backend.describe(), self.config
-        spent = self._cost[0] if self._cost else OperatorCost()
         difference = config.finite_difference
         return Provenance(
             step=self.backend.step,
@@ -142,12 +144,13 @@ class Subject:
             precision=difference.precision,
             dropout=config.dropout,
             operator=config.operator,
+            outputs=outputs,
             parameters=names_of(self.backend),
             batch_statistics=config.batch_statistics,
             held_choices=spent.choices,
             flipped_choices=spent.flips / max(spent.products, 1),
             ds_hessian_version=__version__,
-            optimizer=found.stepping and Optimizer(**found.stepping._asdict()),
+            optimizer=found.optimizer,
         )
 
 
@@ -173,22 +176,26 @@ class Measurement:
 
     def cost(self) -> Cost:
         """Return its cost so far, over all processes that worked on it."""
-        spent, space = self.curvature.cost, self.session.space
-        return Cost(
-            seconds_total=time.perf_counter() - self.began,
-            seconds_per_product=spent.product_seconds / max(spent.products, 1),
-            seconds_per_gradient=spent.gradient_seconds,
-            products=spent.products,
-            gradient_evaluations=spent.gradient_evaluations,
-            trials=spent.trials,
-            all_reduces=space.all_reduces - self.reduced,
-        )
+        return cost_of(self.curvature.cost, self.session.space, self.began, self.reduced)
 
     def provenance(self) -> Provenance:
         """Return what was measured, with the outputs that the operator found."""
-        return replace(self.subject.provenance(), outputs=self.curvature.outputs)
+        return self.subject.provenance(self.curvature.cost, self.curvature.outputs)
 
     def finished(self) -> None:
         """Remove the state on disk: its record is made. Collective."""
         if self.saved is not None:
             self.saved.clear()
+
+
+def cost_of(spent: OperatorCost, space: VectorSpace, began: float, reduced: int) -> Cost:
+    """Return the cost of a measurement so far; for `began` and `reduced` see `Measurement`."""
+    return Cost(
+        seconds_total=time.perf_counter() - began,
+        seconds_per_product=spent.product_seconds / max(spent.products, 1),
+        seconds_per_gradient=spent.gradient_seconds,
+        products=spent.products,
+        gradient_evaluations=spent.gradient_evaluations,
+        trials=spent.trials,
+        all_reduces=space.all_reduces - reduced,
+    )

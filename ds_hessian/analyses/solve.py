@@ -47,6 +47,7 @@ class Solve(Journaled[HessianSolution]):
         b: Right-hand side `(n_local,)`.
         diagonal: Positive diagonal of the preconditioner `(n_local,)`.
         shapes: Outputs and inputs of the layers that have Kronecker factors.
+        ranks: Ranks that share the factors.
     """
 
     title = "solve"
@@ -59,6 +60,7 @@ class Solve(Journaled[HessianSolution]):
     num_matvecs: int | None = None
     preconditioner: Literal["adam", "ekfac", "diagonal"] | None = None
     shapes: tuple[tuple[int, int], ...] = transient(())
+    ranks: int = transient(1)
     b: Tensor | None = transient(None)
     diagonal: Tensor | None = transient(None)
 
@@ -79,7 +81,7 @@ class Solve(Journaled[HessianSolution]):
             share.vectors("residual", 1, PRODUCT),
         ]
         always = [share.vectors("preconditioner", self.preconditioner in ("adam", "ekfac"))]
-        always += memory_of_factors(self.shapes, share.tier, 2)
+        always += memory_of_factors(self.shapes, share.tier, 2, ranks=self.ranks)
         if self.preconditioner is None:
             space.append(share.vectors("solutions being formed", d, GRAM_SCHMIDT))
         else:
@@ -110,7 +112,9 @@ class Solve(Journaled[HessianSolution]):
         if kind == "adam":
             own = backend.adam()[0]
         shapes = tuple(x.shape for x in find_layers(backend, None)[0]) if kind == "ekfac" else ()
-        return replace(self, num_matvecs=self._space(config), diagonal=own, shapes=shapes)
+        ranks = backend.space.world_size
+        steps = self._space(config)
+        return replace(self, num_matvecs=steps, diagonal=own, shapes=shapes, ranks=ranks)
 
     def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, object]:
         """Compute the solutions."""

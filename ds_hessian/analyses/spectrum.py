@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from ds_hessian.analyses.base import Analysis, transient
+from ds_hessian.analyses.base import Analysis, R, transient
 from ds_hessian.analyses.measurement import Measurement, Subject
 from ds_hessian.config import HessianConfig
 from ds_hessian.krylov import LanczosRun, LanczosState, ritz_vectors, slq
@@ -53,22 +53,15 @@ class _Silent:
         """Show nothing."""
 
 
-SILENT: Any = transient(lambda total, enabled: nullcontext(_Silent()))
-"""The field of a `Show` that shows nothing."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Spectrum(Analysis[HessianSpectrum]):
-    """The arguments of a spectrum; all of its settings are values of the configuration.
+class OfSpectra(Analysis[R]):
+    """An analysis made of spectra as they are configured.
 
     Attributes:
         show: Shows the progress.
     """
 
-    title = "spectrum"
-    summary = "spectral density, extreme eigenvalues, trace"
-
-    show: Show = SILENT
+    show: Show = transient(lambda total, enabled: nullcontext(_Silent()))
 
     def products(self, config: HessianConfig) -> int:
         """Return the products of all probes, and two evaluations for each extreme and one for each
@@ -103,6 +96,14 @@ class Spectrum(Analysis[HessianSpectrum]):
         """Return another basis, fewer steps, or a recurrence without a basis."""
         fewer = halves("num_matvecs", config.num_matvecs, FEWEST)
         return [*ELSEWHERE, *SELECTIVE, *fewer, {"mode": "none", "device": "accelerator"}]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Spectrum(OfSpectra[HessianSpectrum]):
+    """The arguments of a spectrum; all of its settings are values of the configuration."""
+
+    title = "spectrum"
+    summary = "spectral density, extreme eigenvalues, trace"
 
     def run(self, subject: Subject) -> HessianSpectrum:
         """Measure, from where the same spectrum was interrupted. Collective."""

@@ -39,9 +39,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hessian.backends.stepping import Stepping
 from ds_hessian.backends.weights import Weight
 from ds_hessian.memory import Item
+from ds_hessian.optimizer import Optimizer
 from ds_hessian.vectors import Layout, VectorSpace
 
 Precision = Literal["model", "fp32"]
@@ -75,13 +75,13 @@ class Description:
         layout: The host and its parallel layout, such as `"ZeRO-3, 8 ranks"`.
         model_dtype: The dtype of the weights, such as `"bfloat16"`.
         versions: `{package: version}` for the host, torch and Python.
-        stepping: The learning rate and the momentum of its optimizer; None where it is not known.
+        optimizer: The settings of its optimizer; None where they are not known.
     """
 
     layout: str
     model_dtype: str
     versions: dict[str, str]
-    stepping: Stepping | None = None
+    optimizer: Optimizer | None = None
 
 
 class AdamState(NamedTuple):

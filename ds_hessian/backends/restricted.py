@@ -192,7 +192,8 @@ class Restricted:
 
     def weights(self) -> Iterable[Weight]:
         """Return the chosen weights of two dims."""
-        return [weight for weight in self.whole.weights() if weight.name in self.names]
+        names = set(self.names)
+        return [weight for weight in self.whole.weights() if weight.name in names]
 
     def memory(self, precision: Precision = "model") -> list[Item]:
         """Return what a session of the job holds, and one vector over all parameters."""
@@ -204,27 +205,29 @@ class Restricted:
 class RestrictedSession:
     """The `Session` of a restricted job: the gradient as a function of the chosen weights.
 
+    What evaluations change is that of the whole job at every moment: a hook of a pass may read it.
+
     Args:
         restricted: The restriction.
         whole: The session of the job.
     """
 
+    unit_roundoff: float
+    gradient_scale: float | None
+    cotangent_scale: float
+    loss: float
+
     def __init__(self, restricted: Restricted, whole: Session) -> None:
         self.restricted, self.whole = restricted, whole
         self.layout, self.space = restricted.layout, restricted.space
         self.num_micro_batches, self.head = whole.num_micro_batches, whole.head
-        self._follow()
 
-    def _follow(self) -> None:
-        """Take over what evaluations change."""
-        self.unit_roundoff, self.loss = self.whole.unit_roundoff, self.whole.loss
-        self.gradient_scale = self.whole.gradient_scale
-        self.cotangent_scale = self.whole.cotangent_scale
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.whole, name)
 
     def forward(self, micro_batches: range) -> None:
         """Run the forward of these units at the current weights, without a graph."""
         self.whole.forward(micro_batches)
-        self._follow()
 
     def displace(self, v: Tensor | None, h: float) -> Tensor:
         """Displace the chosen weights; all others are as they were."""
@@ -244,6 +247,5 @@ class RestrictedSession:
             return
         gradient = self.whole.space.zeros()
         self.whole.add_gradient(gradient, micro_batches)
-        self._follow()
         for part, (_, own) in zip(self.restricted.parts, self.layout, strict=True):
             out[own] += gradient[part]

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from ds_hessian import ops
+from ds_hessian.backends.function import FixedFunction
+from ds_hessian.backends.protocol import Head
 from ds_hessian.vectors import Layout, VectorSpace
 
 
@@ -86,6 +88,45 @@ class ShardedWeights:
         squares = [_square(master).to(device) for master in owned]
         total = torch.cat([torch.zeros(1, dtype=torch.float64, device=device), *squares]).sum()
         return float(self.space.reduce(total.reshape(1))[0]) ** 0.5
+
+
+class ShardedSession:
+    """What the sessions of all hosts share: displaced weights, and what is known once all
+    micro-batches have been evaluated.
+
+    Args:
+        weights: This rank's weights.
+        function: The mode in which the passes run.
+        num_micro_batches: Units that can be evaluated alone.
+        head: The outputs of the model.
+        roundoff: Unit roundoff of the passes.
+    """
+
+    def __init__(
+        self,
+        weights: ShardedWeights,
+        function: FixedFunction,
+        num_micro_batches: int,
+        head: Head,
+        roundoff: float,
+    ) -> None:
+        self.weights, self.layout, self.space = weights, weights.layout, weights.space
+        self.num_micro_batches, self.head, self.unit_roundoff = num_micro_batches, head, roundoff
+        self.gradient_scale: float | None = None
+        self.loss = self.cotangent_scale = float("nan")
+        self._function = function
+
+    def displace(self, v: Tensor | None, h: float) -> Tensor:
+        """Displace this rank's shards, and give all ranks the weights of them."""
+        return self.weights.displace(v, h)
+
+    def weight_norm(self, names: Collection[str] | None = None) -> float:
+        """Return the norm of the weights, from the masters of all ranks."""
+        return self.weights.norm(names)
+
+    def choices(self) -> Tensor:
+        """Return the number of held choices, and how many of them would have changed."""
+        return self._function.choices()
 
 
 def _master(shard: Shard) -> Tensor:

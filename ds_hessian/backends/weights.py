@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_hessian.backends.names import checkpoint_name
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -38,7 +40,6 @@ def module_weights(
     """Yield the weights of the modules in one that is whole on this rank, or that is gathered."""
     known = {name for name, shape in parameters if len(shape) == 2}
     for path, module in root.named_modules():
-        path = path.replace("_orig_mod.", "").removesuffix("_orig_mod")
-        name = f"{path}.weight" if path else "weight"
+        name = checkpoint_name(f"{path}.weight" if path else "weight")
         if name in known and "weight" in module._parameters:
             yield Weight(name, module)

@@ -31,7 +31,7 @@ from ds_hessian.errors import NumericsError
 from ds_hessian.krylov.basis import Storage
 from ds_hessian.krylov.lanczos import LanczosOptions, LanczosState, Progress, absolute_error
 from ds_hessian.krylov.records import COVERAGE, Array, ritz
-from ds_hessian.operators import Congruent, LinearOperator, Metric, Scale, scaled
+from ds_hessian.operators import Congruent, LinearOperator, Metric, Scale, scaled, scaled_in_place
 
 SolveMethod = Literal["cg", "minres"]
 
@@ -137,7 +137,7 @@ def solve(
         view = Congruent(operator, scale, shift)
         space, x = _solve(view, scaled(b, scale), np.zeros(1), goal, fresh, progress)
         spaces.append(space)
-        parts.append(x.mul_(scale) if isinstance(scale, Tensor) else scale(x[0])[None])
+        parts.append(scaled_in_place(x[0], scale)[None])
         scales.append(scale)
     x = torch.cat(parts)
     parts.clear()  # their memory, before the products with x
@@ -272,7 +272,7 @@ def _measured(
         norm = space.norm(b if scale is None else scaled(b, scale))
         weighted = plain
         if scale is not None:
-            rest = rest.mul_(scale) if isinstance(scale, Tensor) else scale(rest)
+            rest = scaled_in_place(rest, scale)
             weighted = space.norm(rest)
         residuals.append(weighted / norm)
         # The product's error, scaled as the residual is.

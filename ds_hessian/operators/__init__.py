@@ -8,7 +8,7 @@ from ds_hessian.operators.memory import memory_of_operator, memory_of_sweep
 from ds_hessian.operators.outputs.gauss_newton import GaussNewton
 from ds_hessian.operators.protocol import Curvature, LinearOperator, OperatorCost, Product
 from ds_hessian.operators.sweep import SweepPoint, default_range, sweep
-from ds_hessian.operators.views import Congruent, Embedded, Metric, Scale, scaled
+from ds_hessian.operators.views import Congruent, Embedded, Metric, Scale, scaled, scaled_in_place
 
 __all__ = [
     "SCHEMES",
@@ -31,5 +31,6 @@ __all__ = [
     "memory_of_operator",
     "memory_of_sweep",
     "scaled",
+    "scaled_in_place",
     "sweep",
 ]

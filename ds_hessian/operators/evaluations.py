@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from ds_hessian.config import OperatorName
+from ds_hessian.config import OUTPUT_MATRICES, OperatorName
 from ds_hessian.operators.displacement.control import ALWAYS, SELDOM
 from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
 from ds_hessian.operators.finite_difference import PILOT
@@ -40,7 +40,7 @@ def expected_evaluations(
     The averages are those of small nets (tests/test_timing.py) and of benchmarks/plan.py; a net
     whose curvature changes much from vector to vector takes more.
     """
-    if operator in ("ggn", "fisher"):
+    if operator in OUTPUT_MATRICES:
         trials = (OF_OUTPUTS if displacement == "auto" else 3) / num_products + ANEW
         return BY_OUTPUTS * (1 + trials / num_micro_batches)
     formula = SCHEMES[scheme]

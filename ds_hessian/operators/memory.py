@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hessian.config import OperatorName
+from ds_hessian.config import OUTPUT_MATRICES, OperatorName
 from ds_hessian.memory import FP32, Item, Tier
 from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
 
@@ -24,7 +24,7 @@ def memory_of_operator(
         scheme: The difference formula.
         operator: The curvature.
     """
-    if operator in ("ggn", "fisher"):
+    if operator in OUTPUT_MATRICES:
         return _of_gauss_newton(FP32 * n_local, tier)
     formula, vector = SCHEMES[scheme], FP32 * n_local
     # A trial is compared with the one before; several differences need one more to be added up.

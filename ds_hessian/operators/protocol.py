@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,6 +60,19 @@ class OperatorCost:
     trials: int = 0
     choices: int = 0
     flips: float = 0.0
+
+    @classmethod
+    def total(cls, costs: Sequence[OperatorCost]) -> OperatorCost:
+        """Return the cost of several operators of one job, which share its gradient and choices."""
+        return cls(
+            gradient_seconds=sum(c.gradient_seconds for c in costs) / max(len(costs), 1),
+            product_seconds=sum(c.product_seconds for c in costs),
+            products=sum(c.products for c in costs),
+            gradient_evaluations=sum(c.gradient_evaluations for c in costs),
+            trials=sum(c.trials for c in costs),
+            choices=max((c.choices for c in costs), default=0),
+            flips=sum(c.flips for c in costs),
+        )
 
 
 class LinearOperator(Protocol):

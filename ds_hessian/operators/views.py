@@ -29,6 +29,11 @@ def scaled(v: Tensor, scale: Scale) -> Tensor:
     return v * scale if isinstance(scale, Tensor) else scale(v)
 
 
+def scaled_in_place(v: Tensor, scale: Scale) -> Tensor:
+    """Return S v, in the memory of v where S is a diagonal."""
+    return v.mul_(scale) if isinstance(scale, Tensor) else scale(v)
+
+
 class Congruent:
     """S (H + shift I) S: a preconditioned Hessian.
 
@@ -54,7 +59,7 @@ class Congruent:
         inner = scaled(v, self.scale)
         product = self.operator.matvec(inner)
         w = product.vector.add_(inner, alpha=self.shift)
-        w = w.mul_(self.scale) if isinstance(self.scale, Tensor) else self.scale(w)
+        w = scaled_in_place(w, self.scale)
         squares = self.space.dots([(w, w), (v, v)]).tolist()
         return replace(product, vector=w, norm=(squares[0] / squares[1]) ** 0.5)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
+from ds_hessian.optimizer import Optimizer
+
 SCHEMA_VERSION = 1
 """Version of the stored form; raised with every change that an older reader would misread."""
 
@@ -59,47 +61,6 @@ class Cost:
         if products <= 0:
             return None
         return (self.seconds_total - products - self.seconds_per_gradient) / products
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """The optimizer of a job when a measurement was made.
-
-    Attributes:
-        name: Its class, such as `"AdamW"`.
-        learning_rate: The largest of its parameter groups.
-        momentum: That of SGD; None for another optimizer.
-        nesterov: Whether SGD's momentum is Nesterov's.
-        beta1: That of Adam; None for another optimizer.
-    """
-
-    name: str
-    learning_rate: float
-    momentum: float | None = None
-    nesterov: bool = False
-    beta1: float | None = None
-
-    @property
-    def edge(self) -> float | None:
-        """The largest eigenvalue of H with which SGD's steps are stable on a quadratic loss.
-
-        It is `2 (1 + b) / lr` with momentum b, and `2 (1 + b) / ((1 + 2 b) lr)` with Nesterov's
-        (Cohen et al., arXiv 2103.00065, appendix B). None for another optimizer, or without steps.
-        """
-        if self.momentum is None or self.learning_rate <= 0:
-            return None
-        damped = 1 + 2 * self.momentum if self.nesterov else 1.0
-        return 2 * (1 + self.momentum) / (damped * self.learning_rate)
-
-    @property
-    def preconditioned_edge(self) -> float | None:
-        """That of the preconditioned Hessian for Adam: `2 (1 + b) / ((1 - b) lr)` with beta1 b.
-
-        (Cohen et al., arXiv 2207.14484.) None for another optimizer, or without steps.
-        """
-        if self.beta1 is None or self.learning_rate <= 0:
-            return None
-        return 2 * (1 + self.beta1) / ((1 - self.beta1) * self.learning_rate)
 
 
 @dataclass(frozen=True, kw_only=True)

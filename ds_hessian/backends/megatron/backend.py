@@ -11,7 +11,7 @@ is such a group.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ from ds_hessian.backends.protocol import (
     Precision,
 )
 from ds_hessian.backends.refusal import refuse_methods, training_refused
-from ds_hessian.backends.sharded import Shard, ShardedWeights
+from ds_hessian.backends.sharded import Shard, ShardedSession, ShardedWeights
 from ds_hessian.backends.weights import Weight
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import Item, tier_of
@@ -231,7 +231,7 @@ class MegatronBackend:
         return [Item("weights as they were", tier_of(self.device), alone)]
 
 
-class MegatronSession:
+class MegatronSession(ShardedSession):
     """The `Session` of a Megatron job.
 
     Args:
@@ -252,33 +252,17 @@ class MegatronSession:
         weights: ShardedWeights,
         lockstep: Lockstep,
     ) -> None:
-        self.layout, self.space = backend.layout, backend.space
-        self.num_micro_batches = objective.num_micro_batches // backend.group
-        self.unit_roundoff = torch.finfo(backend.dtype).eps / 2
-        self.gradient_scale: float | None = None
-        self.loss = float("nan")
-        self.weights = weights
+        units = objective.num_micro_batches // backend.group
+        roundoff = torch.finfo(backend.dtype).eps / 2
+        head = host.head(backend.chunks, backend.group)
+        super().__init__(weights, forward.function, units, head, roundoff)
         self._backend, self._objective = backend, objective
         self._forward, self._finalize, self._lockstep = forward, finalize, lockstep
         self._evaluated: set[int] = set()
-        self.head = host.head(backend.chunks, backend.group)
-        self.cotangent_scale = float("nan")
         names = [name for name, _ in backend.parameters]
         self._replicas = Replicas(
             backend.chunks, backend.replicated, backend.runs, names, self.unit_roundoff**0.5
         )
-
-    def displace(self, v: Tensor | None, h: float) -> Tensor:
-        """Displace this rank's shards, and gather the weights from them."""
-        return self.weights.displace(v, h)
-
-    def weight_norm(self, names: Collection[str] | None = None) -> float:
-        """Return the norm of the weights, from the masters of all ranks."""
-        return self.weights.norm(names)
-
-    def choices(self) -> Tensor:
-        """Return the number of held choices, and how many of them would have changed."""
-        return self._forward.function.choices()
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Run the schedule on these units, reduce the gradients, and add them to `out`."""
@@ -310,7 +294,7 @@ class MegatronSession:
         last = first + count - 1
         with (
             self._lockstep.together(f"evaluating micro-batches {first} to {last}"),
-            self._forward.function.running(),
+            self._forward.function.running(self._forward.keys(first, count)),
         ):
             host.run_schedule(
                 chunks,

@@ -48,6 +48,10 @@ class FixedForward:
         self._states: dict[tuple[int, int], tuple[GeneratorState, ...]] = {}
         self.start(0)
 
+    def keys(self, first: int, count: int) -> list[tuple[int, int]]:
+        """Return what tells the forwards of a run apart: chunk and micro-batch."""
+        return [(c, i) for c in range(len(self.chunks)) for i in range(first, first + count)]
+
     def start(self, first: int) -> None:
         """Begin a run of the schedule at micro-batch number `first`."""
         self._next = [first] * len(self.chunks)

@@ -8,7 +8,7 @@ asked for is averaged over the ranks, each of which has its own, by one all-redu
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -41,11 +41,11 @@ from ds_hessian.backends.protocol import (
     Precision,
 )
 from ds_hessian.backends.refusal import training_refused
-from ds_hessian.backends.sharded import Shard, ShardedWeights
-from ds_hessian.backends.stepping import stepping
+from ds_hessian.backends.sharded import Shard, ShardedSession, ShardedWeights
 from ds_hessian.backends.weights import Weight, module_weights
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import FP32, Item, tier_of
+from ds_hessian.optimizer import settings_of
 from ds_hessian.ranks.lockstep import Lockstep
 from ds_hessian.vectors import Fragment, Layout, VectorSpace
 
@@ -178,7 +178,7 @@ class ModuleBackend:
             layout=f"{kind}, {ranks} rank{'s' * (ranks > 1)}",
             model_dtype=str(next(self.model.parameters()).dtype).removeprefix("torch."),
             versions={"python": platform.python_version(), "torch": torch.__version__},
-            stepping=stepping(self.optimizer),
+            optimizer=settings_of(self.optimizer),
         )
 
     def adam(self) -> AdamState:
@@ -212,7 +212,7 @@ class ModuleBackend:
         return items
 
 
-class ModuleSession:
+class ModuleSession(ShardedSession):
     """The `Session` of a plain module.
 
     Args:
@@ -235,18 +235,15 @@ class ModuleSession:
         lockstep: Lockstep,
         widen: bool,
     ) -> None:
-        self.layout, self.space = backend.layout, backend.space
-        self.num_micro_batches = objective.num_micro_batches
-        self.unit_roundoff = max(torch.finfo(p.dtype).eps / 2 for p in trained)
-        self.gradient_scale: float | None = None
-        self.loss = float("nan")
+        roundoff = max(torch.finfo(p.dtype).eps / 2 for p in trained)
+        head = Head(backend.modules)
+        super().__init__(weights, guard.function, objective.num_micro_batches, head, roundoff)
         self._backend, self._objective, self._guard = backend, objective, guard
-        self._trained, self.weights = trained, weights
+        self._trained = trained
         self._lockstep, self._widen = lockstep, widen
         self._states = [guard.initial]  # before micro-batch 0, 1, ...
         self._totals = Totals()
         self._buffers = self._first_buffers()
-        self.head = Head(backend.modules)
         self.cotangent_scale = 1.0 / self.space.world_size
         device = self.space.device.type
         guard.callback(
@@ -279,18 +276,6 @@ class ModuleSession:
             )
         roundoff = torch.finfo(torch.get_autocast_dtype(device)).eps / 2
         self.unit_roundoff = max(self.unit_roundoff, roundoff)
-
-    def displace(self, v: Tensor | None, h: float) -> Tensor:
-        """Displace the stand-ins of the weights; every rank writes all of them."""
-        return self.weights.displace(v, h)
-
-    def weight_norm(self, names: Collection[str] | None = None) -> float:
-        """Return the norm of the weights."""
-        return self.weights.norm(names)
-
-    def choices(self) -> Tensor:
-        """Return the number of held choices, and how many of them would have changed."""
-        return self._guard.function.choices()
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Add the gradients of these micro-batches, averaged over the ranks, to `out`."""

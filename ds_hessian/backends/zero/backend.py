@@ -10,7 +10,7 @@ fp32.
 from __future__ import annotations
 
 import platform
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -38,8 +38,7 @@ from ds_hessian.backends.protocol import (
     Precision,
 )
 from ds_hessian.backends.refusal import refuse_methods, training_refused
-from ds_hessian.backends.sharded import Shard, ShardedWeights
-from ds_hessian.backends.stepping import stepping
+from ds_hessian.backends.sharded import Shard, ShardedSession, ShardedWeights
 from ds_hessian.backends.weights import Weight, module_weights
 from ds_hessian.backends.zero import host
 from ds_hessian.backends.zero.flat import BF16Shards, FlatShards
@@ -51,6 +50,7 @@ from ds_hessian.backends.zero.stage3 import Stage3Shards
 from ds_hessian.backends.zero.tensor_parallel import Placement, Replicas, place
 from ds_hessian.errors import ConfigError, HessianError, UnsupportedError
 from ds_hessian.memory import Item, tier_of
+from ds_hessian.optimizer import settings_of
 from ds_hessian.ranks import gather_objects
 from ds_hessian.ranks.lockstep import Lockstep
 from ds_hessian.vectors import Fragment, Layout, VectorSpace
@@ -198,7 +198,7 @@ class ZeroBackend:
                 "python": platform.python_version(),
                 "torch": torch.__version__,
             },
-            stepping=stepping(self.engine.optimizer),
+            optimizer=settings_of(self.engine.optimizer),
         )
 
     def adam(self) -> AdamState:
@@ -243,7 +243,7 @@ class ZeroBackend:
         )
 
 
-class ZeroSession:
+class ZeroSession(ShardedSession):
     """The `Session` of a DeepSpeed engine.
 
     Args:
@@ -266,37 +266,19 @@ class ZeroSession:
         dtype: torch.dtype,
         widen: bool,
     ) -> None:
-        self.layout, self.space = backend.layout, backend.space
-        self.num_micro_batches = objective.num_micro_batches
-        self.unit_roundoff = torch.finfo(dtype).eps / 2
-        self.gradient_scale: float | None = None
-        self.loss = float("nan")
-        self.weights = weights
+        head = Head(() if backend.tensor_ranks > 1 else backend.modules)
+        roundoff = torch.finfo(dtype).eps / 2
+        super().__init__(weights, guard.function, objective.num_micro_batches, head, roundoff)
         self._backend, self._objective, self._guard = backend, objective, guard
         self._lockstep, self._widen = lockstep, widen
         self._states = [guard.initial]  # before micro-batch 0, 1, ...
         self._totals = Totals()
         self._replicas_checked = backend.tensor_ranks == 1
-        self.head = Head(() if backend.tensor_ranks > 1 else backend.modules)
-        self.cotangent_scale = float("nan")
-
-    def displace(self, v: Tensor | None, h: float) -> Tensor:
-        """Displace this rank's shards, and gather the weights from them."""
-        return self.weights.displace(v, h)
-
-    def weight_norm(self, names: Collection[str] | None = None) -> float:
-        """Return the norm of the weights, from the masters of all ranks."""
-        return self.weights.norm(names)
-
-    def choices(self) -> Tensor:
-        """Return the number of held choices, and how many of them would have changed."""
-        return self._guard.function.choices()
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Add the gradients of these micro-batches, each reduced by the engine, to `out`."""
         accumulates = self._backend.shards.accumulates
         for index in micro_batches:
-            self._start(index)
             last = index == micro_batches[-1] or not accumulates
             factor = self._run(index, last)
             if len(self._states) == index + 1:  # first evaluation: the next one starts from here
@@ -306,26 +288,27 @@ class ZeroSession:
 
     def forward(self, micro_batches: range) -> None:
         """Run the forward of these micro-batches, without a graph."""
-        shards = self._backend.shards
         for index in micro_batches:
-            self._start(index)
-            try:
-                with (
-                    self._lockstep.together(f"evaluating micro-batch {index}"),
-                    self._guard.function.evaluating(index),
-                    torch.no_grad(),
-                ):
-                    shards.prepare()
-                    self._loss(index)
-            except HessianError:
-                shards.abandon()
-                raise
+            with torch.no_grad(), self._evaluating(index):
+                self._loss(index)
 
-    def _start(self, index: int) -> None:
-        """Restore the random states and the buffers with which a micro-batch begins."""
+    @contextmanager
+    def _evaluating(self, index: int) -> Iterator[None]:
+        """Run a pass of a micro-batch, from its own random state and buffers, on all ranks."""
         self._guard.random.set(self._states[index])
         for buffers in self._guard.buffers:
             buffers.restore()
+        shards = self._backend.shards
+        try:
+            with (
+                self._lockstep.together(f"evaluating micro-batch {index}"),
+                self._guard.function.evaluating(index),
+            ):
+                shards.prepare()
+                yield
+        except HessianError:
+            shards.abandon()
+            raise
 
     def _loss(self, index: int) -> tuple[Tensor, float | None]:
         backend = self._backend
@@ -333,23 +316,15 @@ class ZeroSession:
 
     def _run(self, index: int, last: bool) -> float:
         """Forward and backward; returns the factor of the reduced gradient."""
-        backend, shards = self._backend, self._backend.shards
-        try:
-            with (
-                self._lockstep.together(f"evaluating micro-batch {index}"),
-                self._guard.function.evaluating(index),
-            ):
-                shards.prepare()
-                loss, count = self._loss(index)
-                scale = host.backward(backend.engine, loss, last)
-                self._totals.add(index, float(loss.detach()), count)
-        except HessianError:
-            shards.abandon()
-            raise
+        engine = self._backend.engine
+        with self._evaluating(index):
+            loss, count = self._loss(index)
+            scale = host.backward(engine, loss, last)
+            self._totals.add(index, float(loss.detach()), count)
         if self.gradient_scale is None and len(self._totals) == self.num_micro_batches:
             self.gradient_scale, self.loss = self._totals.reduce(self.space)
         self.cotangent_scale = 1 / (scale * self.space.world_size)
-        return host.averaging_factor(backend.engine) / scale
+        return host.averaging_factor(engine) / scale
 
     def _collect(self, out: Tensor, factor: float) -> None:
         backend, first = self._backend, not self._replicas_checked

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from ds_hessian.operators.finite_difference import FiniteDifferenceHessian
 from ds_hessian.operators.outputs.gauss_newton import GaussNewton
 from ds_hessian.operators.protocol import Curvature
 
@@ -67,7 +66,6 @@ class Forms:
         operator = self.operator
         if isinstance(operator, GaussNewton):
             return self._by_outputs(operator, v)
-        assert isinstance(operator, FiniteDifferenceHessian)
         product, space = operator.matvec(v), operator.space
         dot, square = space.dots([(v, product.vector), (v, v)]).tolist()
         error = (product.error or 0.0) * product.norm

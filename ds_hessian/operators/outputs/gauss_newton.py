@@ -27,14 +27,13 @@ from torch import Tensor
 
 from ds_hessian import ops
 from ds_hessian.backends.protocol import Session
+from ds_hessian.config import OutputMatrix
 from ds_hessian.errors import NumericsError, UnsupportedError
 from ds_hessian.memory import FP32
 from ds_hessian.operators.outputs.passes import OutputProduct, Passes, Sums
 from ds_hessian.operators.outputs.reading import Reading
 from ds_hessian.operators.outputs.steps import OutputSteps, Trial
 from ds_hessian.operators.protocol import OperatorCost, Product
-
-OutputMatrix = Literal["ggn", "fisher"]
 
 
 @dataclass(frozen=True)

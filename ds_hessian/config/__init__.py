@@ -8,25 +8,49 @@ it selects an accelerator. Nothing here needs DeepSpeed to be importable, let al
 
 from __future__ import annotations
 
-import base64
 import difflib
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeGuard, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from ds_hessian.config.messages import (
+    SECTION,
+    brief,
+    leaves_of,
+    problems,
+    required,
+    shown,
+    suggestion,
+)
+from ds_hessian.config.reading import read_deepspeed
 from ds_hessian.errors import ConfigError
 
-SECTION = "hessian"
+__all__ = [
+    "OUTPUT_MATRICES",
+    "SECTION",
+    "BasisConfig",
+    "FiniteDifferenceConfig",
+    "HessianConfig",
+    "OperatorName",
+    "OutputMatrix",
+    "ReorthogonalizationConfig",
+    "describe",
+    "leaves",
+    "read_deepspeed",
+    "schema",
+]
 
 OperatorName = Literal["hessian", "ggn", "residual", "fisher"]
 """The matrices that can be measured."""
+OutputMatrix = Literal["ggn", "fisher"]
+"""Those that are made of the model's outputs, and have differences of their own."""
+OUTPUT_MATRICES = get_args(OutputMatrix)
 
 
 def _field(default: object, description: str, requires: str = "", **constraints: Any) -> Any:
@@ -268,7 +292,7 @@ class HessianConfig(_Section):
         try:
             super().__init__(**settings)
         except ValidationError as error:
-            raise ConfigError("\n".join(_problems(error))) from None
+            raise ConfigError("\n".join(problems(error, HessianConfig))) from None
 
     @property
     def scheduled(self) -> bool:
@@ -289,7 +313,7 @@ class HessianConfig(_Section):
     def _no_contradiction(self) -> Self:
         lines = []
         lines += [
-            f"{SECTION}.{name}: {_shown(interval)} contradicts {SECTION}.enabled = false, which "
+            f"{SECTION}.{name}: {shown(interval)} contradicts {SECTION}.enabled = false, which "
             "measures nothing: remove one of the two"
             for name, interval in self.intervals.items()
             if interval and not self.enabled
@@ -317,9 +341,9 @@ class HessianConfig(_Section):
         if found.mode not in _WINDOWED and found.window != _WINDOW.default:
             lines.append(
                 f"{SECTION}.reorthogonalization.window: {found.window} has no effect in mode "
-                f'"{found.mode}": set {" or ".join(map(_shown, _WINDOWED))}, or remove window'
+                f'"{found.mode}": set {" or ".join(map(shown, _WINDOWED))}, or remove window'
             )
-        if self.operator in ("ggn", "fisher") and self.finite_difference.scheme != "central":
+        if self.operator in OUTPUT_MATRICES and self.finite_difference.scheme != "central":
             lines.append(
                 f'{SECTION}.finite_difference.scheme: "{self.finite_difference.scheme}" has no '
                 f'meaning for {SECTION}.operator = "{self.operator}", which takes central '
@@ -343,7 +367,7 @@ class HessianConfig(_Section):
         """
         if not isinstance(section, Mapping):
             raise ConfigError(
-                f"{SECTION}: must be an object of settings, got {_shown(section)}: write {{}} for "
+                f"{SECTION}: must be an object of settings, got {shown(section)}: write {{}} for "
                 "the defaults, or remove the section"
             )
         return cls(**{str(key): _plain(value) for key, value in section.items()})
@@ -371,7 +395,7 @@ class HessianConfig(_Section):
             # No key of DeepSpeed's contains the first letters.
             if SECTION[:4] in name or difflib.SequenceMatcher(None, name, SECTION).ratio() > 0.85:
                 raise ConfigError(
-                    f"{_brief(str(key))}: unknown key of the DeepSpeed configuration; "
+                    f"{brief(str(key))}: unknown key of the DeepSpeed configuration; "
                     f'did you mean "{SECTION}"?'
                 )
         return None
@@ -394,7 +418,7 @@ class HessianConfig(_Section):
             nested = section.get(name)
             if isinstance(nested, dict):
                 if not isinstance(value, Mapping | BaseModel):
-                    lines.append(f"{SECTION}.{name}: must be an object, got {_shown(value)}")
+                    lines.append(f"{SECTION}.{name}: must be an object, got {shown(value)}")
                     continue
                 changes = _plain(value)
                 nested.update(changes)
@@ -406,8 +430,8 @@ class HessianConfig(_Section):
                 section[parent][leaf], touched = value, paths
             else:
                 known = [*section, *(path.split(".")[-1] for path in leaves())]
-                near = _suggestion(name, known, [*section])
-                lines.append(f"{_brief(name)}: unknown override{near}")
+                near = suggestion(name, known, [*section])
+                lines.append(f"{brief(name)}: unknown override{near}")
                 continue
             lines += [f"{SECTION}.{p}: overridden twice: keep one" for p in touched if p in given]
             given.update(touched)
@@ -424,6 +448,8 @@ def _drop_inert(section: dict[str, Any], given: set[str]) -> None:
         section["reorthogonalization"]["window"] = _WINDOW.default
     if device != "disk" and "basis.folder" not in given:
         section["basis"]["folder"] = None
+    if section["operator"] in OUTPUT_MATRICES and "finite_difference.scheme" not in given:
+        section["finite_difference"]["scheme"] = "central"
 
 
 def describe() -> str:
@@ -431,7 +457,7 @@ def describe() -> str:
     rows = ["| key | value | default | meaning |", "|---|---|---|---|"]
     for path, field in leaves().items():
         default = json.dumps(field.default)
-        rows.append(f"| `{path}` | {_required(field)} | `{default}` | {field.description} |")
+        rows.append(f"| `{path}` | {required(field)} | `{default}` | {field.description} |")
     return "\n".join(rows) + "\n"
 
 
@@ -451,19 +477,9 @@ def schema() -> dict[str, Any]:
     }
 
 
-def leaves(model: type[BaseModel] = HessianConfig, prefix: str = "") -> dict[str, FieldInfo]:
+def leaves() -> dict[str, FieldInfo]:
     """Return {dotted path below the section: field}, in order of definition."""
-    found: dict[str, FieldInfo] = {}
-    for name, field in model.model_fields.items():
-        if _is_section(field.annotation):
-            found |= leaves(field.annotation, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = field
-    return found
-
-
-def _is_section(annotation: object) -> TypeGuard[type[BaseModel]]:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return leaves_of(HessianConfig)
 
 
 def _plain(value: Any, levels: int = 2) -> Any:
@@ -476,153 +492,3 @@ def _plain(value: Any, levels: int = 2) -> Any:
     if isinstance(value, Mapping) and levels:
         return {str(key): _plain(entry, levels - 1) for key, entry in value.items()}
     return value
-
-
-def read_deepspeed(config: str | Path) -> Mapping[str, Any]:
-    """Return what `DeepSpeedConfig` (deepspeed/runtime/config.py) reads from the same argument.
-
-    Raises:
-        ConfigError: it cannot be read, is not an object, or repeats a key.
-    """
-    import hjson  # type: ignore[import-untyped]
-
-    if not isinstance(config, str | Path):
-        raise ConfigError(
-            f"the DeepSpeed configuration must be a dictionary or a path, got {_shown(config)}"
-        )
-    text, source = _text_of(config)
-    try:
-        settings = hjson.loads(text, object_pairs_hook=_without_duplicates)
-    except RecursionError:
-        raise ConfigError(f"{source} is nested too deeply for a configuration") from None
-    except (ValueError, OverflowError) as error:  # hjson's own, or a number out of range
-        raise ConfigError(f"{source} is not JSON: {error}") from error
-    if not isinstance(settings, Mapping):
-        raise ConfigError(f"{source} must hold a JSON object, got {_shown(settings)}")
-    return settings
-
-
-def _text_of(config: str | Path) -> tuple[str, str]:
-    """Return the text of a configuration, and where it is from."""
-    try:
-        if os.path.exists(config):
-            return Path(config).read_bytes().decode("utf-8"), str(config)
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"the DeepSpeed configuration {config} is not UTF-8 text ({error}): save it as UTF-8"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"cannot read the DeepSpeed configuration {config}: {error}") from error
-    try:
-        return base64.urlsafe_b64decode(str(config)).decode(), "base64 text"
-    except ValueError:  # not base64, or not the base64 of text
-        raise ConfigError(
-            "the DeepSpeed configuration must be a path of a JSON file, got "
-            f"{_shown(str(config))}: no such file, and not base64 text either"
-        ) from None
-
-
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    keys = [key for key, _ in pairs]
-    repeated = sorted({key for key in keys if keys.count(key) > 1})
-    if repeated:
-        raise ConfigError(
-            f"the DeepSpeed configuration repeats {', '.join(map(_shown, repeated))} within one "
-            "object: keep one of each"
-        )
-    return dict(pairs)
-
-
-def _problems(error: ValidationError) -> list[str]:
-    """Return one line for each field that is wrong (a union reports each of its members)."""
-    lines: dict[str, str] = {}
-    for problem in error.errors(include_url=False):
-        if problem["type"] == "contradiction":
-            lines[""] = problem["msg"]
-            continue
-        path, message = _explain(problem["loc"], problem["type"], problem["input"])
-        lines.setdefault(path, f"{path}: {message}")
-    return list(lines.values())
-
-
-def _explain(location: tuple[int | str, ...], kind: str, value: object) -> tuple[str, str]:
-    """Return the full path of the field, and what is wrong with its value."""
-    model: type[BaseModel] = HessianConfig
-    path = SECTION
-    for name in map(str, location):
-        if name not in model.model_fields:
-            return f"{path}.{_brief(name)}", f"unknown key{_suggest_key(path, name, model)}"
-        path, field = f"{path}.{name}", model.model_fields[name]
-        if not _is_section(field.annotation):
-            return path, f"must be {_required(field)}, got {_shown(value)}: {_advice(field, value)}"
-        model = field.annotation
-    keys = ", ".join(model.model_fields)
-    return path, f"must be an object with keys of {keys}, got {_shown(value)}"
-
-
-def _suggest_key(path: str, name: str, model: type[BaseModel]) -> str:
-    """Suggest the nearest valid name, or the section that a valid name belongs to."""
-    for leaf in leaves():
-        if leaf.split(".")[-1] == name:
-            return f'; did you mean "{SECTION}.{leaf}"?'
-    here = list(model.model_fields)
-    if difflib.get_close_matches(name, here):
-        return _suggestion(name, here)
-    elsewhere = {leaf.split(".")[-1]: leaf for leaf in leaves()}
-    for match in difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.75):
-        return f'; did you mean "{SECTION}.{elsewhere[match]}"?'
-    return _suggestion(name, here)
-
-
-def _suggestion(name: str, known: list[str], listed: list[str] | None = None) -> str:
-    """Return the known name that is meant; if none is near, the list of them, or of `listed`."""
-    for match in difflib.get_close_matches(name, known, n=1):
-        return f'; did you mean "{match}"?'
-    return f"; known are {', '.join(listed or known)}"
-
-
-def _choices(field: FieldInfo) -> tuple[str, ...]:
-    return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
-
-
-def _required(field: FieldInfo) -> str:
-    if choices := _choices(field):
-        return " or ".join(map(_shown, choices))
-    assert isinstance(field.json_schema_extra, dict)  # `_field` gives each one
-    return str(field.json_schema_extra["requires"])
-
-
-def _advice(field: FieldInfo, value: object) -> str:
-    choices = _choices(field)
-    if choices and isinstance(value, str):
-        for match in difflib.get_close_matches(value.lower(), choices, n=1):
-            return f"did you mean {_shown(match)}?"
-    if value == "auto":
-        return f'Hugging Face\'s "auto" is not resolved in the "{SECTION}" section; write a value'
-    if choices:
-        return f"this version supports {', '.join(map(_shown, choices))} only"
-    if isinstance(value, str) and _is_literal(value):
-        return "remove the quotes"
-    return f"the default is {json.dumps(field.default)}"
-
-
-def _is_literal(text: str) -> bool:
-    """Return whether the text of a string would be a JSON number or truth value."""
-    try:
-        return isinstance(json.loads(text.strip().lower()), int | float)
-    except ValueError:
-        return False
-
-
-def _shown(value: object) -> str:
-    """Return a value as JSON would write it, shortened."""
-    text = f"a value of type {type(value).__name__}"
-    for write in (json.dumps, repr):  # neither shows a number of thousands of digits, or any depth
-        with suppress(TypeError, ValueError, RecursionError):
-            text = write(value)
-            break
-    return _brief(text)
-
-
-def _brief(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,184 @@
+"""Measuring a job: its function, its settings, and the measurements that are open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Self, TypeVar
+
+from torch import Tensor, nn
+
+from ds_hessian.analyses import Analysis, Followed, Subject, analysis_of, measure, share_of
+from ds_hessian.backends.protocol import Backend, Objective
+from ds_hessian.backends.restricted import Restricted, restricted
+from ds_hessian.config import HessianConfig
+from ds_hessian.errors import ConfigError
+from ds_hessian.job_vectors import JobVectors
+from ds_hessian.memory import MemoryPlan
+from ds_hessian.operators import Curvature, Embedded, Product
+from ds_hessian.planning import plan
+from ds_hessian.ranks import collective
+
+R = TypeVar("R")
+
+Batches = Iterable[object]
+"""Micro-batches of this rank, in the form that the host's model takes."""
+Loss = Any
+"""`loss_fn(model, batch)`; on Megatron the `forward_step` of its schedules."""
+
+
+class JobMeasuring(JobVectors):
+    """What a `Hessian` measures, and how a measurement is opened; no analysis yet.
+
+    Every method but `memory_plan` is collective.
+
+    Args:
+        backend: The job.
+        config: The settings; None for the defaults.
+
+    Attributes:
+        used: Called after each `use`; a schedule sets it to measure before the first step.
+    """
+
+    def __init__(self, backend: Backend, config: HessianConfig | None = None) -> None:
+        super().__init__(backend, config or HessianConfig())
+        self._retires = False
+        self._objective: Objective | None = None
+        self._open: Curvature | None = None
+        self._followed: dict[str, Followed] = {}  # by operator and parameters
+        self.used: Callable[[], None] = lambda: None
+
+    # ---- what H is
+
+    def use(self, batches: Batches, loss_fn: Loss = None, **sizes: int | None) -> Self:
+        """Fix the micro-batches (this rank's own) and the loss that define H; returns self.
+
+        Args:
+            batches: Micro-batches; all of them count, whatever `num_micro_batches` says.
+            loss_fn: `loss_fn(model, batch)` returning the mean loss of a micro-batch, or a pair
+                (summed loss, count) for token-weighted averaging; None where the model returns its
+                loss as a scalar, first in a tuple, or as `.loss`. On Megatron the forward step as
+                its schedules take it; None for that of the last `use`.
+            **sizes: `seq_length` and `micro_batch_size`, on Megatron only; None for those of the
+                last `use`.
+
+        Raises:
+            ConfigError: no batches, different numbers of them on different ranks, or an argument
+                that cannot be.
+            MeasurementError: the iterable raised on some rank.
+        """
+        with collective("choosing the micro-batches", self.backend.space.device):
+            before = self._objective
+            self._objective = self.backend.objective(batches, loss_fn, like=before, **sizes)
+        self.used()
+        return self
+
+    def _use_if(self, batches: Batches | None, loss_fn: Loss) -> None:
+        if batches is not None:
+            self.use(batches, loss_fn)
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The modules that hold this rank's weights."""
+        return self.backend.modules
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made so far, for the record; to be set before measuring on Megatron."""
+        return self.backend.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        try:
+            setattr(self.backend, "step", step)  # noqa: B010, settable where nothing counts steps
+        except AttributeError:
+            raise ConfigError("this job counts its optimizer steps itself: set no step") from None
+
+    @property
+    def batches(self) -> list[Any] | None:
+        """This rank's micro-batches; None before `use`."""
+        return None if self._objective is None else self._objective.batches
+
+    @contextmanager
+    def measuring(self, **overrides: object) -> Iterator[Curvature]:
+        """Guard several products at once: the gradient at the weights is evaluated only once.
+
+        Inside, training must not continue; `matvec` uses the open operator, which is also yielded.
+
+        Args:
+            overrides: Values of the configuration for this measurement, such as
+                `displacement=1e-3`.
+
+        Raises:
+            ConfigError: `use` was not called, an override is unknown, or `sampling` is on with a
+                single micro-batch.
+        """
+        device = self.backend.space.device
+        with collective("measuring", device), self._subject(overrides).open() as (run, _):
+            backend, operator = run.subject.backend, run.curvature
+            if isinstance(backend, Restricted):
+                operator = Embedded(operator, backend)
+            self._open = operator
+            try:
+                yield operator
+            finally:
+                self._open = None
+
+    def _subject(self, overrides: Mapping[str, object]) -> Subject:
+        if self._objective is None:
+            raise ConfigError("no micro-batches yet: call hessian.use(batches) first")
+        if self._open is not None:
+            raise ConfigError("a measurement is open already: leave `measuring()` first")
+        config = self.config.with_overrides(**overrides)
+        backend = restricted(self.backend, config.parameters)
+        return Subject(backend, self._objective, config, self._retires)
+
+    @contextmanager
+    def retiring(self) -> Iterator[None]:
+        """Let measurements in the body remove a `resume` state of another optimizer step.
+
+        Only one of the same measurement, with a line in the log; a state of other settings is
+        still refused. For schedules: one kill would else end all later measurements of its kind.
+        """
+        self._retires = True
+        try:
+            yield
+        finally:
+            self._retires = False
+
+    def matvec(self, v: Tensor) -> Product:
+        """Return `H v` and its diagnostics.
+
+        Alone it costs three gradients (one at the weights; from 16 micro-batches on two more, for
+        the noise) and some trials of h; each further one inside `measuring()` two, and some trials.
+
+        Args:
+            v: `(n_local,)` fp32.
+
+        Raises:
+            NumericsError: v is zero, or something is not finite.
+            MeasurementError: the model or the loss raised on some rank.
+        """
+        if self._open is not None:
+            return self._open.matvec(v)
+        with self.measuring() as operator:
+            return operator.matvec(v)
+
+    # ---- plans
+
+    def memory_plan(self, analysis: str = "spectrum", **settings: object) -> MemoryPlan:
+        """Return what an analysis would need on this rank beyond training's memory. Not collective.
+
+        Args:
+            analysis: Name of the method: `spectrum`, `eigenpairs`, `trace`, `solve`, ...
+            settings: As the method takes them: its own arguments, and values of the configuration.
+
+        Raises:
+            ConfigError: there is no such analysis, or a setting is unknown or impossible.
+        """
+        found, overrides = analysis_of(analysis, settings)
+        config = self.config.with_overrides(**overrides)
+        return plan(found, share_of(restricted(self.backend, config.parameters)), config)
+
+    def _measure(self, analysis: Analysis[R], overrides: Mapping[str, object]) -> R:
+        return measure(analysis, self._subject(overrides))

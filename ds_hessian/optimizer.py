@@ -1,0 +1,70 @@
+"""The settings of a job's optimizer on which the stability of its steps depends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """The optimizer of a job when a measurement was made.
+
+    Attributes:
+        name: Its class, such as `"AdamW"`.
+        learning_rate: The largest of its parameter groups.
+        momentum: That of SGD; None for another optimizer.
+        nesterov: Whether SGD's momentum is Nesterov's.
+        beta1: That of Adam; None for another optimizer.
+    """
+
+    name: str
+    learning_rate: float
+    momentum: float | None = None
+    nesterov: bool = False
+    beta1: float | None = None
+
+    @property
+    def edge(self) -> float | None:
+        """The largest eigenvalue of H with which SGD's steps are stable on a quadratic loss.
+
+        It is `2 (1 + b) / lr` with momentum b, and `2 (1 + b) / ((1 + 2 b) lr)` with Nesterov's
+        (Cohen et al., arXiv 2103.00065, appendix B). None for another optimizer, or without steps.
+        """
+        if self.momentum is None or self.learning_rate <= 0:
+            return None
+        damped = 1 + 2 * self.momentum if self.nesterov else 1.0
+        return 2 * (1 + self.momentum) / (damped * self.learning_rate)
+
+    @property
+    def preconditioned_edge(self) -> float | None:
+        """That of the preconditioned Hessian for Adam: `2 (1 + b) / ((1 - b) lr)` with beta1 b.
+
+        (Cohen et al., arXiv 2207.14484.) None for another optimizer, or without steps.
+        """
+        if self.beta1 is None or self.learning_rate <= 0:
+            return None
+        return 2 * (1 + self.beta1) / ((1 - self.beta1) * self.learning_rate)
+
+
+def settings_of(optimizer: Any) -> Optimizer | None:
+    """Return the settings of an optimizer, or of the one inside of its wrappers; None without any.
+
+    Of parameter groups with different settings, those with the largest learning rate count.
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    if not groups:
+        return None
+    inner = optimizer
+    while getattr(inner, "optimizer", None) is not None and inner.optimizer is not inner:
+        inner = inner.optimizer
+    name = type(inner).__name__
+    group = max(groups, key=lambda group: float(group["lr"]))
+    rate = float(group["lr"])
+    if "adam" in name.lower() and "betas" in group:
+        return Optimizer(name=name, learning_rate=rate, beta1=float(group["betas"][0]))
+    if "sgd" in name.lower():
+        momentum = float(group.get("momentum", 0.0))
+        nesterov = bool(group.get("nesterov", False))
+        return Optimizer(name=name, learning_rate=rate, momentum=momentum, nesterov=nesterov)
+    return Optimizer(name=name, learning_rate=rate)
