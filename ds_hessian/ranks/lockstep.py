@@ -49,6 +49,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType, TracebackType
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -126,13 +127,8 @@ class Lockstep(Follower):
         self.rank = dist.get_rank()
         self._communication = getattr(*host) if host is not None else None
         self._peers, self._meshed, name = peers_of(stage)
-        # A client of its own for each thread: a request waits while another is under way.
-        world = dist.group.WORLD
-        assert world is not None
-        store, prefix = world.get_group_store(), f"ds_hessian/measurement {name}"
-        self._store, self._publisher_store = (
-            dist.PrefixStore(prefix, _clone(store)) for _ in range(2)
-        )
+        prefix = f"ds_hessian/measurement {name}"
+        self._store, self._publisher_store = (dist.PrefixStore(prefix, c) for c in _clients())
         self._posted: set[str] = set()
         self._wake, self._closing = threading.Event(), False
         self._publisher = threading.Thread(target=self._publish, name="ds_hessian", daemon=True)
@@ -174,8 +170,6 @@ class Lockstep(Follower):
         self._publisher.join()
         for key in self._posted:  # all ranks have met since, no rank reads them any more
             self._store.delete_key(key)
-        # Connections end now, not when the garbage collector finds the frames of an exception.
-        del self._store, self._publisher_store
 
     def _ending(self, error: BaseException | None) -> BaseException | None:
         """Run the handlers of the signals that have come, now that the state is restored; return
@@ -576,6 +570,20 @@ def _by_autograd() -> bool:
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
-def _clone(store: dist.Store) -> dist.Store:
-    """Return a client of its own, if the store supports it (torch 2.6)."""
-    return store.clone() if hasattr(store, "clone") else store
+_clients_by_job: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.Store, ...]] = WeakKeyDictionary()
+
+
+def _clients() -> tuple[dist.Store, ...]:
+    """Return this process's clients of the job's store: one for the thread that measures and one
+    for the thread that publishes, since a request waits while another is under way.
+
+    They are kept as long as the job: torch looks up the name of the other end of each connection,
+    and where no name server answers, that takes seconds.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _clients_by_job:
+        store = world.get_group_store()
+        each = [store.clone() if hasattr(store, "clone") else store for _ in range(2)]  # torch 2.6
+        _clients_by_job[world] = tuple(each)
+    return _clients_by_job[world]

@@ -115,7 +115,7 @@ def _check_size(name: str, array: Array, axes: Axes) -> None:
     finite = np.isfinite(array)
     if axes.finite and not finite.all():
         raise NumericsError(f"{name} must be finite, got {array}")
-    largest = np.max(np.abs(array), where=finite, initial=0)
+    largest = max(np.max(array, where=finite, initial=0), -np.min(array, where=finite, initial=0))
     if (array < axes.least).any():  # not NaN, which says that a figure is not known
         raise NumericsError(f"{name} must be at least {axes.least:g}, got {array}")
     if largest > LARGEST:

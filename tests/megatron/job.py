@@ -512,7 +512,7 @@ def reference(job: Job, v: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
         from ds_hessian.backends.megatron.runs import fragment_of
 
         model = host.unwrap(chunks[0])  # in train mode: the losses of routers are part of it
-        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0 / TOTAL))
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([1.0 / TOTAL]))  # as schedules do
         parameters = list(model.parameters())
 
         def gradient_of(create_graph: bool) -> tuple[Tensor, ...]:
