@@ -11,6 +11,7 @@ import gc
 import inspect
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -25,10 +27,12 @@ from typing import Any
 
 
 def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A TCP port that is free now, below those that connections are given."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def context() -> Any:
@@ -173,7 +177,7 @@ class RankPool:
     def _stack_file(self, rank: int) -> str:
         return str(Path(self.stacks.name) / f"{rank}")
 
-    def _where(self, rank: int) -> str:
+    def where(self, rank: int) -> str:
         """The stacks of all threads of a rank."""
         pid = self.processes[rank].pid
         assert pid is not None
@@ -196,7 +200,7 @@ class RankPool:
             ready = wait([p for p in self.pipes if p not in results], timeout=timeout)
             if not ready:
                 found = [
-                    f"rank {r} hangs:\n{self._where(r)}"
+                    f"rank {r} hangs:\n{self.where(r)}"
                     if p not in results
                     else f"rank {r} came back"
                     if results[p][0]

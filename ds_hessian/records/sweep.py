@@ -44,7 +44,7 @@ class DisplacementSweep(Measured):
         "displacements": Axes("k", finite=True),
         "curvatures": Axes("D", "k", finite=True),
         "norms": Axes("D", "k", finite=True, least=0),
-        "changes": Axes("D", "k"),
+        "changes": Axes("D", "k", least=0),
         "nonlinearities": Axes("D", "k"),
         "fidelities": Axes("D", "k", finite=True),
     }

@@ -52,6 +52,7 @@ def records() -> tuple[Hessian, list[HessianEigenpairs]]:
     return hessian, found
 
 
+@pytest.mark.full
 def test_a_writer_that_is_killed_leaves_vectors_with_their_record(
     tmp_path: Path, records: tuple[Hessian, list[HessianEigenpairs]]
 ) -> None:

@@ -515,7 +515,7 @@ def analyse(path: str) -> tuple[Any, ...]:
     engine = make_engine(hessian=QUIET)
     hessian = engine.hessian.use(my_batches())
     pairs = hessian.eigenpairs(3, "LM", max_matvecs=60)
-    traces = [hessian.trace("hutchinson", 24, blocks="parameters"), hessian.trace("xtrace", 36)]
+    traces = [hessian.trace("hutchinson", 12, blocks="parameters"), hessian.trace("xtrace", 24)]
     b = hessian.random_vector(seed=9)
     solution = hessian.solve(b, [12.0, 30.0], "minres", num_matvecs=30)
     indefinite = hessian.solve(b, [1.0], "cg", num_matvecs=12)

@@ -70,7 +70,7 @@ def test_all_ranks_take_the_same_step_though_they_computed_different_ones(ranks:
     assert relative(dense.flat(product), dense.matvec(dense.flat(v))) < 2e-4
 
 
-@pytest.mark.parametrize("world_size", cells([1, 2, 3], [2]))
+@pytest.mark.parametrize("world_size", cells([1, 2, 3], []))
 def test_the_ten_largest_eigenvalues_and_the_trace_are_those_of_the_dense_hessian(
     ranks: Ranks, world_size: int
 ) -> None:
@@ -104,9 +104,7 @@ def test_every_variant_of_zero3_gives_the_dense_product(ranks: Ranks, name: str)
     assert relative(dense.flat(product), dense.matvec(dense.flat(v))) < 2e-4
 
 
-@pytest.mark.parametrize(
-    "name", cells(["default", *VARIANTS], ["default", "nothing persistent", "accumulation"])
-)
+@pytest.mark.parametrize("name", cells(["default", *VARIANTS], ["default", "nothing persistent"]))
 def test_training_with_spectra_in_between_is_bitwise_the_same(ranks: Ranks, name: str) -> None:
     zero, config = VARIANTS.get(name, ({}, {}))
     common = {"zero": zero, **config}

@@ -50,7 +50,7 @@ def products(job: Job, count: int = 2) -> Any:
                 row = stored(backend, v), figures, space.norm(g + r - h), form - space.dot(v, g)
                 rows.append(row)
                 v = g / space.norm(g)
-        spectra = [hessian.spectrum(operator=name, num_matvecs=5) for name in ("ggn", "residual")]
+        spectra = [hessian.spectrum(operator=name, num_matvecs=3) for name in ("ggn", "residual")]
         after = [p.detach() for c in chunks for p in c.parameters()]
         back = all(map(torch.equal, before, after)) and _hooks(chunks) == hooks
         return rows, found["ggn"].outputs, back, [(s.alphas[0], s.betas[0]) for s in spectra]

@@ -74,7 +74,7 @@ def one(megatron_ranks: Ranks) -> Any:
 
 @pytest.mark.parametrize(
     "size, stage",
-    cells([(2, 0), (2, 1), (2, 2), (2, 3), (4, 0), (4, 1), (4, 3)], [(4, 1)]),
+    cells([(2, 0), (2, 1), (2, 2), (2, 3), (4, 0), (4, 1), (4, 3)], [(2, 1)]),
 )
 def test_tensor_parallel_engines_have_the_spectra_of_one_process(
     megatron_ranks: Ranks, one: Any, size: int, stage: int
@@ -88,7 +88,7 @@ def test_tensor_parallel_engines_have_the_spectra_of_one_process(
     assert runs[0][2].provenance.layout == f"ZeRO-{stage}, {size} ranks, TP 2"
 
 
-@pytest.mark.parametrize("stage", cells([0, 1, 2, 3], [3]))
+@pytest.mark.parametrize("stage", cells([0, 1, 2, 3], []))
 def test_bf16_products_of_tensor_parallel_engines(
     megatron_ranks: Ranks, one: Any, stage: int
 ) -> None:
@@ -115,7 +115,7 @@ def test_fp32_passes_of_bf16_tensor_parallel_engines(
     "size, stage, config",
     cells(
         [(2, 0, {}), (2, 1, {}), (2, 2, BF16), (2, 3, BF16), (4, 1, BF16), (4, 3, {})],
-        [(2, 3, BF16)],
+        [(2, 2, BF16)],
     ),
 )
 def test_training_of_tensor_parallel_engines_is_bitwise_the_same_with_spectra(

@@ -36,12 +36,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 QUICK = (
     *("DP", "DP distributed optimizer overlap", "TP sequence parallel", "PP interleaved"),
     *("TP x DP distributed optimizer", "DP distributed optimizer per token", "PP per token"),
-    "TP per token",
 )
-QUICK_SPECTRA = (
-    *("DP distributed optimizer overlap", "TP sequence parallel", "PP interleaved"),
-    *("TP x DP distributed optimizer", "TP per token"),
-)
+QUICK_SPECTRA = ("DP distributed optimizer overlap", "TP sequence parallel", "PP interleaved")
 
 
 def whole(ranks: list[Stored]) -> dict[str, Tensor]:
@@ -162,7 +158,7 @@ def converged(megatron_ranks: Ranks) -> Any:
             ("PP", "bfloat16"),
             ("PP", "float32"),
         ],
-        [("DP distributed optimizer overlap", "bfloat16")],
+        [("PP", "float32")],
     ),
 )
 def test_products_and_eigenvalues_know_their_own_error(
@@ -217,7 +213,7 @@ def sweep_of_one(megatron_ranks: Ranks) -> Any:
     "layout, failed",
     [
         pytest.param({"distributed": True, "overlap": True}, set(), marks=pytest.mark.full),
-        ({"tp": 2, "sequence_parallel": True}, set()),
+        pytest.param({"tp": 2, "sequence_parallel": True}, set(), marks=pytest.mark.full),
         ({"tp": 2, "dtype": "bfloat16"}, {"fidelity", "error"}),
     ],
 )

@@ -52,6 +52,7 @@ def experts(megatron_ranks: Ranks) -> Any:
     return full, gradient, product
 
 
+@pytest.mark.full
 def test_expert_bias_and_logged_losses_are_as_they_were(megatron_ranks: Ranks) -> None:
     """Every gradient moves the router's expert bias and adds to the logged auxiliary losses; the
     passes of a product must not see each other's, and training none of them.

@@ -57,6 +57,7 @@ def test_a_killed_job_of_engines_goes_on_to_the_same_bits(
     pool.begin(engines.measure, str(tmp_path))
     while jobs.newest(tmp_path / "spectrum")[0] < 2 and time.monotonic() < limit:
         time.sleep(0.01)
+    assert time.monotonic() < limit, "\n".join(map(pool.where, range(2)))
     pool.close()  # kill -9
     assert 2 <= jobs.newest(tmp_path / "spectrum")[0] < 8
     record, _ = ranks(2).run(engines.measure, str(tmp_path), None, 7)[0]
