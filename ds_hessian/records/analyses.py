@@ -70,6 +70,7 @@ class HessianTrace(TraceEstimate, Measured):
         "block_errors": Axes("B", least=0),
     }
     labels: ClassVar[dict[str, str]] = {"blocks": "B"}
+    pairs: ClassVar[tuple[str, ...]] = ("frobenius",)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,6 +82,7 @@ class HessianSolution(Solution, Measured):
         "errors": Axes("d", least=0),
         "steps": Axes("d", kind="i"),
     }
+    pairs: ClassVar[tuple[str, ...]] = ("curvature",)
     sharded: ClassVar[dict[str, str]] = {"x": "d"}
 
 

@@ -33,12 +33,14 @@ class Record:
         arrays: `{field: axes}` of the array fields.
         labels: `{field: axis}` of the tuples that have an entry for each along an axis.
         sharded: `{field: axis}` of the vectors `(k, n_local)`, of which each rank has its own part.
+        pairs: The fields that are a value with its error.
     """
 
     kind: ClassVar[str]
     arrays: ClassVar[dict[str, Axes]] = {}
     labels: ClassVar[dict[str, str]] = {}
     sharded: ClassVar[dict[str, str]] = {}
+    pairs: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         for name, array in settled(self).items():

@@ -74,7 +74,7 @@ def settled(record: Any) -> dict[str, Array | dict[str, Array]]:
     Raises:
         ResultError: an array has another type or shape than the record states, or a field that
             labels an axis, or holds a vector for each of its entries, another length.
-        NumericsError: an array that must be finite is not.
+        NumericsError: an array that must be finite is not, or an error is negative.
     """
     sizes: dict[str, int] = {}
     found: dict[str, Array | dict[str, Array]] = {}
@@ -85,12 +85,25 @@ def settled(record: Any) -> dict[str, Array | dict[str, Array]]:
             found[name] = named
         else:
             found[name] = _settle(name, value, axes, sizes)
+    for name, error in _errors(record):
+        if error < 0:
+            raise NumericsError(f"{name} must be at least 0, got {error:g}")
     for name, axis in (record.labels | record.sharded).items():
         if len(getattr(record, name)) != sizes[axis]:
             raise ResultError(
                 f"{name} must have {sizes[axis]} entries, got {len(getattr(record, name))}"
             )
     return found
+
+
+def _errors(record: Any) -> Iterator[tuple[str, float]]:
+    """The fields that are an error, and the errors of those that are a pair of value and error."""
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if field.name.split("_")[-1] == "error" and isinstance(value, (int, float)):
+            yield field.name, value
+        elif field.name in record.pairs and value is not None:
+            yield f"the error of {field.name}", value[1]
 
 
 def _settle(name: str, value: object, axes: Axes, sizes: dict[str, int]) -> Array:
