@@ -86,7 +86,7 @@ def checkpoint_of(path: str | Path) -> Checkpoint:
     folder = _deepspeed_folder(path)
     if folder is not None:
         kind: Kind = "universal" if (folder / "zero").is_dir() else "zero"
-        return Checkpoint(path, kind, folder, _number(folder.name))
+        return Checkpoint(path, kind, folder, _number(folder.resolve().name))
     if (path / "adapter_config.json").is_file():
         raise ResultError(
             f"{path} has adapters alone: merge them into their model (merge_and_unload of peft), "

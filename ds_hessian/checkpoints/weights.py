@@ -84,9 +84,12 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor], source: Path) ->
         ResultError: a name is missing or unknown, or a shape is another.
     """
     here = module.state_dict(keep_vars=True)
-    for prefix in WRAPPERS:
-        if weights and all(name.startswith(prefix) for name in weights):
-            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+    while weights and weights.keys().isdisjoint(here):
+        shared = (p for p in WRAPPERS if all(name.startswith(p) for name in weights))
+        prefix = next(shared, None)
+        if prefix is None:
+            break
+        weights = {name.removeprefix(prefix): value for name, value in weights.items()}
     loaded = {id(here[name]) for name in weights if name in here}
     missing = [name for name, value in here.items() if id(value) not in loaded]
     unknown = [name for name in weights if name not in here]
