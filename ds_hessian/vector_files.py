@@ -23,8 +23,9 @@ from ds_hessian.backends.protocol import Backend
 from ds_hessian.backends.restricted import Restricted
 from ds_hessian.errors import ConfigError, ResultError
 from ds_hessian.ranks import collective, together
-from ds_hessian.records import Savable
-from ds_hessian.records.files import Claim, flush_folder, remove_abandoned
+from ds_hessian.records import Provenance, Savable
+from ds_hessian.records.fields import read_value
+from ds_hessian.records.files import Claim, flush_folder, remove_abandoned, temporaries
 from ds_hessian.records.safetensors import Reader, Writer
 from ds_hessian.vectors import collected, distribute
 
@@ -148,7 +149,7 @@ def save_record(backend: Backend, record: Savable, folder: Path) -> Path:
                 os.rename(aside, path)
                 flush_folder(folder)
                 kept = rf"{re.escape(record.kind)}\.[0-9a-f]{{16}}\.safetensors"
-                remove_abandoned(folder, rf"{kept}|\.{kept}\.[0-9a-f]{{16}}\.tmp")
+                remove_abandoned(folder, f"{kept}|{temporaries(kept)}")
     return folder
 
 
@@ -164,9 +165,8 @@ def load_record(backend: Backend, record: type[R], folder: Path) -> R:
         found = record.load(folder)
         path, aside = _vector_files(found, folder)
         if found.sharded and backend.space.rank == 0:
-            origin = {key: json.dumps(value) for key, value in _origin(found).items()}
             path = aside if aside.exists() else path
-            if Reader(path).metadata != origin:
+            if not _is_of(Reader(path), found):
                 raise ResultError(f"{path} belongs to another {record.kind}")
     vectors: dict[str, Any] = {name: load_vectors(backend, path) for name in found.sharded}
     return replace(found, **vectors)
@@ -242,6 +242,20 @@ def _origin(record: Savable) -> dict[str, object]:
     """Return what a file of vectors says of the record that they are part of."""
     known = {key: value for key, value in asdict(record.provenance).items() if value is not None}
     return {"record": type(record).__name__, "provenance": known}
+
+
+def _is_of(file: Reader, record: Savable) -> bool:
+    """Return whether a file of vectors says that it is part of this record.
+
+    Facts that it does not know, since an earlier version wrote it, have their defaults, as in the
+    record itself.
+    """
+    try:
+        said = {key: json.loads(text) for key, text in file.metadata.items()}
+        source = read_value(Provenance, said.get("provenance"), "provenance")
+    except (ResultError, ValueError, RecursionError):
+        return False
+    return bool(said.get("record") == type(record).__name__ and source == record.provenance)
 
 
 def _vector_files(record: Savable, folder: Path) -> tuple[Path, Path]:
