@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -169,7 +169,7 @@ def load_record(backend: Backend, record: type[R], folder: Path) -> R:
             if not _is_of(Reader(path), found):
                 raise ResultError(f"{path} belongs to another {record.kind}")
     vectors: dict[str, Any] = {name: load_vectors(backend, path) for name in found.sharded}
-    return replace(found, **vectors)
+    return cast("R", replace(found, **vectors))  # mypy takes `load` of a union's member for both
 
 
 @_collective("writing vectors")

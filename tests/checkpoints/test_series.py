@@ -63,7 +63,9 @@ def test_each_operator_has_a_folder_of_its_own(files: Path) -> None:
 
 
 def test_a_decomposition_is_kept_like_any_other_record(files: Path) -> None:
-    measured(files, "--analysis", "decomposition")
+    said = measured(files, "--analysis", "decomposition", "-s", "progress=true")
+    for name in ("Hessian", "Gauss-Newton", "Residual"):
+        assert f"{name} spectrum: 3 of 3 products" in said
     found = HessianDecomposition.load(files / "run/step_000020")
     assert abs(found.closure.value) <= 3 * found.closure.error
     assert "done before" in measured(files, "--analysis", "decomposition", "--resume")
