@@ -252,11 +252,15 @@ def test_other_losses_of_transformers_are_their_own(tmp_path: Path) -> None:
     model = BertForMaskedLM(
         BertConfig(vocab_size=20, intermediate_size=8, max_position_embeddings=16, **sizes)
     ).eval()
-    rows: list[Any] = [{"input_ids": [1, 2, 3, 4]}, {"input_ids": [5, 6, 7, 8]}]
+    rows: list[Any] = [{"input_ids": [1, 2, 3]}, {"input_ids": [5, 6, 7, 8, 9, 10, 11, 12]}]
     data = jobs.write_lines(tmp_path / "ids.jsonl", rows)
-    found = ds_hessian.measure(model, data, config=jobs.QUIET_CONFIG, num_matvecs=2)
-    ids = torch.tensor([row["input_ids"] for row in rows])
-    assert found.loss == pytest.approx(float(model(input_ids=ids, labels=ids).loss), rel=1e-5)
+    one = ds_hessian.checkpoints.Sequences(micro_batch_size=1)
+    found = ds_hessian.measure(model, data, sequences=one, config=jobs.QUIET_CONFIG, num_matvecs=2)
+    ids = [torch.tensor([row["input_ids"]]) for row in rows]
+    with torch.no_grad():
+        losses = [float(model(input_ids=each, labels=each).loss) for each in ids]
+    assert losses[0] != pytest.approx(losses[1], rel=1e-2)
+    assert found.loss == pytest.approx(sum(losses) / 2, rel=1e-5)
 
 
 def test_an_engine_is_freed_where_its_measurement_fails(ranks: Ranks, files: Path) -> None:
