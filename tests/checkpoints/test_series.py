@@ -21,6 +21,7 @@ from tests.checkpoints import jobs  # noqa: E402
 from tests.checkpoints.test_measure import ARGUMENTS, trained  # noqa: E402
 from tests.cli.test_cli import ROOT, call, refused_in_one_line  # noqa: E402
 from tests.ranks import RankPool  # noqa: E402
+from tests.tiers import cells  # noqa: E402
 
 Ranks = Callable[[int], RankPool]
 QUICK = (*ARGUMENTS, "-s", "num_matvecs=3")
@@ -164,7 +165,12 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+QUICK_CHANGES = [another_model, other_data, a_record_of_somebody_else]
+
+
+@pytest.mark.parametrize(
+    "change", cells(CHANGES, QUICK_CHANGES), ids=lambda change: change.__name__
+)
 def test_what_differs_is_measured_again(
     files: Path, change: Callable[[Path], tuple[str, ...]]
 ) -> None:
