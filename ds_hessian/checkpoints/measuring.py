@@ -25,6 +25,7 @@ from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.checkpoints.models import CAUSAL, Factory, language_of, module_of
 from ds_hessian.checkpoints.sources import Checkpoint, checkpoint_of
 from ds_hessian.checkpoints.text import Sequences, read_micro_batches, token_mean
+from ds_hessian.checkpoints.weights import require_finite
 from ds_hessian.config import SECTION, HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.hessian import Batches, Hessian, Loss
@@ -151,9 +152,19 @@ def measure(
             hessian.use(batches, loss_fn)
         record = run(hessian, analysis, **settings)
         if output_path is not None and isinstance(record, Savable):
-            source, hessian.output = record.provenance, Output(hessian.backend, Path(output_path))
-            hessian.save(record, step_folder(Path(output_path), source.step, source.operator))
+            keep(hessian, record, Path(output_path))
     return record
+
+
+def keep(hessian: Hessian, record: Savable, output_path: Path) -> Path:
+    """Save a record in the folder of a run, with the run's page; returns the record's folder.
+
+    The run's folder is not claimed: several processes may measure checkpoints of one run.
+
+    Collective.
+    """
+    source, hessian.output = record.provenance, Output(hessian.backend, output_path)
+    return hessian.save(record, step_folder(output_path, source.step, source.operator))
 
 
 def opened(checkpoint: Checkpoint, loading: Loading, config: Settings = None) -> Hessian:
@@ -170,6 +181,7 @@ def opened(checkpoint: Checkpoint, loading: Loading, config: Settings = None) ->
     device = this_device()
     with together(f"loading {checkpoint.path}", device=device):
         module = module_of(checkpoint, loading.factory)
+        require_finite(module, checkpoint.path)
     if loading.stage == 3:
         engine = _engine(module, loading.dtype)
         engine.global_steps = checkpoint.step or 0

@@ -115,7 +115,7 @@ def series_of(paths: Sequence[str | Path]) -> list[Checkpoint]:
 
 def _deepspeed_folder(path: Path) -> Path | None:
     """Return the folder of a checkpoint of DeepSpeed: the path, or what its `latest` names."""
-    if (path / "zero").is_dir() or any(path.glob("*_model_states.pt")):
+    if (path / "zero").is_dir() or any(path.glob("*mp_rank_*_model_states.pt")):
         return path
     for tag in TAGS:
         if not (path / tag).is_file():

@@ -70,6 +70,17 @@ def _state_dict(path: Path) -> Weights:
     return dict(found)
 
 
+def require_finite(module: nn.Module, source: Path) -> None:
+    """Refuse weights of a training that has diverged.
+
+    Raises:
+        ResultError: a parameter has entries that are NaN or infinite.
+    """
+    for name, p in module.named_parameters():
+        if not torch.isfinite(p).all():
+            raise ResultError(f"{source} has weights that are NaN or infinite, in {name}")
+
+
 def load_into(module: nn.Module, weights: Mapping[str, Tensor], source: Path) -> None:
     """Load weights into a module whose parameters and buffers they must be.
 

@@ -218,7 +218,7 @@ def _one(
     place: str,
     announce: bool,
 ) -> None:
-    from ds_hessian.checkpoints.measuring import close, opened, run
+    from ds_hessian.checkpoints.measuring import close, keep, opened, run
     from ds_hessian.ranks import together
     from ds_hessian.records import Savable
 
@@ -235,7 +235,7 @@ def _one(
         _say(f"{place}: {request.analysis}")
         record = run(hessian, request.analysis, **work.arguments)
         if isinstance(record, Savable):
-            hessian.save(record, folder)
+            keep(hessian, record, request.output)
             with together(f"noting what is in {folder}", device=hessian.backend.space.device):
                 if hessian.rank == 0:
                     note_finished(folder, source, record.kind)

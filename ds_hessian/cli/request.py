@@ -67,7 +67,7 @@ class Work:
     Attributes:
         request: The request.
         series: Its checkpoints, in the order of their steps.
-        config: The settings, with the folder of the run as `output_path`.
+        config: The settings.
         analysis: The analysis with its arguments.
     """
 
@@ -107,5 +107,4 @@ def checked(request: Request) -> Work:
         raise ConfigError(f"no such data: {request.data}")
     if "output_path" in request.settings:
         raise ConfigError("output_path: the folder of the run is that of --output")
-    config = config.with_overrides(output_path=request.output)
     return Work(request=request, series=series, config=config, analysis=analysis)

@@ -229,6 +229,21 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
         refused_in_one_line(call(*command, "-o", folder), "net_20.pt is a file, or read-only")
 
 
+def test_a_checkpoint_of_a_diverged_training_is_refused(files: Path) -> None:
+    weights = trained().state_dict()
+    weights["up.weight"][0, 0] = float("nan")
+    torch.save(weights, files / "nan_9.pt")
+    done = call("measure", files / "nan_9.pt", "--data", files / "rows.jsonl", *QUICK)
+    refused_in_one_line(done, "nan_9.pt has weights that are NaN or infinite, in up.weight")
+
+
+def test_a_folder_of_other_files_is_no_checkpoint(files: Path) -> None:
+    (files / "lay").mkdir()
+    (files / "lay" / "x_model_states.pt").write_bytes(b"")
+    done = call("measure", files / "lay", "--data", files / "rows.jsonl", *QUICK)
+    refused_in_one_line(done, "lay is no checkpoint: it has neither")
+
+
 def test_the_step_is_found_behind_a_link_and_a_dot(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
