@@ -264,16 +264,19 @@ def _use(hessian: Hessian, request: Request, checkpoint: Checkpoint) -> None:
 def _announce(work: Work, hessian: Hessian) -> None:
     """Say what a measurement costs: memory by plan, time by that of one gradient. Collective."""
     from ds_hessian.analyses import share_of
-    from ds_hessian.planning import times
+    from ds_hessian.backends.restricted import restricted
+    from ds_hessian.planning import plan, times
 
-    title, share = work.analysis.title, share_of(hessian.backend)
+    config = hessian.config
+    backend = restricted(hessian.backend, config.parameters)
+    analysis, share = work.analysis.prepared(backend, config), share_of(backend)
     with hessian.measuring() as operator:
         gradient = operator.cost.gradient_seconds
-    lines = [hessian.memory_plan(title, **work.arguments).table()]
+    lines = [plan(analysis, share, config).table()]
     machine = times.CPU if share.tier == "host" else times.ACCELERATOR
     try:
-        count = work.analysis.products(work.config)
-        lines.append(times.plan_time(gradient, share, machine, work.config, count).table())
+        count = analysis.products(config)
+        lines.append(times.plan_time(gradient, share, machine, config, count).table())
     except ConfigError:  # the number of products depends on the model
         lines.append(
             f"time: {times.spelled(gradient)} for one gradient; two and more for a product"

@@ -83,6 +83,11 @@ def test_a_decomposition_is_kept_like_any_other_record(files: Path) -> None:
     assert hessian.load(HessianDecomposition, files / "run/step_000007") == api
 
 
+def test_blocks_of_the_model_are_counted_before_the_plan(files: Path) -> None:
+    said = measured(files, "--resume", "--analysis", "block_coupling")
+    assert "measurement, 3 products" in said and "resume" in said  # of the two layers
+
+
 def test_what_is_finished_is_neither_loaded_nor_measured_again(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
