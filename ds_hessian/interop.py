@@ -22,6 +22,7 @@ from ds_hessian.errors import ResultError, UnsupportedError
 from ds_hessian.hessian import Hessian
 from ds_hessian.records import Estimate, Measured
 from ds_hessian.records.fields import Array
+from ds_hessian.show.page.run import records_in, step_of
 
 if TYPE_CHECKING:
     import pandas
@@ -102,9 +103,9 @@ def perturbed(
 def data_frames(folder: str | Path) -> dict[str, pandas.DataFrame]:
     """Return the records of a run as frames of pandas.
 
-    A frame of each kind of record (`"spectrum"`, `"eigenpairs"`, ...) has a row for each step, with
-    every number of the record; figures with an error have a twin column `..._error`. A frame for
-    each shape of its arrays (`"spectrum P m"`) has a row for each entry.
+    A frame of each kind of record (`"spectrum"`, `"eigenpairs"`, ...) has a row for each step and
+    operator, with every number of the record; figures with an error have a twin column
+    `..._error`. A frame for each shape of its arrays (`"spectrum P m"`) has a row for each entry.
 
     Args:
         folder: That of a run, or of one step.
@@ -116,29 +117,21 @@ def data_frames(folder: str | Path) -> dict[str, pandas.DataFrame]:
     import pandas
 
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ResultError(f"no such folder: {folder}")
     rows = dict[str, list[dict[str, Any]]]()
     parts = dict[str, list[Any]]()
-    for record in _records(folder):
-        step = record.provenance.step
-        rows.setdefault(record.kind, []).append({"step": step, **_numbers(record)})
+    records = [record for kind in _kinds(Measured) for record in records_in(folder, kind).values()]
+    for record in records:
+        known = {"step": step_of(record), "operator": record.provenance.operator}
+        rows.setdefault(record.kind, []).append({**known, **_numbers(record)})
         for name, frame in _tables(record).items():
-            frame.insert(0, "step", step)
+            for place, (column, value) in enumerate(known.items()):
+                frame.insert(place, column, value)
             parts.setdefault(name, []).append(frame)
     if not rows:
         raise ResultError(f"no record in {folder}, nor in a folder in it")
     found = {name: pandas.DataFrame(each).sort_values("step") for name, each in rows.items()}
     found |= {name: pandas.concat(each).sort_values("step") for name, each in parts.items()}
     return {name: frame.reset_index(drop=True) for name, frame in found.items()}
-
-
-def _records(folder: Path) -> Iterator[Measured]:
-    for kind in _kinds(Measured):
-        for path in sorted(
-            (*folder.glob(f"{kind.kind}.json"), *folder.glob(f"*/{kind.kind}.json"))
-        ):
-            yield kind.load(path.parent)
 
 
 def _kinds(base: type[Measured]) -> list[type[Measured]]:

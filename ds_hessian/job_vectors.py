@@ -12,11 +12,11 @@ from ds_hessian import vector_files
 from ds_hessian.backends.protocol import Backend
 from ds_hessian.config import HessianConfig
 from ds_hessian.ranks import together
-from ds_hessian.records import HessianDecomposition, HessianSpectrum, Measured
-from ds_hessian.show.page import PageKeeper
+from ds_hessian.records import HessianDecomposition, HessianSpectrum, Savable
+from ds_hessian.show.page import SHOWN, PageKeeper
 from ds_hessian.vectors import ProbeKind, random_vector
 
-M = TypeVar("M", bound=Measured)
+S = TypeVar("S", bound=Savable)
 
 
 class JobVectors:
@@ -98,9 +98,7 @@ class JobVectors:
 
     # ---- records
 
-    def save(
-        self, record: Measured | HessianDecomposition, folder: str | Path | None = None
-    ) -> Path:
+    def save(self, record: Savable, folder: str | Path | None = None) -> Path:
         """Write a record: `<kind>.json` and `<kind>.npz` on rank 0, its vectors, a picture.
 
         Eigenvectors and solutions go to `<kind>.safetensors`, as `save_vectors` writes them; the
@@ -125,11 +123,12 @@ class JobVectors:
             with together(f"drawing {picture}", device=self.backend.space.device):
                 if self.rank == 0:
                     record.plot(picture)
-        if self.config.plot and self.rank == 0 and found.parent == self.output.folder:
+        on_page = isinstance(record, SHOWN) and found.parent == self.output.folder
+        if self.config.plot and self.rank == 0 and on_page:
             self._page.update(self.output.folder)
         return found
 
-    def load(self, record: type[M], folder: str | Path) -> M:
+    def load(self, record: type[S], folder: str | Path) -> S:
         """Return the record of a kind that `save` wrote, its vectors in this job's layout.
 
         Raises:

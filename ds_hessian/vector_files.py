@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,12 +23,13 @@ from ds_hessian.backends.protocol import Backend
 from ds_hessian.backends.restricted import Restricted
 from ds_hessian.errors import ConfigError, ResultError
 from ds_hessian.ranks import collective, together
-from ds_hessian.records import HessianDecomposition, Measured
-from ds_hessian.records.files import Claim, flush_folder, remove_abandoned
+from ds_hessian.records import Provenance, Savable
+from ds_hessian.records.fields import read_value
+from ds_hessian.records.files import Claim, flush_folder, remove_abandoned, temporaries
 from ds_hessian.records.safetensors import Reader, Writer
 from ds_hessian.vectors import collected, distribute
 
-R = TypeVar("R", bound=Measured)
+R = TypeVar("R", bound=Savable)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -73,13 +74,20 @@ class Output:
             if self.backend.space.rank == 0 and self._claim is None:
                 self._claim = Claim(self.folder)
 
-    def of_step(self, step: int, operator: str = "hessian") -> Path:
-        """Claim the folder, and return that of an optimizer step in it, with the name of the
-        operator where that is not the Hessian. Collective.
-        """
+    def of_step(self, step: int, operator: str) -> Path:
+        """Claim the folder, and return the `step_folder` in it. Collective."""
         self.claim()
-        other = "" if operator == "hessian" else f"_{operator}"
-        return self.folder / f"step_{step:06d}{other}"
+        return step_folder(self.folder, step, operator)
+
+
+def step_folder(folder: Path, step: int, operator: str) -> Path:
+    """Return the folder of the records of an optimizer step in that of a run.
+
+    It has the name of the operator where that is not the Hessian: results of another matrix at the
+    same step lie beside each other.
+    """
+    other = "" if operator == "hessian" else f"_{operator}"
+    return folder / f"step_{step:06d}{other}"
 
 
 @_collective("gathering a vector")
@@ -121,7 +129,7 @@ def _expect(full: Mapping[str, Tensor] | None, name: str, shape: torch.Size) -> 
 
 
 @_collective("writing results")
-def save_record(backend: Backend, record: Measured | HessianDecomposition, folder: Path) -> Path:
+def save_record(backend: Backend, record: Savable, folder: Path) -> Path:
     """Write `<kind>.json` and `<kind>.npz` on rank 0, and `<kind>.safetensors` of its vectors.
 
     The JSON is the commit point of them all: the vectors are first written beside those of the
@@ -141,7 +149,7 @@ def save_record(backend: Backend, record: Measured | HessianDecomposition, folde
                 os.rename(aside, path)
                 flush_folder(folder)
                 kept = rf"{re.escape(record.kind)}\.[0-9a-f]{{16}}\.safetensors"
-                remove_abandoned(folder, rf"{kept}|\.{kept}\.[0-9a-f]{{16}}\.tmp")
+                remove_abandoned(folder, f"{kept}|{temporaries(kept)}")
     return folder
 
 
@@ -157,12 +165,11 @@ def load_record(backend: Backend, record: type[R], folder: Path) -> R:
         found = record.load(folder)
         path, aside = _vector_files(found, folder)
         if found.sharded and backend.space.rank == 0:
-            origin = {key: json.dumps(value) for key, value in _origin(found).items()}
             path = aside if aside.exists() else path
-            if Reader(path).metadata != origin:
+            if not _is_of(Reader(path), found):
                 raise ResultError(f"{path} belongs to another {record.kind}")
     vectors: dict[str, Any] = {name: load_vectors(backend, path) for name in found.sharded}
-    return replace(found, **vectors)
+    return cast("R", replace(found, **vectors))  # mypy takes `load` of a union's member for both
 
 
 @_collective("writing vectors")
@@ -231,13 +238,27 @@ def load_vectors(backend: Backend, path: Path) -> Tensor:
     return vectors
 
 
-def _origin(record: Measured | HessianDecomposition) -> dict[str, object]:
+def _origin(record: Savable) -> dict[str, object]:
     """Return what a file of vectors says of the record that they are part of."""
     known = {key: value for key, value in asdict(record.provenance).items() if value is not None}
     return {"record": type(record).__name__, "provenance": known}
 
 
-def _vector_files(record: Measured | HessianDecomposition, folder: Path) -> tuple[Path, Path]:
+def _is_of(file: Reader, record: Savable) -> bool:
+    """Return whether a file of vectors says that it is part of this record.
+
+    Facts that it does not know, since an earlier version wrote it, have their defaults, as in the
+    record itself.
+    """
+    try:
+        said = {key: json.loads(text) for key, text in file.metadata.items()}
+        source = read_value(Provenance, said.get("provenance"), "provenance")
+    except (ResultError, ValueError, RecursionError):
+        return False
+    return bool(said.get("record") == type(record).__name__ and source == record.provenance)
+
+
+def _vector_files(record: Savable, folder: Path) -> tuple[Path, Path]:
     """Return the file of a record's vectors, and the one in which they are first written."""
     origin = json.dumps(_origin(record), sort_keys=True).encode()
     key = hashlib.blake2b(origin, digest_size=8).hexdigest()

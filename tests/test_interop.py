@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +63,11 @@ def test_frames_have_every_figure_of_a_run(tmp_path: Path) -> None:
         object.__setattr__(found.provenance, "step", step)
         found.save(tmp_path / f"step_{step:06d}")
         spectra[step] = found
-    frames = data_frames(tmp_path)
+    object.__setattr__(found, "provenance", replace(found.provenance, operator="ggn"))
+    found.save(tmp_path / "step_000030_ggn")
+    whole = data_frames(tmp_path)
+    assert sorted(whole["spectrum"]["operator"]) == ["ggn", "hessian", "hessian"]
+    frames = {name: frame[frame.operator == "hessian"] for name, frame in whole.items()}
     steps, ritz = frames["spectrum"], frames["spectrum P m"]
     assert list(steps["step"]) == [30, 200] and len(ritz) == 2 * 2 * 8
     for row in steps.itertuples():

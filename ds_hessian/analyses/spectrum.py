@@ -44,8 +44,9 @@ class Progress(Protocol):
         ...
 
 
-Show = Callable[[int, bool], AbstractContextManager[Progress]]
-"""Makes a `Progress` from the number of products to come, and whether it is to show anything."""
+Show = Callable[[int, bool, str], AbstractContextManager[Progress]]
+"""Makes a `Progress` from the number of products to come, whether it is to show anything, and the
+name of the operator."""
 
 
 class _Silent:
@@ -61,7 +62,7 @@ class OfSpectra(Analysis[R]):
         show: Shows the progress.
     """
 
-    show: Show = transient(lambda total, enabled: nullcontext(_Silent()))
+    show: Show = transient(lambda total, enabled, operator: nullcontext(_Silent()))
 
     def products(self, config: HessianConfig) -> int:
         """Return the products of all probes, and two evaluations for each extreme and one for each
@@ -111,7 +112,8 @@ class Spectrum(OfSpectra[HessianSpectrum]):
         with subject.open(SavedSpectrum, HessianSpectrum.kind) as (run, saved):
             total = config.num_matvecs * config.num_probes - (saved.products if saved else 0)
             complete = list[LanczosState]()  # the last probe's run, whose basis sampling needs
-            with self.show(total, config.progress and space.rank == 0) as progress:
+            shown = config.progress and space.rank == 0
+            with self.show(total, shown, config.operator) as progress:
 
                 def report(probe: int, state: LanczosState) -> None:
                     if state.done and probe == config.num_probes - 1:

@@ -11,6 +11,7 @@ import gc
 import inspect
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,16 +22,17 @@ from torch import nn
 
 from ds_hessian.analyses import ANALYSES
 from ds_hessian.backends.plain import ModuleBackend
-from ds_hessian.checkpoints.models import Factory, language_of, module_of
+from ds_hessian.checkpoints.models import CAUSAL, Factory, language_of, module_of
 from ds_hessian.checkpoints.sources import Checkpoint, checkpoint_of
 from ds_hessian.checkpoints.text import Sequences, read_micro_batches, token_mean
+from ds_hessian.checkpoints.weights import require_finite
 from ds_hessian.config import SECTION, HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.hessian import Batches, Hessian, Loss
 from ds_hessian.hosts import Settings, hessian_of
 from ds_hessian.ranks import together
-from ds_hessian.records import Measured
-from ds_hessian.records.base import Record
+from ds_hessian.records import Record, Savable
+from ds_hessian.vector_files import Output, step_folder
 
 DType = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -67,14 +69,23 @@ def _required(title: str) -> list[str]:
     ]
 
 
+def require_offered(analysis: str) -> None:
+    """Refuse an analysis that needs more than settings, or that there is not.
+
+    Raises:
+        ConfigError: it is none of `offered`.
+    """
+    if analysis not in offered():
+        raise ConfigError(f"there is no measurement {analysis!r}; there are {', '.join(offered())}")
+
+
 def run(hessian: Hessian, analysis: str, **settings: object) -> Record:
     """Make an analysis of this name, on the micro-batches of the last `use`. Collective.
 
     Raises:
         ConfigError: there is none, it needs more than settings, or a setting is unknown.
     """
-    if analysis not in offered():
-        raise ConfigError(f"there is no measurement {analysis!r}; there are {', '.join(offered())}")
+    require_offered(analysis)
     found: Record = getattr(hessian, analysis)(**settings)
     return found
 
@@ -108,7 +119,8 @@ def measure(
         sequences: Which part of a file is measured.
         config: The settings, as for `attach`.
         step: Optimizer steps made, for the record; None for those that the checkpoint says.
-        output_path: Folder of the run, in which the record is saved; None saves nothing.
+        output_path: Folder of the run, in which the record is saved, in a folder of its step and
+            operator, and the page of the run; None saves nothing.
         **settings: Arguments of the analysis, and values of the configuration for this call.
 
     Returns:
@@ -120,24 +132,39 @@ def measure(
 
     Collective.
     """
-    checkpoint = None
-    if isinstance(model, (str, Path)):
-        checkpoint = checkpoint_of(model)
-        if step is not None:
-            checkpoint = replace(checkpoint, step=step)
-        hessian = opened(checkpoint, loading or Loading(), config)
-    else:
-        hessian = hessian_of(model, config)
-        if step is not None:
-            hessian.step = step
-    if isinstance(batches, (str, Path)):
-        use_file(hessian, batches, checkpoint, sequences, loss_fn)
-    else:
-        hessian.use(batches, loss_fn)
-    record = run(hessian, analysis, **settings)
-    if output_path is not None and isinstance(record, Measured):
-        hessian.save(record, Path(output_path) / f"step_{record.provenance.step:06d}")
+    require_offered(analysis)
+    with ExitStack() as stack:
+        checkpoint = None
+        if isinstance(model, (str, Path)):
+            with together(f"looking at {model}", device=this_device(), as_it_is=True):
+                checkpoint = checkpoint_of(model)
+            if step is not None:
+                checkpoint = replace(checkpoint, step=step)
+            hessian = opened(checkpoint, loading or Loading(), config)
+            stack.callback(close, hessian)
+        else:
+            hessian = hessian_of(model, config)
+            if step is not None:
+                hessian.step = step
+        if isinstance(batches, (str, Path)):
+            use_file(hessian, batches, checkpoint, sequences, loss_fn)
+        else:
+            hessian.use(batches, loss_fn)
+        record = run(hessian, analysis, **settings)
+        if output_path is not None and isinstance(record, Savable):
+            keep(hessian, record, Path(output_path))
     return record
+
+
+def keep(hessian: Hessian, record: Savable, output_path: Path) -> Path:
+    """Save a record in the folder of a run, with the run's page; returns the record's folder.
+
+    The run's folder is not claimed: several processes may measure checkpoints of one run.
+
+    Collective.
+    """
+    source, hessian.output = record.provenance, Output(hessian.backend, output_path)
+    return hessian.save(record, step_folder(output_path, source.step, source.operator))
 
 
 def opened(checkpoint: Checkpoint, loading: Loading, config: Settings = None) -> Hessian:
@@ -149,15 +176,20 @@ def opened(checkpoint: Checkpoint, loading: Loading, config: Settings = None) ->
 
     Collective.
     """
-    device = _device()
-    with together(f"loading {checkpoint.path}", device=device):
-        module = module_of(checkpoint, loading.factory)
     if isinstance(config, Mapping) and SECTION not in config:
         config = HessianConfig.parse(config)
+    device = this_device()
+    with together(f"loading {checkpoint.path}", device=device):
+        module = module_of(checkpoint, loading.factory)
+        require_finite(module, checkpoint.path)
     if loading.stage == 3:
         engine = _engine(module, loading.dtype)
         engine.global_steps = checkpoint.step or 0
-        return hessian_of(engine, config)
+        try:
+            return hessian_of(engine, config)
+        except BaseException:
+            engine.destroy()
+            raise
     module.to(device)
     masters = None
     if loading.dtype != "fp32":
@@ -208,16 +240,17 @@ def use_file(
             data, sequences, language.tokenize, language.context, space.rank, space.world_size
         )
     (model,) = hessian.modules
-    if loss_fn is None and "labels" in batches[0] and _is_causal(model):
+    if loss_fn is None and "input_ids" in batches[0] and _is_causal(model):
         loss_fn = token_mean
     hessian.use(batches, loss_fn)
 
 
 def _is_causal(model: nn.Module) -> bool:
-    return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
+    """Return whether it is a causal language model of transformers, or inherits from one."""
+    return any(kind.__name__.endswith(CAUSAL) for kind in type(model).__mro__)
 
 
-def _device() -> torch.device:
+def this_device() -> torch.device:
     """Return this rank's device: an accelerator of CUDA where there is one."""
     if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -5,6 +5,7 @@ Everything is read from the disk alone, and no code that a folder contains is ex
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -102,7 +103,7 @@ def language_of(folder: Path | None, tokenizer: Path | None = None) -> Language:
         tokenizer: A folder of a tokenizer of its own.
 
     Raises:
-        ConfigError: the tokenizer cannot be read.
+        ConfigError: there is no such folder; or, with the first text, it cannot be read.
     """
     context = None
     if folder is not None:
@@ -113,13 +114,15 @@ def language_of(folder: Path | None, tokenizer: Path | None = None) -> Language:
         return Language(context=context)
     if not source.is_dir():
         raise ConfigError(f"no such folder of a tokenizer: {source}")
+    tokenizer_of = functools.cache(_tokenizer)
+    return Language(lambda text: tokenizer_of(source)(text, verbose=False)["input_ids"], context)
+
+
+def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    with reading(f"the tokenizer in {source}", ConfigError):
-        found = AutoTokenizer.from_pretrained(
-            source, local_files_only=True, trust_remote_code=False
-        )
-    return Language(lambda text: found(text, verbose=False)["input_ids"], context)
+    with reading(f"the tokenizer in {folder}", ConfigError):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _config(folder: Path) -> Any:

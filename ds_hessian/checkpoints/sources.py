@@ -86,7 +86,7 @@ def checkpoint_of(path: str | Path) -> Checkpoint:
     folder = _deepspeed_folder(path)
     if folder is not None:
         kind: Kind = "universal" if (folder / "zero").is_dir() else "zero"
-        return Checkpoint(path, kind, folder, _number(folder.name))
+        return Checkpoint(path, kind, folder, _number(folder.resolve().name))
     if (path / "adapter_config.json").is_file():
         raise ResultError(
             f"{path} has adapters alone: merge them into their model (merge_and_unload of peft), "
@@ -115,7 +115,7 @@ def series_of(paths: Sequence[str | Path]) -> list[Checkpoint]:
 
 def _deepspeed_folder(path: Path) -> Path | None:
     """Return the folder of a checkpoint of DeepSpeed: the path, or what its `latest` names."""
-    if (path / "zero").is_dir() or any(path.glob("*_model_states.pt")):
+    if (path / "zero").is_dir() or any(path.glob("*mp_rank_*_model_states.pt")):
         return path
     for tag in TAGS:
         if not (path / tag).is_file():

@@ -70,6 +70,17 @@ def _state_dict(path: Path) -> Weights:
     return dict(found)
 
 
+def require_finite(module: nn.Module, source: Path) -> None:
+    """Refuse weights of a training that has diverged.
+
+    Raises:
+        ResultError: a parameter has entries that are NaN or infinite.
+    """
+    for name, p in module.named_parameters():
+        if not torch.isfinite(p).all():
+            raise ResultError(f"{source} has weights that are NaN or infinite, in {name}")
+
+
 def load_into(module: nn.Module, weights: Mapping[str, Tensor], source: Path) -> None:
     """Load weights into a module whose parameters and buffers they must be.
 
@@ -84,9 +95,12 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor], source: Path) ->
         ResultError: a name is missing or unknown, or a shape is another.
     """
     here = module.state_dict(keep_vars=True)
-    for prefix in WRAPPERS:
-        if weights and all(name.startswith(prefix) for name in weights):
-            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+    while weights and weights.keys().isdisjoint(here):
+        shared = (p for p in WRAPPERS if all(name.startswith(p) for name in weights))
+        prefix = next(shared, None)
+        if prefix is None:
+            break
+        weights = {name.removeprefix(prefix): value for name, value in weights.items()}
     loaded = {id(here[name]) for name in weights if name in here}
     missing = [name for name, value in here.items() if id(value) not in loaded]
     unknown = [name for name in weights if name not in here]

@@ -19,7 +19,10 @@ from ds_hessian.ops import extension_locks
 from ds_hessian.version import __version__
 
 PACKAGES = ("torch", "deepspeed", "numpy", "scipy", "pydantic", "matplotlib", "plotly")
-OPTIONAL = ("megatron-core", "transformers", "accelerate", "tensorboard", "wandb")
+OPTIONAL = (
+    *("megatron-core", "transformers", "accelerate", "datasets", "pandas"),
+    *("tensorboard", "wandb"),
+)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -13,13 +13,14 @@ from typing import NoReturn
 import click
 
 from ds_hessian.cli.measure import measure
+from ds_hessian.cli.options import ANALYSIS, COUNT, DTYPE, PATH, SETTINGS
 from ds_hessian.errors import HessianError
 from ds_hessian.memory import TIERS, Tier
 from ds_hessian.version import __version__
 
 BROKEN_INPUT = 2
 
-FOLDER = click.argument("folder", type=click.Path(path_type=Path))
+FOLDER = click.argument("folder", type=PATH)
 
 
 def main() -> NoReturn:
@@ -94,13 +95,13 @@ def plot(folder: Path, kind: str) -> None:
 
 
 @commands.command()
-@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("folders", nargs=-1, required=True, type=PATH)
 @click.option(
     "--output",
     "-o",
     default="comparison.png",
     show_default=True,
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Where the picture goes; .png, .svg or .pdf.",
 )
 def compare(folders: tuple[Path, ...], output: Path) -> None:
@@ -120,7 +121,7 @@ def compare(folders: tuple[Path, ...], output: Path) -> None:
 @click.option(
     "--output",
     "-o",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Where the page goes; FOLDER/<name of FOLDER>.html if left.",
 )
 def page(folder: Path, output: Path | None) -> None:
@@ -134,7 +135,7 @@ def page(folder: Path, output: Path | None) -> None:
 @commands.command()
 @click.option(
     "--config",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help='A DeepSpeed configuration whose "hessian" section is to be checked too.',
 )
 def doctor(config: Path | None) -> int:
@@ -155,7 +156,6 @@ def schema() -> None:
 
 
 POSITIVE = click.FloatRange(min=0, min_open=True)
-COUNT = click.IntRange(min=1)
 
 
 class Number(click.ParamType):
@@ -201,23 +201,16 @@ class Tiered(click.ParamType):
 @click.option("--ranks", "-r", type=COUNT, required=True, help="Of the job.")
 @click.option(
     "--config",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help='A DeepSpeed configuration, whose stage, dtype, offload and "hessian" section count.',
 )
 @click.option("--stage", type=click.IntRange(0, 3), help="Of ZeRO; 3 if nothing says so.")
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Of the passes; bf16.")
+@click.option("--dtype", type=DTYPE, help="Of the passes; bf16.")
 @click.option("--offload-optimizer", is_flag=True, default=None, help="To the CPU.")
 @click.option("--offload-parameters", is_flag=True, default=None, help="To the CPU.")
 @click.option("--cpu", is_flag=True, help="A job without accelerators.")
-@click.option("--analysis", default="spectrum", show_default=True, help="What is measured.")
-@click.option(
-    "--set",
-    "-s",
-    "settings",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="A setting of the hessian section, or an argument of the analysis, such as k=4.",
-)
+@ANALYSIS
+@SETTINGS
 @click.option("--products", type=COUNT, help="Their number, where it is not that of the settings.")
 @click.option("--seconds-per-micro-batch", type=POSITIVE, help="Of forward and backward; measured.")
 @click.option("--tokens", type=COUNT, help="Of a rank's micro-batch, where no time is measured.")
@@ -227,7 +220,7 @@ class Tiered(click.ParamType):
     "--bandwidth", type=Tiered(), multiple=True, help="TIER=GB/s from a tier to a rank's compute."
 )
 @click.option(
-    "--free", type=Tiered(), multiple=True, help="PLACE=GiB free for each rank beside training."
+    "--free", type=Tiered(), multiple=True, help="TIER=GiB free for each rank beside training."
 )
 @click.option("--price", type=POSITIVE, help="Of a rank for an hour.")
 def plan(
@@ -240,7 +233,7 @@ def plan(
     offload_parameters: bool | None,
     cpu: bool,
     analysis: str,
-    settings: tuple[str, ...],
+    settings: dict[str, object],
     products: int | None,
     seconds_per_micro_batch: float | None,
     tokens: int | None,
@@ -252,7 +245,7 @@ def plan(
 ) -> int:
     """Say what a measurement takes in memory, time and money, before there is a job.
 
-    A PLACE is accelerator, host or disk; vectors of a job on the CPU are on the host. Ends with 1
+    A TIER is accelerator, host or disk; vectors of a job on the CPU are on the host. Ends with 1
     where it would not fit.
     """
     from ds_hessian.cli.plan import Passes, forecast, job_of, machine_of, settings_of
@@ -286,9 +279,9 @@ def plan(
     "self-test",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@click.option("--ranks", type=click.IntRange(min=1), help="On this machine; all there are if left.")
+@click.option("--ranks", type=COUNT, help="On this machine; all there are if left.")
 @click.option("--port", type=int, default=29500, show_default=True, help="Of the job's store.")
-@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("script", type=PATH)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def self_test(ranks: int | None, port: int, script: Path, arguments: tuple[str, ...]) -> int:
     """Run SCRIPT to its first steps under the deepspeed launcher, and test its Hessian there.

@@ -5,7 +5,6 @@ The heavy imports are inside of functions: the command line has to start fast.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import runpy
@@ -13,58 +12,18 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
+from ds_hessian.cli.finished import Source, is_finished, note_finished, require_writable, source_of
+from ds_hessian.cli.options import ANALYSIS, COUNT, DTYPE, PATH, SETTINGS
+from ds_hessian.cli.request import Request, Work, checked
 from ds_hessian.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ds_hessian.checkpoints import Checkpoint, Loading, Sequences
-    from ds_hessian.config import HessianConfig
+    from ds_hessian.checkpoints import Checkpoint, Loading
     from ds_hessian.hessian import Hessian
-
-COUNT = click.IntRange(min=1)
-PATH = click.Path(path_type=Path)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the command was asked for.
-
-    Attributes:
-        checkpoints: The paths.
-        data: A file, or `module:function` that returns the micro-batches of all ranks.
-        model: `module:function` that makes the module; None for that of the checkpoint.
-        loss: `module:function`, the loss; None for the model's own.
-        tokenizer: Folder of a tokenizer; None for that of the checkpoint.
-        sequences: The part of the file.
-        analysis: What is measured.
-        settings: Arguments of the analysis, and values of the configuration.
-        config: The configuration file whose "hessian" section counts; None without one.
-        dtype: Of the passes.
-        stage: Of ZeRO.
-        output: Folder of the run.
-        resume: Whether to keep the state of what is unfinished, and to continue from it.
-        only_plan: Whether to stop after saying what it costs.
-    """
-
-    checkpoints: tuple[Path, ...]
-    data: str
-    model: str | None
-    loss: str | None
-    tokenizer: Path | None
-    sequences: Sequences
-    analysis: str
-    settings: dict[str, object]
-    config: Path | None
-    dtype: Literal["fp32", "bf16", "fp16"]
-    stage: Literal[0, 3]
-    output: Path
-    resume: bool
-    only_plan: bool
 
 
 @click.command()
@@ -82,19 +41,10 @@ class Request:
 @click.option("--samples", type=COUNT, default=32, show_default=True, help="Sequences in all.")
 @click.option("--micro-batch-size", type=COUNT, default=4, show_default=True)
 @click.option("--length", type=click.IntRange(min=2), help="Tokens of a sequence, at most.")
-@click.option("--analysis", default="spectrum", show_default=True, help="What is measured.")
-@click.option(
-    "--set",
-    "-s",
-    "settings",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="A setting of the hessian section, or an argument of the analysis, such as k=4.",
-)
+@ANALYSIS
+@SETTINGS
 @click.option("--config", type=PATH, help='A DeepSpeed configuration, for its "hessian" section.')
-@click.option(
-    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True
-)
+@click.option("--dtype", type=DTYPE, default="fp32", show_default=True)
 @click.option("--ranks", "-r", type=COUNT, default=1, show_default=True, help="On this machine.")
 @click.option(
     "--stage",
@@ -106,14 +56,13 @@ class Request:
 @click.option("--output", "-o", type=PATH, default="hessian_out", show_default=True)
 @click.option("--resume", is_flag=True, help="Keep what is unfinished, and continue from it.")
 @click.option("--plan", "only_plan", is_flag=True, help="Say what it would cost, and stop.")
-def measure(ranks: int, settings: tuple[str, ...], stage: str, **given: Any) -> None:
+def measure(ranks: int, stage: str, **given: Any) -> None:
     """Measure CHECKPOINTs: folders of transformers, checkpoints of DeepSpeed, state dicts.
 
     The records of a series lie in one run folder, one subfolder for each step. More ranks than
     those of this machine are started by torchrun or deepspeed, with -m ds_hessian.cli measure ...
     """
     from ds_hessian.checkpoints import Sequences
-    from ds_hessian.cli.plan import assignments
 
     sequences = Sequences(
         samples=given.pop("samples"),
@@ -121,42 +70,14 @@ def measure(ranks: int, settings: tuple[str, ...], stage: str, **given: Any) -> 
         length=given.pop("length"),
         column=given.pop("column"),
     )
-    parsed = assignments(settings)
     whole: Literal[0, 3] = 3 if stage == "3" else 0
-    request = Request(sequences=sequences, settings=parsed, stage=whole, **given)
+    request = Request(sequences=sequences, stage=whole, **given)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1 or launched > 1:
         work(request)
         return
-    _check(request)  # before processes are started
+    checked(request)  # before processes are started
     _launch(ranks)
-
-
-def _check(request: Request) -> tuple[list[Checkpoint], HessianConfig]:
-    """Return the checkpoints and the settings; refuse what can be refused without loading.
-
-    Raises:
-        ConfigError: a setting is wrong, or there is no such data.
-        ResultError: something is no checkpoint.
-    """
-    from ds_hessian.checkpoints import series_of
-    from ds_hessian.checkpoints.measuring import offered
-    from ds_hessian.cli.plan import settings_of
-
-    series = series_of(request.checkpoints)
-    if request.analysis not in offered():
-        raise ConfigError(
-            f"there is no measurement {request.analysis!r}; there are {', '.join(offered())}"
-        )
-    texts = [f"{name}={json.dumps(value)}" for name, value in request.settings.items()]
-    config, _ = settings_of(request.config, request.analysis, texts)
-    if not _is_function(request.data) and not Path(request.data).exists():
-        raise ConfigError(f"no such data: {request.data}")
-    return series, config
-
-
-def _is_function(text: str) -> bool:
-    return ":" in text and not Path(text).exists()
 
 
 def _launch(ranks: int) -> None:
@@ -200,18 +121,54 @@ def work(request: Request) -> None:
     from ds_hessian.checkpoints import Loading
     from ds_hessian.checkpoints.models import named
 
-    series, config = _check(request)
+    found = checked(request)
     loading = Loading(
         factory=None if request.model is None else named(request.model),
         dtype=request.dtype,
         stage=request.stage,
     )
     with _progress_shown(), _process_group(request.stage):
-        for number, checkpoint in enumerate(series, start=1):
-            place = f"{checkpoint.path} ({number} of {len(series)})"
-            _one(request, checkpoint, loading, config, place, announce=number == 1)
-            if request.only_plan:
+        states = _states(found)
+        announced = False
+        for number, (checkpoint, state) in enumerate(zip(found.series, states, strict=True), 1):
+            place = f"{checkpoint.path} ({number} of {len(states)})"
+            if state.finished:
+                _say(f"{place}: done before")
+                continue
+            if announced and request.only_plan:
                 break
+            _one(found, checkpoint, loading, state.source, place, announce=not announced)
+            announced = True
+
+
+class _State(NamedTuple):
+    """What a checkpoint's record is made of, and whether it is finished."""
+
+    source: Source
+    finished: bool
+
+
+def _states(work: Work) -> list[_State]:
+    """Return the state of each checkpoint, the same on every rank, before any is loaded.
+
+    Raises:
+        ConfigError: a folder holds the record of another checkpoint, or cannot be written; on
+            other ranks MeasurementError.
+
+    Collective.
+    """
+    from ds_hessian.checkpoints.measuring import this_device
+    from ds_hessian.ranks import gather_objects, together
+
+    found, series = list[_State](), [checkpoint.path for checkpoint in work.series]
+    with together(f"looking for what is in {work.request.output}", device=this_device()):
+        if _first() and not work.request.only_plan:
+            require_writable(work.request.output)
+        for checkpoint in work.series if _first() else ():
+            source = source_of(work, checkpoint)
+            there = is_finished(work.folder(checkpoint), source, series)
+            found.append(_State(source, work.request.resume and there))
+    return gather_objects(found)[0]
 
 
 @contextmanager
@@ -254,59 +211,38 @@ def _process_group(stage: int) -> Iterator[None]:
 
 
 def _one(
-    request: Request,
+    work: Work,
     checkpoint: Checkpoint,
     loading: Loading,
-    config: HessianConfig,
+    source: Source,
     place: str,
     announce: bool,
 ) -> None:
-    from ds_hessian.checkpoints.measuring import close, opened
+    from ds_hessian.checkpoints.measuring import close, keep, opened, run
+    from ds_hessian.ranks import together
+    from ds_hessian.records import Savable
 
-    folder = request.output / f"step_{checkpoint.step or 0:06d}"
+    request, folder, config = work.request, work.folder(checkpoint), work.config
     if request.resume:
-        config = config.with_overrides(resume=str(folder / "unfinished"))
+        config = config.with_overrides(resume=folder / "unfinished")
     hessian = opened(checkpoint, loading, config)
     try:
-        _measure(request, checkpoint, hessian, folder, place, announce)
+        _use(hessian, request, checkpoint)
+        if announce:
+            _announce(work, hessian)
+        if request.only_plan:
+            return
+        _say(f"{place}: {request.analysis}")
+        record = run(hessian, request.analysis, **work.arguments)
+        if isinstance(record, Savable):
+            keep(hessian, record, request.output)
+            with together(f"noting what is in {folder}", device=hessian.backend.space.device):
+                if hessian.rank == 0:
+                    note_finished(folder, source, record.kind)
+        if hessian.rank == 0:
+            click.echo(f"{click.format_filename(folder)}\n{record.table()}\n")
     finally:
         close(hessian)
-
-
-def _measure(
-    request: Request,
-    checkpoint: Checkpoint,
-    hessian: Hessian,
-    folder: Path,
-    place: str,
-    announce: bool,
-) -> None:
-    from ds_hessian.checkpoints.measuring import run
-    from ds_hessian.ranks import gather_objects, together
-    from ds_hessian.records import Measured
-
-    first, device = hessian.rank == 0, hessian.backend.space.device
-    _use(hessian, request, checkpoint)
-    source = _source(request, checkpoint, hessian)
-    kept = folder / f"{request.analysis}.source.json"
-    with together("looking for what is done", device=device):
-        done = request.resume and kept.is_file() and kept.read_text(encoding="utf-8") == source
-    if gather_objects(done)[0]:
-        _say(first, f"{place}: done before")
-        return
-    if announce:
-        _announce(request, hessian, first)
-    if request.only_plan:
-        return
-    _say(first, f"{place}: {request.analysis}")
-    record = run(hessian, request.analysis, **request.settings)
-    if isinstance(record, Measured):
-        hessian.save(record, folder)
-        with together(f"writing {kept}", device=device):
-            if first:
-                kept.write_text(source, encoding="utf-8")
-    if first:
-        click.echo(f"{click.format_filename(folder)}\n{record.table()}\n")
 
 
 def _use(hessian: Hessian, request: Request, checkpoint: Checkpoint) -> None:
@@ -315,8 +251,8 @@ def _use(hessian: Hessian, request: Request, checkpoint: Checkpoint) -> None:
     from ds_hessian.ranks import together
 
     loss = None if request.loss is None else named(request.loss)
-    if not _is_function(request.data):
-        use_file(hessian, request.data, checkpoint, request.sequences, loss, request.tokenizer)
+    if request.data_file is not None:
+        use_file(hessian, request.data_file, checkpoint, request.sequences, loss, request.tokenizer)
         return
     space = hessian.backend.space
     with together(f"making the micro-batches of {request.data}", device=space.device):
@@ -325,35 +261,18 @@ def _use(hessian: Hessian, request: Request, checkpoint: Checkpoint) -> None:
     hessian.use(mine, loss)
 
 
-def _source(request: Request, checkpoint: Checkpoint, hessian: Hessian) -> str:
-    """Return what a finished record is recognised by, as JSON text."""
-    files = [checkpoint.folder, *checkpoint.folder.rglob("*")]
-    newest = max(path.stat().st_mtime_ns for path in files if path.is_file())
-    found = {
-        "checkpoint": str(checkpoint.path.resolve()),
-        "modified": newest,
-        "analysis": request.analysis,
-        "settings": request.settings,
-        "configuration": hessian.config.model_dump(mode="json"),
-        "data": request.data,
-        "sequences": vars(request.sequences),
-        "dtype": request.dtype,
-        "loss": request.loss,
-    }
-    return json.dumps(found, indent=1, default=str)
-
-
-def _announce(request: Request, hessian: Hessian, first: bool) -> None:
+def _announce(work: Work, hessian: Hessian) -> None:
     """Say what a measurement costs: memory by plan, time by that of one gradient. Collective."""
-    from ds_hessian.analyses import analysis_of, share_of
-    from ds_hessian.planning import times
+    from ds_hessian.analyses import share_of
+    from ds_hessian.backends.restricted import restricted
+    from ds_hessian.planning import plan, times
 
-    analysis, overrides = analysis_of(request.analysis, request.settings)
-    config = hessian.config.with_overrides(**overrides)
-    share = share_of(hessian.backend)
-    with hessian.measuring(**overrides) as operator:
+    config = hessian.config
+    backend = restricted(hessian.backend, config.parameters)
+    analysis, share = work.analysis.prepared(backend, config), share_of(backend)
+    with hessian.measuring() as operator:
         gradient = operator.cost.gradient_seconds
-    lines = [hessian.memory_plan(request.analysis, **request.settings).table()]
+    lines = [plan(analysis, share, config).table()]
     machine = times.CPU if share.tier == "host" else times.ACCELERATOR
     try:
         count = analysis.products(config)
@@ -362,11 +281,18 @@ def _announce(request: Request, hessian: Hessian, first: bool) -> None:
         lines.append(
             f"time: {times.spelled(gradient)} for one gradient; two and more for a product"
         )
-    number = len(request.checkpoints)
+    number = len(work.series)
     lines.append(f"each of {number} checkpoints" if number > 1 else "")
-    _say(first, "\n".join(filter(None, lines)))
+    _say("\n".join(filter(None, lines)))
 
 
-def _say(first: bool, text: str) -> None:
-    if first:
+def _say(text: str) -> None:
+    if _first():
         click.echo(text, err=True)
+
+
+def _first() -> bool:
+    """Return whether this process is the first rank, of those that there are now."""
+    import torch.distributed as dist
+
+    return not dist.is_initialized() or dist.get_rank() == 0

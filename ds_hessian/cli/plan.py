@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -201,42 +200,24 @@ def _offloads(section: object) -> bool:
 
 
 def settings_of(
-    config: Path | None, title: str, texts: Sequence[str]
+    config: Path | None, title: str, given: Mapping[str, object]
 ) -> tuple[HessianConfig, Analysis[Any]]:
-    """Return the settings, and the analysis of this name, from arguments `name=value` of either.
+    """Return the settings, and the analysis of this name.
+
+    Args:
+        config: A DeepSpeed configuration, for its "hessian" section; None for the defaults.
+        title: Name of the analysis.
+        given: Its arguments, and values of the configuration.
 
     Raises:
-        ConfigError: one is not of this form, unknown, or wrong.
+        ConfigError: one is unknown, or wrong.
     """
-    given = assignments(texts)
     base = HessianConfig() if config is None else HessianConfig.from_deepspeed(config)
     analysis, overrides = analysis_of(title, given)
     try:
         return (base or HessianConfig()).with_overrides(**overrides), analysis
     except ConfigError as error:
         raise ConfigError(str(error).replace(f"{SECTION}.", "")) from None
-
-
-def assignments(texts: Sequence[str]) -> dict[str, object]:
-    """Return `{name: value}` of texts `name=value`, whose values are JSON or else strings.
-
-    Raises:
-        ConfigError: one is not of this form.
-    """
-    given = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"--set takes name=value, got {text!r}")
-        given[name] = _value(value)
-    return given
-
-
-def _value(text: str) -> object:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 def machine_of(job: Job, bandwidth: Mapping[Tier, float]) -> times.Machine:

@@ -24,6 +24,9 @@ from ds_hessian.records.spectrum import PICTURE, HessianSpectrum
 from ds_hessian.records.sweep import DisplacementSweep
 from ds_hessian.records.verdict import Check, SelfTest
 
+Savable = Measured | HessianDecomposition
+"""The records that say what they were measured on: those that `Hessian.save` takes."""
+
 __all__ = [
     "PICTURE",
     "SCHEMA_VERSION",
@@ -52,6 +55,7 @@ __all__ = [
     "Provenance",
     "Record",
     "SamplingErrors",
+    "Savable",
     "SelfTest",
     "density_of_parts",
 ]

@@ -11,6 +11,8 @@ from ds_hessian.records.base import Record
 from ds_hessian.records.fields import Array, Json
 from ds_hessian.records.spectrum import HessianSpectrum
 
+MATRIX = ("operator", "outputs", "parameters")
+"""Entries of the provenance that say which matrix of the loss was measured."""
 LOSS = ("data_fingerprint", "num_micro_batches", "dropout", "batch_statistics")
 """Entries of the provenance that make the measured losses different functions."""
 METHOD = ("model_dtype", "precision", "scheme", "displacement", "probe", "seed", "layout")
@@ -74,12 +76,15 @@ class Comparison(Record):
 
     def notes(self) -> tuple[str, ...]:
         """Return sentences that name what differs between them beside the weights."""
+        matrices = self._differing(MATRIX)
         losses, methods = self._differing(LOSS), self._differing(METHOD)
-        if len({s.n for s in self.spectra.values()}) > 1:
+        if len({s.n for s in self.spectra.values()}) > 1 and "parameters" not in matrices:
             losses.insert(0, "number of parameters")
         if self._differing(("world_size",)) and "data_fingerprint" in losses:
             losses.remove("data_fingerprint")  # it is of rank 0's share of the data
         found = []
+        if matrices:
+            found.append(f"the matrices are not the same, they differ in {_list(matrices)}")
         if losses:
             found.append(f"the losses are not the same function, they differ in {_list(losses)}")
         if methods:

@@ -175,14 +175,14 @@ def unpacked(kind: type[Any], content: Json, arrays: Mapping[str, Array]) -> Any
     values = dict[str, object]()
     for name, hint in _hints(kind, content):
         if name in kind.sharded:
-            count = _read(hint, content[name], name)
+            count = read_value(hint, content[name], name)
             values[name] = torch.zeros(min(max(count, 0), MOST_VECTORS), 0)
         elif name not in kind.arrays:
-            values[name] = _read(hint, content[name], name)
+            values[name] = read_value(hint, content[name], name)
         elif name not in arrays:
             raise ResultError(f"its arrays lack {name}")
         elif kind.arrays[name].named:
-            keys = _read(tuple[str, ...], content.get(name), name)
+            keys = read_value(tuple[str, ...], content.get(name), name)
             if arrays[name].ndim == 0 or len(keys) != len(arrays[name]):
                 raise ResultError(f"{name} has {len(keys)} names for {arrays[name].shape} values")
             values[name] = dict(zip(keys, arrays[name], strict=True))
@@ -203,8 +203,10 @@ def _hints(kind: type[Any], content: Json) -> Iterator[tuple[str, Any]]:
             raise ResultError(f"it lacks {field.name!r}")
 
 
-def _read(hint: Any, stored: object, name: str) -> Any:
-    """Return the value of this type that is stored as a JSON value.
+def read_value(hint: Any, stored: object, name: str) -> Any:
+    """Return the value of this type that is stored as a JSON value, as `plain` makes it.
+
+    Fields of a dataclass that have a default may be absent, which an earlier version did not know.
 
     Raises:
         ResultError: it is of another type.
@@ -219,12 +221,12 @@ def _read(hint: Any, stored: object, name: str) -> Any:
     if origin is tuple and isinstance(stored, list):
         kinds = options[:1] * len(stored) if options[-1] is Ellipsis else options
         if len(kinds) == len(stored):
-            return tuple(_read(k, s, name) for k, s in zip(kinds, stored, strict=True))
+            return tuple(read_value(k, s, name) for k, s in zip(kinds, stored, strict=True))
     if origin in (dict, Mapping) and isinstance(stored, dict):
-        keys = (_read(options[0], key, name) for key in stored)
-        return {key: _read(options[1], stored[key], f"{name}.{key}") for key in keys}
+        keys = (read_value(options[0], key, name) for key in stored)
+        return {key: read_value(options[1], stored[key], f"{name}.{key}") for key in keys}
     if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(stored, dict):
-        return hint(**{n: _read(h, stored[n], f"{name}.{n}") for n, h in _hints(hint, stored)})
+        return hint(**{n: read_value(h, stored[n], f"{name}.{n}") for n, h in _hints(hint, stored)})
     if hint is bool and type(stored) is bool:
         return stored
     if hint is str and type(stored) is str:
@@ -251,7 +253,7 @@ def _number(stored: object, name: str) -> float:
 def _read_any(options: tuple[object, ...], stored: object, name: str) -> Any:
     for option in options:
         try:
-            return _read(option, stored, name)
+            return read_value(option, stored, name)
         except ResultError:
             continue
     raise _mistyped(" or ".join(getattr(o, "__name__", str(o)) for o in options), stored, name)

@@ -49,7 +49,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         temporary.unlink(missing_ok=True)
         raise
     flush_folder(path.parent)
-    remove_abandoned(path.parent, temporaries(path.name))
+    remove_abandoned(path.parent, temporaries(re.escape(path.name)))
 
 
 def flush_folder(folder: Path) -> None:
@@ -92,9 +92,9 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def temporaries(name: str) -> str:
-    """Return a regular expression of the temporary names of a file."""
-    return rf"\.{re.escape(name)}\.[0-9a-f]{{16}}\.tmp"
+def temporaries(names: str) -> str:
+    """Return a regular expression of the temporary names of files, from one of their names."""
+    return rf"\.(?:{names})\.[0-9a-f]{{16}}\.tmp"
 
 
 def remove_abandoned(folder: Path, names: str) -> None:

@@ -35,7 +35,13 @@ import numpy as np
 
 from ds_hessian.errors import ResultError
 from ds_hessian.records.fields import Array, Json
-from ds_hessian.records.files import flush_folder, one_writer, remove_abandoned, replacing
+from ds_hessian.records.files import (
+    flush_folder,
+    one_writer,
+    remove_abandoned,
+    replacing,
+    temporaries,
+)
 from ds_hessian.records.provenance import SCHEMA_VERSION
 
 Arrays = dict[str, Array]
@@ -88,7 +94,7 @@ def _commit(folder: Path, kind: str, digest: str, data: Mapping[str, bytes | mem
     flush_folder(folder)
     # Writers that were killed before their commit may have left arrays of other hashes.
     arrays = rf"{re.escape(kind)}\.[0-9a-f]{{16}}\.npz"
-    remove_abandoned(folder, rf"{arrays}|\.{arrays}\.[0-9a-f]{{16}}\.tmp")
+    remove_abandoned(folder, f"{arrays}|{temporaries(arrays)}")
 
 
 def _holds(path: Path, data: bytes | memoryview) -> bool:

@@ -140,6 +140,6 @@ def remove_all(folder: Path) -> None:
     """Remove a state."""
     for path in state_files(folder):  # first what names the others
         path.unlink(missing_ok=True)
-    remove_abandoned(folder, temporaries("state.#.json").replace(re.escape("#"), "[0-9]+"))
+    remove_abandoned(folder, temporaries(r"state\.[0-9]+\.json"))
     for run in runs_in(folder):
         shutil.rmtree(run)

@@ -22,6 +22,8 @@ from ds_hessian.operators import Curvature
 from ds_hessian.ranks import gather_objects
 
 SETTINGS = (
+    "operator",
+    "outputs",
     "num_matvecs",
     "num_probes",
     "probe",
@@ -72,10 +74,7 @@ def identity_of(
 def settings_of(config: HessianConfig) -> dict[str, object]:
     """Return the settings that the answer depends on, as JSON values."""
     settings = config.model_dump()
-    found = {key: settings[key] for key in SETTINGS} | {"basis": settings["basis"]["dtype"]}
-    if config.operator != "hessian":
-        found |= {"operator": config.operator, "outputs": config.outputs}
-    return found
+    return {key: settings[key] for key in SETTINGS} | {"basis": settings["basis"]["dtype"]}
 
 
 def refuse_foreign(found: Mapping[str, Any], here: Mapping[str, Any], roundoff: float) -> None:

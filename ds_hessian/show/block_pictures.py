@@ -14,7 +14,7 @@ from ds_hessian.records.base import Measured
 from ds_hessian.records.estimate import Estimate
 from ds_hessian.show.canvas import Style, new_figure, save_figure, tidy, write_title
 from ds_hessian.show.layers import layer_shares
-from ds_hessian.show.style import BLUE, GREY, INK, VERMILLION, short
+from ds_hessian.show.style import BLUE, GREY, INK, MATRICES, PHRASES, VERMILLION, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,7 +78,8 @@ def eigenpairs_picture(pairs: HessianEigenpairs, path: Path) -> Path:
     shown = largest(table.max(axis=1, initial=0.0))
     names = [list(shares)[i] for i in shown]
     rows = len(names) + 8
-    figure = rows_figure(rows, f"{len(pairs.values)} Hessian eigenpairs", about(pairs))
+    title = f"{len(pairs.values)} {MATRICES[pairs.provenance.operator]} eigenpairs"
+    figure = rows_figure(rows, title, about(pairs))
     if names:
         upper, lower = figure.subplots(2, 1, height_ratios=[6, len(names)])
         _draw_shares(lower, table[shown], names, pairs)
@@ -126,13 +127,14 @@ def _draw_shares(axes: Axes, table: Array, names: list[str], pairs: HessianEigen
 def trace_picture(trace: HessianTrace, path: Path) -> Path:
     """Draw the trace of each block with its bars, or each probe's estimate without blocks."""
     total = f"trace {Estimate(trace.value, trace.error)}   |   {about(trace)}"
+    title = f"{MATRICES[trace.provenance.operator]} trace"
     if not trace.blocks:
-        figure = rows_figure(8, "Hessian trace", total)
+        figure = rows_figure(8, title, total)
         _draw_samples(figure.subplots(), trace)
         return save_figure(figure, path)
     shown = largest(trace.block_values)
     names = [trace.blocks[i] for i in shown]
-    figure = rows_figure(len(names), "Hessian trace by block", total)
+    figure = rows_figure(len(names), f"{title} by block", total)
     axes = figure.subplots()
     error: Style = {"xerr": trace.block_errors[shown], "ecolor": INK, "capsize": 3}
     axes.barh(range(len(names)), trace.block_values[shown], color=BLUE, alpha=0.6, **error)
@@ -164,7 +166,8 @@ def block_coupling_picture(coupling: HessianBlockCoupling, path: Path) -> Path:
     shown = largest(coupling.relative_errors)
     names = [coupling.names[i] for i in shown]
     share = f"off-diagonal blocks make {coupling.share:.3f} of |Hv|^2   |   {about(coupling)}"
-    figure = rows_figure(len(names) + 2, "Coupling of the Hessian's blocks", share)
+    title = f"Coupling of the blocks of {PHRASES[coupling.provenance.operator]}"
+    figure = rows_figure(len(names) + 2, title, share)
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, found, null, noises, label in (
         (left, coupling.relative_errors, coupling.null_relative_errors, coupling.noises, "error"),

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ds_hessian.records.block_spectra import HessianBlockSpectra
 from ds_hessian.show.block_pictures import about, largest, name_rows, rows_figure
 from ds_hessian.show.canvas import save_figure
-from ds_hessian.show.style import BLUE, EIGENVALUE, short
+from ds_hessian.show.style import BLUE, EIGENVALUE, PHRASES, short
 
 Array = NDArray[np.float64]
 
@@ -41,7 +41,8 @@ def block_spectra_picture(spectra: HessianBlockSpectra, path: Path) -> Path:
     shown = largest(spectra.sizes)
     names = [spectra.names[i] for i in shown]
     text = f"mean distance {spectra.heterogeneity:.2f}   |   {about(spectra)}"
-    figure = rows_figure(len(names) + 3, "Spectra of the Hessian's blocks", text)
+    title = f"Spectra of the blocks of {PHRASES[spectra.provenance.operator]}"
+    figure = rows_figure(len(names) + 3, title, text)
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
     _, shares = spectra.densities()
     map_ = left.imshow(seen(shares)[shown], cmap=colors, aspect="auto", interpolation="nearest")

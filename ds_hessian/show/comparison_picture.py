@@ -12,7 +12,7 @@ from ds_hessian.records.comparison import Comparison
 from ds_hessian.records.estimate import Estimate
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.show.canvas import Style, new_figure, save_figure, tidy
-from ds_hessian.show.style import BLUE, EIGENVALUE, GREY, INK, VERMILLION
+from ds_hessian.show.style import BLUE, EIGENVALUE, GREY, INK, MATRICES, VERMILLION
 from ds_hessian.show.training_view import LEAST, Axis, spread
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ def comparison_picture(comparison: Comparison, path: Path) -> Path:
     extremes.legend(fontsize=8.5, frameon=False)
     _draw_series(trace, comparison, [s.trace for s in values], INK, "trace")
     trace.set_ylabel("trace")
-    figure.suptitle(f"{len(spectra)} Hessian spectra", x=0.01, ha="left", weight="bold", color=INK)
+    operators = {s.provenance.operator for s in values}
+    matrix = f" {MATRICES[operators.pop()]}" if len(operators) == 1 else ""
+    figure.suptitle(f"{len(spectra)}{matrix} spectra", x=0.01, ha="left", weight="bold", color=INK)
     return save_figure(figure, path)
 
 

@@ -20,15 +20,14 @@ def decomposition_picture(parts: HessianDecomposition, path: Path) -> Path:
         ImportError: matplotlib is not installed.
     """
     figure, source = new_figure(9.5, 5.6, layout="constrained"), parts.provenance
-    axes = figure.add_subplot()
     names = ("H", "G, Gauss-Newton", "R = H - G")
-    draw_ridges(axes, list(parts.spectra.values()), names, COLORS)
+    draw_ridges(figure.add_subplot(), list(parts.spectra.values()), names, COLORS)
     traces = ", ".join(
         f"tr {name} {s.trace}" for name, s in zip("HGR", parts.spectra.values(), strict=True)
     )
     negative = f"negative eigenvalues: {parts.negative('hessian')} in H, "
     negative += f"{parts.negative('residual')} in R"
-    axes.set_title(f"{traces}\n{negative}", fontsize=8.5, loc="left", color=INK)
+    figure.supxlabel(f"{traces}\n{negative}", x=0.01, ha="left", fontsize=8.5, color=INK)
     title = f"H = G + R, {count(parts.hessian.n)} parameters, step {source.step:,}"
     figure.suptitle(title, x=0.01, ha="left", weight="bold", color=INK)
     return save_figure(figure, path)

@@ -1,4 +1,4 @@
-"""Picture of Kronecker factors beside the Hessian: layers and kinds, as colours and numbers."""
+"""Picture of Kronecker factors beside a matrix: layers and kinds, as colours and numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ds_hessian.records.kronecker import HessianKronecker
 from ds_hessian.show.block_pictures import about, largest, name_rows, rows_figure
 from ds_hessian.show.canvas import save_figure
-from ds_hessian.show.style import BLUE, INK
+from ds_hessian.show.style import BLUE, INK, PHRASES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,10 +24,11 @@ def kronecker_picture(found: HessianKronecker, path: Path) -> Path:
     """Draw the cosine of each layer and kind, and the diagonal shares of their eigenbases."""
     shown = largest(found.norms)
     names = [found.layers[i] for i in shown]
-    figure = rows_figure(len(names) + 2, "Kronecker factors beside the Hessian", about(found))
+    matrix = PHRASES[found.provenance.operator]
+    figure = rows_figure(len(names) + 2, f"Kronecker factors beside {matrix}", about(found))
     left, right = figure.subplots(1, 2)
     _draw(left, found.cosines[shown], found.cosine_errors[shown], found.kinds, names)
-    left.set_xlabel("cosine of K and the Hessian's block, with its error")
+    left.set_xlabel("cosine of K and the block, with its error")
     shares = np.column_stack([found.shares, found.plain_shares])[shown]
     errors = np.column_stack([found.share_errors, found.plain_share_errors])[shown]
     _draw(right, shares, errors, [*found.kinds, "parameters"], [""] * len(names))

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ds_hessian.krylov import LanczosState
+from ds_hessian.show.style import MATRICES
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +23,12 @@ class SpectrumProgress:
     Args:
         total: Products to make.
         enabled: False shows nothing (every rank but 0).
+        operator: Name of the operator whose spectrum it is.
     """
 
-    def __init__(self, total: int, enabled: bool = True) -> None:
+    def __init__(self, total: int, enabled: bool = True, operator: str = "hessian") -> None:
         self.total, self.enabled = total, enabled
+        self._title = f"{MATRICES[operator]} spectrum"
         self.done = 0
         self._bar: Any = None
         self._started = time.monotonic()
@@ -36,7 +39,7 @@ class SpectrumProgress:
         if self.enabled and sys.stderr.isatty():
             from tqdm import tqdm  # type: ignore[import-untyped]
 
-            self._bar = tqdm(total=self.total, desc="Hessian spectrum", unit="product")
+            self._bar = tqdm(total=self.total, desc=self._title, unit="product")
         return self
 
     def __exit__(
@@ -59,7 +62,8 @@ class SpectrumProgress:
         elif self.done * LOG_LINES // self.total > (self.done - 1) * LOG_LINES // self.total:
             spent = time.monotonic() - self._started
             logger.info(
-                "Hessian spectrum: %d of %d products, %.0f s left, %s",
+                "%s: %d of %d products, %.0f s left, %s",
+                self._title,
                 self.done,
                 self.total,
                 spent / self.done * (self.total - self.done),

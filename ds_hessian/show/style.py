@@ -16,6 +16,13 @@ MATRICES = {
     "fisher": "Empirical Fisher",
 }
 """Names of the operators, for titles."""
+PHRASES = {
+    "hessian": "the Hessian",
+    "ggn": "the Gauss-Newton matrix",
+    "residual": "the residual",
+    "fisher": "the empirical Fisher matrix",
+}
+"""Names of the operators, within a sentence."""
 EIGENVALUE = "eigenvalue (loss per squared parameter)"
 
 

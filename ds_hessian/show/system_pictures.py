@@ -12,7 +12,7 @@ from ds_hessian.records.fields import Array
 from ds_hessian.records.verdict import SelfTest
 from ds_hessian.show.block_pictures import about, largest, name_rows, rows_figure
 from ds_hessian.show.canvas import Style, save_figure, tidy
-from ds_hessian.show.style import BLUE, COLORS, GREY, VERMILLION
+from ds_hessian.show.style import BLUE, COLORS, GREY, PHRASES, VERMILLION
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,8 @@ SMALLEST = 1e-18
 
 def solution_picture(solution: HessianSolution, path: Path) -> Path:
     """Draw the relative residual and the error of the solution for each damping."""
-    figure = rows_figure(14, "Inverse-Hessian solve", f"{solution.method}   |   {about(solution)}")
+    title = f"Solutions with the inverse of {PHRASES[solution.provenance.operator]}"
+    figure = rows_figure(14, title, f"{solution.method}   |   {about(solution)}")
     upper, lower = figure.subplots(2, 1, sharex=True)
     labels = [f"{damping:.3g}" for damping in solution.dampings]
     for axes, values, unit in (

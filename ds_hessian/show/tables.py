@@ -31,7 +31,7 @@ from ds_hessian.records.sweep import DisplacementSweep
 from ds_hessian.records.verdict import SelfTest
 from ds_hessian.show.layers import layer_shares
 from ds_hessian.show.spectrum_table import of_block, spectrum_headline, spectrum_rows
-from ds_hessian.show.style import MATRICES
+from ds_hessian.show.style import MATRICES, PHRASES
 
 Rows = list[tuple[str, str]]
 
@@ -63,18 +63,22 @@ def lined(headline: str, rows: Rows) -> str:
 
 def _measured(title: str, rows: Callable[[Any], Rows]) -> Callable[[Any], str]:
     """Return a function that tabulates a record: the step in the first line, the cost in the last
-    rows.
+    rows. The title has `{0}` or `{1}` for the name of the matrix, in a title or in a sentence.
     """
 
     def make(record: Measured) -> str:
-        source, cost = record.provenance, record.cost
-        price = f"{cost.products} products, {cost.seconds_total:.3g} s in all"
-        last = [("cost", price), ("measured on", _measured_on(record))]
+        source = record.provenance
+        name = title.format(MATRICES[source.operator], PHRASES[source.operator])
+        last = [("cost", _price(record)), ("measured on", _measured_on(record))]
         if source.outputs is not None:
             last.insert(1, ("matrix", f"{MATRICES[source.operator]}, {source.outputs}"))
-        return lined(f"{title} at step {source.step}", rows(record) + last)
+        return lined(f"{name} at step {source.step}", rows(record) + last)
 
     return make
+
+
+def _price(record: Measured) -> str:
+    return f"{record.cost.products} products, {record.cost.seconds_total:.3g} s in all"
 
 
 def _measured_on(record: Measured) -> str:
@@ -183,12 +187,14 @@ def _block_coupling(coupling: HessianBlockCoupling) -> str:
     """Tabulate each block, and the mean."""
     c = coupling
     width = max(len("mean"), *(len(name) for name in c.names))
+    source = c.provenance
+    title = f"Coupling of the blocks of {PHRASES[source.operator]} at step {source.step}"
     head = f"{'block':<{width}}  relative error   null  cosine   null"
     columns = (c.relative_errors, c.null_relative_errors, c.cosines, c.null_cosines)
     means = [float(np.mean(column)) for column in columns]
     rows = [*zip(c.names, *columns, strict=True), ("mean", *means)]
     return "\n".join(
-        [head]
+        [title, head]
         + [f"{n:<{width}}  {e:14.3f} {e0:6.3f} {c:7.3f} {c0:6.3f}" for n, e, e0, c, c0 in rows]
         + [f"{c.share:.3f} of |Hv|^2 is made by off-diagonal blocks; {_measured_on(c)}"]
     )
@@ -223,7 +229,8 @@ def _kronecker(found: HessianKronecker) -> str:
         f"{'layer':<{width}}  kind          cosine        best scale  diagonal share"
         "    largest   solve   samples"
     )
-    lines = [f"Kronecker factors beside the Hessian at step {k.provenance.step}", head]
+    source = k.provenance
+    lines = [f"Kronecker factors beside {PHRASES[source.operator]} at step {source.step}", head]
     for i, name in enumerate(k.layers):
         for j, kind in enumerate(k.kinds):
             cosine = f"{k.cosines[i, j]:6.3f} ± {k.cosine_errors[i, j]:.3f}"
@@ -235,9 +242,10 @@ def _kronecker(found: HessianKronecker) -> str:
             )
         plain = f"{k.plain_shares[i]:.3f} ± {k.plain_share_errors[i]:.3f}"
         lines.append(f"{'':<{width}}  in the parameters' own basis          {plain}")
-    note = f"; left out: {', '.join(map(_ended, k.left_out))}" if k.left_out else ""
-    price = f"{k.cost.products} products, {k.cost.seconds_total:.3g} s in all"
-    return "\n".join([*lines, f"{price}; {_measured_on(k)}"] + ([note[2:120]] if note else []))
+    without = [f"left out: {_ended(name)}, {reason}" for name, reason in k.left_out.items()]
+    if len(without) > MOST_ROWS:
+        without[MOST_ROWS:] = [f"left out: {len(without) - MOST_ROWS} others"]
+    return "\n".join([*lines, f"{_price(k)}; {_measured_on(k)}", *without])
 
 
 def _ended(name: str) -> str:
@@ -343,16 +351,16 @@ def _shortened(rows: Rows, what: str) -> Rows:
 
 TABLES: dict[type[Record], Callable[[Any], str]] = {
     HessianSpectrum: _spectrum,
-    HessianEigenpairs: _measured("Hessian eigenpairs", _eigenpairs),
-    HessianTrace: _measured("Hessian trace", _trace),
-    HessianSolution: _measured("Inverse-Hessian solve", solution_rows),
+    HessianEigenpairs: _measured("{0} eigenpairs", _eigenpairs),
+    HessianTrace: _measured("{0} trace", _trace),
+    HessianSolution: _measured("Solutions with the inverse of {1}", solution_rows),
     HessianInfluence: _measured("Influence of examples", _influence),
     HessianAlignment: _measured("Alignment with the top eigenspace", _alignment),
     HessianSharpness: _sharpness,
     HessianBlockCoupling: _block_coupling,
-    HessianBlockSpectra: _measured("Spectra of the Hessian's blocks", block_spectra_rows),
+    HessianBlockSpectra: _measured("Spectra of the blocks of {1}", block_spectra_rows),
     HessianKronecker: _kronecker,
-    HessianOffBlockShare: _measured("Off-block share of the Hessian", _off_block_share),
+    HessianOffBlockShare: _measured("Off-block share of {1}", _off_block_share),
     DisplacementSweep: _measured("Curvature against scale", _sweep),
     Comparison: _comparison,
     HessianDecomposition: _decomposition,

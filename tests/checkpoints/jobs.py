@@ -111,3 +111,28 @@ def measured(folder: str, data: str, stage: int = 0) -> Any:
 
 
 QUIET_CONFIG = ds_hessian.HessianConfig(progress=False, plot=False)
+
+
+def failing_measurement(checkpoint: str, data: str) -> tuple[int, str]:
+    """Measure with a loss that raises; returns how many engines were freed, and the error."""
+    from deepspeed import DeepSpeedEngine
+
+    freed, destroy = [0], DeepSpeedEngine.destroy
+
+    def counted(engine: DeepSpeedEngine) -> None:
+        freed[0] += 1
+        destroy(engine)
+
+    def loss(module: nn.Module, batch: Any) -> Tensor:
+        raise ValueError("not today")
+
+    DeepSpeedEngine.destroy = counted
+    loading = ds_hessian.checkpoints.Loading(factory=net, stage=3)
+    sequences = ds_hessian.checkpoints.Sequences(micro_batch_size=2)
+    try:
+        ds_hessian.measure(checkpoint, data, loss, loading=loading, sequences=sequences)
+    except ds_hessian.HessianError as error:
+        return freed[0], str(error)
+    finally:
+        DeepSpeedEngine.destroy = destroy
+    return freed[0], ""

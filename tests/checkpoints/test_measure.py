@@ -377,6 +377,30 @@ def test_tied_weights_are_loaded_once_and_must_agree(tmp_path: Path) -> None:
         load_into(jobs.gpt(), weights_of(checkpoint_of(tmp_path / "other.pt")), tmp_path)
 
 
+@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("inner", ["", "module."], ids=["plain", "with a part named module"])
+def test_names_of_wrappers_are_taken_off(tmp_path: Path, prefix: str, inner: str) -> None:
+    def made() -> nn.Module:
+        return nn.ModuleDict({"module": trained()}) if inner else trained()
+
+    weights = {f"{prefix}{name}": 2 * value for name, value in made().state_dict().items()}
+    module = made()
+    load_into(module, weights, tmp_path)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, weights[prefix + name]), name
+
+
+def test_a_tokenizer_is_read_only_where_there_is_text(tmp_path: Path) -> None:
+    jobs.save_gpt2(tmp_path / "gpt2-7")
+    (tmp_path / "gpt2-7" / "tokenizer.json").write_text("{")
+    texts = jobs.write_lines(tmp_path / "a.jsonl", [{"text": text} for text in jobs.sentences()])
+    tokens = jobs.write_lines(tmp_path / "b.jsonl", [{"input_ids": [1, 2, 3]}])
+    command = ("measure", tmp_path / "gpt2-7", *ARGUMENTS[2:], "-s", "num_matvecs=2")
+    command = (*command, "-o", tmp_path / "run", "--data")
+    refused_in_one_line(call(*command, texts), "cannot read the tokenizer in")
+    assert call(*command, tokens).returncode == 0
+
+
 def test_the_step_of_a_checkpoint_is_in_its_name_or_its_place(files: Path) -> None:
     assert [c.step for c in series_of([files / "net_100.pth", files / "net_20.pt"])] == [20, 100]
     (files / "net.pt").write_bytes(b"")

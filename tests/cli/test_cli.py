@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 
 from ds_hessian import __version__
 from ds_hessian.cli import main
+from ds_hessian.cli.doctor import OPTIONAL
 from ds_hessian.config import HessianConfig
 from ds_hessian.records import HessianSpectrum
 from tests.records.makers import language_model_like, semicircle, spectrum_of
@@ -136,6 +138,13 @@ def test_the_doctor_says_what_runs_here() -> None:
     assert config is not None
     assert f"every {config.interval} steps" in found["hessian section"]
     assert done.stdout.splitlines()[-1] == "verdict: all is well"
+
+
+def test_the_doctor_looks_for_every_package_of_the_extras() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    users = {re.split("[<>=]", name)[0] for e in ("megatron", "hf", "frames") for name in extras[e]}
+    assert users <= set(OPTIONAL)
 
 
 def test_the_doctor_fails_where_kernels_are_demanded_and_cannot_be_had(tmp_path: Path) -> None:

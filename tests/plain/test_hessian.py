@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import ds_hessian
 from ds_hessian.backends.objective import Call
-from ds_hessian.errors import ConfigError
-from ds_hessian.records import HessianSpectrum
+from ds_hessian.errors import ConfigError, ResultError
+from ds_hessian.records import HessianEigenpairs, HessianSpectrum
+from ds_hessian.records.safetensors import Reader
 from tests.nets import TinyGPT, batch
 from tests.operators.nets import Exact, batches, loss_of, mlp, train
 from tests.plain import jobs
@@ -102,6 +105,39 @@ def test_records_vectors_and_the_self_test(hessian: Any, tmp_path: Path) -> None
     assert torch.equal(hessian.load_vectors(path)[0], v)
     assert hessian.self_test().passed
     assert "weights for the passes" in hessian.memory_plan().table()
+
+
+def test_vectors_that_an_earlier_version_wrote_are_read(hessian: Any, tmp_path: Path) -> None:
+    """Its files know fewer facts of their record, as the record itself does; others are refused."""
+    pairs = hessian.eigenpairs(k=1, which="LA")
+    hessian.save(pairs, tmp_path)
+    path = tmp_path / "eigenpairs.safetensors"
+    tensors, metadata = load_file(path), Reader(path).metadata
+    source = json.loads(metadata["provenance"])
+    later = ("operator", "parameters", "batch_statistics", "held_choices", "flipped_choices")
+    old = {key: value for key, value in source.items() if key not in later}
+    assert len(old) == len(source) - len(later)
+
+    def written(**changes: object) -> None:
+        said = {key: json.dumps(value) for key, value in changes.items()}
+        save_file(tensors, path, {**metadata, **said})
+
+    written(provenance=old)
+    assert torch.equal(hessian.load(HessianEigenpairs, tmp_path).vectors, pairs.vectors)
+    for changes in (
+        {"provenance": old | {"seed": 5}},
+        {"provenance": old | {"operator": "ggn"}},
+        {"provenance": {}},
+        {"provenance": [old]},
+        {"record": "HessianSolution"},
+    ):
+        written(**changes)
+        with pytest.raises(ResultError, match="belongs to another eigenpairs"):
+            hessian.load(HessianEigenpairs, tmp_path)
+    for text in ("{", "[" * 10**5):
+        save_file(tensors, path, {**metadata, "provenance": text})
+        with pytest.raises(ResultError, match="belongs to another eigenpairs"):
+            hessian.load(HessianEigenpairs, tmp_path)
 
 
 def test_an_interrupted_spectrum_is_resumed_to_the_same_bits(

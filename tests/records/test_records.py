@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 
 import ds_hessian
 from ds_hessian.errors import ResultError, UnsupportedError
@@ -20,9 +21,11 @@ from ds_hessian.records import (
     HessianCurvatures,
     HessianDecomposition,
     HessianEigenpairs,
+    HessianKronecker,
     HessianOffBlockShare,
     HessianSharpness,
     HessianSpectrum,
+    Measured,
     Record,
     SelfTest,
 )
@@ -119,6 +122,77 @@ def test_a_new_kind_of_record_is_told_where_its_table_belongs() -> None:
 
     with pytest.raises(TypeError, match="no table is known for Unknown: add one to TABLES"):
         Unknown().table()
+
+
+MATRICES_OF_THEIR_OWN = [record for record in EXAMPLES if isinstance(record, Measured)]
+
+
+@pytest.mark.parametrize("record", MATRICES_OF_THEIR_OWN, ids=lambda record: record.kind)
+def test_tables_and_pictures_name_no_other_matrix(
+    record: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    texts = list[str]()
+
+    def seen(figure: Any, *given: Any, **options: Any) -> None:
+        texts.extend(text.get_text() for text in figure.findobj(Text))
+
+    monkeypatch.setattr(Figure, "savefig", seen)
+    source = dataclasses.replace(record.provenance, operator="ggn", outputs="head, cross entropy")
+    other = dataclasses.replace(record, provenance=source)
+    texts.append(other.table())
+    if type(other) not in WITHOUT:
+        other.plot(tmp_path / "picture.png")
+    assert "Gauss-Newton" in texts[0]
+    assert not [text for text in texts if "Hessian" in text]
+
+
+def test_spectra_of_other_matrices_are_compared_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    titles = list[str]()
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, path, **kw: titles.append(self.get_suptitle())
+    )
+    one = spectrum_of(semicircle(80), m=4)
+    for changes, n, note, title in (
+        ({}, 80, None, "2 Hessian spectra"),
+        ({"operator": "ggn", "outputs": "head"}, 80, "operator, outputs", "2 spectra"),
+        ({"parameters": ("head.weight",)}, 70, "parameters", "2 Hessian spectra"),
+    ):
+        source = dataclasses.replace(one.provenance, **changes)
+        other = dataclasses.replace(one, provenance=source, n=n)
+        found = Comparison({"a": one, "b": other})
+        expected = f"the matrices are not the same, they differ in {note}"
+        assert found.notes() == (() if note is None else (expected,))
+        found.plot(tmp_path / "picture.png")
+        assert titles.pop() == title
+
+
+def test_a_decomposition_is_drawn_with_its_axis_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    drawn = list[Any]()
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **kw: drawn.append(self))
+    parts = next(r for r in EXAMPLES if isinstance(r, HessianDecomposition))
+    parts.plot(tmp_path / "picture.png")
+    (figure,) = drawn
+    assert "eigenvalues in each cell" in figure.axes[0].get_title(loc="left")
+    assert f"tr R {parts.residual.trace}" in figure.get_supxlabel()
+    assert "negative eigenvalues" in figure.get_supxlabel()
+
+
+def test_all_that_kronecker_factors_leave_out_is_named_or_counted() -> None:
+    factors = next(r for r in EXAMPLES if isinstance(r, HessianKronecker))
+    names = {f"decoder.layers.{i}.embedding.weight": "it is an embedding" for i in range(30)}
+    lines = dataclasses.replace(factors, left_out=names).table().splitlines()
+    assert sum("it is an embedding" in line for line in lines) == 12
+    assert lines[-1] == "left out: 18 others" and max(map(len, lines)) <= 120
 
 
 def test_names_beside_the_rows_of_a_picture_are_plain_text(tmp_path: Path) -> None:

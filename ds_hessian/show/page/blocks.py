@@ -1,4 +1,4 @@
-"""Blocks of the Hessian on the page: their spectra and distances, and Kronecker factors."""
+"""Blocks of the matrix on the page: their spectra and distances, and Kronecker factors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPECTRA = (
 
 
 FACTORS = (
-    "Kronecker-factored curvatures beside the Hessian's block of each weight: the cosine of the "
+    "Kronecker-factored curvatures beside the matrix's block of each weight: the cosine of the "
     "two matrices, and the share of the block's squared norm on the diagonal of the factors' "
     "eigenbasis; the last column is the parameters' own basis."
 )

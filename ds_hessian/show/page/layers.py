@@ -32,13 +32,13 @@ from ds_hessian.show.tables import eigenvalue_rows
 EIGENVECTORS = (
     "Share of each eigenvector's squared norm that lies in each layer; a column sums to 100 %."
 )
-TRACES = "Trace of each block's diagonal part of the Hessian, with standard errors."
+TRACES = "Trace of each block's diagonal part of the matrix, with standard errors."
 COUPLING = (
     "The masked-probe test: for a probe v, how much of a block's part of Hv is made by the other "
-    "blocks. Grey circles are what a matrix without structure gives; a block diagonal Hessian has "
+    "blocks. Grey circles are what a matrix without structure gives; a block diagonal matrix has "
     "error 0 and cosine 1. Bars: what the products' errors can make."
 )
-SHARE = "Share of the off-diagonal blocks in the Hessian's squared Frobenius norm."
+SHARE = "Share of the off-diagonal blocks in the matrix's squared Frobenius norm."
 MOST_CELLS = 200
 """Cells of a map that get their number written in."""
 
