@@ -218,9 +218,10 @@ class Session(Protocol):
         """
         ...
 
-    def choices(self) -> Tensor:
-        """Return `(2,)` fp64: how many discrete choices of the model this rank holds, and how many
-        of them the last evaluation of each unit would have made otherwise. Not collective.
+    def choices(self, micro_batches: range) -> Tensor:
+        """Return `(2,)` fp64: how many discrete choices of the model the last evaluation of each of
+        these units has held on this rank, and how many of them it would have made otherwise. Not
+        collective.
         """
         ...
 

@@ -10,7 +10,7 @@ Memory: a copy of the weights without a master.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -124,9 +124,13 @@ class ShardedSession:
         """Return the norm of the weights, from the masters of all ranks."""
         return self.weights.norm(names)
 
-    def choices(self) -> Tensor:
+    def choices(self, micro_batches: range) -> Tensor:
         """Return the number of held choices, and how many of them would have changed."""
-        return self._function.choices()
+        return self._function.choices(self.forwards_of(micro_batches))
+
+    def forwards_of(self, micro_batches: range) -> Collection[Hashable]:
+        """Return what tells the forwards of these units apart."""
+        return micro_batches
 
 
 def _master(shard: Shard) -> Tensor:

@@ -11,7 +11,7 @@ is such a group.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -284,6 +284,11 @@ class MegatronSession(ShardedSession):
         group = self._backend.group
         with torch.no_grad():
             self._run(micro_batches.start * group, len(micro_batches) * group, forward_only=True)
+    def forwards_of(self, micro_batches: range) -> Collection[Hashable]:
+        """Return chunk and micro-batch of each forward."""
+        group = self._backend.group
+        return self._forward.keys(micro_batches.start * group, len(micro_batches) * group)
+
 
     def _run(self, first: int, count: int, forward_only: bool = False) -> None:
         objective, chunks = self._objective, self._backend.chunks
