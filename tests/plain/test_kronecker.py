@@ -357,7 +357,7 @@ def test_solves_and_influence_take_k_fac_as_preconditioner(net: nn.Module) -> No
 def test_the_metric_is_ek_fac_on_layers_and_a_diagonal_elsewhere(net: nn.Module) -> None:
     backend = ModuleBackend(net)
     with backend.measuring(backend.objective(DATA, loss_of)) as session:
-        metric = KroneckerMetric(session, backend)
+        metric = KroneckerMetric(session, backend, find_layers(backend, None)[0])
         root = metric.inverse_root(0.3)
         v = torch.randn(607, generator=torch.Generator().manual_seed(2))
         twice = root(root(v)).double()
