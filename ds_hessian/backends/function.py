@@ -337,10 +337,11 @@ def _with_argument(
 def _drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call of a function that drops would drop anything."""
     index, keyword = PROBABILITIES[name]
-    probability = kwargs.get(keyword, args[index] if len(args) > index else None)
-    follows = args[index + 1] if len(args) > index + 1 else True
-    training = "dropout_p" == keyword or kwargs.get("training", follows)
-    return bool(training) and probability != 0 and not (probability is None and keyword != "p")
+    probability = _argument(args, kwargs, index, keyword)
+    if keyword != "p":  # of attention, whose probability is 0 where none is given
+        return probability not in (None, 0)
+    training = _argument(args, kwargs, index + 1, "training")
+    return probability != 0 and (training is None or bool(training))
 
 
 def _chooses(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -365,7 +366,6 @@ def _indices(name: str, result: Any) -> Tensor:
     return indices.detach()
 
 
-def _compact(indices: Tensor, x: Tensor, dim: int | None) -> Tensor:
 def _line() -> tuple[tuple[str, int], ...]:
     """Return files and lines of the two innermost frames that are neither torch's nor this
     module's.
@@ -379,6 +379,7 @@ def _line() -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
+def _compact(indices: Tensor, x: Tensor, dim: int | None) -> Tensor:
     most = x.numel() if dim is None else x.shape[dim]
     fitting = [d for d in _INTEGERS if most - 1 <= torch.iinfo(d).max]
     return indices.to(fitting[0])

@@ -74,7 +74,7 @@ class Description:
     Attributes:
         layout: The host and its parallel layout, such as `"ZeRO-3, 8 ranks"`.
         model_dtype: The dtype of the weights, such as `"bfloat16"`.
-        versions: `{package: version}` for the host, torch and Python.
+        versions: `{package: version}` of the host; those of torch and Python are known.
         optimizer: The settings of its optimizer; None where they are not known.
     """
 

@@ -408,6 +408,27 @@ def refused(feature: str) -> str:
 
 
 def on_schedule(folder: str) -> tuple[list[int], list[int], list[int], bool]:
+def autocast_in_the_loss() -> tuple[float, str]:
+    """The unit roundoff of a loss under autocast, and what is said of its fp32 passes."""
+    engine = make_engine(zero={"stage": 2}, hessian=QUIET)
+
+    def loss(model: Any, b: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(*b).float()
+
+    hessian, message = engine.hessian.use(my_batches(), loss), ""
+    with hessian.measuring() as operator:
+        roundoff = float(operator.session.unit_roundoff)
+    try:
+        hessian.matvec(hessian.random_vector(seed=1))
+        with hessian.measuring(precision="fp32"):
+            pass
+    except ds_hessian.UnsupportedError as error:
+        message = str(error)
+    engine.destroy()
+    return roundoff, message
+
+
     """Train 7 steps with spectra every 3 and sharpness every 2, with DeepSpeed's CSV monitor.
 
     Returns the steps of spectra, of sharpness, of failures, and whether the data were fixed.
