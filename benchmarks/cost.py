@@ -12,19 +12,15 @@ machine's speed changes from minute to minute.
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 from statistics import fmean
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from measuring import peak_bytes, plain_gradient
+from train_gpt import GPT, sample, standard_library
 
 import ds_hessian
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from train_gpt import GPT, sample, standard_library  # noqa: E402
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,

@@ -1,11 +1,12 @@
-"""Many spectra in one job: memory, open files, threads and the time of a spectrum stay flat.
+"""Many spectra in one job: memory, open files and threads stay flat.
 
 A GPT in DistributedDataParallel, or a ZeRO-3 engine, on the ranks that start it; every spectrum is
 resumed and saved, as on a schedule. Python's garbage collector is off, so that what waits for it
 shows. A figure is flat if its mean over the last tenth of the spectra exceeds that over the second
-tenth by less than `--tolerance` (memory), or not at all (files and threads).
+tenth by less than `--tolerance` (memory), or not at all (files and threads). The processor time of
+a spectrum is printed beside them, and not judged. From the root of the repository:
 
-    torchrun --nproc_per_node 2 benchmarks/endurance.py --spectra 1000
+    torchrun --nproc_per_node 2 --module benchmarks.endurance --spectra 1000
 """
 
 from __future__ import annotations
@@ -118,8 +119,8 @@ def main() -> int:
             tenths = [found[i : i + tenth] for i in range(0, len(found), tenth)]
             means = [sum(f[k] for f in part) / len(part) for part in tenths]
             growth = means[-1] - means[min(1, len(means) - 1)]
-            allowed = {"megabytes": arguments.tolerance * arguments.spectra / 100, "seconds": 1e9}
-            wrong += growth > allowed.get(name, 0.0)
+            allowed = {"megabytes": arguments.tolerance * arguments.spectra / 100}
+            wrong += name != "seconds" and growth > allowed.get(name, 0.0)
             if dist.get_rank() == 0:
                 text = " ".join(f"{mean:.3f}" for mean in means)
                 sys.stdout.write(f"rank {rank} {name:10} {text}\n")

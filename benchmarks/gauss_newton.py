@@ -22,7 +22,6 @@ from families import FAMILIES, Problem, problem
 from torch import Tensor, nn
 
 from ds_hessian.operators import GaussNewton
-from ds_hessian.operators.outputs.forms import Forms
 from ds_hessian.vectors import random_vector
 
 Row = tuple[float, float, float, float, float, float]
@@ -64,7 +63,7 @@ def rows(case: Problem, exact: Exact, count: int, weight: float) -> Iterator[Row
     """Measure products with a random vector and the powers of G after it."""
     v = random_vector(case.backend.layout, case.backend.space, seed=0)
     with case.measuring() as session:
-        operator, forms = GaussNewton(session), Forms(GaussNewton(session))
+        operator, forms = GaussNewton(session), GaussNewton(session)
         for _ in range(count):
             truth, before = exact(v), operator.cost.gradient_evaluations
             size = float(truth.norm())

@@ -1,11 +1,18 @@
-"""What the benchmarks of live engines share: a plain gradient, and the peak of memory."""
+"""What the benchmarks of live engines share: a plain gradient, and the peak of memory.
+
+Once it is imported, so can be the scripts of `examples/`, and the nets of the tests.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT)]
 
 
 def plain_gradient(engine: Any, batches: list[Any]) -> float:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from measuring import peak_bytes, plain_gradient
+from train_gpt import GPT, sample, standard_library
 
 import ds_hessian
 from ds_hessian import HessianSpectrum
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from train_gpt import GPT, sample, standard_library  # noqa: E402
 
 WIDTH, LAYERS, CONTEXT = 64, 6, 64
 SIZE, WINDOW, STEPS = 4, 8, 80

@@ -37,8 +37,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-
 WIDTH, LAYERS, CONTEXT, MICRO_BATCHES = 128, 4, 64, 8
 STEPS = 10
 Vectors = dict[str, Tensor]

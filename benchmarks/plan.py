@@ -27,15 +27,13 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from measuring import peak_bytes, plain_gradient
+from train_gpt import GPT, sample, standard_library
 
 import ds_hessian
 from ds_hessian import planning
 from ds_hessian.analyses import Spectrum
 from ds_hessian.memory import Item, MemoryPlan
 from ds_hessian.planning import Job, times
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from train_gpt import GPT, sample, standard_library  # noqa: E402
 
 WIDTH, LAYERS, CONTEXT = 256, 4, 32
 

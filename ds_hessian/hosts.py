@@ -22,7 +22,7 @@ from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.hessian import Hessian
 from ds_hessian.ranks import collective
-from ds_hessian.schedule import ModuleSchedule, Schedule
+from ds_hessian.schedule import Schedule, follow
 
 if TYPE_CHECKING:
     from ds_hessian.backends.megatron.host import Chunk
@@ -65,10 +65,10 @@ def attach(job: Job, optimizer: Any = None, config: Settings = None) -> Hessian:
             job.hessian = hessian
             job.hessian_spectrum = hessian.spectrum
             if hessian.config.scheduled:
-                Schedule(job, hessian).install()
+                follow(job, hessian)
         elif isinstance(hessian.backend, plain.ModuleBackend) and hessian.config.scheduled:
             assert isinstance(job, nn.Module)
-            hessian.backend.after_step = ModuleSchedule(job, hessian).after_step
+            hessian.backend.after_step = Schedule(job, hessian).after_step
         return hessian
 
 

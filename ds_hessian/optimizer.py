@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,20 +48,32 @@ class Optimizer:
         return 2 * (1 + self.beta1) / ((1 - self.beta1) * self.learning_rate)
 
 
-def settings_of(optimizer: Any) -> Optimizer | None:
-    """Return the settings of an optimizer, or of the one inside of its wrappers; None without any.
+def _inside(optimizer: Any) -> Iterator[Any]:
+    """Yield the optimizers inside of wrappers, of which those of megatron-core chain several."""
+    parts = getattr(optimizer, "chained_optimizers", None)
+    if parts is None:
+        parts = [getattr(optimizer, "optimizer", None)]
+    inner = [part for part in parts if part is not None and part is not optimizer]
+    for part in inner:
+        yield from _inside(part)
+    if not inner:
+        yield optimizer
 
-    Of parameter groups with different settings, those with the largest learning rate count.
+
+def settings_of(optimizer: Any) -> Optimizer | None:
+    """Return the settings of an optimizer, or of those inside of its wrappers; None without any.
+
+    Of parameter groups with different settings, and of several optimizers, those with the largest
+    learning rate count.
     """
-    groups = getattr(optimizer, "param_groups", None)
-    if not groups:
+    found = [
+        (float(group["lr"]), type(inner).__name__, group)
+        for inner in _inside(optimizer)
+        for group in getattr(inner, "param_groups", None) or ()
+    ]
+    if not found:
         return None
-    inner = optimizer
-    while getattr(inner, "optimizer", None) is not None and inner.optimizer is not inner:
-        inner = inner.optimizer
-    name = type(inner).__name__
-    group = max(groups, key=lambda group: float(group["lr"]))
-    rate = float(group["lr"])
+    rate, name, group = max(found, key=lambda entry: entry[0])
     if "adam" in name.lower() and "betas" in group:
         return Optimizer(name=name, learning_rate=rate, beta1=float(group["betas"][0]))
     if "sgd" in name.lower():

@@ -40,7 +40,7 @@ from ds_hessian.show.monitor import (
     write_tensorboard,
     write_wandb,
 )
-from ds_hessian.slices import settled
+from ds_hessian.slices import use_settled
 
 if TYPE_CHECKING:
     from ds_hessian.backends.zero.host import DeepSpeedEngine, Private
@@ -94,14 +94,7 @@ class Capture:
         Collective.
         """
         self.stop()
-        space, output = hessian.backend.space, hessian.output.folder
-        with collective("choosing the micro-batches", space.device):
-            if hessian.batches is not None:
-                settled(space, output, hessian.batches, self.resumed, given=True)
-            elif self.error is not None:
-                raise self.error
-            else:
-                hessian.use(settled(space, output, self.calls, self.resumed))
+        use_settled(hessian, hessian.use, self.calls, self.resumed, self.error)
 
     def _on_forward(
         self, engine: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
@@ -165,7 +158,10 @@ class Measurements:
         sharpness: `{step: record}` of the sharpness.
         curvatures: `{step: record}` of the curvatures along directions.
         failures: `{step: error}` of failed measurements; of several at a step, the last.
+        before_start: What to do for a measurement at step 0, for a message.
     """
+
+    before_start = "give the micro-batches before training, by hessian.use(batches)"
 
     def __init__(self) -> None:
         self.spectra: dict[int, HessianSpectrum] = {}
@@ -195,8 +191,7 @@ class Measurements:
         """
         if before == 0 and 0 in config.steps and not {0} & {*self.spectra, *self.failures}:
             logger.warning(
-                "no Hessian spectrum at step 0, which hessian.steps asks for: give the "
-                "micro-batches before training, by hessian.use(batches)"
+                "no Hessian spectrum at step 0, which hessian.steps asks for: %s", self.before_start
             )
 
     def take(
@@ -257,94 +252,69 @@ def _measured(kind: Kind, hessian: Hessian) -> Scheduled:
 
 
 class Schedule(Measurements):
-    """Captures micro-batches from training and measures on the intervals."""
-
-    def __init__(self, engine: DeepSpeedEngine, hessian: Hessian) -> None:
-        super().__init__()
-        self.engine, self.hessian, self.config = engine, hessian, hessian.config
-        self.captured: Capture | None = None
-
-    def install(self) -> None:
-        """Hook the engine's forward (until enough is captured) and its step."""
-        engine = self.engine
-        engine.hessian_schedule = self
-        self.hessian.used = self._used
-        self.captured = Capture(
-            engine, engine.module, self.config.num_micro_batches, lambda: engine.global_steps
-        )
-        inner = engine.step
-
-        def step(*args: object, **kwargs: object) -> object:
-            before = engine.global_steps
-            result = inner(*args, **kwargs)
-            if engine.global_steps != before:
-                self.warn_of_start(self.config, before)
-                for kind in self.due(engine.global_steps):
-                    self.measure(kind)
-            return result
-
-        engine.step = step
-
-    def due(self, step: int) -> list[Kind]:
-        """Return the kinds of measurement due after this optimizer step."""
-        return due(self.config, step)
-
-    def measure(self, kind: Kind = "spectrum") -> None:
-        """Measure now, save the record, and write it to the monitor."""
-        device = self.hessian.backend.space.device
-        self.take(kind, self.engine.global_steps, device, self._ready, self._write)
-
-    def _used(self) -> None:
-        if self.engine.global_steps == 0 and 0 not in self.spectra:
-            for kind in self.due(0):
-                self.measure(kind)
-
-    def _ready(self) -> Hessian:
-        if self.captured is not None:
-            self.captured.fix(self.hessian)
-            self.captured = None
-        return self.hessian
-
-    def _write(self, record: Scheduled, picture: Path | None) -> None:
-        write_monitor(self.engine.monitor, record, picture)
-
-
-class ModuleSchedule(Measurements):
-    """Measures a plain module on the intervals, when `hessian.step()` counts a step.
+    """Measures a job on the intervals, on the micro-batches with which training calls it first.
 
     Args:
-        module: The module that training calls: the model, or its wrapper.
+        module: The module that training calls: an engine, a model or its wrapper.
         hessian: Its Hessian.
+        write: Writes a record and its picture (None if none was drawn) to the host's monitor.
     """
 
-    def __init__(self, module: nn.Module, hessian: Hessian) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        hessian: Hessian,
+        write: Callable[[Scheduled, Path | None], None] = lambda record, picture: None,
+    ) -> None:
         super().__init__()
-        self.hessian = hessian
+        self.hessian, self._write = hessian, write
         hessian.used = self._used
         self._captured: Capture | None = Capture(
             module, hessian.modules[0], hessian.config.num_micro_batches, lambda: hessian.step
         )
 
     def after_step(self) -> None:
-        """Make the measurements that are due. Collective."""
-        step = int(self.hessian.step)
-        self.warn_of_start(self.hessian.config, step - 1)
-        self._measure(step)
+        """Make the measurements that are due after an optimizer step. Collective."""
+        self.warn_of_start(self.hessian.config, int(self.hessian.step) - 1)
+        self._measure_due()
+
+    def measure(self, kind: Kind = "spectrum") -> None:
+        """Measure now, save the record, and write it to the monitor. Collective."""
+        step, device = int(self.hessian.step), self.hessian.backend.space.device
+        self.take(kind, step, device, self._ready, self._write)
+
+    def _measure_due(self) -> None:
+        for kind in due(self.hessian.config, int(self.hessian.step)):
+            self.measure(kind)
 
     def _used(self) -> None:
         if int(self.hessian.step) == 0 and 0 not in self.spectra:
-            self._measure(0)
-
-    def _measure(self, step: int) -> None:
-        device = self.hessian.backend.space.device
-        for kind in due(self.hessian.config, step):
-            self.take(kind, step, device, self._ready, lambda record, picture: None)
+            self._measure_due()
 
     def _ready(self) -> Hessian:
         if self._captured is not None:
             self._captured.fix(self.hessian)
             self._captured = None
         return self.hessian
+
+
+def follow(engine: DeepSpeedEngine, hessian: Hessian) -> None:
+    """Measure an engine after its steps; the schedule is `engine.hessian_schedule`."""
+
+    def write(record: Scheduled, picture: Path | None) -> None:
+        write_monitor(engine.monitor, record, picture)
+
+    schedule = engine.hessian_schedule = Schedule(engine, hessian, write)
+    inner = engine.step
+
+    def step(*args: object, **kwargs: object) -> object:
+        before = engine.global_steps
+        result = inner(*args, **kwargs)
+        if engine.global_steps != before:
+            schedule.after_step()
+        return result
+
+    engine.step = step
 
 
 def write_monitor(monitor: Private, record: Scheduled, picture: Path | None) -> None:

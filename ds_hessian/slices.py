@@ -10,7 +10,7 @@ user gives others, the log says so before the first measurement.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ds_hessian.backends.objective import Call, MicroBatches
 from ds_hessian.errors import ResultError
-from ds_hessian.ranks import gather_objects, together
+from ds_hessian.hessian import Hessian
+from ds_hessian.ranks import collective, gather_objects, together
 from ds_hessian.records.files import replacing
 from ds_hessian.vectors import VectorSpace
 
@@ -74,6 +75,43 @@ def settled(
     with together(f"keeping the micro-batches in {path.parent.parent}", device=space.device):
         _write(path, mine, None if given else batches, space)
     return batches
+
+
+def use_settled(
+    hessian: Hessian,
+    use: Callable[[list[Any]], object],
+    captured: list[Any],
+    resumed: bool,
+    error: Exception | None = None,
+    given: bool = False,
+) -> list[Any]:
+    """Give a Hessian the micro-batches that are `settled`, unless the user has given it others.
+
+    Args:
+        hessian: The Hessian of the job.
+        use: Gives it micro-batches.
+        captured: This rank's micro-batches of training.
+        resumed: Whether training began before this process.
+        error: Why they could not be captured.
+        given: Whether the user has chosen them.
+
+    Returns:
+        The micro-batches of this rank.
+
+    Raises:
+        MeasurementError: some rank could not capture, use or write its micro-batches.
+
+    Collective.
+    """
+    space, output = hessian.backend.space, hessian.output.folder
+    with collective("choosing the micro-batches", space.device):
+        if hessian.batches is not None:
+            return settled(space, output, hessian.batches, resumed, given=True)
+        if error is not None:
+            raise error
+        found = settled(space, output, captured, resumed, given)
+        use(found)
+        return found
 
 
 class _Kept(NamedTuple):

@@ -72,6 +72,11 @@ def merged(micro_batches: Sequence[Any]) -> list[Any]:
     return [tuple(torch.cat(parts) for parts in zip(*micro_batches, strict=True))]
 
 
+def forward_hooks(*models: nn.Module) -> int:
+    """How many there are on all modules, of which ZeRO-3 has its own."""
+    return sum(len(m._forward_hooks) for model in models for m in model.modules())
+
+
 class DenseHessian:
     """Loss, gradient and Hessian of a module in fp64 by double backward, in one process.
 

@@ -15,7 +15,7 @@ import ds_hessian
 from ds_hessian.errors import ConfigError
 from ds_hessian.records import HessianSpectrum
 from ds_hessian.records.files import Claim
-from ds_hessian.schedule import ModuleSchedule
+from ds_hessian.schedule import Schedule
 from ds_hessian.slices import settled
 from ds_hessian.vectors import VectorSpace
 from tests.ranks import context
@@ -49,7 +49,7 @@ def process(
     if given is not None:
         hessian.use(given)
     schedule = hessian.backend.after_step.__self__  # type: ignore[attr-defined]
-    assert isinstance(schedule, ModuleSchedule)
+    assert isinstance(schedule, Schedule)
     for step in range(first, last):
         optimizer.zero_grad()
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -16,6 +17,13 @@ def cells(table: Iterable[Any], quick: Collection[Any]) -> list[Any]:
         cell if cell in quick else pytest.param(*_values(cell), marks=pytest.mark.full)
         for cell in found
     ]
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """For `pytestmark`: skip where a package of an extra is not installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    reason = f"{', '.join(missing)} not installed (extra: hf)"
+    return pytest.mark.skipif(bool(missing), reason=reason)
 
 
 def _values(cell: Any) -> tuple[Any, ...]:

@@ -47,11 +47,7 @@ class BlockSpectra(Analysis[HessianBlockSpectra]):
 
     def share(self, share: Share) -> Share:
         """Return the share of the job that the largest block is."""
-        if self.largest is None:
-            return share
-        n, n_local = self.largest
-        vector = share.vectors("direction or gradient over all parameters", 1, ("passes",))
-        return replace(share, n=n, n_local=n_local, backend=lambda p: [*share.backend(p), vector])
+        return share if self.largest is None else share.within(*self.largest)
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
         """Return what the largest block's spectrum holds."""

@@ -16,7 +16,6 @@ from ds_hessian.backends.protocol import Backend
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import Item
-from ds_hessian.operators.outputs.forms import Forms
 from ds_hessian.planning import Share
 from ds_hessian.records.curvatures import HessianCurvatures
 from ds_hessian.vector_files import load_vectors
@@ -81,8 +80,7 @@ class Curvatures(Analysis[HessianCurvatures]):
         """Measure. Collective."""
         with subject.open() as (run, _):
             found, space = self._vectors(run), run.session.space
-            forms = Forms(run.curvature)
-            curvatures = [forms.along(v) for v in found.values()]
+            curvatures = [run.curvature.along(v) for v in found.values()]
             norms = [space.norm(v) for v in found.values()]
             gradient_norm = run.curvature.gradient_norm
         return HessianCurvatures(

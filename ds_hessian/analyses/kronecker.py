@@ -24,6 +24,7 @@ from ds_hessian.operators.kronecker import (
     Adapter,
     Factors,
     Kind,
+    Layer,
     Settings,
     estimate,
     find_layers,
@@ -56,6 +57,7 @@ class Kronecker(Analysis[HessianKronecker]):
             0 for the labels of the data, for the empirical one.
         layers_at_once: Layers whose factors are summed in one pass; None for all.
         shapes: Outputs and inputs of each layer.
+        found: The layers, and why other weights have none.
         ranks: Ranks that share the factors.
         adam: What Adam divides by.
         adapter: Reads the factors that the job's own optimizer keeps
@@ -75,6 +77,7 @@ class Kronecker(Analysis[HessianKronecker]):
     draws: int = 0
     layers_at_once: int | None = None
     shapes: tuple[tuple[int, int], ...] | None = transient(None)
+    found: tuple[list[Layer], dict[str, str]] | None = transient(None)
     ranks: int = transient(1)
     adam: Tensor | None = transient(None)
     adapter: Adapter | None = transient(None)
@@ -112,13 +115,12 @@ class Kronecker(Analysis[HessianKronecker]):
         if not self.shapes:
             return share
         n = max(m * n for m, n in self.shapes)
-        items = [
+        return share.within(
+            n,
+            min(n, share.n_local),
             share.vectors("gradient", 1, stage="factors"),
             share.vectors("Adam's divisor", int("adam" in self.kinds)),
-            share.vectors("direction or gradient over all parameters", 1, ("passes",)),
-        ]
-        n_local = min(n, share.n_local)
-        return replace(share, n=n, n_local=n_local, backend=lambda p: [*share.backend(p), *items])
+        )
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
         """Return the sums of one pass, the factors, and the products of a layer."""
@@ -138,17 +140,18 @@ class Kronecker(Analysis[HessianKronecker]):
         return [*halves("layers_at_once", at_once, 1), *halves("basis", self.basis, 4)]
 
     def prepared(self, backend: Backend, config: HessianConfig) -> Self:
-        """Fill in the sizes of the layers; refuse what has none."""
-        layers, _ = find_layers(backend, self.layers)
+        """Fill in the layers and their sizes; refuse what has none."""
+        found = find_layers(backend, self.layers)
         adam = backend.adam().denominator if "adam" in self.kinds else None
-        shapes = tuple(layer.shape for layer in layers)
-        return replace(self, shapes=shapes, ranks=backend.space.world_size, adam=adam)
+        shapes, ranks = tuple(layer.shape for layer in found[0]), backend.space.world_size
+        return replace(self, shapes=shapes, found=found, ranks=ranks, adam=adam)
 
     def run(self, subject: Subject) -> HessianKronecker:
         """Measure. Collective."""
         began, backend = time.perf_counter(), subject.backend
         reduced = backend.space.all_reduces
-        layers, left_out = find_layers(backend, self.layers)
+        assert self.found is not None
+        layers, left_out = self.found
         comparisons, spent = dict[str, Comparison](), list[OperatorCost]()
         outputs: str | None = None
         with backend.measuring(subject.objective, subject.passes) as session:
@@ -163,7 +166,7 @@ class Kronecker(Analysis[HessianKronecker]):
             )
             factors = estimate(session, backend, layers, settings)
             fitting = {found.layer.name for found in factors}
-            left_out |= {x.name: OTHER for x in layers if x.name not in fitting}
+            left_out = left_out | {x.name: OTHER for x in layers if x.name not in fitting}
             if not factors:
                 raise UnsupportedError(f"no weight has Kronecker factors: {left_out}")
             for found in factors:

@@ -17,7 +17,7 @@ from ds_hessian.errors import ConfigError
 from ds_hessian.krylov import LanczosOptions
 from ds_hessian.memory import Item, in_stage
 from ds_hessian.operators import LinearOperator, Metric
-from ds_hessian.operators.kronecker import KroneckerMetric, find_layers, memory_of_factors
+from ds_hessian.operators.kronecker import KroneckerMetric, Layer, find_layers, memory_of_factors
 from ds_hessian.planning import (
     ELSEWHERE,
     FEWEST,
@@ -47,6 +47,7 @@ class Solve(Journaled[HessianSolution]):
         b: Right-hand side `(n_local,)`.
         diagonal: Positive diagonal of the preconditioner `(n_local,)`.
         shapes: Outputs and inputs of the layers that have Kronecker factors.
+        found: These layers.
         ranks: Ranks that share the factors.
     """
 
@@ -60,6 +61,7 @@ class Solve(Journaled[HessianSolution]):
     num_matvecs: int | None = None
     preconditioner: Literal["adam", "ekfac", "diagonal"] | None = None
     shapes: tuple[tuple[int, int], ...] = transient(())
+    found: Sequence[Layer] = transient(())
     ranks: int = transient(1)
     b: Tensor | None = transient(None)
     diagonal: Tensor | None = transient(None)
@@ -104,17 +106,22 @@ class Solve(Journaled[HessianSolution]):
         return {**super().settings(), "dampings": list(map(float, self.dampings))}
 
     def prepared(self, backend: Backend, config: HessianConfig) -> Self:
-        """Fill in the number of products and Adam's diagonal."""
+        """Fill in the number of products, Adam's diagonal and the layers with factors."""
         own, kind = self.diagonal, self.preconditioner
         known = (None, "adam", "ekfac", "diagonal")
         if kind not in known or (kind == "diagonal" and own is None):
             raise ConfigError(f'the preconditioner is a diagonal, "adam" or "ekfac", got {kind!r}')
         if kind == "adam":
             own = backend.adam()[0]
-        shapes = tuple(x.shape for x in find_layers(backend, None)[0]) if kind == "ekfac" else ()
-        ranks = backend.space.world_size
-        steps = self._space(config)
-        return replace(self, num_matvecs=steps, diagonal=own, shapes=shapes, ranks=ranks)
+        found = find_layers(backend, None)[0] if kind == "ekfac" else ()
+        return replace(
+            self,
+            num_matvecs=self._space(config),
+            diagonal=own,
+            shapes=tuple(layer.shape for layer in found),
+            found=found,
+            ranks=backend.space.world_size,
+        )
 
     def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, object]:
         """Compute the solutions."""
@@ -122,6 +129,6 @@ class Solve(Journaled[HessianSolution]):
         assert self.b is not None
         metric: Tensor | Metric | None = self.diagonal
         if self.preconditioner == "ekfac":
-            metric = KroneckerMetric(run.session, run.subject.backend)
+            metric = KroneckerMetric(run.session, run.subject.backend, self.found)
         limits = self.method, self.tolerance, self._space(config), metric, storage_of(config)
         return vars(krylov.solve(operator, self.b, self.dampings, draw, *limits))

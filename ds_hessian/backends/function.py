@@ -7,9 +7,11 @@ recorded indices, so that derivatives pass through them. The Hessian is then tha
 piece of the loss on which the weights lie, which is what a double backward computes.
 
 Choices are intercepted as torch's functions are called (`torch.topk`, `Tensor.argmax`, ...), in any
-model and loss. The i-th choice of a micro-batch's forward is the i-th that was recorded. In a
-backward, a choice is made again where activations are recomputed; it is recognised by its input,
-since schedules of pipelines have several micro-batches and layers under way.
+model and loss. The i-th choice of a micro-batch's forward is the i-th that was recorded; a forward
+without gradients leaves out what is computed with gradients only (losses of routers), so there the
+next one counts that the same line of the model has made. In a backward, a choice is made again
+where activations are recomputed; it is recognised by its input, since schedules of pipelines have
+several micro-batches and layers under way.
 
 Memory: the recorded indices, in one byte for each chosen expert of at most 256.
 """
@@ -17,10 +19,12 @@ Memory: the recorded indices, in one byte for each chosen expert of at most 256.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from types import FunctionType
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
@@ -69,6 +73,8 @@ SAME = 1e-2
 """Relative difference of the inputs of a choice and of its recomputation, which run on the same
 bits; other than by kernels whose sums have no fixed order, in bf16 at most."""
 
+_TORCH = str(Path(torch.__file__).parent)
+
 _INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -83,12 +89,14 @@ class _Choice:
         shape: The shape of its input.
         dim: The dimension along which it chose; None for the whole tensor.
         indices: What it chose.
+        line: The line of the model's code that called it, and the one that called that.
     """
 
     name: str
     shape: torch.Size
     dim: int | None
     indices: Tensor
+    line: tuple[tuple[str, int], ...]
 
     @property
     def number(self) -> int:
@@ -187,12 +195,12 @@ class FixedFunction(TorchFunctionMode):
             self.at(key)
             yield
 
-    def choices(self) -> Tensor:
-        """Return `(2,)` fp64: the number of choices that this rank holds, and how many of them the
-        last evaluation of each micro-batch would have made otherwise.
+    def choices(self, keys: Iterable[Hashable]) -> Tensor:
+        """Return `(2,)` fp64: the number of choices that the last of each of these forwards has
+        held, and how many of them it would have made otherwise.
         """
         total = torch.zeros(2, dtype=torch.float64)
-        for tally in self._tallies.values():
+        for tally in (self._tallies[key] for key in keys if key in self._tallies):
             total = total.to(tally.device) + tally
         return total
 
@@ -225,7 +233,7 @@ class FixedFunction(TorchFunctionMode):
         with torch.no_grad():
             indices = _indices(name, func(*args, **kwargs))
         dim = _dim(name, args, kwargs)
-        now = _Choice(name, x.shape, dim, _compact(indices, x, dim))
+        now = _Choice(name, x.shape, dim, _compact(indices, x, dim), _line())
         if torch._C._current_graph_task_id() != -1:  # in a backward, which recomputes
             return self._again(now, x).result(x)
         recorded = self._recorded[self._key]
@@ -236,14 +244,17 @@ class FixedFunction(TorchFunctionMode):
         return choice.result(x)
 
     def _next(self, recorded: list[_Choice], now: _Choice) -> _Choice:
+        if not torch.is_grad_enabled():
+            lines = [choice.line for choice in recorded[self._made :]]
+            self._made += lines.index(now.line) if now.line in lines else len(lines)
         if self._made < len(recorded):
             choice = recorded[self._made]
             if (choice.name, choice.shape) == (now.name, now.shape):
                 return choice
         raise MeasurementError(
-            "the model chooses differently often off the weights: its choice number "
-            f"{self._made + 1} is now {now.name} of a tensor of shape {tuple(now.shape)}, so that "
-            "it cannot be held; its control flow must not depend on the weights"
+            "the model chooses differently often off the weights, or without gradients: its choice "
+            f"number {self._made + 1} is now {now.name} of a tensor of shape {tuple(now.shape)}, "
+            "so that it cannot be held; its control flow must depend on neither"
         )
 
     def _note(self, choice: _Choice, x: Tensor, changed: Tensor) -> None:
@@ -326,10 +337,11 @@ def _with_argument(
 def _drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call of a function that drops would drop anything."""
     index, keyword = PROBABILITIES[name]
-    probability = kwargs.get(keyword, args[index] if len(args) > index else None)
-    follows = args[index + 1] if len(args) > index + 1 else True
-    training = "dropout_p" == keyword or kwargs.get("training", follows)
-    return bool(training) and probability != 0 and not (probability is None and keyword != "p")
+    probability = _argument(args, kwargs, index, keyword)
+    if keyword != "p":  # of attention, whose probability is 0 where none is given
+        return probability not in (None, 0)
+    training = _argument(args, kwargs, index + 1, "training")
+    return probability != 0 and (training is None or bool(training))
 
 
 def _chooses(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -352,6 +364,19 @@ def _dim(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None
 def _indices(name: str, result: Any) -> Tensor:
     indices: Tensor = result if name in INDICES else result[1]
     return indices.detach()
+
+
+def _line() -> tuple[tuple[str, int], ...]:
+    """Return files and lines of the two innermost frames that are neither torch's nor this
+    module's.
+    """
+    found, frame = list[tuple[str, int]](), sys._getframe(1)
+    while frame.f_back is not None and len(found) < 2:
+        frame = frame.f_back
+        file = frame.f_code.co_filename
+        if not file.startswith(_TORCH) and file != __file__:
+            found.append((file, frame.f_lineno))
+    return tuple(found)
 
 
 def _compact(indices: Tensor, x: Tensor, dim: int | None) -> Tensor:

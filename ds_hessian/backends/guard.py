@@ -218,10 +218,13 @@ def refuse_context(device: torch.device) -> None:
 
 
 @contextmanager
-def eager() -> Iterator[None]:
+def eager(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Run the body without `torch.compile`: compiled code calls no functions that could be held."""
     compiler: Any = torch.compiler
     with ExitStack() as stack:
+        for module in (m for root in modules for m in root.modules()):
+            if vars(module).get("_compiled_call_impl") is not None:  # of module.compile()
+                swap(stack, module, "_compiled_call_impl", None)
         if "torch._dynamo" in sys.modules and hasattr(compiler, "set_stance"):  # torch 2.6
             stack.enter_context(compiler.set_stance("force_eager"))
         yield
@@ -323,7 +326,7 @@ def guarded(modules: Sequence[nn.Module], device: torch.device, passes: Passes) 
             if not passes.dropout:
                 without_dropout(module, guard.attributes)
         guard.enter_context(torch.enable_grad())
-        guard.enter_context(eager())
+        guard.enter_context(eager(modules))
         if passes.precision == "fp32":
             guard.enter_context(full_fp32())
         yield guard

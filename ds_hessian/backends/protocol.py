@@ -74,7 +74,7 @@ class Description:
     Attributes:
         layout: The host and its parallel layout, such as `"ZeRO-3, 8 ranks"`.
         model_dtype: The dtype of the weights, such as `"bfloat16"`.
-        versions: `{package: version}` for the host, torch and Python.
+        versions: `{package: version}` of the host; those of torch and Python are known.
         optimizer: The settings of its optimizer; None where they are not known.
     """
 
@@ -218,9 +218,10 @@ class Session(Protocol):
         """
         ...
 
-    def choices(self) -> Tensor:
-        """Return `(2,)` fp64: how many discrete choices of the model this rank holds, and how many
-        of them the last evaluation of each unit would have made otherwise. Not collective.
+    def choices(self, micro_batches: range) -> Tensor:
+        """Return `(2,)` fp64: how many discrete choices of the model the last evaluation of each of
+        these units has held on this rank, and how many of them it would have made otherwise. Not
+        collective.
         """
         ...
 

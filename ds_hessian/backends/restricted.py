@@ -237,9 +237,9 @@ class RestrictedSession:
         """Return the norm of the chosen weights."""
         return self.whole.weight_norm(self.restricted.names if names is None else names)
 
-    def choices(self) -> Tensor:
+    def choices(self, micro_batches: range) -> Tensor:
         """Return the discrete choices of the whole model, and how many would have changed."""
-        return self.whole.choices()
+        return self.whole.choices(micro_batches)
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Add the chosen coordinates of these units' gradients to `out`."""

@@ -10,15 +10,19 @@ Memory: a copy of the weights without a master.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import threading
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ds_hessian import ops
 from ds_hessian.backends.function import FixedFunction
+from ds_hessian.backends.guard import Guard
 from ds_hessian.backends.protocol import Head
+from ds_hessian.errors import UnsupportedError
 from ds_hessian.vectors import Layout, VectorSpace
 
 
@@ -116,6 +120,31 @@ class ShardedSession:
         self.loss = self.cotangent_scale = float("nan")
         self._function = function
 
+    def watch_autocast(self, guard: Guard, widen: bool) -> None:
+        """Adopt the unit roundoff of autocast where a module is called under it, in the first
+        evaluations of all micro-batches.
+
+        Args:
+            guard: The guard of the measurement.
+            widen: Whether the passes are to run in fp32, which autocast refuses.
+        """
+        kind, thread = self.space.device.type, threading.get_ident()
+
+        def watch(*_: object) -> None:
+            if self.gradient_scale is not None:
+                handle.remove()
+            elif threading.get_ident() == thread and torch.is_autocast_enabled(kind):
+                if widen:
+                    raise UnsupportedError(
+                        "ds_hessian does not support fp32 passes of a model or loss_fn that uses "
+                        'torch.autocast; leave it out, or use finite_difference.precision "model"'
+                    )
+                roundoff = torch.finfo(torch.get_autocast_dtype(kind)).eps / 2
+                self.unit_roundoff = max(self.unit_roundoff, roundoff)
+
+        handle = register_module_forward_pre_hook(watch)
+        guard.callback(handle.remove)
+
     def displace(self, v: Tensor | None, h: float) -> Tensor:
         """Displace this rank's shards, and give all ranks the weights of them."""
         return self.weights.displace(v, h)
@@ -124,9 +153,13 @@ class ShardedSession:
         """Return the norm of the weights, from the masters of all ranks."""
         return self.weights.norm(names)
 
-    def choices(self) -> Tensor:
+    def choices(self, micro_batches: range) -> Tensor:
         """Return the number of held choices, and how many of them would have changed."""
-        return self._function.choices()
+        return self._function.choices(self.forwards_of(micro_batches))
+
+    def forwards_of(self, micro_batches: range) -> Collection[Hashable]:
+        """Return what tells the forwards of these units apart."""
+        return micro_batches
 
 
 def _master(shard: Shard) -> Tensor:

@@ -36,10 +36,9 @@ from ds_hessian.config import HessianConfig, leaves
 from ds_hessian.errors import UnsupportedError
 from ds_hessian.hessian import Hessian
 from ds_hessian.hosts import device_of, hessian_of, megatron_hessian
-from ds_hessian.ranks import collective
 from ds_hessian.schedule import Kind, Measurements, Scheduled, due
 from ds_hessian.show.monitor import write_tensorboard, write_wandb
-from ds_hessian.slices import settled
+from ds_hessian.slices import use_settled
 
 if TYPE_CHECKING:
     from ds_hessian.backends.megatron.host import Chunk
@@ -93,6 +92,8 @@ class PretrainHook(Measurements):
         pretrain(..., hook.record(forward_step), extra_args_provider=hessian_arguments,
                  non_loss_data_func=hook.at_evaluation)
     """
+
+    before_start = "Megatron-LM has read no micro-batch by then; leave 0 out of --hessian-steps"
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,11 +184,9 @@ class PretrainHook(Measurements):
 
     def _with_slice(self, hessian: Hessian, use: Callable[[list[object]], Hessian]) -> Hessian:
         """Give a Hessian its micro-batches: those recorded, or of before the job was resumed."""
-        space, output = hessian.backend.space, hessian.output.folder
-        with collective("choosing the micro-batches", space.device):
-            if self._errors:
-                raise self._errors[0]
-            return use(settled(space, output, self._batches(), bool(self._resumed)))
+        error = next(iter(self._errors), None)
+        use_settled(hessian, use, self._batches(), bool(self._resumed), error)
+        return hessian
 
     @contextlib.contextmanager
     def installed(self, training: ModuleType) -> Iterator[None]:

@@ -30,10 +30,9 @@ from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.hessian import Hessian
 from ds_hessian.hosts import attach
-from ds_hessian.ranks import collective
 from ds_hessian.schedule import Measurements, Scheduled, copied, due, write_monitor
 from ds_hessian.show.monitor import figures_of, write_comet, write_tensorboard, write_wandb
-from ds_hessian.slices import settled
+from ds_hessian.slices import use_settled
 from ds_hessian.vectors import VectorSpace
 
 if TYPE_CHECKING:
@@ -76,6 +75,8 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         ConfigError: both `batches` and `dataset` are given.
     """
 
+    before_start = "give HessianCallback its batches or a dataset"
+
     def __init__(
         self,
         trainer: Trainer,
@@ -101,7 +102,8 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Give the Trainer's engine its Hessian, and begin to copy micro-batches.
+        """Give the Trainer's engine its Hessian, and begin to copy micro-batches; where they are
+        given, measure step 0 if it is due. Collective.
 
         Raises:
             UnsupportedError: the Trainer uses a feature that is not supported.
@@ -126,9 +128,11 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
             self._hessian = attach(engine, optimizer, on_request)
         self._stop()  # of a training that did not come to its end
         self._compute_loss = self.trainer.compute_loss
-        given = self._batches is not None or self._dataset is not None
-        if not given and len(self.micro_batches) < config.num_micro_batches:
-            self._capture()
+        if self._batches is None and self._dataset is None:
+            if len(self.micro_batches) < config.num_micro_batches:
+                self._capture()
+        elif state.global_step == 0 and not {0} & {*self.spectra, *self.failures}:
+            self._take_due(state, control)
 
     def on_train_end(
         self,
@@ -149,12 +153,15 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Make the measurements that are due. Collective."""
         assert self._hessian is not None
+        self.warn_of_start(self.config, state.global_step - 1)
+        self._take_due(state, control)
+
+    def _take_due(self, state: TrainerState, control: TrainerControl) -> None:
+        assert self._hessian is not None
         if not self._has_engine:  # which counts its steps itself
             self._hessian.step = state.global_step
-        step = self._hessian.step
+        step, device = int(self._hessian.step), self._hessian.backend.space.device
         should_log = control.should_log  # which trainer.log resets, and the Trainer needs
-        device = self._hessian.backend.space.device
-        self.warn_of_start(self.config, step - 1)
         for kind in due(self.config, step):
             self.take(kind, step, device, self._ready, self._write)
         control.should_log = should_log
@@ -211,19 +218,17 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         assert hessian is not None
         if hessian.batches is None:
             self._stop()
-            space, output = hessian.backend.space, hessian.output.folder
-            with collective("choosing the micro-batches", space.device):
-                if self._error is not None:
-                    raise self._error
-                chosen = self._chosen(space)
-                if chosen is not None:
-                    self.micro_batches = chosen
-                found = settled(
-                    space, output, list(self.micro_batches), self._resumed, chosen is not None
-                )
-                self.micro_batches = found
-                hessian.use(found, self._loss)
+            chosen = self._chosen(hessian.backend.space)
+            given = chosen is not None
+            captured = list(self.micro_batches) if chosen is None else chosen
+            self.micro_batches = use_settled(
+                hessian, self._use, captured, self._resumed, self._error, given
+            )
         return hessian
+
+    def _use(self, micro_batches: list[_MicroBatch]) -> None:
+        assert self._hessian is not None
+        self._hessian.use(micro_batches, self._loss)
 
     def _chosen(self, space: VectorSpace) -> list[_MicroBatch] | None:
         """Return the micro-batches that the user has chosen, read with the random states kept."""

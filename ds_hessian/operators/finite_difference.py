@@ -24,16 +24,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_hessian import ops
 from ds_hessian.backends.protocol import Session
 from ds_hessian.errors import NumericsError
+from ds_hessian.operators.checks import length_of, require_finite
+from ds_hessian.operators.clock import add_gradient
 from ds_hessian.operators.displacement.belief import Trial
 from ds_hessian.operators.displacement.control import StepController
 from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
-from ds_hessian.operators.protocol import OperatorCost, Product
+from ds_hessian.operators.protocol import Form, OperatorCost, Product
 
 PILOT = 8
 """The pilot has one in PILOT micro-batches, rounded up."""
@@ -59,11 +63,7 @@ class _Line:
     """
 
     def __init__(self, session: Session, v: Tensor) -> None:
-        self.session, self.v, self.length = session, v, session.space.norm(v)
-        if not (math.isfinite(self.length) and self.length > 0):
-            raise NumericsError(
-                f"a product needs a finite vector other than zero; |v| = {self.length}"
-            )
+        self.session, self.v, self.length = session, v, length_of(v, session.space)
         self.change, self.sign = torch.zeros(2), 1.0
         self._position: float | None = None  # in units of v; None where it is not known
 
@@ -136,12 +136,7 @@ class FiniteDifferenceHessian:
         self._add_gradient(gradient, self._pilot)
         pilot = gradient.clone()
         self._add_gradient(gradient, self._rest)
-        square = self.space.dot(gradient, gradient)
-        if not math.isfinite(square):
-            raise NumericsError(
-                "the gradient at the current weights is not finite, so there is no Hessian: look "
-                "at the loss on these micro-batches"
-            )
+        require_finite(gradient, self.space)
         return gradient, pilot
 
     @property
@@ -194,6 +189,36 @@ class FiniteDifferenceHessian:
         self.cost.product_seconds += time.perf_counter() - started
         return product
 
+    def forms(self, v: Tensor, h: float, micro_batches: range | None = None) -> NDArray[np.float64]:
+        """Return `v'H_i v / v'v` for micro-batch i of all ranks, `(G,)`, from slopes along v.
+
+        Cost: two gradients over all micro-batches; two small all-reduces; one vector.
+
+        Raises:
+            NumericsError: v is zero or not finite, or a slope is not finite.
+        """
+        session, space, every = self.session, self.space, micro_batches or self._all
+        length, gradient, slopes = length_of(v, space), space.zeros(), list[Tensor]()
+        for sign in (1.0, -1.0):
+            session.displace(v, sign * h / length)
+            for i in every:
+                gradient.zero_()
+                session.add_gradient(gradient, range(i, i + 1))
+                slopes.append(sign * ops.dots([(gradient, v)], space.n_owned))
+        found = space.reduce(torch.cat(slopes)).numpy().reshape(2, len(every)).sum(0)
+        if not np.isfinite(found).all():
+            raise NumericsError(
+                f"a slope at displacement {h:.3e} is not finite: the loss is not finite there; use "
+                "a smaller displacement"
+            )
+        return np.asarray(len(self._all) * self.scale / (2 * h * length) * found)
+
+    def along(self, v: Tensor) -> Form:
+        """Return the curvature along `v`, by a product."""
+        product = self.matvec(v)
+        dot, square = self.space.dots([(v, product.vector), (v, v)]).tolist()
+        return Form(dot / square, (product.error or 0.0) * product.norm, product.displacement)
+
     def _difference(self, line: _Line, h: float) -> Product:
         self._restart()
         self._evaluate(line, h, self._all, self._points)
@@ -227,9 +252,8 @@ class FiniteDifferenceHessian:
         """
         if not micro_batches:
             return
-        started = time.perf_counter()
-        self.session.add_gradient(out, micro_batches)
-        seconds, evaluated = time.perf_counter() - started, len(micro_batches)
+        seconds = add_gradient(self.session, out, micro_batches)
+        evaluated = len(micro_batches)
         if self._warm:
             self._timed = self._timed[0] + seconds, self._timed[1] + evaluated
         else:
@@ -299,7 +323,7 @@ class FiniteDifferenceHessian:
         for a, _, _ in outer:
             vector.add_(self._gradients[a])
         sums["square"] = ops.dots([(vector, vector)], owned) if outer else sums["inner"]
-        sums["choices"], sums["flips"] = self.session.choices().to(vector.device).split(1)
+        sums["choices"], sums["flips"] = self.session.choices(self._all).to(vector.device).split(1)
         figures = self._reduce(sums)
         self._flips = figures["flips"]
         self.cost.choices = int(figures["choices"])

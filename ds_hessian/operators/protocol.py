@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_hessian.backends.protocol import Session
@@ -36,6 +38,21 @@ class Product:
     fidelity: float
     error: float | None
     trials: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """The curvature along a vector.
+
+    Attributes:
+        value: `v'Cv / v'v`, in loss per squared parameter.
+        error: An estimate of its error.
+        displacement: The length h of the step in parameter space to either side.
+    """
+
+    value: float
+    error: float
+    displacement: float
 
 
 @dataclass
@@ -89,7 +106,7 @@ class LinearOperator(Protocol):
 
 
 class Curvature(LinearOperator, Protocol):
-    """The curvature of a job's loss at its weights, in one session.
+    """The curvature C of a job's loss at its weights, in one session, by finite differences.
 
     Attributes:
         scale: The session's `gradient_scale`.
@@ -122,6 +139,44 @@ class Curvature(LinearOperator, Protocol):
     @property
     def gradient_norm(self) -> float:
         """The norm of the gradient of the loss. Collective."""
+        ...
+
+    def product_at(self, v: Tensor, h: float) -> Product:
+        """Return the product with `v` `(n_local,)` at displacement h, without trials or estimates
+        of its error.
+
+        Raises:
+            NumericsError: v is zero or not finite, or the product is not finite.
+
+        Collective.
+        """
+        ...
+
+    def forms(self, v: Tensor, h: float, micro_batches: range | None = None) -> NDArray[np.float64]:
+        """Return `v'C_i v / v'v` for micro-batch i of all ranks, `(G,)`; the mean is that of C.
+
+        A micro-batch counts as G times its part in the mean loss.
+
+        Args:
+            v: `(n_local,)` fp32, of any length but zero.
+            h: The displacement.
+            micro_batches: Some of them; None for all.
+
+        Raises:
+            NumericsError: v is zero or not finite, or a form is not finite.
+
+        Collective.
+        """
+        ...
+
+    def along(self, v: Tensor) -> Form:
+        """Return the curvature along `v` `(n_local,)` in the cheapest way, with its error.
+
+        Raises:
+            NumericsError: v is zero or not finite, or the form is not finite.
+
+        Collective.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:

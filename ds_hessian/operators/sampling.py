@@ -15,14 +15,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds_hessian import ops
 from ds_hessian.backends.protocol import Session
-from ds_hessian.errors import ConfigError, NumericsError
-from ds_hessian.operators.outputs.gauss_newton import GaussNewton
+from ds_hessian.errors import ConfigError
 from ds_hessian.operators.protocol import Curvature
 
 
@@ -31,9 +28,8 @@ def micro_batch_curvatures(
 ) -> NDArray[np.float64]:
     """Return `v'H_i v / v'v` for micro-batch i of all ranks, `(G,)`; the mean is `v'Hv / v'v`.
 
-    They are central differences of the slope along v, or those of the operator itself. A
-    micro-batch counts as G times its part in the mean loss: with token weighting, different counts
-    are part of the spread.
+    A micro-batch counts as G times its part in the mean loss: with token weighting, different
+    counts are part of the spread.
 
     Args:
         operator: The curvature H.
@@ -42,34 +38,15 @@ def micro_batch_curvatures(
 
     Raises:
         ConfigError: a single micro-batch, which has no spread.
-        NumericsError: a slope is not finite.
+        NumericsError: v is zero or not finite, or a slope is not finite.
 
-    Cost: two gradients over all micro-batches, as a product without trials; two small all-reduces;
-    one vector.
+    Cost: two gradients over all micro-batches, as a product without trials, or less (see the forms
+    of the curvature).
 
     Collective.
     """
-    session = operator.session
-    require_several(session)
-    if isinstance(operator, GaussNewton):
-        return operator.forms(v, displacement)
-    count, space = session.num_micro_batches, session.space
-    assert session.gradient_scale is not None
-    length, gradient, slopes = space.norm(v), space.zeros(), list[Tensor]()
-    for sign in (1.0, -1.0):
-        session.displace(v, sign * displacement / length)
-        for i in range(count):
-            gradient.zero_()
-            session.add_gradient(gradient, range(i, i + 1))
-            slopes.append(sign * ops.dots([(gradient, v)], space.n_owned))
-    differences = space.reduce(torch.cat(slopes)).numpy().reshape(2, count).sum(0)
-    if not np.isfinite(differences).all():
-        raise NumericsError(
-            f"a slope at displacement {displacement:.3e} is not finite: the loss is not finite "
-            "there; use a smaller displacement"
-        )
-    scale = count * session.gradient_scale / (2 * displacement * length)
-    return np.asarray(scale * differences)
+    require_several(operator.session)
+    return operator.forms(v, displacement)
 
 
 def require_several(session: Session) -> None:

@@ -18,9 +18,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ds_hessian.backends.protocol import Session
-from ds_hessian.errors import ConfigError
-from ds_hessian.operators.finite_difference import FiniteDifferenceHessian
-from ds_hessian.operators.outputs.gauss_newton import GaussNewton
 from ds_hessian.operators.protocol import Curvature
 
 
@@ -58,16 +55,10 @@ def sweep(operator: Curvature, v: Tensor, displacements: Sequence[float]) -> lis
     """Take products with `v` `(n_local,)` at ascending displacements.
 
     Raises:
-        ConfigError: the curvature is not computed by finite differences.
         NumericsError: v is zero or not finite, or a product is not finite.
 
     Collective.
     """
-    if not isinstance(operator, (FiniteDifferenceHessian, GaussNewton)):
-        raise ConfigError(
-            "a sweep over displacements needs a curvature by finite differences, got "
-            f"{type(operator).__name__}"
-        )
     space, length = operator.space, operator.space.norm(v)
     points, last = list[SweepPoint](), None
     for h in displacements:

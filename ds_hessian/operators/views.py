@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_hessian.backends.protocol import Session
 from ds_hessian.backends.restricted import Restricted
-from ds_hessian.operators.protocol import Curvature, LinearOperator, OperatorCost, Product
+from ds_hessian.operators.protocol import Curvature, Form, LinearOperator, OperatorCost, Product
 
 Scale = Tensor | Callable[[Tensor], Tensor]
 """A symmetric matrix S: its diagonal `(n_local,)` fp32, or a function of vectors."""
@@ -113,13 +115,35 @@ class Embedded:
         """Continue from the state of another one."""
         self.inner.load_state_dict(figures)
 
+    def product_at(self, v: Tensor, h: float) -> Product:
+        """Return the product with P v at displacement h, without estimates of its error."""
+        return self._embedded(v, self.inner.product_at(self.restricted.select(v), h))
+
+    def forms(self, v: Tensor, h: float, micro_batches: range | None = None) -> NDArray[np.float64]:
+        """Return `v'P H_i P v / v'v` for micro-batch i of all ranks, `(G,)`."""
+        inside = self.restricted.select(v)
+        found = self.inner.forms(inside, h, micro_batches)
+        return np.asarray(found * self._part(inside, v))
+
+    def along(self, v: Tensor) -> Form:
+        """Return the curvature along `v`, of which only P v is curved."""
+        inside = self.restricted.select(v)
+        form, part = self.inner.along(inside), self._part(inside, v)
+        return replace(form, value=form.value * part, error=form.error * part)
+
+    def _part(self, inside: Tensor, v: Tensor) -> float:
+        """Return `|P v|^2 / |v|^2`."""
+        return (self.restricted.space.norm(inside) / self.space.norm(v)) ** 2
+
     def matvec(self, v: Tensor) -> Product:
         """Return `P H P v` for `v` `(n_local,)` of the whole job.
 
         Raises:
             NumericsError: P v is zero.
         """
-        product = self.inner.matvec(self.restricted.select(v))
+        return self._embedded(v, self.inner.matvec(self.restricted.select(v)))
+
+    def _embedded(self, v: Tensor, product: Product) -> Product:
         w = self.restricted.embed(product.vector)
         squares = self.space.dots([(w, w), (v, v)]).tolist()
         return replace(product, vector=w, norm=(squares[0] / squares[1]) ** 0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ds_hessian.backends.zero.memory import ZeroFigures, memory_of_zero
@@ -34,6 +34,15 @@ class Share:
     ) -> Item:
         """Return an item of `count` vectors; without moments or a stage it is held throughout."""
         return Item(name, self.tier, count * FP32 * self.n_local, moments, stage)
+
+    def within(self, n: int, n_local: int, *items: Item) -> Share:
+        """Return the share of the job restricted to a block of `n` coordinates, `n_local` on this
+        rank, where the items are held beside what the backend holds.
+        """
+        vector = self.vectors("direction or gradient over all parameters", 1, ("passes",))
+        return replace(
+            self, n=n, n_local=n_local, backend=lambda p: [*self.backend(p), *items, vector]
+        )
 
     def returned(self, count: int) -> Item:
         """Return the vectors of a record of a restricted job, as they are and over all

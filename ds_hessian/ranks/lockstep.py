@@ -156,7 +156,7 @@ class Lockstep(Follower):
     ) -> None:
         self._interrupted = error is not None and interrupts(error)
         with self._stack:
-            if self.world_size > 1 and not isinstance(error, LockstepError):
+            if not isinstance(error, LockstepError):
                 self._require_restored(error)
         ended = self._ending(error)
         if isinstance(self.outer, Lockstep):
@@ -234,7 +234,8 @@ class Lockstep(Follower):
         """Agree that nothing was raised but the error that all ranks have raised in the bodies."""
         lost, own = None if error is self._raised else error, self._interrupted
         last, doing = self._pass.number, "putting back the training state"
-        for _ in range(2):  # again where the first fails before this rank has met the others
+        # Again where the first fails before this rank has met the others.
+        for _ in range(1 if self.world_size == 1 else 2):
             if self._pass.number == last:
                 try:
                     self._interrupted = agree(lost, doing, device=self.device, interrupted=own)
@@ -255,7 +256,7 @@ class Lockstep(Follower):
     @contextmanager
     def segment(self, *where: int) -> Iterator[None]:
         """Run a part of the pass that may raise on some ranks; on several ranks it ends without
-        an exception.
+        an exception, and a rank that is alone raises it.
 
         Args:
             where: The key by which failures are ordered: the failure with the smallest tuple is
@@ -264,6 +265,9 @@ class Lockstep(Follower):
         Raises:
             LockstepError: see `together`.
         """
+        if self.world_size == 1:
+            yield
+            return
         current = self._pass
         current.end(finished=True)
         current.begin()
@@ -271,8 +275,6 @@ class Lockstep(Follower):
         try:
             yield
         except BaseException as caught:
-            if self.world_size == 1:
-                raise
             error = caught  # raised at the next meeting
         current.end(finished=error is None)
         self._progress(current)

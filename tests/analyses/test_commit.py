@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -61,7 +62,7 @@ def test_a_writer_that_is_killed_leaves_vectors_with_their_record(
     for step in range(1, 1000):
         folder = tmp_path / str(step)
         hessian.save(old, folder)
-        if not killed(step, lambda: hessian.save(new, folder)):  # noqa: B023, called here
+        if not killed(step, partial(hessian.save, new, folder)):
             break
         steps.append(whole(hessian, folder))
         hessian.save(new, folder)  # the next writer removes what is left
@@ -119,7 +120,7 @@ def test_a_disk_that_is_full_at_any_write_ends_the_measurement_alone(
         disk = Full(at)
         with monkeypatch.context() as patch:
             for module_of in (store, safetensors, resume):
-                patch.setattr(module_of, "replacing", lambda path: disk.replacing(inner, path))  # noqa: B023
+                patch.setattr(module_of, "replacing", partial(disk.replacing, inner))
             try:
                 hessian.save(hessian.eigenpairs(1, max_matvecs=3), tmp_path / "out")
                 break

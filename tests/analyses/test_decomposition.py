@@ -14,16 +14,11 @@ import ds_hessian
 from ds_hessian.errors import ConfigError, ResultError
 from ds_hessian.records import HessianCurvatures, HessianDecomposition
 from tests.operators.gauss_newton import ExactGaussNewton
-from tests.operators.nets import Exact, batches, loss_of, mlp, train
+from tests.operators.nets import Exact, batches, dense, loss_of, mlp, train
 from tests.tiers import cells
 
 QUIET = {"progress": False, "plot": False}
 DATA = batches(4)
-
-
-def dense(exact: Any, n: int) -> Tensor:
-    """The matrix of a product."""
-    return torch.stack([exact(row) for row in torch.eye(n)])
 
 
 @pytest.fixture(scope="module")

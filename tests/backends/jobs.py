@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -407,6 +408,27 @@ def refused(feature: str) -> str:
     return "accepted"
 
 
+def autocast_in_the_loss() -> tuple[float, str]:
+    """The unit roundoff of a loss under autocast, and what is said of its fp32 passes."""
+    engine = make_engine(zero={"stage": 2}, hessian=QUIET)
+
+    def loss(model: Any, b: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(*b).float()
+
+    hessian, message = engine.hessian.use(my_batches(), loss), ""
+    with hessian.measuring() as operator:
+        roundoff = float(operator.session.unit_roundoff)
+    try:
+        hessian.matvec(hessian.random_vector(seed=1))
+        with hessian.measuring(precision="fp32"):
+            pass
+    except ds_hessian.UnsupportedError as error:
+        message = str(error)
+    engine.destroy()
+    return roundoff, message
+
+
 def on_schedule(folder: str) -> tuple[list[int], list[int], list[int], bool]:
     """Train 7 steps with spectra every 3 and sharpness every 2, with DeepSpeed's CSV monitor.
 
@@ -678,18 +700,11 @@ def _train(engine: Any, steps: range) -> None:
         engine.step()
 
 
-@contextmanager
-def fused_optimizers() -> Iterator[None]:
-    """DeepSpeed wraps any optimizer as it does its FusedAdam, which does not run on CPU."""
-    original = deepspeed.runtime.engine.FusedAdam
-    deepspeed.runtime.engine.FusedAdam = torch.optim.Optimizer
-    yield
-    deepspeed.runtime.engine.FusedAdam = original
-
-
 def adam_state(config: dict[str, Any], fused: bool = False) -> Any:
     """(refusals before any step, weights before and after the last step, D, step, v, t, decay)."""
-    with fused_optimizers() if fused else nullcontext():
+    # DeepSpeed then wraps any optimizer as it does its FusedAdam, which does not run on CPU.
+    any_kind = mock.patch.object(deepspeed.runtime.engine, "FusedAdam", torch.optim.Optimizer)
+    with any_kind if fused else nullcontext():
         engine = make_engine(hessian=QUIET, **config)
     assert not fused or hasattr(engine.optimizer, "fp32_groups_flat")
     hessian = engine.hessian.use(my_batches())

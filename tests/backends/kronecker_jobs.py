@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from ds_hessian.errors import HessianError
 from ds_hessian.operators.kronecker import Settings, estimate, find_layers
 from tests.backends import jobs
+from tests.nets import forward_hooks
 
 
 def factors(zero: dict[str, Any], **config: Any) -> Any:
@@ -44,32 +47,20 @@ def failing(where: str) -> Any:
     """The error on this rank where a hook or a decomposition of rank 1 fails, then a success."""
     engine = jobs.make_engine(hessian=jobs.QUIET)
     hessian = engine.hessian.use(jobs.my_batches())
-    weights, before = jobs.full_weights(engine), _hooks(engine)
+    weights, before = jobs.full_weights(engine), forward_hooks(engine.module)
     from ds_hessian.operators.kronecker import factors as module
 
     owner, name = {"hook": (module._Sums, "note"), "eigh": (torch.linalg, "eigh")}[where]
-    whole = getattr(owner, name)
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise OSError("on purpose")
-
-    if dist.get_rank() == 1:
-        setattr(owner, name, fail)
+    failing = mock.patch.object(owner, name, side_effect=OSError("on purpose"))
     error = ""
     try:
-        hessian.kronecker(["kfac"], basis=2, probes=2, extremes=0)
+        with failing if dist.get_rank() == 1 else nullcontext():
+            hessian.kronecker(["kfac"], basis=2, probes=2, extremes=0)
     except HessianError as found:
         error = str(found)
-    finally:
-        setattr(owner, name, whole)
     again = hessian.kronecker(["kfac"], basis=2, probes=2, extremes=0)
     after = jobs.full_weights(engine)
     same = weights is None or all(torch.equal(weights[n], after[n]) for n in weights)
-    hooks = _hooks(engine)
+    hooks = forward_hooks(engine.module)
     engine.destroy()
     return error, same, again.cosines.tolist(), hooks == before
-
-
-def _hooks(engine: Any) -> int:
-    """Forward hooks, of which ZeRO-3 has its own."""
-    return sum(len(m._forward_hooks) for m in engine.module.modules())

@@ -13,7 +13,7 @@ import ds_hessian
 from ds_hessian.config import FiniteDifferenceConfig, OperatorName
 from ds_hessian.operators import curvature
 from tests.backends.jobs import QUIET, full_weights, make_engine, my_batches
-from tests.nets import TinyGPT
+from tests.nets import TinyGPT, forward_hooks
 
 
 def products(config: dict[str, Any], precision: str = "model", count: int = 3) -> Any:
@@ -67,13 +67,12 @@ def twice_on_one_rank() -> tuple[str, int]:
     """The message, and the number of hooks that are left."""
     torch.manual_seed(0)
     engine = make_engine(Restless(dropout=0.0), hessian=QUIET, zero_optimization={"stage": 1})
-    modules = list(engine.module.modules())
-    before = sum(len(m._forward_hooks) for m in modules)
+    before = forward_hooks(engine.module)
     message = "no error"
     try:
         engine.hessian.use(my_batches()).spectrum(operator="ggn", outputs="head", num_matvecs=2)
     except ds_hessian.HessianError as error:
         message = f"{type(error).__name__}: {error}"
-    left = sum(len(m._forward_hooks) for m in modules) - before
+    left = forward_hooks(engine.module) - before
     engine.destroy()
     return message, left

@@ -13,6 +13,7 @@ from ds_hessian.backends.guard import (
     Attributes,
     Buffers,
     RandomState,
+    eager,
     full_fp32,
     training_flags,
 )
@@ -30,6 +31,18 @@ def test_each_library_draws_again_what_it_drew() -> None:
     first = [*draws(), float(torch.rand((), generator=own))]
     state.set(before)
     assert [*draws(), float(torch.rand((), generator=own))] == first
+
+
+def test_modules_that_have_compiled_themselves_run_eagerly() -> None:
+    module = nn.Sequential(nn.Linear(3, 3))
+
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    module[0]._compiled_call_impl = compiled  # as `module.compile()` sets it
+    with eager([module]):
+        assert module(torch.ones(3)).requires_grad
+    assert module[0]._compiled_call_impl is compiled
 
 
 def test_buffers_have_their_contents_and_their_tensors_again() -> None:

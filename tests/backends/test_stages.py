@@ -220,6 +220,12 @@ FAILING_ENGINES = {
 ON_ONE_RANK = [("model", 4, (1,)), ("model backward", 2, (0,)), ("loss", 9, (1,))]
 
 
+def test_autocast_in_a_loss_is_seen_on_engines_too(ranks: Ranks) -> None:
+    for roundoff, message in ranks(2).run(jobs.autocast_in_the_loss):
+        assert roundoff == 2.0**-8
+        assert "fp32 passes of a model or loss_fn that uses torch.autocast" in message
+
+
 QUICK_FAILING = (
     *("0", "2 overlap", "2 bf16 optimizer offload", "1 bf16 fp32 accumulation", "3 offload"),
 )

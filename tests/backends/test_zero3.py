@@ -13,6 +13,7 @@ import torch
 from ds_hessian.records import HessianSharpness
 from tests.backends import jobs
 from tests.nets import DenseHessian, TinyGPT, batch, merged
+from tests.operators.nets import relative
 from tests.ranks import RankPool
 from tests.tiers import cells
 
@@ -21,10 +22,6 @@ Ranks = Callable[[int], RankPool]
 
 def oracle(weights: dict[str, torch.Tensor]) -> DenseHessian:
     return DenseHessian(TinyGPT(), weights, merged([batch(500 + i, 0) for i in range(jobs.TOTAL)]))
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +146,10 @@ FAILURES_OF_3: Failures = [
     ([("model backward", 2, (0,)), ("before", 2, (2,))], 2),
     ([("model", 3, (0,)), ("model backward", 3, (1,)), ("loss", 3, (2,))], 0),
 ]
+FAILURES_OF_1: Failures = [
+    ([(stage, number, (0,))], 0)
+    for stage, number in (("batches", 2), ("loss", 4), ("model", 5), ("model backward", 4))
+]
 # Many collectives, some of them under way at any time.
 SPLIT = {
     "stage3_param_persistence_threshold": 0,
@@ -165,10 +166,11 @@ SPLIT = {
         pytest.param(
             *(2, {**SPLIT, "zero_hpz_partition_size": 2}, FAILURES[14:]), marks=pytest.mark.full
         ),
+        (1, {}, FAILURES_OF_1),
         (2, SPLIT, FAILURES),
         pytest.param(3, SPLIT, FAILURES_OF_3, marks=pytest.mark.full),
     ],
-    ids=["2", "2-hpZ", "2-split", "3-split"],
+    ids=["2", "2-hpZ", "1", "2-split", "3-split"],
 )
 def test_a_failing_spectrum_raises_everywhere_and_leaves_training_bitwise_alone(
     ranks: Ranks, world_size: int, zero: dict[str, Any], failures: Failures

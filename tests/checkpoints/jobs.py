@@ -46,8 +46,8 @@ def no_net() -> str:
 def rows(count: int = 8) -> list[dict[str, list[float]]]:
     """Rows of numbers for `Net`."""
     generator = torch.Generator().manual_seed(3)
-    draw = lambda n: torch.randn(n, generator=generator).tolist()  # noqa: E731
-    return [{"x": draw(3), "y": draw(2)} for _ in range(count)]
+    drawn = [torch.randn(5, generator=generator).tolist() for _ in range(count)]
+    return [{"x": row[:3], "y": row[3:]} for row in drawn]
 
 
 def write_lines(path: Path, found: list[Any]) -> Path:

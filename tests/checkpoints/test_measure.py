@@ -13,19 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("datasets", reason="datasets is not installed (extra: hf)")
+import ds_hessian
+from ds_hessian.checkpoints import Loading, Sequences, checkpoint_of, series_of
+from ds_hessian.checkpoints.weights import load_into, weights_of
+from ds_hessian.errors import ConfigError, ResultError
+from ds_hessian.records import HessianSpectrum
+from tests.checkpoints import jobs
+from tests.cli.test_cli import call, installed, refused_in_one_line
+from tests.nets import DenseHessian, merged
+from tests.ranks import RankPool
+from tests.tiers import cells, needs
 
-import ds_hessian  # noqa: E402
-from ds_hessian.checkpoints import Loading, Sequences, checkpoint_of, series_of  # noqa: E402
-from ds_hessian.checkpoints.weights import load_into, weights_of  # noqa: E402
-from ds_hessian.errors import ConfigError, ResultError  # noqa: E402
-from ds_hessian.records import HessianSpectrum  # noqa: E402
-from tests.checkpoints import jobs  # noqa: E402
-from tests.cli.test_cli import call, installed, refused_in_one_line  # noqa: E402
-from tests.nets import DenseHessian, merged  # noqa: E402
-from tests.ranks import RankPool  # noqa: E402
-from tests.tiers import cells  # noqa: E402
-
+pytestmark = needs("datasets")
 Ranks = Callable[[int], RankPool]
 ARGUMENTS = ("--model", "tests.checkpoints.jobs:net", "-s", "progress=false", "-s", "plot=false")
 

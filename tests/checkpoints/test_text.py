@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("datasets", reason="datasets is not installed (extra: hf)")
+from ds_hessian.checkpoints.text import IGNORED, Sequences, read_micro_batches
+from ds_hessian.errors import ConfigError
+from tests.tiers import needs
 
-from ds_hessian.checkpoints.text import IGNORED, Sequences, read_micro_batches  # noqa: E402
-from ds_hessian.errors import ConfigError  # noqa: E402
-
+pytestmark = needs("datasets")
 TOKENS = [list(range(1, n + 1)) for n in (5, 2, 1, 11, 3)]
 
 

@@ -10,8 +10,15 @@ import torch
 from tests.integrations import jobs
 
 
-def train(folder: Path, measured: bool) -> dict[str, Any]:
-    """Four steps; what must be the same measured or not, and what was measured."""
+def train(folder: Path, measured: bool, steps: int = 4, **options: Any) -> dict[str, Any]:
+    """Some steps; what must be the same measured or not, and what was measured.
+
+    Args:
+        folder: Where results go.
+        measured: Whether the callback is added.
+        steps: How many.
+        options: Of the callback; `settings` over those of its configuration.
+    """
     from transformers import Trainer, TrainingArguments
 
     from ds_hessian import HessianConfig
@@ -21,7 +28,7 @@ def train(folder: Path, measured: bool) -> dict[str, Any]:
         output_dir=str(folder),
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
-        max_steps=4,
+        max_steps=steps,
         learning_rate=1e-2,
         use_cpu=True,
         report_to="none",
@@ -29,10 +36,11 @@ def train(folder: Path, measured: bool) -> dict[str, Any]:
         logging_steps=2,
         disable_tqdm=True,
     )
-    settings = HessianConfig(**jobs.SECTION, sharpness_interval=3, output_path=str(folder / "out"))
+    own = {"sharpness_interval": 3, "output_path": str(folder / "out")}
+    settings = HessianConfig(**{**jobs.SECTION, **own, **options.pop("settings", {})})
     model = jobs.make_model("gpt2", attn_implementation="eager")
     trainer = Trainer(model=model, args=arguments, train_dataset=jobs.text(32))
-    callback = HessianCallback(trainer, settings)
+    callback = HessianCallback(trainer, settings, **options)
     if measured:
         trainer.add_callback(callback)
     trainer.train()

@@ -10,16 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
-pytest.importorskip("accelerate", reason="accelerate is not installed (extra: hf)")
+from tests.integrations import jobs, plain_jobs
+from tests.nets import DenseHessian
+from tests.ranks import RankPool
+from tests.tiers import needs
 
-from tests.integrations import jobs, plain_jobs  # noqa: E402
-from tests.nets import DenseHessian  # noqa: E402
-from tests.ranks import RankPool  # noqa: E402
-
+pytestmark = needs("transformers", "accelerate")
 Ranks = Callable[[int], RankPool]
-
-
 RANKS, WINDOW = 2, 2  # micro-batches of an accumulation window
 
 
@@ -153,6 +150,23 @@ def test_a_trainer_without_deepspeed_is_measured_as_a_plain_module(tmp_path: Pat
     assert last.gradient_norm == pytest.approx(exact.gradient.norm().item(), rel=1e-4)
     values = torch.linalg.eigvalsh(exact.matrix())
     assert values[0] - 1e-3 <= last.eigenvalue_max.value <= values[-1] + 1e-3
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_step_0_of_a_trainer_is_measured_on_given_data(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: bool
+) -> None:
+    options: dict[str, Any] = {"dataset": jobs.text(32)} if given else {}
+    settings = {"interval": 0, "sharpness_interval": 0, "steps": [0, 1]}
+    found = plain_jobs.train(tmp_path, True, steps=1, settings=settings, **options)
+    callback = found["callback"]
+    assert callback.failures == {} and list(callback.spectra) == ([0, 1] if given else [1])
+    assert ("give HessianCallback its batches or a dataset" in caplog.text) is not given
+    if given:
+        before, after = (callback.spectra[step] for step in (0, 1))
+        assert before.provenance.data_fingerprint == after.provenance.data_fingerprint
+        assert before.loss != after.loss
+        assert [entry["step"] for entry in found["logged"]] == [0, 1]
 
 
 @pytest.mark.full

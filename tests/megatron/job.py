@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -500,6 +501,36 @@ def tiny_gpt(num_matvecs: int) -> tuple[Any, Any, Any]:
         return vectors[0], vectors[1], hessian.spectrum(num_matvecs=num_matvecs)
 
 
+class Names:
+    """Which part of which tensor of a checkpoint each parameter of an unsharded chunk is."""
+
+    def __init__(self, chunk: Any) -> None:
+        from ds_hessian.backends.megatron import host
+        from ds_hessian.backends.megatron.runs import fragment_of
+
+        self.where: dict[int, list[tuple[int, Any]]] = {}
+        for parameter, offset, tensor in host.sharded_tensors(chunk):
+            fragment = fragment_of(tensor, 0, tensor.data.numel(), True)
+            self.where.setdefault(id(parameter), []).append((offset, fragment))
+
+    def of(self, v: dict[str, Tensor], p: Tensor) -> Tensor:
+        """The part of a vector by name that is of a parameter, in its shape, fp64."""
+        flat = torch.zeros(p.numel(), dtype=torch.float64)
+        for offset, fragment in self.where[id(p)]:
+            flat[offset : offset + fragment.numel] = v[fragment.name][fragment.index()]
+        return flat.view(p.shape)
+
+    def full(self, parameters: Sequence[Tensor], values: Sequence[Tensor]) -> dict[str, Tensor]:
+        """`{name: flat fp64 tensor}` of a tensor for each parameter."""
+        found: dict[str, Tensor] = {}
+        for p, t in zip(parameters, values, strict=True):
+            for offset, fragment in self.where[id(p)]:
+                whole = torch.zeros(fragment.shape.numel(), dtype=torch.float64)
+                part = t.detach().reshape(-1)[offset : offset + fragment.numel]
+                found.setdefault(fragment.name, whole)[fragment.index()] = part
+        return found
+
+
 def reference(job: Job, v: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gradient and H v by double backward, `{name: flat fp64 tensor}`; one process, job unsharded.
 
@@ -509,7 +540,6 @@ def reference(job: Job, v: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
         from ds_hessian.backends.megatron import host
-        from ds_hessian.backends.megatron.runs import fragment_of
 
         model = host.unwrap(chunks[0])  # in train mode: the losses of routers are part of it
         MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([1.0 / TOTAL]))  # as schedules do
@@ -525,28 +555,13 @@ def reference(job: Job, v: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
 
         own_losses = bool(job.aux_loss or job.z_loss)
         gradient = gradient_of(not own_losses)
-        where: dict[int, list[tuple[int, Any]]] = {}
-        for parameter, offset, tensor in host.sharded_tensors(chunks[0]):
-            fragment = fragment_of(tensor, 0, tensor.data.numel(), True)
-            where.setdefault(id(parameter), []).append((offset, fragment))
-        directions = []
-        for p in parameters:
-            flat = torch.zeros(p.numel(), dtype=torch.float64)
-            for offset, fragment in where[id(p)]:
-                flat[offset : offset + fragment.numel] = v[fragment.name][fragment.index()]
-            directions.append(flat.view(p.shape))
+        names = Names(chunks[0])
+        directions = [names.of(v, p) for p in parameters]
         if own_losses:  # which have no second derivative in Megatron (MoEAuxLossAutoScaler)
             product = differences(gradient_of, parameters, directions)
         else:
             product = torch.autograd.grad(gradient, parameters, directions)
-        out: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-        for full, tensors in zip(out, (gradient, product), strict=True):
-            for p, t in zip(parameters, tensors, strict=True):
-                for offset, fragment in where[id(p)]:
-                    values = t.detach().reshape(-1)[offset : offset + fragment.numel]
-                    whole = torch.zeros(fragment.shape.numel(), dtype=torch.float64)
-                    full.setdefault(fragment.name, whole)[fragment.index()] = values
-        return out
+        return names.full(parameters, gradient), names.full(parameters, product)
 
 
 def differences(
@@ -565,14 +580,13 @@ def differences(
 # ---- training
 
 
-def make_optimizer(job: Job, chunks: list[Any]) -> Any:
+def make_optimizer(job: Job, chunks: list[Any], **options: Any) -> Any:
     """Megatron's Adam, with fp32 masters where the weights are bf16."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam",
-            lr=1e-2,
+            **{"optimizer": "adam", "lr": 1e-2, **options},
             weight_decay=0.01,
             use_distributed_optimizer=job.distributed,
             overlap_param_gather=job.overlap and job.distributed,
@@ -609,7 +623,8 @@ def train(job: Job, measure: str = "", steps: int = 3, config: dict[str, Any] | 
         measure: "" for none, "spectrum" after every step, or where a measurement after step 1
             fails on one rank alone: "batch" (before the model is called), "forward" (after it),
             "loss", "backward", "layer" and "experts" (inside of the model), "layer backward",
-            "experts backward"; on the last rank, or with " on 0" after it on rank 0.
+            "experts backward", "iterator" (a batch is given out) and "finalize" (gradients are
+            reduced); on the last rank, or with " on 0" after it on rank 0.
         steps: Optimizer steps.
         config: Of the measurements.
 
@@ -679,10 +694,14 @@ class FailingBackward(torch.autograd.Function):
 
 
 def failing_spectrum(chunks: list[Any], job: Job, stage: str) -> str:
-    """A spectrum whose second step forward, or its backward, fails on one rank, as text."""
+    """A spectrum whose second step forward, or its backward, fails on one rank, as text; or the
+    second time that a batch is given out, or gradients are reduced.
+    """
     import torch.distributed as dist
+    from megatron.core.distributed import finalize_model_grads
 
     import ds_hessian
+    from ds_hessian.backends.megatron import host
     from ds_hessian.backends.megatron.host import unwrap
 
     stage, _, rank = stage.partition(" on ")
@@ -723,9 +742,32 @@ def failing_spectrum(chunks: list[Any], job: Job, stage: str) -> str:
 
         return output, failing_loss
 
+    def failing_second(function: Any) -> Any:
+        times = [0]
+
+        def call(*args: Any) -> Any:
+            times[0] += 1
+            if active and times[0] == 2:
+                raise Broken("on purpose")
+            return function(*args)
+
+        return call
+
+    hessian = hessian_of(chunks, job)
     try:
-        hessian_of(chunks, job).use(my_batches(), forward_step, **SIZES).spectrum(num_matvecs=2)
-    except ds_hessian.HessianError as error:
+        hessian.use(my_batches(), forward_step, **SIZES)
+        with contextlib.ExitStack() as stack:
+            if stage == "iterator":
+                objective = hessian._objective
+                failing = failing_second(objective.iterator)
+                stack.enter_context(mock.patch.object(objective, "iterator", failing))
+            if stage == "finalize":
+                config = host.model_config(chunks[0])
+                function = config.finalize_model_grads_func or finalize_model_grads
+                failing = failing_second(function)
+                stack.enter_context(mock.patch.object(config, "finalize_model_grads_func", failing))
+            hessian.spectrum(num_matvecs=2)
+    except (ds_hessian.HessianError, Broken) as error:  # which all ranks share, if there is one
         return f"{type(error).__name__}: {error}"
     return "no error"
 

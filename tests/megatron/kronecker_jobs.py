@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 
 from ds_hessian.operators.kronecker import Settings, estimate, find_layers, layers
 from tests.megatron import job
 from tests.megatron.job import Job
+from tests.nets import forward_hooks
 
 CHOICE = r"layers\.(0|3)\..*(qkv|proj|fc1|fc2)\.weight"
 
@@ -42,8 +44,7 @@ def record(layout: Job) -> Any:
         hessian = job.hessian_of(chunks, layout)
         choice = r"layers\.(0|3)\..*fc1\.weight"
         found = hessian.kronecker(["kfac", "shampoo"], choice, basis=6, probes=4, extremes=2)
-        hooks = any(m._forward_hooks for c in chunks for m in c.modules())
-        return found, hooks
+        return found, forward_hooks(*chunks)
 
 
 def uneven(layout: Job) -> str:
@@ -57,11 +58,9 @@ def uneven(layout: Job) -> str:
 
     with job.running(layout) as chunks:
         hessian = job.hessian_of(chunks, layout)
-        setattr(layers, "_columns", cut)  # noqa: B010
         try:
-            hessian.kronecker(["kfac"], r"layers\.0\..*fc1\.weight", basis=2, probes=2)
+            with mock.patch.object(layers, "_columns", cut):
+                hessian.kronecker(["kfac"], r"layers\.0\..*fc1\.weight", basis=2, probes=2)
         except HessianError as error:
             return str(error)
-        finally:
-            setattr(layers, "_columns", whole)  # noqa: B010
         return ""

@@ -16,11 +16,13 @@ from tests.megatron.job import (
     SIZE,
     VOCABULARY,
     Job,
+    Names,
     hessian_of,
     micro_batches,
     running,
     stored,
 )
+from tests.nets import forward_hooks
 
 Full = dict[str, Tensor]
 
@@ -31,7 +33,7 @@ def products(job: Job, count: int = 2) -> Any:
     """
     with running(job) as chunks:
         before = [p.detach().clone() for c in chunks for p in c.parameters()]
-        hooks = _hooks(chunks)
+        hooks = forward_hooks(*chunks)
         hessian = hessian_of(chunks, job)
         backend, space = hessian.backend, hessian.backend.space
         v, rows = hessian.random_vector(seed=5), []
@@ -52,26 +54,17 @@ def products(job: Job, count: int = 2) -> Any:
                 v = g / space.norm(g)
         spectra = [hessian.spectrum(operator=name, num_matvecs=3) for name in ("ggn", "residual")]
         after = [p.detach() for c in chunks for p in c.parameters()]
-        back = all(map(torch.equal, before, after)) and _hooks(chunks) == hooks
+        back = all(map(torch.equal, before, after)) and forward_hooks(*chunks) == hooks
         return rows, found["ggn"].outputs, back, [(s.alphas[0], s.betas[0]) for s in spectra]
-
-
-def _hooks(chunks: list[Any]) -> int:
-    return sum(len(m._forward_hooks) for c in chunks for m in c.modules())
 
 
 def reference(job: Job, vectors: list[Full], fisher: bool = False) -> list[Full]:
     """G v, or the empirical Fisher matrix of tokens times v, in fp64; one process."""
     with running(job) as chunks:
         from ds_hessian.backends.megatron import host
-        from ds_hessian.backends.megatron.runs import fragment_of
 
         model = host.unwrap(chunks[0]).eval()
-        parameters = list(model.parameters())
-        where: dict[int, list[tuple[int, Any]]] = {}
-        for parameter, offset, tensor in host.sharded_tensors(chunks[0]):
-            fragment = fragment_of(tensor, 0, tensor.data.numel(), True)
-            where.setdefault(id(parameter), []).append((offset, fragment))
+        parameters, names = list(model.parameters()), Names(chunks[0])
         masks = [
             b["mask"].double() if job.per_token else torch.ones(SIZE, SEQUENCE)
             for b in micro_batches()
@@ -79,12 +72,14 @@ def reference(job: Job, vectors: list[Full], fisher: bool = False) -> list[Full]
         count = sum(float(mask.sum()) for mask in masks)
         found = []
         for v in vectors:
-            directions = [_of(v, p, where[id(p)]) for p in parameters]
+            directions = [names.of(v, p) for p in parameters]
             total = [torch.zeros_like(p) for p in parameters]
             for batch, mask in zip(micro_batches(), masks, strict=True):
                 f = model(batch["tokens"], POSITIONS, CAUSAL).reshape(-1, VOCABULARY)
                 dual = torch.zeros_like(f, requires_grad=True)
-                back = torch.autograd.grad(f, parameters, dual, create_graph=True)
+                back = torch.autograd.grad(
+                    f, parameters, dual, create_graph=True, materialize_grads=True
+                )
                 along = sum((g * d).sum() for g, d in zip(back, directions, strict=True))
                 (u,) = torch.autograd.grad(along, dual)
                 p = f.detach().softmax(-1)
@@ -94,23 +89,11 @@ def reference(job: Job, vectors: list[Full], fisher: bool = False) -> list[Full]
                 else:
                     product = p * (u - (p * u).sum(-1, keepdim=True))
                 product = product * mask.reshape(-1, 1) / count
-                for t, g in zip(total, torch.autograd.grad(f, parameters, product), strict=True):
+                found_here = torch.autograd.grad(f, parameters, product, materialize_grads=True)
+                for t, g in zip(total, found_here, strict=True):
                     t += g
-            full: Full = {}
-            for p, t in zip(parameters, total, strict=True):
-                for offset, fragment in where[id(p)]:
-                    whole = torch.zeros(fragment.shape.numel(), dtype=torch.float64)
-                    values = t.reshape(-1)[offset : offset + fragment.numel]
-                    full.setdefault(fragment.name, whole)[fragment.index()] = values
-            found.append(full)
+            found.append(names.full(parameters, total))
         return found
-
-
-def _of(v: Full, p: Tensor, where: list[tuple[int, Any]]) -> Tensor:
-    flat = torch.zeros(p.numel(), dtype=torch.float64)
-    for offset, fragment in where:
-        flat[offset : offset + fragment.numel] = v[fragment.name][fragment.index()]
-    return flat.view(p.shape)
 
 
 def several_predictions() -> str:

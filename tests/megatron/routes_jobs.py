@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -97,6 +98,7 @@ def analyses(job: Job) -> dict[str, Any]:
         }
 
 
+@functools.cache
 def sharpness(job: Job) -> list[float]:
     """Figures of the sharpness, as Adam sees it too."""
     with running(job) as chunks:
@@ -110,6 +112,38 @@ def sharpness(job: Job) -> list[float]:
         return [*top, found.gradient_curvature, found.update_curvature]
 
 
+def optimizer_on_record(job: Job, **options: Any) -> Any:
+    """The optimizer that a record knows, and whether it is a chain of several."""
+    with running(job) as chunks:
+        from ds_hessian.megatron import MegatronHessian
+
+        optimizer = make_optimizer(job, chunks, **options)
+        hessian = MegatronHessian(chunks, QUIET, optimizer)
+        hessian.use(my_batches(), make_forward_step(job), **SIZES)
+        found = hessian.trace("hutchinson", num_matvecs=2)
+        return found.provenance.optimizer, len(optimizer.chained_optimizers)
+
+
+def autocast_on_the_last_stage() -> float:
+    """The unit roundoff of a pipeline whose last stage calls a module under autocast."""
+    job = Job(pp=2)
+    with running(job) as chunks:
+        from megatron.core import parallel_state
+
+        inner, head = make_forward_step(job), nn.Linear(2, 2)
+
+        def forward_step(iterator: Any, model: Any) -> Any:
+            last = parallel_state.is_pipeline_last_stage()
+            with torch.autocast("cpu", torch.bfloat16, enabled=last):
+                head(torch.ones(2))
+            return inner(iterator, model)
+
+        hessian = hessian_of(chunks, job).use(my_batches(), forward_step, **SIZES)
+        with hessian.measuring() as operator:
+            return float(operator.session.unit_roundoff)
+
+
+@functools.cache
 def influences(job: Job) -> tuple[Any, float]:
     """Scores of each micro-batch, an example each, on all of them; and the query's loss."""
     with running(job) as chunks:

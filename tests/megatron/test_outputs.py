@@ -82,8 +82,11 @@ def test_experts(megatron_ranks: Ranks, name: str) -> None:
     alone = {k: v for k, v in layout.items() if k not in ("ep", "tp", "sequence_parallel")}
     (single,) = megatron_ranks(1).run(output_jobs.products, Job(**alone))
     runs = megatron_ranks(size).run(output_jobs.products, Job(**layout))
+    v, of = [whole([single[0][0][0]])], Job(**alone, dtype="float64")
     for kind in ("ggn", "fisher"):
         found = whole([run[0][0][1][kind][0] for run in runs])
+        (exact,) = megatron_ranks(1).run(output_jobs.reference, of, v, kind == "fisher")[0]
+        assert error(found, exact) < min(1e-3, SLACK * runs[0][0][0][1][kind][1])
         expected = whole([single[0][0][1][kind][0]])
         errors = [run[0][0][1][kind][1] for run in (*runs[:1], single)]
         assert error(found, expected) < SLACK * sum(errors)

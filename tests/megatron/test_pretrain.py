@@ -166,7 +166,10 @@ def test_pretrain_is_wrapped_by_the_names_of_its_arguments(monkeypatch: pytest.M
         return "output", "loss"
 
     module = sys.modules[__name__]
-    inner = lambda model, optimizer, scheduler, iteration: False  # noqa: E731
+
+    def inner(model, optimizer, scheduler, iteration):
+        return False
+
     monkeypatch.setattr(module, "checkpoint_and_decide_exit", inner, raising=False)
     face.with_hessian(pretrain_0_16)("d", "p", "t", forward_step)
     face.with_hessian(pretrain_0_19)("c", "d", "t", forward_step, model_provider="p")

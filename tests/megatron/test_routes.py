@@ -142,6 +142,34 @@ def test_preconditioned_sharpness_is_that_of_one_process(megatron_ranks: Ranks, 
         assert np.allclose(found[2:], [along, update], rtol=0.05)
 
 
+OPTIMIZERS: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {
+    "Adam": (1, {}, {}, 1),
+    "distributed": (2, {"distributed": True}, {}, 1),
+    "of experts too": (2, {**MOE, "ep": 2}, {"lr": 3e-3}, 2),
+    "SGD": (1, {}, {"optimizer": "sgd", "sgd_momentum": 0.9}, 1),
+}
+
+
+@pytest.mark.parametrize("name", cells(OPTIMIZERS, ["of experts too", "SGD"]))
+def test_records_know_the_optimizer(megatron_ranks: Ranks, name: str) -> None:
+    size, layout, options, chained = OPTIMIZERS[name]
+    for found, number in megatron_ranks(size).run(
+        routes_jobs.optimizer_on_record, Job(**layout), **options
+    ):
+        assert number == chained
+        assert found.learning_rate == options.get("lr", 1e-2)
+        if name == "SGD":
+            assert (found.name, found.momentum) == ("SGD", 0.9)
+            assert found.edge == pytest.approx(2 * 1.9 / 1e-2)
+        else:
+            assert "Adam" in found.name and found.beta1 == 0.9
+
+
+@pytest.mark.full
+def test_the_rounding_of_autocast_on_one_stage_is_that_of_all(megatron_ranks: Ranks) -> None:
+    assert megatron_ranks(2).run(routes_jobs.autocast_on_the_last_stage) == [2.0**-8] * 2
+
+
 @pytest.mark.parametrize("name", cells(ANALYSED, ["PP"]))
 def test_influences_are_those_of_one_process(megatron_ranks: Ranks, name: str) -> None:
     size, layout = ANALYSED[name]

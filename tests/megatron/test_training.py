@@ -62,9 +62,10 @@ def test_gradients_right_after_a_step_are_the_same_with_and_without_sharded_opti
     assert gradient_norms["DP distributed optimizer overlap"] == pytest.approx(plain, rel=1e-5)
 
 
-INSIDE = ["layer", "layer backward"]
+INSIDE, AROUND = ["layer", "layer backward"], ["iterator", "finalize"]
 FAILURES: dict[str, tuple[int, dict[str, Any], list[str]]] = {
-    "DP": (2, SHARDED, ["batch", "forward", "loss", "backward", *INSIDE]),
+    "one rank": (1, {}, ["batch", "forward", "loss", "backward", *INSIDE, *AROUND]),
+    "DP": (2, SHARDED, ["batch", "forward", "loss", "backward", *INSIDE, *AROUND]),
     "TP": (2, {"tp": 2}, ["batch on 0", "batch", "forward", "loss", "backward", *INSIDE]),
     "TP sequence parallel": (
         2,
@@ -74,7 +75,16 @@ FAILURES: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "PP": (
         2,
         {"pp": 2},
-        ["batch", "batch on 0", "forward", "loss", "backward", *INSIDE, "layer backward on 0"],
+        [
+            "batch",
+            "batch on 0",
+            "forward",
+            "loss",
+            "backward",
+            *INSIDE,
+            *AROUND,
+            "layer backward on 0",
+        ],
     ),
     "PP interleaved": (2, {"pp": 2, "vpp": 2}, ["layer on 0", *INSIDE]),
     "TP x PP": (4, {"tp": 2, "pp": 2}, ["batch on 0", "layer on 2", *INSIDE]),
@@ -88,7 +98,7 @@ FAILURES: dict[str, tuple[int, dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", cells(FAILURES, ["TP", "PP", "EP"]))
+@pytest.mark.parametrize("name", cells(FAILURES, ["one rank", "TP", "PP", "EP"]))
 def test_a_failure_on_one_rank_ends_on_all_and_leaves_training_alone(
     megatron_ranks: Ranks, name: str
 ) -> None:
@@ -99,4 +109,5 @@ def test_a_failure_on_one_rank_ends_on_all_and_leaves_training_alone(
         for stage, (differing, _, errors) in zip(stages, run, strict=True):
             assert differing == [], stage
             rank = stage.partition(" on ")[2] or size - 1
-            assert f"rank {rank}: Broken: on purpose" in errors[0], (stage, errors)
+            named = "" if (size, stage) == (1, "finalize") else f"rank {rank}: "
+            assert f"{named}Broken: on purpose" in errors[0], (stage, errors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -98,6 +99,23 @@ def measuring(
     """A session on the mean of `loss(module, micro-batch)`."""
     with backend.measuring(backend.objective(data, loss)) as session:
         yield session
+
+
+def dense(product: Callable[[Tensor], Tensor], n: int) -> Tensor:
+    """The matrix `(n, n)` of a product."""
+    return torch.stack([product(row) for row in torch.eye(n)])
+
+
+def preempted(call: int) -> Callable[[nn.Module, Batch], Tensor]:
+    """`loss_of`, of which the n-th call fails."""
+    calls = itertools.count(1)
+
+    def loss(net: nn.Module, given: Batch) -> Tensor:
+        if next(calls) == call:
+            raise OSError("preempted")
+        return loss_of(net, given)
+
+    return loss
 
 
 def relative(a: Tensor, b: Tensor) -> float:

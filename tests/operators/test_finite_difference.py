@@ -14,6 +14,7 @@ from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.errors import NumericsError
 from ds_hessian.operators import FiniteDifferenceHessian
 from tests.operators import nets
+from tests.operators.nets import relative
 
 
 class Weights(nn.Module):
@@ -31,10 +32,6 @@ def measuring(
     data = [None] * terms
     with nets.measuring(ModuleBackend(module), data, lambda m, _: loss(m.w)) as session:
         yield session
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 @pytest.mark.parametrize("displacement", ["auto", 1e-2])

@@ -14,7 +14,7 @@ import ds_hessian
 from ds_hessian.errors import ConfigError
 from ds_hessian.records import HessianBlockSpectra
 from ds_hessian.records.block_spectra import distance
-from tests.operators.nets import Exact, batches, loss_of, mlp, train
+from tests.operators.nets import Exact, batches, dense, loss_of, mlp, train
 from tests.records.makers import PROVENANCE, spectrum_of
 
 QUIET = {"progress": False, "plot": False}
@@ -32,7 +32,7 @@ def test_spectra_of_layers_are_those_of_the_dense_blocks(hessian: Any, tmp_path:
     assert found.names == ("first", "other", "bias") and found.sizes.tolist() == [220, 384, 3]
     net = hessian.modules[0]
     exact = Exact(net, batches(2))
-    matrix = torch.stack([exact(e) for e in torch.eye(607)])
+    matrix = dense(exact, 607)
     for i, part in enumerate((slice(0, 220), slice(220, 604), slice(604, 607))):
         values = torch.linalg.eigvalsh(matrix[part, part]).numpy()
         # Bars are twice the products' estimated errors, which are up to three times too small.

@@ -19,7 +19,7 @@ from ds_hessian.errors import ConfigError, ResultError
 from ds_hessian.records import HessianEigenpairs, HessianSpectrum
 from ds_hessian.records.safetensors import Reader
 from tests.nets import TinyGPT, batch
-from tests.operators.nets import Exact, batches, loss_of, mlp, train
+from tests.operators.nets import Exact, batches, dense, loss_of, mlp, preempted, train
 from tests.plain import jobs
 from tests.ranks import RankPool
 
@@ -37,7 +37,7 @@ def matrix(net: nn.Module) -> Tensor:
     """The exact Hessian."""
     exact = Exact(net, batches())
     n = sum(p.numel() for p in net.parameters())
-    return torch.stack([exact(e) for e in torch.eye(n)])
+    return dense(exact, n)
 
 
 @pytest.fixture
@@ -145,16 +145,7 @@ def test_an_interrupted_spectrum_is_resumed_to_the_same_bits(
 ) -> None:
     settings = {"num_matvecs": 8, "num_probes": 2}
     whole = hessian.spectrum(**settings)
-    calls = 0
-
-    def failing(net: nn.Module, given: Any) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 200:
-            raise OSError("preempted")
-        return loss_of(net, given)
-
-    interrupted = ds_hessian.attach(hessian.modules[0], config=QUIET).use(batches(), failing)
+    interrupted = ds_hessian.attach(hessian.modules[0], config=QUIET).use(batches(), preempted(200))
     with pytest.raises(ds_hessian.MeasurementError, match="preempted"):
         interrupted.spectrum(**settings, resume=str(tmp_path))
     assert any(tmp_path.rglob("*.safetensors"))

@@ -25,14 +25,14 @@ from ds_hessian.operators.kronecker import (
 )
 from ds_hessian.records import HessianKronecker
 from tests.nets import TinyGPT, batch
-from tests.operators.nets import Exact, batches, loss_of, mlp, train
+from tests.operators.nets import Exact, batches, dense, loss_of, mlp, train
 from tests.plain.jobs import Mixed, data
 
 QUIET = {"progress": False, "plot": False}
 DATA = batches(4)
 
 
-def dense(form: Eigenform) -> Tensor:
+def matrix_of(form: Eigenform) -> Tensor:
     """K as a matrix of order m n."""
     eye = torch.eye(form.values.numel(), dtype=torch.float64).view(-1, *form.values.shape)
     return form.apply(eye).flatten(1)
@@ -106,7 +106,7 @@ def test_factors_are_those_of_their_definitions(net: nn.Module) -> None:
         assert f.mismatch < 1e-5
         wanted = matrices(exact[f.layer.name])
         for kind, matrix in wanted.items():
-            assert (dense(f.forms[kind]) - matrix).norm() < 1e-4 * matrix.norm(), kind
+            assert (matrix_of(f.forms[kind]) - matrix).norm() < 1e-4 * matrix.norm(), kind
 
 
 @pytest.mark.full
@@ -124,7 +124,7 @@ def test_kl_shampoo_is_its_fixed_point(net: nn.Module) -> None:
         ]
         left = (gradients @ inverses[1] @ gradients.mT).mean(0)
         right = (gradients.mT @ inverses[0] @ gradients).mean(0)
-    assert cosine(dense(form), torch.kron(left, right)) > 0.999
+    assert cosine(matrix_of(form), torch.kron(left, right)) > 0.999
     ridge = 1e-4 * form.mean
     inverse = torch.stack([form.apply(g, lambda v: 1 / (v + ridge)) for g in gradients])
     spent = float((gradients * inverse).flatten(1).sum(1).mean()) / gradients[0].numel()
@@ -142,10 +142,10 @@ def test_softmax_regression_on_one_example_is_exactly_k_fac_of_all_labels() -> N
     for label in range(4):
         entry = [(x, torch.tensor([label]))]
         (found,) = factors_of(net, entry, loss_of, kinds=("kfac", "ekfac"))
-        total += p[label] * dense(found.forms["kfac"])
-        assert (dense(found.forms["ekfac"]) - dense(found.forms["kfac"])).norm() < 1e-5
+        total += p[label] * matrix_of(found.forms["kfac"])
+        assert (matrix_of(found.forms["ekfac"]) - matrix_of(found.forms["kfac"])).norm() < 1e-5
     exact = Exact(net, [(x, torch.tensor([0]))])
-    hessian = torch.stack([exact(e) for e in torch.eye(20)])
+    hessian = dense(exact, 20)
     assert (total - hessian).norm() < 1e-5 * hessian.norm()
 
 
@@ -157,12 +157,12 @@ def test_labels_drawn_from_the_model_give_the_gauss_newton_matrix() -> None:
     entry = [(torch.randn(1, 5), torch.tensor([2]))]
     (found,) = factors_of(net, entry, loss_of, kinds=("kfac", "ekfac", "shampoo"), draws=400)
     exact = Exact(net, entry)
-    hessian = torch.stack([exact(e) for e in torch.eye(20)])
+    hessian = dense(exact, 20)
     assert found.samples["kfac"] == 400 and found.samples["shampoo"] == 400
     for kind in ("kfac", "ekfac"):
-        distance = (dense(found.forms[kind]) - hessian).norm() / hessian.norm()
+        distance = (matrix_of(found.forms[kind]) - hessian).norm() / hessian.norm()
         assert distance < 4 / 400**0.5, kind
-    assert cosine(dense(found.forms["shampoo"]), hessian) > 0.9
+    assert cosine(matrix_of(found.forms["shampoo"]), hessian) > 0.9
 
 
 @pytest.mark.full
@@ -189,7 +189,7 @@ def test_drawn_labels_give_the_factors_of_the_fisher_matrix(net: nn.Module) -> N
     d = torch.eye(3, dtype=torch.float64) - p[:, None]
     fourth = (p * d.square().sum(-1).square()).sum(1)
     error = 4 * float((fourth - each.square().sum((1, 2))).mean() / (16 * len(a))) ** 0.5
-    assert (dense(found.forms["kfac"]) - wanted).norm() < error * factor_a.norm()
+    assert (matrix_of(found.forms["kfac"]) - wanted).norm() < error * factor_a.norm()
     square = a.square().sum(1)
     trace = float((each.diagonal(dim1=1, dim2=2).sum(1) * square).mean())
     spread = (p * d.square().sum(-1).square()).sum(1) - each.diagonal(dim1=1, dim2=2).sum(1) ** 2
@@ -223,7 +223,7 @@ def record(net: nn.Module) -> HessianKronecker:
 
 def test_comparisons_are_those_of_dense_matrices(record: HessianKronecker, net: nn.Module) -> None:
     exact, parts, offset = Exact(net, DATA), seen(net, DATA, loss_of), 0
-    matrix = torch.stack([exact(e) for e in torch.eye(607)])
+    matrix = dense(exact, 607)
     for name, p in net.named_parameters():
         part = slice(offset, offset + p.numel())
         offset = part.stop
@@ -341,7 +341,7 @@ def test_solves_and_influence_take_k_fac_as_preconditioner(net: nn.Module) -> No
     b = hessian.random_vector(seed=3)
     found = hessian.solve(b, [0.5], "minres", 1e-3, 40, preconditioner="ekfac")
     exact = Exact(net, DATA[:2])
-    matrix = torch.stack([exact(e) for e in torch.eye(607)]) + 0.5 * torch.eye(607)
+    matrix = dense(exact, 607) + 0.5 * torch.eye(607)
     x = torch.linalg.solve(matrix, b.double())
     assert found.converged.all() and (found.x[0].double() - x).norm() < 1e-2 * x.norm()
     plain = hessian.influence(DATA[:1], DATA[:2], [0.5], num_matvecs=40)
@@ -357,7 +357,7 @@ def test_solves_and_influence_take_k_fac_as_preconditioner(net: nn.Module) -> No
 def test_the_metric_is_ek_fac_on_layers_and_a_diagonal_elsewhere(net: nn.Module) -> None:
     backend = ModuleBackend(net)
     with backend.measuring(backend.objective(DATA, loss_of)) as session:
-        metric = KroneckerMetric(session, backend)
+        metric = KroneckerMetric(session, backend, find_layers(backend, None)[0])
         root = metric.inverse_root(0.3)
         v = torch.randn(607, generator=torch.Generator().manual_seed(2))
         twice = root(root(v)).double()

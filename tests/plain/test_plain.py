@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import ds_hessian
 from ds_hessian.backends import Passes
-from ds_hessian.backends.plain import ModuleBackend
-from ds_hessian.errors import ConfigError, UnsupportedError
+from ds_hessian.backends.plain import ModuleBackend, stand_ins
+from ds_hessian.errors import ConfigError, MeasurementError, UnsupportedError
 from ds_hessian.operators import FiniteDifferenceHessian
+from ds_hessian.ranks.lockstep import LockstepError
 from tests.nets import TinyGPT, batch
 from tests.operators.nets import Exact, batches, loss_of, mlp, relative, train
 from tests.plain import jobs
@@ -197,6 +201,71 @@ def test_autocast_in_the_loss_is_seen_and_refused_in_fp32() -> None:
     refused = pytest.raises(UnsupportedError, match="uses torch.autocast")
     with backend.measuring(objective, fp32) as session, refused:
         FiniteDifferenceHessian(session)
+
+
+def test_autocast_inside_of_the_model_is_seen() -> None:
+    """As Accelerate puts it there: around the model's own forward, which a hook on it precedes."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    net.forward = torch.autocast("cpu", torch.bfloat16)(net.forward)  # type: ignore[method-assign]
+    backend = ModuleBackend(net)
+    objective = backend.objective([torch.ones(2, 3)], lambda m, x: m(x).float().square().mean())
+    with backend.measuring(objective) as session:
+        FiniteDifferenceHessian(session)
+        assert session.unit_roundoff == 2.0**-8
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def _failing(where: str, call: int) -> tuple[Any, Any]:
+    """Batches and a loss, of which the n-th call fails at a place."""
+    calls = {where: -call}
+
+    def reached(place: str) -> None:
+        if place in calls:
+            calls[place] += 1
+            if not calls[place]:
+                raise OSError("on purpose")
+
+    def given() -> Any:
+        for entry in batches(3):
+            reached("batches")
+            yield entry
+
+    def loss(model: nn.Module, entry: Any) -> Tensor:
+        reached("forward")
+        found = loss_of(model, entry)
+        if where == "backward":
+            found.register_hook(lambda _: reached("backward"))
+        reached("loss")
+        return found
+
+    return given(), loss
+
+
+@pytest.mark.parametrize("where", ["batches", "forward", "loss", "backward"])
+def test_a_failure_in_a_process_without_ranks_is_raised(where: str) -> None:
+    net = train(mlp(), batches(), 2)
+    hessian = ds_hessian.attach(net, config={"progress": False, "plot": False})
+    before = [p.detach().clone() for p in net.parameters()]
+    gradients = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    given, loss = _failing(where, 2 if where == "batches" else 7)
+    with pytest.raises(MeasurementError, match="rank 0: OSError: on purpose"):
+        hessian.spectrum(given, loss, num_matvecs=3)
+    assert all(map(torch.equal, before, net.parameters()))
+    assert all(map(torch.equal, gradients, [p.grad for p in net.parameters()]))
+    assert hessian.spectrum(batches(3), loss_of, num_matvecs=3).n == sum(p.numel() for p in before)
+
+
+def test_a_failure_to_restore_ends_the_job_of_one_process_too(tmp_path: Path) -> None:
+    """A schedule would go on with what is left of the training state."""
+    net = train(mlp(), batches(), 2)
+    settings = {"progress": False, "plot": False, "interval": 1, "num_micro_batches": 1}
+    hessian: Any = ds_hessian.attach(net, config={**settings, "output_path": str(tmp_path)})
+    hessian.use(batches(2), loss_of)
+    with (
+        mock.patch.object(stand_ins, "_put_back", side_effect=OSError("on purpose")),
+        pytest.raises(LockstepError, match="on purpose; the training state is lost, end the job"),
+    ):
+        hessian.step()
 
 
 def test_compiled_modules_are_measured_eagerly_under_the_same_names() -> None:

@@ -14,7 +14,7 @@ import ds_hessian
 from ds_hessian.backends.restricted import chosen
 from ds_hessian.errors import ConfigError, NumericsError
 from tests.nets import TinyGPT, batch
-from tests.operators.nets import Exact, batches, loss_of, mlp, train
+from tests.operators.nets import Exact, batches, dense, loss_of, mlp, preempted, train
 
 QUIET = {"progress": False, "plot": False}
 CHOICE = r"^(0|4)\."
@@ -37,7 +37,7 @@ def inside(net: nn.Module) -> Tensor:
 def block(net: nn.Module, inside: Tensor) -> Tensor:
     """P H P, exactly."""
     exact = Exact(net, batches())
-    matrix = torch.stack([exact(e) for e in torch.eye(len(inside))])
+    matrix = dense(exact, len(inside))
     return matrix * inside * inside[:, None]
 
 
@@ -152,17 +152,8 @@ def test_memory_is_that_of_the_block(hessian: Any) -> None:
 
 @pytest.mark.full
 def test_a_state_of_other_parameters_is_not_resumed(hessian: Any, tmp_path: Path) -> None:
-    calls = 0
-
-    def failing(net: nn.Module, given: Any) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 100:
-            raise OSError("preempted")
-        return loss_of(net, given)
-
     settings = {"num_matvecs": 8, "resume": str(tmp_path)}
-    interrupted = ds_hessian.attach(hessian.modules[0], config=QUIET).use(batches(), failing)
+    interrupted = ds_hessian.attach(hessian.modules[0], config=QUIET).use(batches(), preempted(100))
     with pytest.raises(ds_hessian.MeasurementError, match="preempted"):
         interrupted.spectrum(**settings, parameters=CHOICE)
     with pytest.raises(ConfigError, match="of another measurement; it differs in"):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import ds_hessian
 from ds_hessian.backends.function import FixedFunction
+from ds_hessian.config import OperatorName
 from ds_hessian.errors import MeasurementError
 from tests.routing import jobs, models
 from tests.routing.models import MODELS
@@ -53,7 +55,7 @@ def test_values_elsewhere_are_those_at_the_indices_of_the_first_evaluation(name:
     assert not torch.equal(other, call(B))
     extreme = name.split()[0] in ("max", "min", "kthvalue")  # a value as often as a choice
     expected_number = 0 if extreme else 1 if name == "argmin of all" else 2
-    assert function.choices().tolist() == [expected_number] * 2
+    assert function.choices([0]).tolist() == [expected_number] * 2
 
 
 def test_sums_of_integers_and_elementwise_maxima_are_no_choices() -> None:
@@ -62,7 +64,7 @@ def test_sums_of_integers_and_elementwise_maxima_are_no_choices() -> None:
         assert torch.equal(torch.max(A, B), torch.maximum(A, B))
         assert int(A.long().argmax()) == 4
         assert float(A.max()) == 5.0
-    assert function.choices().tolist() == [0.0, 0.0]
+    assert function.choices([0]).tolist() == [0.0, 0.0]
 
 
 def test_a_micro_batch_has_its_own_choices_in_any_order_of_evaluations() -> None:
@@ -192,6 +194,77 @@ def test_the_record_says_that_choices_were_held_and_how_many_would_have_changed(
     tokens = 2 * models.TOKENS * 4
     assert trace.provenance.held_choices == 2 * tokens * 2
     assert 0 < trace.provenance.flipped_choices < trace.provenance.held_choices
+
+
+@pytest.mark.parametrize("operator", get_args(OperatorName))
+def test_operators_of_the_outputs_record_held_choices(operator: OperatorName) -> None:
+    """Where the weights are displaced: at the weights, where a product ends, nothing changes."""
+    found = jobs.hessian_of(MODELS["mixtral"]()).trace(
+        "hutchinson", num_matvecs=2, displacement=0.2, operator=operator
+    )
+    assert found.provenance.held_choices == 2 * (2 * models.TOKENS * 4) * 2
+    assert 0 < found.provenance.flipped_choices < found.provenance.held_choices
+
+
+def test_curvatures_by_forwards_alone_record_held_choices() -> None:
+    hessian = jobs.hessian_of(MODELS["mixtral"]())
+    found = hessian.curvatures(("gradient",), operator="ggn").provenance
+    assert found.held_choices == 2 * (2 * models.TOKENS * 4) * 2
+
+
+class OwnLoss(nn.Module):
+    """Layers of two experts, whose routers have a loss of their own in training: with gradients."""
+
+    def __init__(self, balanced: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.balanced = balanced
+        self.routers = nn.ModuleList(nn.Linear(6, 4) for _ in range(3))
+        self.experts = nn.ModuleList(nn.Linear(6, 24) for _ in range(3))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Cross entropy; the routers' own loss counts nothing, so that both models have one G."""
+        own = torch.zeros(())
+        for router, expert in zip(self.routers, self.experts, strict=True):
+            scores = router(x).softmax(-1)
+            weights, index = scores.topk(1)
+            out = expert(x).view(len(x), 4, 6)
+            x = x + torch.tanh(out[torch.arange(len(x)), index[:, 0]]) * weights
+            if self.balanced and torch.is_grad_enabled():
+                own = own + 0.0 * scores.gather(1, scores.topk(1).indices).sum()
+        return functional.cross_entropy(self.head(x), y) + own
+
+
+def test_choices_that_are_made_with_gradients_only_move_no_others() -> None:
+    """As in megatron-core: the second layer's router is the third choice with gradients, and the
+    second without.
+    """
+    generator = torch.Generator().manual_seed(2)
+    data = [
+        (torch.randn(40, 6, generator=generator), torch.randint(5, (40,), generator=generator))
+        for _ in range(3)
+    ]
+    found = []
+    for balanced in (False, True):
+        hessian = ds_hessian.attach(OwnLoss(balanced), config=QUIET).use(data)
+        v = hessian.random_vector(seed=1)
+        with hessian.measuring(operator="ggn", displacement=0.1) as operator:
+            found.append(operator.product_at(v, 0.1).vector)
+        assert operator.cost.choices == 3 * 40 * 3
+    assert torch.equal(*found)
+
+
+def test_a_choice_that_is_made_without_gradients_only_is_an_error() -> None:
+    function = FixedFunction(dropout=False)
+    with function.evaluating(0):
+        A.topk(1)
+    with (
+        pytest.raises(MeasurementError, match="or without gradients: its choice number 2"),
+        function.evaluating(0),
+        torch.no_grad(),
+    ):
+        B.topk(1)
 
 
 def test_a_model_that_makes_no_choices_has_none_on_record() -> None:

@@ -10,8 +10,7 @@ is such a group.
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -43,6 +42,7 @@ from ds_hessian.backends.sharded import Shard, ShardedSession, ShardedWeights
 from ds_hessian.backends.weights import Weight
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import Item, tier_of
+from ds_hessian.optimizer import settings_of
 from ds_hessian.ranks import gather_objects, together
 from ds_hessian.ranks.lockstep import Lockstep
 from ds_hessian.vectors import Layout, VectorSpace
@@ -178,7 +178,7 @@ class MegatronBackend:
                 step = objective.forward_step
                 forward = FixedForward(step, self.chunks, guard)
             with lockstep.guarded():
-                yield MegatronSession(self, objective, forward, finalize, weights, lockstep)
+                yield MegatronSession(self, objective, forward, guard, finalize, weights, lockstep)
 
     def _refuse_training(self, guard: Guard, stack: ExitStack) -> None:
         models: list[nn.Module] = [host.unwrap(chunk) for chunk in self.chunks]
@@ -193,18 +193,15 @@ class MegatronBackend:
     # ---- the job
 
     def describe(self) -> Description:
-        """Describe the job: its parallel sizes, its dtype and the versions of its packages."""
+        """Describe the job: its parallel sizes, its dtype and its optimizer."""
         sizes = ", ".join(f"{axis} {size}" for axis, size in host.mesh().items())
         sharded = self.chunks[0].ddp_config.use_distributed_optimizer
         kind = "distributed optimizer" if sharded else "DDP"
         return Description(
             layout=f"Megatron {sizes}, {kind}",
             model_dtype=str(self.dtype).removeprefix("torch."),
-            versions={
-                "megatron-core": host.version(),
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-            },
+            versions={"megatron-core": host.version()},
+            optimizer=settings_of(self.optimizer),
         )
 
     def adam(self) -> AdamState:
@@ -238,6 +235,7 @@ class MegatronSession(ShardedSession):
         backend: The backend of the job.
         objective: The function.
         forward: The job's forward step on it, the same function in each evaluation.
+        guard: The guard that restores the training state.
         finalize: The job's `finalize_model_grads_func`.
         weights: This rank's weights.
         lockstep: The lockstep of the measurement.
@@ -248,6 +246,7 @@ class MegatronSession(ShardedSession):
         backend: MegatronBackend,
         objective: PipelineObjective,
         forward: FixedForward,
+        guard: Guard,
         finalize: Callable[..., None] | None,
         weights: ShardedWeights,
         lockstep: Lockstep,
@@ -259,10 +258,9 @@ class MegatronSession(ShardedSession):
         self._backend, self._objective = backend, objective
         self._forward, self._finalize, self._lockstep = forward, finalize, lockstep
         self._evaluated: set[int] = set()
+        self.watch_autocast(guard, widen=False)
         names = [name for name, _ in backend.parameters]
-        self._replicas = Replicas(
-            backend.chunks, backend.replicated, backend.runs, names, self.unit_roundoff**0.5
-        )
+        self._replicas = Replicas(backend.chunks, backend.replicated, backend.runs, names)
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Run the schedule on these units, reduce the gradients, and add them to `out`."""
@@ -273,7 +271,7 @@ class MegatronSession(ShardedSession):
         factor = 1.0 if self._forward.per_token else float(len(micro_batches))
         self.cotangent_scale = factor * host.share_of_rank(self._forward.per_token, self.head)
         self._run(micro_batches.start * backend.group, len(micro_batches) * backend.group)
-        with self._replicas.checked(self.space):
+        with self._replicas.checked(self.space, self.unit_roundoff**0.5):
             host.reduce_gradients(backend.chunks, self._finalize)
         self._note(micro_batches)
         for run, (_, part) in zip(backend.runs, self.layout, strict=True):
@@ -284,6 +282,11 @@ class MegatronSession(ShardedSession):
         group = self._backend.group
         with torch.no_grad():
             self._run(micro_batches.start * group, len(micro_batches) * group, forward_only=True)
+
+    def forwards_of(self, micro_batches: range) -> Collection[Hashable]:
+        """Return chunk and micro-batch of each forward."""
+        group = self._backend.group
+        return self._forward.keys(micro_batches.start * group, len(micro_batches) * group)
 
     def _run(self, first: int, count: int, forward_only: bool = False) -> None:
         objective, chunks = self._objective, self._backend.chunks
@@ -311,11 +314,14 @@ class MegatronSession(ShardedSession):
         self._evaluated.update(micro_batches)
         if self.gradient_scale is not None or len(self._evaluated) < self.num_micro_batches:
             return
+        roundoffs = torch.zeros(self.space.world_size, dtype=torch.float64)
+        roundoffs[self.space.rank] = self.unit_roundoff  # of the stage that runs under autocast
         totals = torch.zeros(3, dtype=torch.float64)
         if host.tensor_parallel_rank() == 0:
             for loss, tokens in self._forward.losses.values():
                 totals += torch.tensor([1.0, float(loss), 0.0 if tokens is None else float(tokens)])
-        terms, loss, tokens = self.space.reduce(totals).tolist()
+        found = self.space.reduce(torch.cat([totals, roundoffs])).tolist()
+        (terms, loss, tokens), self.unit_roundoff = found[:3], max(found[3:])
         per_token = self._forward.per_token
         if per_token and tokens <= 0:
             raise ConfigError("the micro-batches have no token that counts in the loss")

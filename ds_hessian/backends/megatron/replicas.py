@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ds_hessian.backends.checksums import checksum, sign
 from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.runs import ParameterRun
 from ds_hessian.backends.names import checkpoint_name
@@ -25,9 +26,6 @@ equal gradients; it is exact but for rounding."""
 EQUAL = 1e-4
 """Relative difference of gradients that all ranks compute from the same numbers, by kernels whose
 sums may have no fixed order; parts of a sum differ by their own size."""
-
-SLICE = 1 << 22
-"""Elements whose checksum is computed at once, in fp64."""
 
 
 def refuse_uneven_copies(
@@ -96,7 +94,6 @@ class Replicas:
         parameters: `replicated_parameters` of them.
         runs: This rank's coordinates.
         names: Names of all parameters, the same on every rank.
-        tolerance: Of differences after the reductions, relative to the 1-norm of a gradient.
     """
 
     def __init__(
@@ -105,12 +102,11 @@ class Replicas:
         parameters: Sequence[tuple[str, host.MegatronParameter]],
         runs: Sequence[ParameterRun],
         names: Sequence[str],
-        tolerance: float,
     ) -> None:
-        self._names, self._tolerance = names, tolerance
+        self._names = names
         self._parameters = parameters
         self._ranks, rank = host.mesh().get("TP", 1), host.tensor_parallel_rank()
-        self._sign = self._ranks - 1.0 if rank == 0 else -1.0
+        self._sign = sign(rank, self._ranks)
         self._pending = self._ranks > 1
         config, ddp = host.model_config(chunks[0]), chunks[0].ddp_config
         ranks = host.mesh()["DP"]
@@ -122,8 +118,12 @@ class Replicas:
         self._runs = [run for run in runs if id(run.parameter) in known]
 
     @contextmanager
-    def checked(self, space: VectorSpace) -> Iterator[None]:
+    def checked(self, space: VectorSpace, tolerance: float) -> Iterator[None]:
         """Run the body, which reduces the gradients; check them the first time.
+
+        Args:
+            space: The space of the vectors.
+            tolerance: Of differences after the reductions, relative to the 1-norm of a gradient.
 
         Raises:
             UnsupportedError: names the parameter.
@@ -139,20 +139,20 @@ class Replicas:
         self._pending = False
         reduced = [(run.fragment.name, run.gradient, run.offset) for run in self._runs]
         found = space.reduce(torch.stack([before, self._sums(reduced)]).view(-1))
-        self._judge(*found.view(2, len(self._names), 3).tolist())
+        self._judge(tolerance, *found.view(2, len(self._names), 3).tolist())
 
     def _sums(self, gradients: Sequence[tuple[str, Tensor, int]]) -> Tensor:
         """Return the difference between ranks, the checksum and the 1-norm of each gradient."""
         sums = torch.zeros(len(self._names), 3, dtype=torch.float64)
         place = {name: i for i, name in enumerate(self._names)}
         for name, values, start in gradients:
-            check, size = _checksum(values, start)
+            check, size = checksum(values, start)
             sums[place[name]] += torch.tensor([self._sign * check, check, size])
         return sums
 
-    def _judge(self, before: list[list[float]], after: list[list[float]]) -> None:
+    def _judge(self, tolerance: float, before: list[list[float]], after: list[list[float]]) -> None:
         for name, own, reduced in zip(self._names, before, after, strict=True):
-            if abs(reduced[0]) > self._tolerance * reduced[2]:
+            if abs(reduced[0]) > tolerance * reduced[2]:
                 raise UnsupportedError(
                     f"ds_hessian does not support the replicated parameter {name!r}, whose "
                     "gradient differs between tensor-parallel ranks (by "
@@ -170,14 +170,3 @@ class Replicas:
                     f"them: it trains with {times:.3g} times the gradient of the loss; use "
                     "sequence parallelism, or no tensor parallelism"
                 )
-
-
-def _checksum(values: Tensor, start: int) -> tuple[float, float]:
-    """Return a sum of the values with signs that depend on their places, and the 1-norm."""
-    check = size = 0.0
-    for first in range(0, values.numel(), SLICE):
-        part = values[first : first + SLICE].double()
-        places = torch.arange(start + first, start + first + part.numel(), device=part.device)
-        check += float(part @ places.double().cos())
-        size += float(part.abs().sum())
-    return check, size

@@ -7,7 +7,6 @@ asked for is averaged over the ranks, each of which has its own, by one all-redu
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -171,13 +170,13 @@ class ModuleBackend:
             )
 
     def describe(self) -> Description:
-        """Describe the module: how it is replicated, its dtype and the version of torch."""
+        """Describe the module: how it is replicated, its dtype and its optimizer."""
         ranks = self.space.world_size
         kind = "DDP" if isinstance(self.module, DistributedDataParallel) else "torch"
         return Description(
             layout=f"{kind}, {ranks} rank{'s' * (ranks > 1)}",
             model_dtype=str(next(self.model.parameters()).dtype).removeprefix("torch."),
-            versions={"python": platform.python_version(), "torch": torch.__version__},
+            versions={},
             optimizer=settings_of(self.optimizer),
         )
 
@@ -245,10 +244,7 @@ class ModuleSession(ShardedSession):
         self._totals = Totals()
         self._buffers = self._first_buffers()
         self.cotangent_scale = 1.0 / self.space.world_size
-        device = self.space.device.type
-        guard.callback(
-            backend.model.register_forward_pre_hook(lambda *_: self._note_autocast(device)).remove
-        )
+        self.watch_autocast(guard, widen)
 
     def _first_buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
         """Return the buffers that each pass starts from.
@@ -264,18 +260,6 @@ class ModuleSession(ShardedSession):
                 dist.broadcast(start, src=0)
             found.append((owner, name, start))
         return found
-
-    def _note_autocast(self, device: str) -> None:
-        """Adopt the unit roundoff of autocast, under which a loss may run the model."""
-        if not torch.is_autocast_enabled(device):
-            return
-        if self._widen:
-            raise UnsupportedError(
-                "ds_hessian does not support fp32 passes of a loss_fn that uses torch.autocast; "
-                'leave autocast out of it, or use finite_difference.precision "model"'
-            )
-        roundoff = torch.finfo(torch.get_autocast_dtype(device)).eps / 2
-        self.unit_roundoff = max(self.unit_roundoff, roundoff)
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Add the gradients of these micro-batches, averaged over the ranks, to `out`."""

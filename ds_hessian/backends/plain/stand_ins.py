@@ -91,15 +91,12 @@ def _through(inner: nn.Module) -> Callable[..., object]:
 
 @contextmanager
 def kept_attributes(model: nn.Module) -> Iterator[None]:
-    """Run the body eagerly, and restore the attributes of every submodule after it.
+    """Run the body, and restore the attributes of every submodule after it.
 
     Forwards may count, or cache tensors that are made of displaced weights.
     """
     kept = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:
-        for attributes, _ in kept:
-            if "_compiled_call_impl" in attributes:  # of module.compile()
-                attributes["_compiled_call_impl"] = None
         yield
     finally:
         for attributes, before in kept:

@@ -9,7 +9,6 @@ fp32.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -184,7 +183,7 @@ class ZeroBackend:
     # ---- the job
 
     def describe(self) -> Description:
-        """Describe the engine: its ZeRO stage, its dtype and the versions of its packages."""
+        """Describe the engine: its ZeRO stage, its dtype and its optimizer."""
         import deepspeed
 
         ranks, engine = self.space.world_size, self.engine
@@ -193,11 +192,7 @@ class ZeroBackend:
         return Description(
             layout=f"ZeRO-{stage}, {ranks} rank{'s' * (ranks > 1)}{mesh}",
             model_dtype=str(next(engine.module.parameters()).dtype).removeprefix("torch."),
-            versions={
-                "deepspeed": deepspeed.__version__,
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-            },
+            versions={"deepspeed": deepspeed.__version__},
             optimizer=settings_of(self.engine.optimizer),
         )
 
@@ -274,6 +269,7 @@ class ZeroSession(ShardedSession):
         self._states = [guard.initial]  # before micro-batch 0, 1, ...
         self._totals = Totals()
         self._replicas_checked = backend.tensor_ranks == 1
+        self.watch_autocast(guard, widen)
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Add the gradients of these micro-batches, each reduced by the engine, to `out`."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ds_hessian.backends.checksums import checksum, sign
 from ds_hessian.errors import UnsupportedError
 from ds_hessian.vectors import Box, Fragment, VectorSpace
 
@@ -108,19 +109,16 @@ class Replicas:
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
-        self.sign = ranks - 1.0 if rank == 0 else -1.0
+        self.sign = sign(rank, ranks)
         self.sums: dict[str, list[float]] = {}
 
     def add(self, fragment: Fragment, gradient: Tensor | None) -> None:
         """Record a run of a replicated parameter's gradient."""
         entry = self.sums.setdefault(fragment.name, [0.0, 0.0])
         if gradient is not None:
-            values = gradient.double()
-            index = torch.arange(
-                fragment.start, fragment.start + fragment.numel, device=values.device
-            )
-            entry[0] += self.sign * float(values @ index.double().cos())
-            entry[1] += float(values.abs().sum())
+            check, size = checksum(gradient, fragment.start)
+            entry[0] += self.sign * check
+            entry[1] += size
 
     def check(self, space: VectorSpace, names: Sequence[str], tolerance: float) -> None:
         """Raise if one of `names` differs by more than `tolerance` of its gradient's 1-norm.

@@ -19,7 +19,7 @@ from ds_hessian.backends.protocol import Backend, Session
 from ds_hessian.backends.restricted import Restricted
 from ds_hessian.errors import NumericsError
 from ds_hessian.operators.kronecker.factors import Factors, Settings, estimate
-from ds_hessian.operators.kronecker.layers import find_layers
+from ds_hessian.operators.kronecker.layers import Layer
 from ds_hessian.operators.kronecker.spaces import LayerSpace
 from ds_hessian.ranks import together
 
@@ -30,19 +30,16 @@ class KroneckerMetric:
     Args:
         session: The open measurement.
         backend: The job.
+        layers: Its linear layers (`find_layers`), of which those with factors are taken.
 
     Attributes:
         layers: Names of the weights with factors.
 
-    Raises:
-        UnsupportedError: no weight is that of a linear layer.
-
     Collective: the constructor, which makes three passes, and all methods.
     """
 
-    def __init__(self, session: Session, backend: Backend) -> None:
-        found, _ = find_layers(backend, None)
-        self._factors = estimate(session, backend, found, Settings(("ekfac",), required=False))
+    def __init__(self, session: Session, backend: Backend, layers: Sequence[Layer]) -> None:
+        self._factors = estimate(session, backend, layers, Settings(("ekfac",), required=False))
         self.layers = tuple(f.layer.name for f in self._factors)
         self._spaces = [
             LayerSpace(Restricted(backend, [f.layer.name]), f.layer) for f in self._factors

@@ -12,13 +12,9 @@ displacements for the first vector and at one beside the best for others.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
-from torch import Tensor
-
-from ds_hessian.operators.outputs.gauss_newton import GaussNewton
-from ds_hessian.operators.protocol import Curvature
 
 STEP = 3.0
 """Ratio of the displacements that are compared."""
@@ -30,73 +26,37 @@ SMALL = 1e-2
 """A later vector whose form changes by more goes down the ladder too."""
 
 
-@dataclass(frozen=True)
-class Form:
-    """The curvature along a vector.
+class Ladder:
+    """The displacement of one operator's forms, and their error."""
 
-    Attributes:
-        value: `v'Cv / v'v`, in loss per squared parameter.
-        error: An estimate of its error.
-        displacement: h.
-    """
+    def __init__(self) -> None:
+        self._h = 0.0
 
-    value: float
-    error: float
-    displacement: float
+    def settled(self, form: Callable[[float], float], first: float) -> tuple[float, float]:
+        """Return the displacement for the form of a vector, and the relative error there.
 
-
-class Forms:
-    """Curvatures of one operator along vectors.
-
-    Args:
-        operator: A Gauss-Newton or Fisher matrix by forwards alone; another by its products.
-    """
-
-    def __init__(self, operator: Curvature) -> None:
-        self.operator, self._h = operator, 0.0
-
-    def along(self, v: Tensor) -> Form:
-        """Return the curvature along `v` `(n_local,)`.
-
-        Raises:
-            NumericsError: v is zero or not finite, or the form is not finite.
-
-        Collective.
+        Args:
+            form: The form on the first micro-batch, as a function of the displacement. Collective.
+            first: A displacement for a vector of which nothing is known.
         """
-        operator = self.operator
-        if isinstance(operator, GaussNewton):
-            return self._by_outputs(operator, v)
-        product, space = operator.matvec(v), operator.space
-        dot, square = space.dots([(v, product.vector), (v, v)]).tolist()
-        error = (product.error or 0.0) * product.norm
-        return Form(dot / square, error, product.displacement)
-
-    def _by_outputs(self, operator: GaussNewton, v: Tensor) -> Form:
         relative = math.inf
         if self._h:
-            here, beside = (self._pilot(operator, v, self._h * r) for r in (1.0, STEP))
             # Not over STEP^2, though truncation falls so: other micro-batches may bend more.
-            relative = _change(here, beside)
+            relative = _change(form(self._h), form(self._h * STEP))
         if relative > SMALL:
-            relative = self._descend(operator, v)
-        value = float(operator.forms(v, self._h).mean())
-        operator.cost.products += 1
-        return Form(value, relative * abs(value), self._h)
+            relative = self._descend(form, STEP * first)
+        return self._h, relative
 
-    def _descend(self, operator: GaussNewton, v: Tensor) -> float:
+    def _descend(self, form: Callable[[float], float], top: float) -> float:
         """Take the displacement where the form changes least; return the change."""
-        top = STEP * operator.first_displacement
         heights = [top / STEP**k for k in range(RUNGS)]
-        found = [self._pilot(operator, v, h) for h in heights]
+        found = [form(h) for h in heights]
         changes = [_change(a, b) for a, b in zip(found, found[1:], strict=False)]
         best = int(np.argmin(changes))
         self._h = heights[best]  # the noise of the lower one is larger
         # Two that agree by chance have neighbours that do not.
         near = [changes[i] for i in (best - 1, best + 1) if 0 <= i < len(changes)]
         return max(changes[best], min(near, default=0.0) / STEP**2)
-
-    def _pilot(self, operator: GaussNewton, v: Tensor, h: float) -> float:
-        return float(operator.forms(v, h, range(1)).mean())
 
 
 def _change(a: float, b: float) -> float:

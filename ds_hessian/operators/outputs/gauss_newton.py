@@ -30,10 +30,12 @@ from ds_hessian.backends.protocol import Session
 from ds_hessian.config import OutputMatrix
 from ds_hessian.errors import NumericsError, UnsupportedError
 from ds_hessian.memory import FP32
+from ds_hessian.operators.checks import length_of, require_finite
+from ds_hessian.operators.outputs.forms import Ladder
 from ds_hessian.operators.outputs.passes import OutputProduct, Passes, Sums
 from ds_hessian.operators.outputs.reading import Reading
 from ds_hessian.operators.outputs.steps import OutputSteps, Trial
-from ds_hessian.operators.protocol import OperatorCost, Product
+from ds_hessian.operators.protocol import Form, OperatorCost, Product
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,13 @@ class _Figures:
         trial: The product.
         along: `v'P` by the backward.
         fidelity: Cosine between the realised displacement and v.
+        choices: Discrete choices held at the displaced weights, and changed there.
     """
 
     trial: Trial
     along: float
     fidelity: float
+    choices: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -92,11 +96,7 @@ class GaussNewton:
         reading = Reading(session, outputs)
         self.gradient = reading.gradient
         self.cost.gradient_seconds = reading.seconds
-        if not math.isfinite(self.space.norm(self.gradient)):
-            raise NumericsError(
-                "the gradient at the current weights is not finite, so there is no curvature: look "
-                "at the loss on these micro-batches"
-            )
+        require_finite(self.gradient, self.space)
         assert session.gradient_scale is not None
         self.scale = session.gradient_scale
         self.outputs: str | None = reading.words
@@ -111,6 +111,8 @@ class GaussNewton:
         )
         self._around = self._gradient_around(reading)
         self._before: _Before | None = None
+        self._ladder = Ladder()
+        self._choices = (0.0, 0.0)  # held, and changed, at the last form's displacement
         self._steps = OutputSteps(
             session.unit_roundoff,
             session.weight_norm(),
@@ -178,7 +180,7 @@ class GaussNewton:
         Raises:
             NumericsError: v is zero or not finite, or the product is not finite.
         """
-        started, length = time.perf_counter(), self._length(v)
+        started, length = time.perf_counter(), length_of(v, self.space)
         h, out, sums, trials = self._search(v, length)
         found = self._finish(v, length, h, out, sums)
         (better,) = self.space.of_rank_0(self._steps.judge(found.trial))
@@ -189,7 +191,7 @@ class GaussNewton:
             self._steps.judge(found.trial)
         mismatch = abs(found.along - found.trial.form)
         noise, error = self._steps.conclude(found.trial, mismatch)
-        self.cost.products += 1
+        self._note_product(found.choices)
         self.cost.trials += trials
         self.cost.product_seconds += time.perf_counter() - started
         return self._made(out, found, length, noise, error, trials)
@@ -200,25 +202,22 @@ class GaussNewton:
         Raises:
             NumericsError: v is zero or not finite, or the product is not finite.
         """
-        started, length, out = time.perf_counter(), self._length(v), self.space.zeros()
+        started, length, out = time.perf_counter(), length_of(v, self.space), self.space.zeros()
         sums = self._evaluate(out, v, h / length, self._pilot, True)
         found = self._finish(v, length, h, out, sums)
-        self.cost.products += 1
+        self._note_product(found.choices)
         self.cost.product_seconds += time.perf_counter() - started
         return self._made(out, found, length, None, None, 0)
 
-    @property
-    def first_displacement(self) -> float:
-        """A displacement for a vector of which nothing is known."""
-        return self._steps.learnt.h
+    def _note_product(self, choices: tuple[float, float]) -> None:
+        """Count a product, and the discrete choices that were held and changed in it."""
+        held, flips = choices
+        self.cost.products += 1
+        self.cost.choices = int(held)
+        self.cost.flips += flips
 
     def forms(self, v: Tensor, h: float, micro_batches: range | None = None) -> NDArray[np.float64]:
         """Return `v'G_i v / v'v` for micro-batch i of all ranks, `(G,)`; the mean is that of G.
-
-        Args:
-            v: `(n_local,)` fp32.
-            h: The displacement.
-            micro_batches: Some of them; None for all.
 
         Cost: two forwards over all micro-batches where the loss in the outputs is known, else a
         product; one small all-reduce.
@@ -226,17 +225,20 @@ class GaussNewton:
         Raises:
             NumericsError: v is zero or not finite, or a form is not finite.
         """
-        length, every = self._length(v), micro_batches or range(self._count)
-        unit = self._count * self.scale / (2 * h) ** 2
+        length, every = length_of(v, self.space), micro_batches or range(self._count)
+        unit, total = self._count * self.scale / (2 * h) ** 2, Sums()
         if self._passes.product is not None:
-            mine = self._passes.forms(v, h / length, every)
+            mine = self._passes.forms(v, h / length, every, total)
             self.cost.gradient_evaluations += 2 / 3 * len(every) / self._count
         else:
             waste, mine = self.space.zeros(), []
             for i in every:
                 sums = self._evaluate(waste, v, h / length, range(i, i + 1), True)
                 mine.append(sums.form / self._passes.kappa**2)
-        found = unit * self.space.reduce(torch.tensor(mine, dtype=torch.float64)).numpy()
+                total.choices += sums.choices
+        parts = [torch.tensor(mine, dtype=torch.float64), total.choices]
+        *forms, held, flips = self.space.reduce(torch.cat(parts)).tolist()
+        self._choices, found = (held, flips), unit * np.array(forms)
         if not np.isfinite(found).all():
             raise NumericsError(
                 f"a quadratic form at displacement {h:.3e} is not finite: the outputs are not "
@@ -244,11 +246,16 @@ class GaussNewton:
             )
         return np.asarray(found)
 
-    def _length(self, v: Tensor) -> float:
-        length = self.space.norm(v)
-        if not (math.isfinite(length) and length > 0):
-            raise NumericsError(f"a product needs a finite vector other than zero; |v| = {length}")
-        return length
+    def along(self, v: Tensor) -> Form:
+        """Return the curvature along `v` by its forms, at the displacement where these change least
+        (`ds_hessian.operators.outputs.forms`).
+        """
+        h, relative = self._ladder.settled(
+            lambda h: float(self.forms(v, h, self._pilot).mean()), self._steps.learnt.h
+        )
+        value = float(self.forms(v, h).mean())
+        self._note_product(self._choices)
+        return Form(value, relative * abs(value), h)
 
     def _evaluate(self, out: Tensor, v: Tensor, step: float, some: range, first: bool) -> Sums:
         sums = self._passes.evaluate(out, v, step, some, first)
@@ -263,6 +270,7 @@ class GaussNewton:
             more = self._evaluate(out, v, h / length, self._rest, False)
             sums.squares += more.squares
             sums.form += more.form
+            sums.choices += more.choices
         found = self._figures(v, length, h, out, sums, 1.0)
         if not found.trial.finite:
             raise NumericsError(
@@ -285,8 +293,9 @@ class GaussNewton:
             pairs += [(self._before.vector, self._before.vector), (self._before.vector, out)]
         dots = ops.dots(pairs, self.space.n_owned).cpu()
         form = torch.tensor([sums.form], dtype=torch.float64)
-        figures = self.space.reduce(torch.cat([sums.squares, form, sums.change, dots])).tolist()
-        _, count, first, second, q, along, moved, square, dot, *before = figures
+        parts = [sums.squares, form, sums.change, sums.choices, dots]
+        figures = self.space.reduce(torch.cat(parts)).tolist()
+        _, count, first, second, q, along, moved, held, flips, square, dot, *before = figures
         unit, kappa, change = self._unit(h) / share, self._passes.kappa, math.inf
         if before and self._before is not None:
             other = self._before.unit
@@ -301,7 +310,7 @@ class GaussNewton:
             change=change,
         )
         fidelity = -_ratio(along, math.sqrt(moved) * length, nothing=0.0)
-        return _Figures(trial, dot * unit / length, fidelity)
+        return _Figures(trial, dot * unit / length, fidelity, (held, flips))
 
     # ---- trials
 

@@ -38,11 +38,14 @@ class Sums:
             differences of a sample.
         form: `<kappa delta, H_out kappa delta>`.
         change: `(2,)`: what `displace` returned for the way from `w + h v` to `w - h v`.
+        choices: `(2,)` fp64: discrete choices that the forwards at `w - h v` have held, and how
+            many of them they would have made otherwise.
     """
 
     squares: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
     form: float = 0.0
     change: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+    choices: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
 
 
 class _Recorder:
@@ -236,6 +239,7 @@ class Passes:
                 self.session.forward(micro_batches)
             ends.append(recorder.found)
         sums.change = change.double().cpu()
+        sums.choices += self.session.choices(micro_batches).cpu()
         return ends[0], ends[1]
 
     def _choose(self, sums: Sums) -> None:
@@ -247,8 +251,9 @@ class Passes:
         for start in range(micro_batches.start, micro_batches.stop, self.size):
             yield range(start, min(start + self.size, micro_batches.stop))
 
-    def forms(self, v: Tensor, step: float, micro_batches: range) -> list[float]:
+    def forms(self, v: Tensor, step: float, micro_batches: range, sums: Sums) -> list[float]:
         """Return this rank's parts of `delta' H_out delta` of each micro-batch, by forwards alone.
+        Choices are added to the sums.
 
         H_out is that at the mean of the two outputs, which for differences of second order is as
         good as that at w.
@@ -256,7 +261,7 @@ class Passes:
         found, product = list[float](), self.product
         assert product is not None
         for some in self._groups(micro_batches):
-            above, below = self._ends(v, step, some, Sums())
+            above, below = self._ends(v, step, some, sums)
             for unit in some:
                 form = 0.0
                 for i in self.tap.calls(range(unit, unit + 1)):

@@ -7,7 +7,6 @@ outputs, to see whether the loss is quadratic in them.
 
 from __future__ import annotations
 
-import time
 from typing import Literal
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from ds_hessian.backends.protocol import Session
 from ds_hessian.memory import FP32
+from ds_hessian.operators.clock import add_gradient
 from ds_hessian.operators.outputs.find import find_outputs
 from ds_hessian.operators.outputs.losses import (
     Squares,
@@ -110,12 +110,10 @@ class Reading:
         again = self.space.zeros()
         self.seconds = 0.0
         for out, some in ((again, every[:1]), (self.gradient, every[1:])):
-            started = time.perf_counter()
             with self.tap.listening(some, reader):
-                session.add_gradient(out, some)
+                self.seconds += add_gradient(session, out, some)
             for i in set(self.tap.calls(some)) & reader.tokens.keys():
                 reader.tokens[i] = reader.tokens[i].scaled(session.cotangent_scale)
-            self.seconds += time.perf_counter() - started
         del again
         self.largest = reader.largest
         if not self._failed(reader.failed):
