@@ -62,7 +62,8 @@ def train(folder: Path) -> None:
         starts = torch.randint(len(text) - CONTEXT, (16,)).tolist()
         return torch.stack([text[start : start + CONTEXT] for start in starts])
 
-    settings = {"interval": "log", "steps": [0, STEPS], "output_path": str(folder)}
+    when = {"interval": "log", "steps": [0, STEPS]}
+    settings = when | {"output_path": str(folder), "plot": False, "progress": False}
     hessian = ds_hessian.attach(model, optimizer, settings).use([batch() for _ in range(4)])
     for _ in range(STEPS):
         optimizer.zero_grad()
