@@ -3,6 +3,9 @@
 import re
 from typing import Any
 
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+
 import ds_hessian
 
 project = "ds_hessian"
@@ -16,7 +19,8 @@ html_css_files = ["site.css"]
 exclude_patterns = ["_build"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-myst_enable_extensions = ["deflist"]
+myst_enable_extensions = ["deflist", "dollarmath"]
+html_math_renderer = "mathml"  # browsers typeset it themselves, also without network
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
@@ -38,6 +42,18 @@ def _escape_bars(app: Any, what: str, name: str, obj: Any, options: Any, lines: 
     lines[:] = [re.sub(r"(`[^`]*`)|\|", lambda m: m[1] or r"\|", line) for line in lines]
 
 
+def _equation(as_block: bool) -> tuple[Any, None]:
+    """Return the functions that write an equation as MathML: on entering its node, and after."""
+
+    def visit(translator: Any, node: nodes.math | nodes.math_block) -> None:
+        mathml = tex2mathml(node.astext(), as_block=as_block)
+        translator.body.append(f"<div class='equation'>{mathml}</div>" if as_block else mathml)
+        raise nodes.SkipNode
+
+    return visit, None
+
+
 def setup(app: Any) -> None:
-    """Connect the hook."""
+    """Connect the hook and the renderer of equations."""
     app.connect("autodoc-process-docstring", _escape_bars)
+    app.add_html_math_renderer("mathml", _equation(as_block=False), _equation(as_block=True))

@@ -13,7 +13,7 @@ from ds_hessian.records.estimate import Estimate
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.show.canvas import Style, new_figure, save_figure, tidy
 from ds_hessian.show.style import BLUE, EIGENVALUE, GREY, INK, MATRICES, VERMILLION
-from ds_hessian.show.training_view import LEAST, Axis, spread
+from ds_hessian.show.training_view import LEAST, Axis, spread, step_scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,6 +103,11 @@ def _draw_series(
     if comparison.by_step:
         x = [s.provenance.step for s in spectra.values()]
         axes.set_xlabel("training step")
+        if (scale := step_scale(x)) is not None:
+            axes.set_xscale("asinh", linear_width=scale)
+            ticks = [value for value, _ in Axis(scale, min(x), max(x)).ticks()]
+            axes.set_xticks(ticks, labels=[f"{value:,.0f}" for value in ticks])
+            axes.minorticks_off()
     elif len(spectra) <= MOST_NAMED:
         names = [_name(comparison, i) for i in x]
         axes.set_xticks(x, labels=names, rotation=20, ha="right")

@@ -25,6 +25,8 @@ LEAST = 0.5
 """Eigenvalues in a cell below which it is drawn empty."""
 TRACKS = 5
 """The largest and the smallest eigenvalues that are followed over training."""
+CROWDED = 6.0
+"""Steps of which one distance is so many times the median crowd on a linear axis."""
 TICKS_APART = 0.06
 """Ticks are at least this share of the axis apart."""
 
@@ -76,6 +78,18 @@ class Axis:
             if self.low <= value <= self.high and min(apart, default=1.0) >= TICKS_APART:
                 chosen.append(value)
         return [(value, f"{value:g}") for value in sorted(chosen)]
+
+
+def step_scale(steps: ArrayLike) -> float | None:
+    """Return the first step above 0 if steps are at logarithmic spacing: the scale of their axis.
+
+    None where a linear axis has room for all of them.
+    """
+    different = np.unique(np.asarray(steps, dtype=np.float64))
+    gaps = np.diff(different)
+    if not len(gaps) or gaps.max() < CROWDED * np.median(gaps):
+        return None
+    return float(different[different > 0][0])
 
 
 def _second_moment(s: HessianSpectrum) -> float:

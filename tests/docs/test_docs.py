@@ -20,7 +20,13 @@ from tests.ranks import free_port
 from tests.tiers import cells
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md")) + [ROOT / "README.md"]
+PAGES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "concepts").glob("*.md")),
+    ROOT / "README.md",
+]
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+GALLERY = [p for p in sorted((ROOT / "docs" / "gallery").glob("*.md")) if p.stem != "index"]
 
 # What the examples take as given: models that return their loss, a configuration, micro-batches.
 PREAMBLE = """
@@ -50,6 +56,10 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
 
 def with_blocks(language: str) -> list[Path]:
     return [page for page in PAGES if blocks(page, language)]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def text_of(name: str) -> str:
@@ -85,7 +95,7 @@ def test_the_signature_of_initialize_is_deepspeeds() -> None:
     assert given == ", ".join(f"{p.name}={p.default!r}" for p in there)
 
 
-@pytest.mark.parametrize("page", with_blocks("json"), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", with_blocks("json"), ids=name_of)
 def test_configurations_shown_are_accepted(page: Path) -> None:
     for line, text in blocks(page, "json"):
         config = HessianConfig.from_deepspeed(json.loads(text))
@@ -167,7 +177,7 @@ def _piece(value: ast.expr) -> str:
 QUICK = [ROOT / "README.md"]
 
 
-@pytest.mark.parametrize("page", cells(with_blocks("python"), QUICK), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", cells(with_blocks("python"), QUICK), ids=name_of)
 def test_examples_run(page: Path, tmp_path: Path, built: None) -> None:
     """All python blocks of a page, in order, in one process that is a job of one rank.
 
@@ -205,3 +215,28 @@ def test_examples_run(page: Path, tmp_path: Path, built: None) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", GALLERY + NOTEBOOKS, ids=name_of)
+def test_pages_of_the_gallery_run_and_print_what_they_show(page: Path) -> None:
+    """In words; the figures are those of the machine that made the page, and asserted in it."""
+    command = [sys.executable, ROOT / "docs" / "make_gallery.py", "--check", page]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name_of)
+def test_a_notebook_is_its_page_of_the_gallery(notebook: Path) -> None:
+    cells = json.loads(notebook.read_text("utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    page = blocks(ROOT / "docs" / "gallery" / f"{notebook.stem}.md", "python")
+    assert code == [text.rstrip("\n") for _, text in page]

@@ -447,7 +447,8 @@ return found;
 
 @needs_browser
 @pytest.mark.parametrize(
-    "run", cells(("one", "five", "fifty", "two hundred", "sixty outliers"), ("five",))
+    "run",
+    cells(("one", "five", "fifty", "two hundred", "logarithmic", "sixty outliers"), ("five",)),
 )
 def test_texts_of_figures_do_not_overlap(
     run: str, request: pytest.FixtureRequest, tmp_path: Path
@@ -457,6 +458,9 @@ def test_texts_of_figures_do_not_overlap(
         found = spectrum(20)
         for step in range(200):
             dataclasses.replace(found, **measured(step)).save(folder / f"step_{step:06d}")
+    elif run == "logarithmic":
+        for step in (0, 1, 2, 3, 6, 10, 18, 32, 56, 100, 178, 316, 562, 1000, 1778, 3162):
+            spectrum(step).save(folder / f"step_{step:06d}")
     elif run == "sixty outliers":
         values = np.concatenate([0.3 * semicircle(3000), np.geomspace(2, 900, 60)])
         spectrum_of(values, m=110).save(folder)

@@ -9,7 +9,8 @@ import pytest
 
 from ds_hessian.records import Comparison, HessianSpectrum, Optimizer
 from ds_hessian.show.monitor import figures_of, histogram_of, stability
-from ds_hessian.show.training_view import Axis, crossings, ranked, spread, tracks
+from ds_hessian.show.page.style import Series, over_steps
+from ds_hessian.show.training_view import Axis, crossings, ranked, spread, step_scale, tracks
 from tests.records.makers import PROVENANCE, language_model_like, semicircle, spectrum_of
 
 
@@ -51,6 +52,33 @@ def test_the_axis_has_no_kink_and_its_ticks_do_not_crowd(spectra: list[HessianSp
     for values in (np.zeros(50), np.ones(50)):
         flat = Axis.of([spectrum_of(values, m=5)])
         assert flat.low < flat.high and np.isfinite(flat.edges()).all()
+
+
+@pytest.mark.parametrize(
+    ("steps", "scale"),
+    [
+        ([0, 500, 1000, 1500], None),
+        ([0, 100, 250], None),
+        ([7], None),
+        ([0, 1, 2, 3, 6, 10, 18, 32, 56, 100, 178, 316, 562, 1000], 1.0),
+        ([20, 40, 60, 100, 200, 1000, 5000], 20.0),
+    ],
+)
+def test_steps_at_logarithmic_spacing_do_not_crowd(steps: list[int], scale: float | None) -> None:
+    """Every step has its share of the axis, and says its own number; the spacing is asinh's."""
+    assert step_scale(steps) == scale
+    drawn = over_steps("loss", "loss", [Series("loss", "#222222", steps, steps)])
+    (trace,), layout = drawn["data"], drawn["layout"]
+    assert layout["meta"] == {"steps": scale}
+    if scale is None:
+        assert trace["x"] == steps and "%{x:,}" in trace["hovertemplate"]
+        return
+    places = np.array(trace["x"])
+    assert np.allclose(places, np.arcsinh(np.array(steps) / scale))
+    assert np.diff(places).min() > 0.03 * np.ptp(places)
+    assert trace["customdata"] == steps and "%{customdata:,}" in trace["hovertemplate"]
+    for place, text in zip(layout["xaxis"]["tickvals"], layout["xaxis"]["ticktext"], strict=True):
+        assert np.sinh(place) * scale == pytest.approx(float(text.replace(",", "")))
 
 
 def test_tracks_follow_the_eigenvalues_by_rank(spectra: list[HessianSpectrum]) -> None:

@@ -13,6 +13,7 @@ from ds_hessian.records.density import Array
 from ds_hessian.records.estimate import Estimate
 from ds_hessian.show.page.run import Figure, Part
 from ds_hessian.show.style import BLUE, COLORS, GREY, INK
+from ds_hessian.show.training_view import Axis, step_scale
 
 SHARES = [[0.0, "#FFFFFF"], [1.0, BLUE]]
 """Colour scale of shares."""
@@ -29,8 +30,6 @@ AXIS = {
     "exponentformat": "power",
     "title": {"font": {"size": 12}, "standoff": 8},
 }
-STEPS = "steps"
-"""Mark of figures over training steps, in which the page draws a line at the selected one."""
 LOG = {"type": "log", "nticks": 6, "tickfont": {"size": 10}}
 TEMPLATE = {
     "layout": {
@@ -123,7 +122,31 @@ def over_steps(title: str, unit: str, series: Sequence[Series], log: bool = Fals
     """Return series over the training step, markers joined by lines."""
     x = titled("training step") | {"tickformat": ",d"}
     drawn = _lines(title, x, unit, series, log, "step %{x:,}: %{y:.5g}")
-    drawn["layout"]["meta"] = STEPS
+    return on_steps(drawn)
+
+
+def on_steps(drawn: Figure) -> Figure:
+    """Return a figure over training steps with an axis on which they do not crowd.
+
+    Steps at logarithmic spacing are placed at asinh(step / scale), so that step 0 has a place too.
+    The entry `meta` tells the page where to draw a line at the selected step.
+    """
+    steps = np.concatenate([np.asarray(part["x"], dtype=float) for part in drawn["data"]])
+    scale = step_scale(steps)
+    drawn["layout"]["meta"] = {"steps": scale}
+    if scale is None:
+        return drawn
+    axis = Axis(scale, float(steps.min()), float(steps.max()))
+    for part in drawn["data"]:
+        shown = np.broadcast_to(part["x"], np.shape(part.get("z", part["x"])))
+        part["customdata"] = shown.tolist()
+        part["x"] = axis.at(part["x"])
+        part["hovertemplate"] = part["hovertemplate"].replace("%{x:,}", "%{customdata:,}")
+    ticks = [value for value, _ in axis.ticks()]
+    drawn["layout"]["xaxis"] |= {
+        "tickvals": axis.at(ticks).tolist(),
+        "ticktext": [f"{value:,.0f}" for value in ticks],
+    }
     return drawn
 
 

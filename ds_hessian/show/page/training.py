@@ -11,7 +11,7 @@ from ds_hessian.records.curvatures import HessianCurvatures
 from ds_hessian.records.density import Array
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.show.page.run import Chart, Figure, Part, Run, Section, State, step_of
-from ds_hessian.show.page.style import STEPS, Series, over_steps, titled
+from ds_hessian.show.page.style import Series, on_steps, over_steps, titled
 from ds_hessian.show.style import (
     BLUE,
     COLORS,
@@ -93,9 +93,8 @@ def _map(spectra: list[HessianSpectrum]) -> Figure:
         | {"tickvals": axis.at([value for value, _ in ticks]).tolist()}
         | {"ticktext": [text for _, text in ticks], "showgrid": False},
         "showlegend": False,
-        "meta": STEPS,
     }
-    return {"data": data, "layout": titled(MAP) | layout}
+    return on_steps({"data": data, "layout": titled(MAP) | layout})
 
 
 def _tracks(spectra: Sequence[HessianSpectrum], steps: list[int], axis: Axis) -> list[Part]:
