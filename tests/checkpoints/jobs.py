@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import ds_hessian
 from ds_hessian.backends.zero import ZeroBackend
+from ds_hessian.checkpoints import Loading, Sequences
 from tests.backends import jobs
 from tests.nets import TinyGPT, batch
 
@@ -105,7 +106,7 @@ def save_engine(folder: str, stage: int, dtype: str = "fp32") -> Any:
 
 def measured(folder: str, data: str, stage: int = 0) -> Any:
     """The spectrum of a checkpoint, on all ranks of a pool."""
-    made = ds_hessian.checkpoints.Loading(stage=3 if stage else 0)
+    made = Loading(stage=3 if stage else 0)
     spectrum = ds_hessian.measure(folder, data, loading=made, config=QUIET_CONFIG, num_matvecs=5)
     return spectrum
 
@@ -127,8 +128,8 @@ def failing_measurement(checkpoint: str, data: str) -> tuple[int, str]:
         raise ValueError("not today")
 
     DeepSpeedEngine.destroy = counted
-    loading = ds_hessian.checkpoints.Loading(factory=net, stage=3)
-    sequences = ds_hessian.checkpoints.Sequences(micro_batch_size=2)
+    loading = Loading(factory=net, stage=3)
+    sequences = Sequences(micro_batch_size=2)
     try:
         ds_hessian.measure(checkpoint, data, loss, loading=loading, sequences=sequences)
     except ds_hessian.HessianError as error:
