@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import nn
+
+from ds_hessian.errors import ConfigError
 
 
 def checkpoint_name(name: str) -> str:
@@ -16,3 +21,29 @@ def trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return checkpoint names and parameters of those that are trained."""
     named = module.named_parameters()
     return [(checkpoint_name(name), p) for name, p in named if p.requires_grad]
+
+
+def signature(modules: Sequence[nn.Module]) -> list[tuple[str, torch.Size]]:
+    """Return names and shapes, as this rank stores them, of the parameters that are trained."""
+    return [(name, p.shape) for module in modules for name, p in trained(module)]
+
+
+def require_same(attached: Sequence[tuple[str, torch.Size]], modules: Sequence[nn.Module]) -> None:
+    """Require the trained parameters to be those that were attached.
+
+    A parameter that is frozen later has a coordinate, but no gradient.
+
+    Args:
+        attached: The `signature` of the modules when they were attached.
+        modules: The modules that hold this rank's weights.
+
+    Raises:
+        ConfigError: a parameter has been frozen, unfrozen or replaced by one of another shape.
+    """
+    here = signature(modules)
+    if here != list(attached):
+        different = sorted({name for name, _ in set(here) ^ set(attached)})
+        raise ConfigError(
+            "the trainable parameters have changed since attach(): "
+            f"{', '.join(different[:5]) or 'their order'}; attach again"
+        )
