@@ -153,6 +153,7 @@ class StepController:
         self.hidden, self.blind = 1.0, False  # of the last vector, see `Belief`
         self.rough = False  # some micro-batch has a kink that the pilot has not
         self.accepted: Trial | None = None
+        self.seen = 0.0  # the largest |D| of its trials
         self.belief: Belief | None = None
         self.outlook: Outlook | None = None  # of the last product
 
@@ -196,6 +197,7 @@ class StepController:
             self.largest = last.h / AMPLIFY
             return self._advice(self.largest, last.h, final)
         self.size, self.accepted = last.size, last
+        self.seen = max(trial.size for trial in trials if trial.usable)
         self.belief = belief = self._observe(trials)
         for count, trial in enumerate(trials, 1):
             if self.products:
@@ -217,6 +219,9 @@ class StepController:
             return Advice(outlook.h if apart > APART else below, False)
         enough = KNOWN if belief.shows_noise(last) else ACCEPT
         best = last.h if outlook.excess < enough or len(trials) > MAX_TRIALS else outlook.h
+        clear = [t for t in trials if t.usable and not t.lost and t.nonlinearity <= SATURATING]
+        if best == last.h and self.fixed is None and clear and last not in clear:
+            return Advice(min(clear, key=lambda trial: trial.nonlinearity).h, False)
         return self._advice(best, last.h, len(trials) > MAX_TRIALS)
 
     def _advice(self, h: float, here: float, final: bool) -> Advice:
@@ -306,6 +311,10 @@ class StepController:
         self.rough |= bool(strange and bent)
         # Where changes contradict r, what r shows beyond rounding is a kink.
         kinked = bent and (self.rough or contradicted)
+        if max(pilot, ratio) > 1:
+            # The second difference exceeds the first: |D| says nothing of |Hv|, which may be as
+            # large as that of any trial.
+            return max(min(ratio, LARGEST[0]), self.seen / self.accepted.size)
         if ratio > SATURATING or kinked:
             # What the two differences of an extrapolation differ by is evidence and no hint.
             return min(ratio, product.removed if self.order > 2 else ratio, LARGEST[0])
