@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from ds_hessian.errors import ConfigError
@@ -23,26 +22,25 @@ def trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(checkpoint_name(name), p) for name, p in named if p.requires_grad]
 
 
-def signature(modules: Sequence[nn.Module]) -> list[tuple[str, torch.Size]]:
-    """Return names and shapes, as this rank stores them, of the parameters that are trained."""
-    return [(name, p.shape) for module in modules for name, p in trained(module)]
+def trained_names(modules: Sequence[nn.Module]) -> list[str]:
+    """Return the names of this rank's parameters that are trained."""
+    return [name for module in modules for name, _ in trained(module)]
 
 
-def require_same(attached: Sequence[tuple[str, torch.Size]], modules: Sequence[nn.Module]) -> None:
+def require_same(attached: Sequence[str], here: Sequence[str]) -> None:
     """Require the trained parameters to be those that were attached.
 
     A parameter that is frozen later has a coordinate, but no gradient.
 
     Args:
-        attached: The `signature` of the modules when they were attached.
-        modules: The modules that hold this rank's weights.
+        attached: The trained parameters of the modules when they were attached.
+        here: Those of now.
 
     Raises:
-        ConfigError: a parameter has been frozen, unfrozen or replaced by one of another shape.
+        ConfigError: a parameter has been frozen, unfrozen, added or removed.
     """
-    here = signature(modules)
-    if here != list(attached):
-        different = sorted({name for name, _ in set(here) ^ set(attached)})
+    if list(here) != list(attached):
+        different = sorted(set(here) ^ set(attached))
         raise ConfigError(
             "the trainable parameters have changed since attach(): "
             f"{', '.join(different[:5]) or 'their order'}; attach again"

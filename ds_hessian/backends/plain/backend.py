@@ -130,7 +130,8 @@ class ModuleBackend:
         """
         assert isinstance(objective, ModelObjective)
         named, widen = trained(self.model), passes.precision == "fp32"
-        require_same(self.parameters, [self.model])
+        attached = [f"{name} {tuple(shape)}" for name, shape in self.parameters]
+        require_same(attached, [f"{name} {tuple(p.shape)}" for name, p in named])
         self._require_equal_weights(named)
         given = self.masters or [p.detach() for _, p in named]
         sources = {id(p): source for (_, p), source in zip(named, given, strict=True)}

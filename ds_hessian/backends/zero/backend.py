@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ds_hessian.backends.adam import collect
 from ds_hessian.backends.guard import Guard, guarded
-from ds_hessian.backends.names import require_same, signature, trained
+from ds_hessian.backends.names import require_same, trained, trained_names
 from ds_hessian.backends.objective import (
     LossFn,
     ModelObjective,
@@ -84,7 +84,7 @@ class ZeroBackend:
         self.parameters: Sequence[tuple[str, torch.Size]] = [
             (name, place.shape) for name, place in self.placements.values()
         ]
-        self._attached = signature(self.modules)
+        self._attached = trained_names(self.modules)
         self.layout, self.pieces = self._map()
         self.space = VectorSpace(self.layout.n_local, self.layout.n_owned, self.device)
 
@@ -160,7 +160,7 @@ class ZeroBackend:
         lockstep = Lockstep(self.device, host.communication())
         with lockstep, ExitStack() as stack:
             with lockstep.together("saving the training state"):
-                require_same(self._attached, self.modules)
+                require_same(self._attached, trained_names(self.modules))
                 guard = stack.enter_context(guarded(self.modules, self.device, passes))
                 host.quiet(engine, guard.attributes)
                 refuse_methods(engine, host.WRITES_WEIGHTS, guard.attributes)
