@@ -56,18 +56,12 @@ from torch import Tensor
 from ds_hessian import ops
 from ds_hessian.errors import NumericsError
 from ds_hessian.krylov.basis import Basis, Storage
-from ds_hessian.krylov.records import LanczosRun
+from ds_hessian.krylov.records import PRODUCT_ROUNDING, ROUNDOFF, LanczosRun
 from ds_hessian.operators import LinearOperator, Product
-
-ROUNDOFF = 2.0**-24
-"""Unit roundoff of the fp32 vectors."""
 
 BREAKDOWN = 32 * ROUNDOFF
 """beta below this share of the largest |T| is rounding of the fp32 vectors: the Krylov space is
 exhausted. Relative, since no absolute bound fits Hessians from 1e-8 to 1e8."""
-
-_PRODUCT_ROUNDING = 32 * ROUNDOFF
-"""Asymmetry of exact products, in units of the largest |T|: inner products of rounded vectors."""
 
 SEPARATE, SETTLED = 0.1, 1e-5
 """A Ritz vector is formed when its residual is also below SEPARATE times the distance to the next
@@ -240,7 +234,7 @@ class LanczosState:
         restarted = len(self.diagnostics) != self.steps  # older products have no row of their own
         for i, seen in zip(numbers.tolist(), asymmetry.tolist(), strict=True):
             other = last if restarted else self.diagnostics[i]
-            rounding = last[-1] + other[-1] + _PRODUCT_ROUNDING
+            rounding = last[-1] + other[-1] + PRODUCT_ROUNDING
             if seen > last[0] + other[0] + rounding * scale:
                 self.unexplained = max(self.unexplained, seen)
                 last = (max(last[0], seen), *last[1:])

@@ -12,6 +12,12 @@ Array = NDArray[np.float64]
 COVERAGE = 2.0
 """Estimated errors of products and rounding count this many times in error bars."""
 
+ROUNDOFF = 2.0**-24
+"""Unit roundoff of the fp32 vectors."""
+
+PRODUCT_ROUNDING = 32 * ROUNDOFF
+"""Asymmetry of exact products, in units of the largest |T|: inner products of rounded vectors."""
+
 
 @dataclass(frozen=True)
 class LanczosRun:

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from ds_hessian import ops
-from ds_hessian.krylov.lanczos import ROUNDOFF
-from ds_hessian.krylov.records import COVERAGE, Array
+from ds_hessian.krylov.records import COVERAGE, ROUNDOFF, Array
 from ds_hessian.operators import LinearOperator
 
 DEPENDENT = 1e-4

@@ -66,8 +66,9 @@ class Solution(DampedSystems):
     Attributes:
         x: `(d, n_local)` fp32, this rank's part of the solutions.
         errors: `(d,)` estimate of |x - x_exact|, with a preconditioner of |S^-1 (x - x_exact)|: the
-            residual and twice the product's error, over the smallest |Ritz value + damping|;
-            infinite where that is 0.
+            residual and twice the product's error, over the distance of -damping to the nearest
+            eigenvalue: the smallest |Ritz value + damping|; or, where -damping lies between Ritz
+            values and eigenvalues may be anywhere between them, their distance over n.
         curvature: Smallest Ritz value of H seen, and the bound on its error; with a preconditioner,
             of the preconditioned operator at the smallest damping.
         steps: `(d,)` Krylov dimension of each solution: less than was built where CG stopped at
@@ -207,10 +208,23 @@ def _solve(
         small=systems,
         products=state.products,
         lowest=(float(pairs.values[0]), float(pairs.errors[0])),
-        gaps=[float(abs(pairs.values + shift).min()) for shift in shifts],
+        gaps=[_gap(pairs.values, float(shift), state) for shift in shifts],
         unexplained=state.unexplained,
     )
     return space, state.combine(coefficients)
+
+
+def _gap(values: Array, shift: float, state: LanczosState) -> float:
+    """Return the distance of -shift to the nearest eigenvalue, from ascending Ritz values.
+
+    Inside of the spectrum Ritz values do not tell where eigenvalues are, unless the Krylov space is
+    exhausted: the nearest of n evenly spread ones is expected at 1/n of the distance between those
+    to both sides.
+    """
+    nearest, above = float(abs(values + shift).min()), int(np.searchsorted(values, -shift))
+    if state.betas[-1] == 0 or not 0 < above < len(values):
+        return nearest
+    return min(nearest, float(values[above] - values[above - 1]) / state.space.n)
 
 
 def _small(state: LanczosState, shift: float, method: SolveMethod) -> _Small:

@@ -49,7 +49,7 @@ def expected_evaluations(
     auto = displacement == "auto"
     thrown, repeated = FIRST["auto" if auto else "fixed"], 0.0
     if auto:
-        every = 1 if num_micro_batches >= ALWAYS else SELDOM
+        every = 1 if num_micro_batches >= ALWAYS and formula.order <= 2 else SELDOM
         thrown += OTHERS * num_products + math.ceil((num_products - 1) / every)
         repeated = REPEATED if pilot < 1 else 0.0
     # The far side of a one-sided formula's trial is no part of the product.

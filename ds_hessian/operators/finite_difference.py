@@ -113,8 +113,9 @@ class FiniteDifferenceHessian:
         self._trial_points = [-1, 1] if self.scheme.one_sided else self._points
         nodes = (*self.scheme.nodes, -1)
         self._gradients = {node: self.space.zeros() for node in nodes}
-        self._trial: Tensor | None = None
+        self._trial: tuple[Trial, Tensor] | None = None
         self._warm, self._timed = False, (0.0, 0)  # seconds and micro-batches of evaluations
+        self._removed = 0.0  # `Trial.removed` of the last product
         self._flips = 0.0  # choices that would change at the last product's displacement
         self.gradient, self._pilot_gradient = self._start()
         assert session.gradient_scale is not None
@@ -166,11 +167,11 @@ class FiniteDifferenceHessian:
         self._evaluate(line, h, self._rest, self._points)
         raw = self._assemble(line, h)
         self.cost.products += 1
-        (better,) = self.space.of_rank_0(self._controller.judge(_outcome(raw)))
+        (better,) = self.space.of_rank_0(self._controller.judge(self._outcome(raw)))
         if better != h:
             raw = self._difference(line, better)
-            self._controller.judge(_outcome(raw))
-        noise, error = self._controller.conclude(_outcome(raw))
+            self._controller.judge(self._outcome(raw))
+        noise, error = self._controller.conclude(self._outcome(raw))
         self.cost.flips += self._flips
         self.cost.trials += trials
         self.cost.product_seconds += time.perf_counter() - started
@@ -274,7 +275,7 @@ class FiniteDifferenceHessian:
         while True:
             self._restart()
             self._evaluate(line, h, self._pilot, self._trial_points)
-            trials.append(self._judge(h, trials))
+            trials.append(self._judge(line, h))
             advice = self._controller.advise(trials)
             better, accept = self.space.of_rank_0(advice.h, advice.accept)
             if accept:
@@ -282,27 +283,44 @@ class FiniteDifferenceHessian:
                 return h, len(trials) - 1
             h = better
 
-    def _judge(self, h: float, before: list[Trial]) -> Trial:
-        """Return the trial of the pilot's product, compared with the trial before."""
+    def _judge(self, line: _Line, h: float) -> Trial:
+        """Return the trial of the pilot's product, compared with an earlier one."""
         inner = (self._gradients[1], self._gradients[-1], self._pilot_gradient)
-        d2, s2 = self.space.reduce(ops.curvature_ratio(*inner, self.space.n_owned)).tolist()
-        last, product = self._trial, self._pilot_product(h)
-        self._trial = product
-        pairs = [(product, product)] + ([(product, last)] if last is not None else [])
+        ratio = ops.curvature_ratio(*inner, self.space.n_owned)
+        sums = self.space.reduce(torch.cat([ratio, line.change.to(ratio.device)]))
+        d2, s2, along, moved = sums.tolist()
+        earlier, (product, removed) = self._trial, self._pilot_product(h)
+        pairs = [(product, product)]
+        pairs += [(product, earlier[1])] if earlier is not None else []
+        pairs += [(removed, removed)] if removed is not None else []
         square, *dots = self.space.dots(pairs).tolist()
         size = math.sqrt(square) if math.isfinite(square) else math.inf
-        change = _distance(size, before[-1].size, dots[0]) if before else math.inf
-        return Trial(h, size, _ratio(math.sqrt(s2), math.sqrt(d2)), change)
+        change = math.inf if earlier is None else _distance(size, earlier[0].size, dots[0])
+        share = _ratio(math.sqrt(dots[-1]), size) if removed is not None else 0.0
+        cosine = line.sign * _ratio(along, math.sqrt(moved) * line.length, nothing=0.0)
+        nonlinearity = _ratio(math.sqrt(s2), math.sqrt(d2))
+        since = None if earlier is None else earlier[0].h
+        trial = Trial(h, size, nonlinearity, change, since, _tangent(cosine), share)
+        # The next one is compared with the one that shows least of noise and truncation.
+        if earlier is None or not trial.nonlinearity > earlier[0].nonlinearity:
+            self._trial = trial, product
+        return trial
 
-    def _pilot_product(self, h: float) -> Tensor:
-        total: Tensor | None = None
+    def _pilot_product(self, h: float) -> tuple[Tensor, Tensor | None]:
+        """Return the pilot's product, and what extrapolation took from its inner difference."""
         scale = self.scale * len(self._all) / len(self._pilot)
-        for a, b, weight in self.scheme.differences:
+        parts = list[Tensor]()
+        for a, b, _ in self.scheme.differences:
             base = self._gradients[b] if b else self._pilot_gradient
-            part = torch.sub(self._gradients[a], base).mul_(weight * scale / ((a - b) * h))
-            total = part if total is None else total.add_(part)
-        assert total is not None
-        return total
+            parts.append(torch.sub(self._gradients[a], base).mul_(scale / ((a - b) * h)))
+        inner, *outer = parts
+        if not outer:
+            return inner, None
+        (_, _, weight), *others = self.scheme.differences
+        total = inner * weight
+        for part, (_, _, other) in zip(outer, others, strict=True):
+            total.add_(part, alpha=other)
+        return total, inner.sub_(total)
 
     # ---- products
 
@@ -320,6 +338,7 @@ class FiniteDifferenceHessian:
                 sums["inner"], sums["second"] = partials.split(1)
         vector = self._gradients[inner]
         self._gradients[inner] = torch.empty_like(vector)
+        sums["removed"] = _removed(vector, [self._gradients[a] for a, _, _ in outer], weight, owned)
         for a, _, _ in outer:
             vector.add_(self._gradients[a])
         sums["square"] = ops.dots([(vector, vector)], owned) if outer else sums["inner"]
@@ -328,6 +347,7 @@ class FiniteDifferenceHessian:
         self._flips = figures["flips"]
         self.cost.choices = int(figures["choices"])
         square, second = figures["square"], figures["second"]
+        self._removed = _ratio(math.sqrt(max(figures["removed"], 0.0)), math.sqrt(max(square, 0.0)))
         if not (math.isfinite(square) and math.isfinite(second)):
             raise NumericsError(
                 f"the product at displacement {h:.3e} is not finite: the loss is not finite there; "
@@ -346,16 +366,31 @@ class FiniteDifferenceHessian:
             trials=0,
         )
 
+    def _outcome(self, product: Product) -> Trial:
+        """Return the figures of a product as a trial of the whole slice."""
+        bent = math.nan if product.nonlinearity is None else product.nonlinearity
+        return Trial(product.displacement, product.norm, bent, removed=self._removed)
+
     def _reduce(self, partials: Mapping[str, Tensor]) -> dict[str, float]:
         """Sum this rank's named partial sums over all ranks, in one all-reduce."""
         sums = self.space.reduce(torch.cat([part.reshape(1) for part in partials.values()]))
         return dict(zip(partials, sums.tolist(), strict=True))
 
 
-def _outcome(product: Product) -> Trial:
-    """Return the figures of a product as a trial of the whole slice."""
-    bent = math.nan if product.nonlinearity is None else product.nonlinearity
-    return Trial(product.displacement, product.norm, bent)
+def _removed(inner: Tensor, outer: Sequence[Tensor], weight: float, owned: int) -> Tensor:
+    """Return this rank's part of the square of what extrapolation takes from the inner difference.
+
+    Args:
+        inner: The inner difference, times its weight.
+        outer: The outer one, times its own; none with formulas that do not extrapolate.
+        weight: The weight of the inner difference.
+        owned: Coordinates that this rank owns.
+    """
+    if not outer:
+        return torch.zeros(1, dtype=torch.float64, device=inner.device)
+    (other,), share = outer, 1 / weight - 1
+    ii, io, oo = ops.dots([(inner, inner), (inner, other), (other, other)], owned)
+    return (share**2 * ii - 2 * share * io + oo).reshape(1)
 
 
 def _distance(a: float, b: float, dot: float) -> float:
@@ -364,5 +399,14 @@ def _distance(a: float, b: float, dot: float) -> float:
     return math.sqrt(max(square, 0.0)) if math.isfinite(square) else math.inf
 
 
+def _tangent(cosine: float) -> float:
+    """Return the tangent of the angle with that cosine, at most 1 (a step of rounding alone)."""
+    sine = math.sqrt(max(1 - cosine**2, 0.0))
+    return 1.0 if cosine <= sine else sine / cosine
+
+
 def _ratio(a: float, b: float, nothing: float = math.inf) -> float:
-    return a / b if b > 0 else nothing
+    """Return a / b; where b is 0, 0 if a is 0 too, and `nothing` if it is not."""
+    if b > 0:
+        return a / b
+    return 0.0 if a == b == 0 else nothing

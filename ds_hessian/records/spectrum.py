@@ -15,7 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from ds_hessian.errors import NumericsError, ResultError
 from ds_hessian.krylov import LanczosRun, ritz, trace_estimate
-from ds_hessian.records.advice import Diagnostics, relative_errors
+from ds_hessian.krylov.records import PRODUCT_ROUNDING
+from ds_hessian.records.advice import Diagnostics, norms_of_products, relative_errors
 from ds_hessian.records.base import Measured
 from ds_hessian.records.cumulative import Probe, cumulative_bounds
 from ds_hessian.records.density import (
@@ -220,13 +221,18 @@ class HessianSpectrum(Measured):
 
         The tuple is empty if there are none. `table` prints them, and the engine logs them.
         """
+        norms = norms_of_products(self.alphas, self.betas)
+        inexact = self.ritz_errors.min(axis=1)  # with what rounding of the basis adds to a column
         diagnostics = Diagnostics(
             automatic=self.provenance.displacement == "auto",
+            narrow=self.provenance.precision == "model"
+            and self.provenance.model_dtype not in ("fp32", "float32"),
             fidelities=self.fidelities,
-            relative_errors=self.relative_errors,
+            norms=norms,
             nonlinearities=self.nonlinearities,
             product_errors=self.product_errors,
             asymmetries=self.asymmetries,
+            rounding=inexact + PRODUCT_ROUNDING * norms.max(axis=1),
         )
         return diagnostics.warnings()
 

@@ -429,6 +429,21 @@ def autocast_in_the_loss() -> tuple[float, str]:
     return roundoff, message
 
 
+def frozen_since(stage: int) -> str:
+    """The message for a parameter that one rank has frozen since the micro-batches were chosen."""
+    engine = make_engine(zero={"stage": stage}, hessian=QUIET)
+    hessian = engine.hessian.use(my_batches())
+    if dist.get_rank() == 0:
+        next(engine.module.parameters()).requires_grad_(False)
+    try:
+        hessian.matvec(hessian.random_vector(seed=5))
+    except HessianError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return "measured"
+
+
 def on_schedule(folder: str) -> tuple[list[int], list[int], list[int], bool]:
     """Train 7 steps with spectra every 3 and sharpness every 2, with DeepSpeed's CSV monitor.
 

@@ -195,6 +195,12 @@ def test_what_is_not_supported_is_refused_by_name_on_all_ranks(feature: str) -> 
         pool.close()
 
 
+@pytest.mark.parametrize("stage", cells((0, 1, 2, 3), (2, 3)))
+def test_a_parameter_frozen_since_is_refused_on_all_ranks(ranks: Ranks, stage: int) -> None:
+    for text in ranks(2).run(jobs.frozen_since, stage):
+        assert "trainable parameters have changed since attach()" in text
+
+
 FAILING_ENGINES = {
     "0": zero(0),
     "1": zero(1, reduce_bucket_size=150),

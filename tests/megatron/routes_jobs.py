@@ -197,6 +197,20 @@ def measured_or_refused(job: Job, freeze: str = "", masters: bool = True) -> str
     return "measured"
 
 
+def frozen_since(job: Job) -> str:
+    """The message for a parameter that is frozen after the micro-batches were chosen."""
+    import ds_hessian
+
+    with running(job) as chunks:
+        hessian = hessian_of(chunks, job)
+        next(chunks[0].parameters()).requires_grad_(False)
+        try:
+            hessian.matvec(hessian.random_vector(seed=5))
+        except ds_hessian.HessianError as error:
+            return str(error)
+    return "measured"
+
+
 def predicting_several_tokens() -> str:
     """The message for multi-token prediction with tied embeddings in a pipeline."""
     import ds_hessian

@@ -209,6 +209,11 @@ def test_tied_embeddings_of_which_one_copy_is_frozen_are_refused(megatron_ranks:
         assert "one pipeline stage trains its copy and another has it frozen" in message
 
 
+def test_a_parameter_frozen_since_is_refused(megatron_ranks: Ranks) -> None:
+    for message in megatron_ranks(1).run(routes_jobs.frozen_since, Job()):
+        assert "trainable parameters have changed since attach()" in message
+
+
 def test_multi_token_prediction_with_tied_embeddings_in_a_pipeline_is_refused(
     megatron_ranks: Ranks,
 ) -> None:

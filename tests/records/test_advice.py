@@ -52,3 +52,21 @@ def test_an_asymmetry_beyond_the_errors_is_warned_of() -> None:
     spectrum = spectrum_of(language_model_like(1000), m=10, noise=1e-6)
     spectrum = dataclasses.replace(spectrum, asymmetries=np.array([1.0]))
     assert "error bars are too small" in spectrum.warnings[0]
+
+
+def test_advice_names_the_cause_and_the_setting_that_cures_it() -> None:
+    spectrum = spectrum_of(language_model_like(1000), m=10, noise=1e-3)
+    poor = np.array(spectrum.product_errors)
+    poor[0, 3] = 1e3
+    spectrum = dataclasses.replace(spectrum, product_errors=poor)
+    assert "more micro-batches" in spectrum.warnings[0]  # fp32 already
+    asymmetric = dataclasses.replace(spectrum, asymmetries=np.array([1e3]))
+    assert "not smooth" in asymmetric.warnings[0]
+    for changes, text in (
+        ({"model_dtype": "bfloat16"}, '"precision": "fp32"'),
+        ({"model_dtype": "bfloat16", "precision": "fp32"}, "more micro-batches"),
+        ({"displacement": 0.1}, '"displacement": "auto"'),
+    ):
+        provenance = dataclasses.replace(spectrum.provenance, **changes)
+        (warning,) = dataclasses.replace(spectrum, provenance=provenance).warnings
+        assert text in warning

@@ -28,6 +28,7 @@ from ds_hessian.backends.megatron.replicas import (
     replicated_parameters,
 )
 from ds_hessian.backends.megatron.runs import runs_of, weights_of
+from ds_hessian.backends.names import require_same, trained_names
 from ds_hessian.backends.objective import reading
 from ds_hessian.backends.protocol import (
     DEFAULT_PASSES,
@@ -83,6 +84,7 @@ class MegatronBackend:
         self.parameters: Sequence[tuple[str, torch.Size]] = [
             (name, torch.Size(shape)) for name, shape in sorted(everyone)
         ]
+        self._attached = trained_names(self.chunks)
         self.group = host.micro_batch_group(self.chunks)
         self.step = 0
         narrow = self.dtype == torch.bfloat16
@@ -162,6 +164,7 @@ class MegatronBackend:
         lockstep = Lockstep(self.device, stage=host.pipeline_rank())
         with lockstep, ExitStack() as stack:
             with lockstep.together("saving the training state"):
+                require_same(self._attached, trained_names(self.chunks))
                 guard = stack.enter_context(guarded(self.chunks, self.device, passes))
                 stack.callback(host.keep_logs(self.chunks))
                 self._refuse_training(guard, stack)

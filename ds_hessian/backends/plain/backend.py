@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_hessian import ops
 from ds_hessian.backends.adam import collect, moments
 from ds_hessian.backends.guard import Guard, guarded
-from ds_hessian.backends.names import trained
+from ds_hessian.backends.names import require_same, trained
 from ds_hessian.backends.objective import (
     LossFn,
     ModelObjective,
@@ -130,7 +130,9 @@ class ModuleBackend:
         """
         assert isinstance(objective, ModelObjective)
         named, widen = trained(self.model), passes.precision == "fp32"
-        self._require_same(named)
+        attached = [f"{name} {tuple(shape)}" for name, shape in self.parameters]
+        require_same(attached, [f"{name} {tuple(p.shape)}" for name, p in named])
+        self._require_equal_weights(named)
         given = self.masters or [p.detach() for _, p in named]
         sources = {id(p): source for (_, p), source in zip(named, given, strict=True)}
         lockstep = Lockstep(self.space.device)
@@ -150,14 +152,7 @@ class ModuleBackend:
             with lockstep.guarded():
                 yield ModuleSession(self, objective, guard, copies, weights, lockstep, widen)
 
-    def _require_same(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        here = [(name, p.shape) for name, p in named]
-        if here != list(self.parameters):
-            different = sorted({n for n, _ in set(here) ^ set(self.parameters)})
-            raise ConfigError(
-                "the trainable parameters have changed since attach(): "
-                f"{', '.join(different[:5]) or 'their order'}; attach the module again"
-            )
+    def _require_equal_weights(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         squares = torch.zeros(self.space.world_size, dtype=torch.float64)
         for _, p in named:
             wide = p.detach().reshape(-1).float()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ds_hessian.backends.adam import collect
 from ds_hessian.backends.guard import Guard, guarded
-from ds_hessian.backends.names import trained
+from ds_hessian.backends.names import require_same, trained, trained_names
 from ds_hessian.backends.objective import (
     LossFn,
     ModelObjective,
@@ -84,6 +84,7 @@ class ZeroBackend:
         self.parameters: Sequence[tuple[str, torch.Size]] = [
             (name, place.shape) for name, place in self.placements.values()
         ]
+        self._attached = trained_names(self.modules)
         self.layout, self.pieces = self._map()
         self.space = VectorSpace(self.layout.n_local, self.layout.n_owned, self.device)
 
@@ -149,12 +150,17 @@ class ZeroBackend:
     def measuring(
         self, objective: Objective, passes: Passes = DEFAULT_PASSES
     ) -> Iterator[ZeroSession]:
-        """Save the training state, and yield a session; allowed wherever no backward is pending."""
+        """Save the training state, and yield a session; allowed wherever no backward is pending.
+
+        Raises:
+            ConfigError: other parameters are trainable than when the backend was made.
+        """
         assert isinstance(objective, ModelObjective)
         engine, shards = self.engine, self.shards
         lockstep = Lockstep(self.device, host.communication())
         with lockstep, ExitStack() as stack:
             with lockstep.together("saving the training state"):
+                require_same(self._attached, trained_names(self.modules))
                 guard = stack.enter_context(guarded(self.modules, self.device, passes))
                 host.quiet(engine, guard.attributes)
                 refuse_methods(engine, host.WRITES_WEIGHTS, guard.attributes)

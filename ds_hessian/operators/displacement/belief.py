@@ -13,11 +13,18 @@ belongs to v. One r cannot separate rounding from nonlinearity; several, at diff
 the estimates from earlier vectors are the prior. An estimate from the *pilot* (some of the
 micro-batches) holds for the whole slice up to a spread. Measured values of kappa, of the factors
 between pilot and slice and of the drifts from vector to vector are in docs/numerics.md.
+
+The change of D between two displacements is direct evidence, and corrects what r says. Where the
+third derivative of the loss vanishes r sees no nonlinearity at any h: a vector whose D changes by
+more than r, though r shows noise only, is *blind*, and b is then learnt from changes alone. The
+rounding of weights can be opposite at w + hv and w - hv (masters that 16 bits represent) and cancel
+in r: a change that the fidelity of the step allows, and r does not, is *hidden* noise.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +45,9 @@ SCATTER, FREEDOM = 0.25, 5.0
 
 SATURATING = 0.4
 
+UNEXPECTED = math.exp(2.57 * SCATTER)
+"""A change this much larger than r lets expect of noise is none: 95 % of the distribution."""
+
 VISIBLE, KAPPA_SCATTER = 3.0, 0.35
 """A change above VISIBLE times what noise makes shows truncation; the error of ln kappa from it."""
 
@@ -52,6 +62,9 @@ TAIL = 3.0
 
 LARGEST = 2.0, 1.2
 """Largest values of the parts of an error, noise and b h: larger ones are indistinguishable."""
+
+ALIKE = 0.02
+"""Displacements whose ln(error) differ by less are equally good."""
 
 NEGLIGIBLE = 1e-5
 """Cells of the table below this share of the most probable one are left out of averages."""
@@ -76,19 +89,84 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Trial:
-    """A product of pilot or slice: its displacement, its norm |D|, its nonlinearity ratio, and
-    |D - D'| from the trial before (inf for the first, and where something is not finite).
+    """A product of pilot or slice.
+
+    Attributes:
+        h: Its displacement.
+        size: Its norm |D|.
+        nonlinearity: Its nonlinearity ratio.
+        change: |D - D'| from an earlier trial; inf for the first, and where something is not
+            finite.
+        since: The displacement of that trial; None for the one before.
+        off: The tangent of the angle between v and the realised step.
+        removed: The second-order part of the difference that Richardson's extrapolation removes,
+            relative to |D|; 0 with a formula that removes none.
     """
 
     h: float
     size: float
     nonlinearity: float
     change: float = math.inf
+    since: float | None = None
+    off: float = 0.0
+    removed: float = 0.0
 
     @property
     def finite(self) -> bool:
         """True if size and ratio are finite; otherwise it shows only that h was too large."""
         return math.isfinite(self.size) and math.isfinite(self.nonlinearity)
+
+    @property
+    def lost(self) -> bool:
+        """True if rounding of the weights made more of the step than v did: h is too small."""
+        return self.off >= 1.0
+
+    @property
+    def extrapolated(self) -> float:
+        """The truncation error that extrapolation leaves, from what it removed.
+
+        Of a wave of frequency k along v it removes k^2 h^2 / 6 and leaves k^4 h^4 / 30; the mean of
+        k^4 is three times the square of that of k^2 if frequencies are normally distributed.
+        """
+        return 3 * 36 / 30 * self.removed**2
+
+    @property
+    def usable(self) -> bool:
+        """True if its size and its ratio tell something."""
+        return self.finite and self.size > 0
+
+
+@dataclass(frozen=True)
+class _Change:
+    """The change of D between two trials.
+
+    Attributes:
+        above, below: The trials with the larger and the smaller displacement.
+        value: The norm of the change.
+    """
+
+    above: Trial
+    below: Trial
+    value: float
+
+    @property
+    def size(self) -> float:
+        """The larger of the two norms |D|."""
+        return max(self.above.size, self.below.size)
+
+    @property
+    def rounding(self) -> float:
+        """The noise in the change, in units of N."""
+        return math.hypot(1 / self.above.h, 1 / self.below.h)
+
+    @property
+    def lost(self) -> float:
+        """The most that steps along something else than v can make of the change."""
+        return math.hypot(*(trial.off * trial.size for trial in (self.above, self.below)))
+
+    def part(self, rounding: float) -> float:
+        """Return the share of |D| that is truncation, if noise makes `rounding`."""
+        return math.sqrt(max(self.value**2 - rounding**2, 0.0)) / self.size
 
 
 @dataclass(frozen=True)
@@ -100,6 +178,9 @@ class Surroundings:
         quiet: The ratio of the slice's N to the pilot's.
         bend, size: The logarithms of the ratios of the slice's b and S to the pilot's.
         spread: Mean deviation of `bend`; zero where the pilot is the slice.
+        hidden: The ratio of N to the noise that r shows.
+        blind: Whether r saw no nonlinearity of the last vector.
+        narrow: Whether weights have less than 24 bits.
     """
 
     order: int
@@ -107,6 +188,9 @@ class Surroundings:
     bend: float
     size: float
     spread: float
+    hidden: float = 1.0
+    blind: bool = False
+    narrow: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,12 +217,26 @@ class Belief:
     Args:
         noise, bend, kappa: The priors before the first trial.
         around: The quantities common to all vectors of the slice.
+        trials: The pilot's trials, at least one.
+
+    Attributes:
+        blind: Whether r sees no nonlinearity of this vector.
+        contradicted: Whether the last trial's change is more than r lets expect.
+        hidden: The ratio of N to the noise that r shows, as far as changes tell.
+        truncation_seen: Whether a change has shown kappa.
     """
 
     def __init__(
-        self, noise: Estimate, bend: Estimate, kappa: Estimate, around: Surroundings
+        self,
+        noise: Estimate,
+        bend: Estimate,
+        kappa: Estimate,
+        around: Surroundings,
+        trials: Sequence[Trial],
     ) -> None:
         self.around, self.kappa, self.truncation_seen = around, kappa, False
+        self.blind, self.hidden = around.blind, around.hidden
+        self.contradicted = False
         rows, columns = (_offsets(estimate.spread) for estimate in (noise, bend))
         self.noise, self.bend = noise.mean + rows, bend.mean + columns
         normal = -0.5 * (rows / noise.spread) ** 2
@@ -146,23 +244,72 @@ class Belief:
         self._pilot = np.zeros_like(self._expected)  # of the trials; columns: the pilot's b
         self._slice = np.zeros_like(self._expected)  # of the products
         self._bend_of_pilot = bend.mean
+        found = [_change_of(trials[: i + 1]) for i in range(len(trials))]
+        changes = [change for change in found if change is not None]
+        trials = [trial for trial in trials if trial.usable]
+        self._learn(trials)
+        for change in changes:
+            self.contradicted = self._doubt(change)
+        if (self.blind, self.hidden) != (around.blind, around.hidden):
+            self._learn(trials)
+        if self.blind:
+            for change in changes:
+                self._pilot += self._likelihood_of_change(change)
+            self._find_bend_of_pilot()
 
-    def observe_trial(self, trial: Trial) -> None:
-        """Learn from a product of the pilot."""
-        self._pilot += self._likelihood(trial, 1.0)
+    def _learn(self, trials: Sequence[Trial]) -> None:
+        """Learn from products of the pilot by themselves."""
+        self._pilot = np.zeros_like(self._expected)
+        for trial in trials:
+            self._pilot += self._likelihood(trial, 1.0)
+        self._find_bend_of_pilot()
+
+    def _find_bend_of_pilot(self) -> None:
         expected = _blurred(self._expected, -self.around.bend, self.around.spread)
         self._bend_of_pilot = self._columns(expected + self._pilot).mean
 
-    def observe_change(self, first: Trial, second: Trial) -> None:
-        """Learn kappa from the change between two trials, if truncation is seen in it."""
-        order = self.around.order
-        above, below = sorted((first, second), key=lambda trial: -trial.h)
+    def _doubt(self, change: _Change) -> bool:
+        """Compare a change with what r lets expect; return whether truncation is more than r."""
+        noise = math.exp(self.of_pilot()[0])
+        rounding = noise * change.rounding
+        ratio = change.above.nonlinearity
+        if change.value <= UNEXPECTED * rounding or ratio > SATURATING:
+            return False
+        bent, unseen = self._bent(change, noise), change.part(rounding) > UNEXPECTED * ratio
+        if change.value <= change.lost and not bent:
+            if self.around.narrow:
+                self.hidden = max(self.hidden, self.around.hidden * change.value / rounding)
+            return False
+        if bent and not unseen:
+            self.blind = False
+        elif unseen:
+            self.blind = True
+        return unseen
+
+    def _bent(self, change: _Change, noise: float) -> bool:
+        """Return whether r shows nonlinearity at the larger displacement."""
+        shown = math.sqrt(3) * noise / (self.hidden * change.above.h * change.size)
+        return change.above.nonlinearity > 2 * shown
+
+    def observe_change(self, trials: Sequence[Trial]) -> None:
+        """Learn kappa from the last trial's change, if r and truncation are seen in it."""
+        change, order = _change_of(trials), self.around.order
+        if change is None:
+            return
         noise, bend = (math.exp(logarithm) for logarithm in self.of_pilot())
-        size, rounding = max(above.size, below.size), noise * math.hypot(1 / above.h, 1 / below.h)
-        bent = above.nonlinearity > 2 * math.sqrt(3) * noise / (above.h * size)
-        if bent and VISIBLE * rounding < second.change < SATURATING * size:
-            part = math.sqrt(second.change**2 - rounding**2) / size
-            seen = math.log(part / (above.h**order - below.h**order)) - order * math.log(bend)
+        rounding = noise * change.rounding
+        visible = VISIBLE * rounding < change.value < SATURATING * change.size
+        if visible and self._bent(change, noise) and not self.blind:
+            power = change.above.h**order - change.below.h**order
+            seen = math.log(change.part(rounding) / power) - order * math.log(bend)
+            self.kappa = self.kappa.corrected(seen, KAPPA_SCATTER)
+            self.truncation_seen = True
+
+    def observe_removed(self, trial: Trial) -> None:
+        """Learn kappa of the fourth order from what extrapolation removed of the second."""
+        noise, bend = (math.exp(logarithm) for logarithm in self.of_pilot())
+        if trial.usable and trial.removed > VISIBLE * noise / (trial.h * trial.size):
+            seen = math.log(trial.extrapolated) - self.around.order * math.log(bend * trial.h)
             self.kappa = self.kappa.corrected(seen, KAPPA_SCATTER)
             self.truncation_seen = True
 
@@ -170,6 +317,11 @@ class Belief:
         """Learn from a product of all micro-batches, if these are more than the pilot."""
         if self.around.spread:
             self._slice += self._likelihood(product, self.around.quiet)
+
+    def shows_noise(self, trial: Trial) -> bool:
+        """Return whether r shows noise only, so that it bounds b but does not tell it."""
+        shown = math.sqrt(3) * math.exp(self.of_pilot()[0]) / (self.hidden * trial.h * trial.size)
+        return not self.blind and trial.nonlinearity < UNEXPECTED * shown
 
     def estimates(self) -> tuple[Estimate, Estimate]:
         """Return estimates of the pilot's ln N and the slice's ln b."""
@@ -194,7 +346,8 @@ class Belief:
         noise, bend, weight = self._cells(self._expected + self._pilot)
         regret = self._outlook(last, displacements, True, noise, bend, weight).regret
         h = displacements[:, None]
-        ratio = np.log(_ratio(noise, bend, h, np.hypot(_signal(last, noise), noise / h)))
+        size = np.hypot(_signal(last, noise), noise / h)
+        ratio = np.log(_ratio(noise / self.hidden, bend, h, size))
         doubt = _mean(ratio**2, weight) - _mean(ratio, weight) ** 2
         return regret, float(displacements[int(doubt.argmax())])
 
@@ -219,7 +372,9 @@ class Belief:
         truncation = self._kappa_of_slice * np.minimum(mixed * h, LARGEST[1]) ** around.order
         error = np.hypot(rounding, truncation)
         expected = _mean(np.log(error), weight)
-        best = int(expected[:-1].argmin())
+        # Where all have saturated, they differ by noise alone, and the smallest is least wrong.
+        least = float(expected[:-1].min())
+        best = int((expected[:-1] <= least + (ALIKE if least > 0 else 0.0)).argmax())
         return Outlook(
             h=float(displacements[best]),
             regret=float(expected[best] - np.log(error[:-1].min(axis=0)) @ weight),
@@ -237,10 +392,20 @@ class Belief:
     def _likelihood(self, trial: Trial, quiet: float) -> Array:
         if not (trial.finite and trial.size > 0 and trial.nonlinearity > 0):
             return np.zeros_like(self._expected)
-        noise, bend = np.exp(self.noise)[:, None], np.exp(self.bend)
-        off = np.log(trial.nonlinearity / _ratio(quiet * noise, bend, trial.h, trial.size))
+        noise, bend = np.exp(self.noise)[:, None], (not self.blind) * np.exp(self.bend)
+        shown = quiet * noise / self.hidden
+        off = np.log(trial.nonlinearity / _ratio(shown, bend, trial.h, trial.size))
         wide = 2.0 if trial.nonlinearity > SATURATING else 1.0
         return _student(off / (SCATTER * wide), FREEDOM)
+
+    def _likelihood_of_change(self, change: _Change) -> Array:
+        """Return the likelihood of a change, where r says nothing of b."""
+        noise, bend = np.exp(self.noise)[:, None], np.exp(self.bend)
+        order, above, below = self.around.order, change.above.h, change.below.h
+        reached = np.minimum(bend * above, LARGEST[1]) ** order
+        truncated = math.exp(self.kappa.mean) * reached * (1 - (below / above) ** order)
+        off = np.log(change.value / np.hypot(noise * change.rounding, change.size * truncated))
+        return _student(off / KAPPA_SCATTER, FREEDOM)
 
     def _table(self) -> Array:
         pilot = _blurred(self._pilot, self.around.bend, self.around.spread)
@@ -258,6 +423,18 @@ class Belief:
 
     def _columns(self, table: Array) -> Estimate:
         return _estimate(self.bend, np.exp(table - table.max()).sum(axis=0))
+
+
+def _change_of(trials: Sequence[Trial]) -> _Change | None:
+    """Return the change of the last trial; None where one of its two trials shows nothing."""
+    *before, last = trials
+    found = [t for t in before if last.since in (None, t.h)][-1:]
+    if not (found and found[0].usable and last.usable and 0 < last.change < math.inf):
+        return None
+    if found[0].lost or last.lost:
+        return None
+    above, below = sorted((found[0], last), key=lambda trial: -trial.h)
+    return _Change(above, below, last.change)
 
 
 def _ratio(noise: Array, bend: Array, h: Array | float, size: Array | float) -> Array:

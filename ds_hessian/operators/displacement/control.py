@@ -18,15 +18,18 @@ Everything here is arithmetic on numbers that all ranks share; the displacements
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from ds_hessian.operators.displacement.belief import (
+    LARGEST,
+    SATURATING,
     STEP,
     UNLIKE,
+    VISIBLE,
     Array,
     Belief,
     Estimate,
@@ -35,6 +38,10 @@ from ds_hessian.operators.displacement.belief import (
     Trial,
 )
 from ds_hessian.operators.displacement.schemes import Scheme
+
+ROUNDOFF = 2.0**-24
+"""Unit roundoff of w + h v, which is formed in fp32 from fp32 masters: a step below this share of
+|w| is lost, whatever the dtype of the passes. Parameters may be far smaller than |w|."""
 
 NOISE = Estimate(1.5, 2.0)
 """Prior of N in units of u |w| |Hv|, v random: rounding changes each weight by u of itself."""
@@ -72,6 +79,12 @@ ACCEPT, REPEAT = 0.2, 0.6
 APART = 0.4
 """Least distance between the trials of a vector, in ln h."""
 
+STRANGE = math.exp(5 * UNLIKE)
+"""Smooth micro-batches bend more than the pilot by this factor in one of 300 products."""
+
+DECADE = 10.0
+"""Step of the scan for the first vector's scale, while all nonlinearity ratios are saturating."""
+
 ALWAYS, SELDOM = 16, 16
 """With ALWAYS micro-batches or more, each vector but the first has a trial above h; with fewer,
 where a trial costs more, one vector in SELDOM."""
@@ -84,7 +97,10 @@ KAPPA_SPREAD = 0.6
 
 MAX_TRIALS = 7
 
-LEARNT = ("h", "largest", "products", "size", "bend_unlike", "size_unlike")
+LEARNT = (
+    *("h", "largest", "products", "size", "bend_unlike", "size_unlike"),
+    *("hidden", "blind", "rough"),
+)
 ESTIMATES = ("noise", "bend", "kappa")
 """Attributes of a `StepController` that change from product to product."""
 
@@ -121,16 +137,23 @@ class StepController:
         scale = weight_norm if weight_norm > 0 else 1.0
         self.order, self.fixed, self.rounding = scheme.order, fixed, unit_roundoff * scale
         self.h = fixed or unit_roundoff ** (1 / (scheme.order + 1)) * scale
-        self.smallest, self.largest = self.rounding / 16, scale
+        self.smallest, self.largest = ROUNDOFF * scale / 16, scale
+        self.floor = self.smallest  # for this vector
         self.whole = pilot == num_micro_batches
         self.quiet = (pilot / num_micro_batches) ** (SHARED / 2)
-        self.interval = 1 if num_micro_batches >= ALWAYS else SELDOM
+        self.narrow = unit_roundoff > ROUNDOFF
+        # What extrapolation removes tells more in each trial.
+        self.interval = 1 if num_micro_batches >= ALWAYS and scheme.order <= 2 else SELDOM
         self.noise: Estimate | None = None
         self.bend = Estimate(BEND.mean - math.log(scale), BEND.spread)
         self.kappa = Estimate(math.log(scheme.truncation), scheme.truncation_spread)
         self.bend_unlike, self.size_unlike = 0.0, 0.0 if self.whole else SMALLER
         self.size = 0.0  # |Hv| of the pilot's last trial
         self.products = 0
+        self.hidden, self.blind = 1.0, False  # of the last vector, see `Belief`
+        self.rough = False  # some micro-batch has a kink that the pilot has not
+        self.accepted: Trial | None = None
+        self.seen = 0.0  # the largest |D| of its trials
         self.belief: Belief | None = None
         self.outlook: Outlook | None = None  # of the last product
 
@@ -154,54 +177,79 @@ class StepController:
     def first_h(self) -> float:
         """Return the displacement of the next vector's first trial."""
         self.belief = self.outlook = None
+        self.floor = self.smallest
         return self._clamp(self.h * AMPLIFY ** (1 / self.order)) if self._is_due else self.h
 
     @property
     def _is_due(self) -> bool:
-        return self.fixed is None and self.products > 0 and (self.products - 1) % self.interval == 0
+        seldom = (self.products - 1) % self.interval == 0
+        return self.fixed is None and self.products > 0 and (self.blind or seldom)
 
     def advise(self, trials: list[Trial]) -> Advice:
         """Judge the trials made for the current vector so far."""
         last, final = trials[-1], len(trials) >= MAX_TRIALS
+        if last.lost and self.fixed is None:
+            self.floor = min(last.h * DECADE, self.largest)
+            return self._advice(self.floor, last.h, last.h == self.largest)
         if last.size == 0:
             return self._advice(last.h, last.h, final)
         if not last.finite:
             self.largest = last.h / AMPLIFY
             return self._advice(self.largest, last.h, final)
-        self.size = last.size
-        belief = self._observe(last)
-        if len(trials) > 1 and trials[-2].finite and self.products:
-            belief.observe_change(trials[-2], last)
+        self.size, self.accepted = last.size, last
+        self.seen = max(trial.size for trial in trials if trial.usable)
+        self.belief = belief = self._observe(trials)
+        for count, trial in enumerate(trials, 1):
+            if self.products:
+                belief.observe_change(trials[:count])
+            belief.observe_removed(trial)
         outlook = belief.outlook(last, self._displacements(), of_pilot=True)
-        if self.products == 0 and not final:
+        lower = min(trial.h for trial in trials) / DECADE
+        scan = self.products == 0 and len(trials) > 1 and lower > self.floor and not final
+        if scan and min(t.nonlinearity for t in trials if t.usable and not t.lost) > SATURATING:
+            return Advice(lower, False)  # r is noise or saturated: no trial tells which
+        if self.products == 0 and not final and not belief.blind:
             regret, telling = belief.search(last, self._displacements())
-            if regret > KNOWN and min(abs(math.log(telling / t.h)) for t in trials) > APART:
+            new = min(abs(math.log(telling / t.h)) for t in trials) > APART
+            if new and (regret > KNOWN or len(trials) == 1):  # no error without a change
                 return Advice(telling, False)
         if self._is_due and len(trials) == 1:
             apart = abs(math.log(outlook.h / last.h))
             below = last.h / AMPLIFY ** (1 / self.order)
             return Advice(outlook.h if apart > APART else below, False)
-        best = last.h if outlook.excess < ACCEPT or len(trials) > MAX_TRIALS else outlook.h
+        enough = KNOWN if belief.shows_noise(last) else ACCEPT
+        best = last.h if outlook.excess < enough or len(trials) > MAX_TRIALS else outlook.h
+        clear = [t for t in trials if t.usable and not t.lost and t.nonlinearity <= SATURATING]
+        if best == last.h and self.fixed is None and clear and last not in clear:
+            return Advice(min(clear, key=lambda trial: trial.nonlinearity).h, False)
         return self._advice(best, last.h, len(trials) > MAX_TRIALS)
 
     def _advice(self, h: float, here: float, final: bool) -> Advice:
         h = self.fixed or h
         return Advice(h, h == here or (final and self.fixed is None))
 
-    def _observe(self, trial: Trial) -> Belief:
-        if self.noise is None:
-            expected = math.log(self.rounding * trial.size)
-            self.noise = Estimate(NOISE.mean + expected, NOISE.spread)
-        if self.belief is None:
-            spread = 0.0 if self.whole else UNLIKE
-            unlike = self.bend_unlike, self.size_unlike
-            around = Surroundings(self.order, self.quiet, *unlike, spread)
-            self.belief = Belief(self.noise, self.bend, self.kappa.widened(KAPPA_SPREAD), around)
-        self.belief.observe_trial(trial)
-        return self.belief
+    def _observe(self, trials: Sequence[Trial]) -> Belief:
+        trials = [t for t in trials if self.fixed is not None or not t.lost]
+        noise = self.noise or self._expected_noise([t for t in trials if t.usable])
+        spread = 0.0 if self.whole else UNLIKE
+        unlike = self.bend_unlike, self.size_unlike
+        around = Surroundings(
+            self.order, self.quiet, *unlike, spread, self.hidden, self.blind, self.narrow
+        )
+        return Belief(noise, self.bend, self.kappa.widened(KAPPA_SPREAD), around, trials)
+
+    def _expected_noise(self, trials: Sequence[Trial]) -> Estimate:
+        """Return the prior of the first vector's N: no more than r shows in any trial.
+
+        |w| says nothing of it where the curvature is that of parameters which are far smaller.
+        """
+        least = min(trials, key=lambda trial: trial.nonlinearity)
+        expected = NOISE.mean + math.log(self.rounding * least.size)
+        shown = [t.nonlinearity * t.h * t.size / math.sqrt(3) for t in trials]
+        return Estimate(min([expected, *(math.log(s) for s in shown if s > 0)]), NOISE.spread)
 
     def _displacements(self) -> Array:
-        low, high = math.log(self.smallest), math.log(self.largest)
+        low, high = math.log(self.floor), math.log(self.largest)
         return np.exp(np.linspace(low, high, max(2, math.ceil((high - low) / STEP))))
 
     def _clamp(self, h: float) -> float:
@@ -230,6 +278,7 @@ class StepController:
         if belief is None or outlook is None or product.size == 0:
             return None, None
         noise, bend = belief.estimates()
+        self.hidden, self.blind = belief.hidden, belief.blind
         if belief.truncation_seen:
             self.kappa = self.kappa.corrected(belief.kappa.mean, KAPPA_SPREAD)
         memory = MEMORY if self.products else 1.0
@@ -245,4 +294,28 @@ class StepController:
             self.bend = jump.widened(AFTER_PROBE.spread)
             self.h = self.fixed or self._clamp(outlook.h / FIRST_STEP)
         self.products += 1
-        return outlook.noise, outlook.error
+        return outlook.noise, max(
+            outlook.error, self._witnessed(product, outlook, belief.contradicted)
+        )
+
+    def _witnessed(self, product: Trial, outlook: Outlook, contradicted: bool) -> float:
+        """Return the error that the product's own ratio shows by itself.
+
+        A large one says more than any model. One that the pilot's does not explain is that of
+        micro-batches which are not like the pilot, such as kinks in some of them.
+        """
+        assert self.accepted is not None
+        ratio, pilot = product.nonlinearity, self.accepted.nonlinearity
+        bent = ratio > 2 * math.sqrt(3) * outlook.noise
+        strange = not self.whole and ratio > STRANGE * pilot * product.h / self.accepted.h
+        self.rough |= bool(strange and bent)
+        # Where changes contradict r, what r shows beyond rounding is a kink.
+        kinked = bent and (self.rough or contradicted)
+        if max(pilot, ratio) > 1:
+            # The second difference exceeds the first: |D| says nothing of |Hv|, which may be as
+            # large as that of any trial.
+            return max(min(ratio, LARGEST[0]), self.seen / self.accepted.size)
+        if ratio > SATURATING or kinked:
+            # What the two differences of an extrapolation differ by is evidence and no hint.
+            return min(ratio, product.removed if self.order > 2 else ratio, LARGEST[0])
+        return product.extrapolated if product.removed > VISIBLE * outlook.noise else 0.0

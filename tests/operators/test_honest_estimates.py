@@ -1,0 +1,208 @@
+"""Estimates where the nonlinearity ratio says nothing: no bar may be tight on a wrong figure."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ds_hessian.backends.plain import ModuleBackend
+from ds_hessian.krylov import lanczos, ritz
+from ds_hessian.operators import FiniteDifferenceHessian, Product
+from ds_hessian.operators.displacement.schemes import SchemeName
+from ds_hessian.vectors import random_vector
+from tests.operators.nets import Batch, Exact, backend_of, batches, measuring, mlp, relative, train
+
+FULL = pytest.mark.full
+
+
+class Scaled(nn.Module):
+    """A linear layer whose stored weight is `factor` times the effective one."""
+
+    def __init__(self, inputs: int, outputs: int, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+        self.weight = nn.Parameter(nn.Linear(inputs, outputs).weight.detach() * factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(b, inputs)` to `(b, outputs)`."""
+        return functional.linear(x, self.weight / self.factor)
+
+
+def logistic() -> nn.Module:
+    """Logistic regression at w = 0, where the third derivative of its loss is zero."""
+    net = nn.Linear(10, 2)
+    for parameter in net.parameters():
+        nn.init.zeros_(parameter)
+    return net
+
+
+def kinked() -> nn.Module:
+    """A ReLU net."""
+    torch.manual_seed(0)
+    layers = nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 3)
+    return nn.Sequential(*layers)
+
+
+def uneven() -> nn.Module:
+    """Parameters whose scales differ by 1e4."""
+    torch.manual_seed(0)
+    return nn.Sequential(Scaled(10, 16, 1e-2), nn.SiLU(), Scaled(16, 3, 1e2))
+
+
+def halves(count: int) -> list[Batch]:
+    """Micro-batches of two kinds."""
+    return [(x, y % 2) for x, y in batches(count)]
+
+
+def told_of(product: Product, truth: Tensor) -> tuple[float, float]:
+    """The error of a product and the estimate of it, in units of the truth's norm."""
+    size = float(truth.norm())
+    return relative(product.vector, truth), (product.error or 0.0) * product.norm / size
+
+
+def products(
+    backend: ModuleBackend,
+    exact: Exact,
+    data: list[Batch],
+    scheme: SchemeName = "central",
+    count: int = 8,
+) -> Iterator[tuple[float, float]]:
+    """Error and estimate of products with Krylov vectors, and of two first products alone.
+
+    Both are in units of |Hv|; the estimate is one of the error vector, relative to the product.
+    """
+    with measuring(backend, data) as session:
+        operator = FiniteDifferenceHessian(session, scheme=scheme)
+        pairs = list(exact.krylov(backend, count))
+        for v, truth in pairs:
+            product = operator.matvec(v)
+            yield told_of(product, truth)
+        gradient = exact.gradient.detach()
+        along = (gradient / gradient.norm()).float()
+        for v, truth in ((along, exact(along)), pairs[3]):
+            product = FiniteDifferenceHessian(session, scheme=scheme).matvec(v)
+            yield told_of(product, truth)
+
+
+def figures(found: Iterator[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """Errors, and estimates in units of them."""
+    errors, estimates = np.array(list(found)).T
+    return errors, estimates / errors
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(4, marks=FULL), 16])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_a_loss_without_third_derivative_is_measured_and_not_averaged(
+    bf16: bool, count: int
+) -> None:
+    """The nonlinearity ratio is zero at any h; the change between two displacements is not."""
+    data, net = halves(count), logistic()
+    errors, told = figures(products(backend_of(net, bf16), Exact(net, data), data, count=6))
+    assert errors.max() < (0.06 if bf16 else 1e-4), errors
+    assert told.min() > 1 / 3 and told.max() < 5, told
+
+
+@pytest.mark.parametrize("count", [1, 16])
+def test_eigenvalues_of_logistic_regression_at_zero_are_within_their_bars(count: int) -> None:
+    data, net = halves(count), logistic()
+    backend, exact = backend_of(net), Exact(net, data)
+    n = backend.layout.n_local
+    true = torch.linalg.eigvalsh(torch.stack([exact(e) for e in torch.eye(n)])).numpy()
+    with measuring(backend, data) as session:
+        operator = FiniteDifferenceHessian(session)
+
+        def fresh(k: int) -> Tensor:
+            return random_vector(backend.layout, backend.space, seed=k)
+
+        pairs = ritz(lanczos(operator, fresh(0), 12, fresh))
+    assert abs(pairs.values[-1] - true[-1]) <= pairs.errors[-1] < 1e-2 * true[-1]
+
+
+@pytest.mark.parametrize(
+    ("bf16", "count"), [(False, 1), (True, 16), pytest.param(True, 1, marks=FULL)]
+)
+def test_an_estimate_holds_the_kinks_that_it_saw(bf16: bool, count: int) -> None:
+    data = batches(count)
+    net = train(kinked(), data, 40)
+    _, told = figures(products(backend_of(net, bf16), Exact(net, data), data))
+    assert told.min() > 0.2 and np.median(told) < 3, told
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(8, marks=FULL), 16])
+def test_parameters_that_are_far_smaller_than_the_weights_norm_are_displaced_by_little(
+    count: int,
+) -> None:
+    data = batches(count)
+    net = train(uneven(), data, 40)
+    errors, told = figures(products(backend_of(net, bf16=True), Exact(net, data), data))
+    assert np.median(errors) < 0.5, errors  # that of u |w| / 16 is above 1
+    assert told.min() > 0.2, told
+
+
+@pytest.mark.parametrize("count", [1, 4, pytest.param(16, marks=FULL)])
+def test_masters_that_bf16_holds_have_estimates_of_their_errors(count: int) -> None:
+    """The rounding of w + hv and w - hv cancels in the nonlinearity ratio."""
+    data = batches(count)
+    net = train(mlp(), data, 40).bfloat16().float()
+    masters = [p.detach().clone() for p in net.parameters()]
+    backend = ModuleBackend(copy.deepcopy(net).bfloat16(), masters=masters)
+    errors, told = figures(products(backend, Exact(net, data), data))
+    assert errors.max() < 0.3 and told.min() > 0.2, (errors, told)
+
+
+@pytest.mark.parametrize("steps", [40, pytest.param(200, marks=FULL)])
+@pytest.mark.parametrize("count", [1, pytest.param(8, marks=FULL)])
+def test_what_extrapolation_removes_tells_the_error_that_it_leaves(count: int, steps: int) -> None:
+    data = batches(count)
+    net = train(mlp(), data, steps)
+    _, told = figures(products(backend_of(net), Exact(net, data), data, "fourth_order"))
+    assert told.min() > 0.2 and ((told > 1 / 3) & (told < 3)).mean() >= 0.7, told
+
+
+class Root(nn.Module):
+    """A quadratic form, and roots of what is left to an edge beyond which gradients are NaN."""
+
+    def __init__(self, gap: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w = nn.Parameter(torch.randn(30))
+        self.register_buffer("a", torch.randn(30, 30))
+        self.gap, self.edge = gap, float(self.w.max()) + gap
+
+    def forward(self, w: Tensor) -> Tensor:
+        """A scalar."""
+        left = self.edge - w
+        roots = torch.where(left > 0, left.sqrt(), 0 * left).sum()
+        a = self.get_buffer("a").to(w.dtype)
+        return 0.5 * w @ (a + a.T) @ w + 0.1 * self.gap * roots
+
+
+@pytest.mark.parametrize("gap", [1e-2, 1e-3, 1e-4])
+def test_extremes_are_within_their_bars_where_gradients_are_not_finite_nearby(gap: float) -> None:
+    net = Root(gap)
+    weights = net.w.detach().double()
+    true = torch.linalg.eigvalsh(torch.autograd.functional.hessian(net, weights)).numpy()
+    backend = ModuleBackend(net)
+
+    def fresh(k: int) -> Tensor:
+        return random_vector(backend.layout, backend.space, seed=k)
+
+    with measuring(backend, [None], lambda module, _: module(module.w)) as session:
+        pairs = ritz(lanczos(FiniteDifferenceHessian(session), fresh(0), 20, fresh))
+    assert abs(pairs.values[-1] - true[-1]) <= pairs.errors[-1]
+    assert abs(pairs.values[0] - true[0]) <= pairs.errors[0]
+    assert pairs.errors[[0, -1]].max() < 0.05 * true[-1]
+
+
+def test_a_hessian_of_zero_shows_no_nonlinearity() -> None:
+    data, net = batches(2), nn.Linear(10, 3)
+    backend = ModuleBackend(net)
+    with measuring(backend, data, lambda m, b: m(b[0]).sum()) as session:
+        product = FiniteDifferenceHessian(session).matvec(torch.ones(backend.layout.n_local))
+    assert product.norm == 0 and product.nonlinearity == 0
