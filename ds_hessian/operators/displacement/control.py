@@ -82,6 +82,9 @@ APART = 0.4
 STRANGE = math.exp(5 * UNLIKE)
 """Smooth micro-batches bend more than the pilot by this factor in one of 300 products."""
 
+KINKED = 2
+"""So many strange products of one run are no chance: one run of 40 smooth products in a hundred."""
+
 DECADE = 10.0
 """Step of the scan for the first vector's scale, while all nonlinearity ratios are saturating."""
 
@@ -151,7 +154,7 @@ class StepController:
         self.size = 0.0  # |Hv| of the pilot's last trial
         self.products = 0
         self.hidden, self.blind = 1.0, False  # of the last vector, see `Belief`
-        self.rough = False  # some micro-batch has a kink that the pilot has not
+        self.rough = 0  # products that bend more than the pilot lets expect
         self.accepted: Trial | None = None
         self.seen = 0.0  # the largest |D| of its trials
         self.belief: Belief | None = None
@@ -167,8 +170,8 @@ class StepController:
 
     def load_state_dict(self, figures: Mapping[str, Any]) -> None:
         """Continue from another controller's `state_dict`."""
-        for name in LEARNT:
-            setattr(self, name, figures[name])
+        for name in LEARNT:  # a state of an older version has fewer
+            setattr(self, name, figures.get(name, getattr(self, name)))
         for name in ESTIMATES:
             setattr(self, name, figures[name] and Estimate(**figures[name]))
 
@@ -308,9 +311,9 @@ class StepController:
         ratio, pilot = product.nonlinearity, self.accepted.nonlinearity
         bent = ratio > 2 * math.sqrt(3) * outlook.noise
         strange = not self.whole and ratio > STRANGE * pilot * product.h / self.accepted.h
-        self.rough |= bool(strange and bent)
+        self.rough += strange and bent
         # Where changes contradict r, what r shows beyond rounding is a kink.
-        kinked = bent and (self.rough or contradicted)
+        kinked = bent and (strange or self.rough >= KINKED or contradicted)
         if max(pilot, ratio) > 1:
             # The second difference exceeds the first: |D| says nothing of |Hv|, which may be as
             # large as that of any trial.
