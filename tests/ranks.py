@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -67,25 +66,6 @@ def _end_groups(alone: int) -> None:
             dist.destroy_process_group(group)
 
 
-def _share_a_device() -> None:
-    """Have all process groups of this rank use one device of gloo's, and one thread each.
-
-    Otherwise each group has a device of its own, whose thread polls 100 times a second: a rank of a
-    Megatron job has 50 groups.
-    """
-    from torch.distributed import ProcessGroupGloo, distributed_c10d
-
-    device = ProcessGroupGloo.create_default_device()
-
-    class Sharing(ProcessGroupGloo):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-            options = ProcessGroupGloo._Options()
-            options._devices, options._threads, options._timeout = [device], 1, timeout
-            super().__init__(store, rank, size, options)
-
-    distributed_c10d.ProcessGroupGloo = Sharing
-
-
 def _serve(
     rank: int,
     world_size: int,
@@ -122,7 +102,6 @@ def _serve(
     # Its shared-memory op serves inference alone: loading it asks ninja, and takes 66 MiB.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
-    _share_a_device()
     deepspeed.init_distributed("gloo", verbose=False)
     made = [torch.distributed.new_group(list(range(world_size)))]
     alone = _references()[made[0]] - 1
