@@ -7,7 +7,9 @@
 //   coordinates that this rank owns. Updates touch all n, sums run over the owned prefix only.
 // * A basis is `rows` rows of n elements, `stride` elements apart, in fp32 or bf16.
 // * Products of two fp32 values are formed in fp64, where they are exact, and summed in fp64 in an
-//   order that depends on the lengths alone: the same bits on every run and number of threads.
+//   order that depends on the lengths alone: the same bits on every run, number of threads, and
+//   GPU. Products with bf16 rows are formed in fp32 and added up there in chains of eight, which go
+//   to fp64 sums in an order that is as fixed.
 // * All element indices and offsets are int64_t.
 // * NaN and Inf propagate as in IEEE arithmetic. No kernel contracts a product and a sum into one
 //   rounding unless the product is exact, so CPU, CUDA and the torch twins round alike.
@@ -67,7 +69,7 @@ struct Launch {
 namespace DS_HESSIAN_BACKEND {
 
 // Number of fp64 values that a kernel with this many sums needs as workspace.
-int64_t workspace_size(int64_t sums, int device);
+int64_t workspace_size(int64_t sums);
 
 // Instruction sets that the kernels were compiled for; see bindings.cpp.
 uint32_t required_features();

@@ -1,6 +1,7 @@
 // Products with a basis: all rows of a tile of columns at a time, so that the basis is read once.
 #include <cstring>
 #include <memory>
+#include <type_traits>
 
 #include "reduce.h"
 
@@ -13,17 +14,12 @@ using lanes::F8;
 using lanes::Full;
 using lanes::widen;
 
-// On a lambda of prefetches only: GCC drops a call that returns nothing and writes nothing.
+// On a lambda, of prefetches above all: GCC drops a call that returns nothing and writes nothing.
 #define DS_HESSIAN_INLINED __attribute__((always_inline))
 
 constexpr int64_t kColumns = 2048;       // of a tile: 16 KB in fp64, half of a first-level cache
 constexpr int64_t kFusedColumns = 1024;  // two such tiles and the rows at hand fill that cache
-constexpr int64_t kGroup = 4;            // rows at a time: their sums stay in registers
-
-template <class T>
-const T* row_of(const Basis& basis, int64_t row) {
-  return static_cast<const T*>(basis.data) + row * basis.stride;
-}
+constexpr int kChain = 8;                // products that are added up before they go to a sum
 
 DS_HESSIAN_LANE D8 load_wide(const double* from) {
   D8 wide;
@@ -47,6 +43,57 @@ void narrow_tile(const double* wide, int64_t columns, float* w) {
               [&](int64_t i, auto io) { io.store(w + i, lanes::narrow(load_wide(wide + i))); });
 }
 
+// What products with elements of a basis are formed and added up in, kChain at a time: of fp32 rows
+// in fp64, where they are exact and a chain simply continues the sum that it goes to; of bf16 rows
+// in fp32, so that conversions and additions in fp64 are paid once for each chain. `kRows`: rows at
+// a time, whose sums stay in registers. `operand`: w of a tile as these products take it.
+template <class T>
+struct Chain;
+
+template <>
+struct Chain<float> {
+  typedef D8 Lanes;
+  static constexpr int kRows = 4;
+
+  static const double* operand(const float* w, int64_t columns, double* wide) {
+    widen_tile(w, columns, wide);
+    return wide;
+  }
+  template <class Io>
+  static DS_HESSIAN_LANE D8 load(const Io& io, const float* from) {
+    return io.wide(from);
+  }
+  template <class Io>
+  static DS_HESSIAN_LANE D8 load(const Io&, const double* from) {
+    return load_wide(from);
+  }
+  static DS_HESSIAN_LANE D8 factor(double x) { return lanes::broadcast(x); }
+  static DS_HESSIAN_LANE D8 begin(const D8& sum) { return sum; }
+  static DS_HESSIAN_LANE D8 end(const D8&, const D8& chain) { return chain; }
+};
+
+template <>
+struct Chain<bf16> {
+  typedef F8 Lanes;
+  static constexpr int kRows = kChain;
+
+  static const float* operand(const float* w, int64_t, double*) { return w; }
+  template <class Io, class From>
+  static DS_HESSIAN_LANE F8 load(const Io& io, const From* from) {
+    return io.load(from);
+  }
+  static DS_HESSIAN_LANE F8 factor(double x) { return F8{} + static_cast<float>(x); }
+  static DS_HESSIAN_LANE F8 begin(const D8&) { return F8{}; }
+  static DS_HESSIAN_LANE D8 end(const D8& sum, F8 chain) { return sum + widen(chain); }
+};
+
+template <class T>
+using Operand = decltype(Chain<T>::operand(nullptr, 0, nullptr));
+
+// Steps of eight elements that a line of the cache holds.
+template <class T>
+constexpr int kSteps = 64 / (lanes::kLanes * sizeof(T));
+
 // Some rows of a tile, `stride` elements apart, and rows that will be wanted next (or null): they
 // lie far apart, and the processor itself prefetches only along one.
 template <class T>
@@ -66,19 +113,38 @@ struct Rows {
   }
 };
 
-// sums[r] += the product of row r with `wide`.
+// All rows from column `begin` on; ahead of each group the next one is wanted.
+template <class T>
+Rows<T> rows_of(const Basis& basis, int64_t begin) {
+  const T* data = static_cast<const T*>(basis.data) + begin;
+  return {data, basis.stride, data + Chain<T>::kRows * basis.stride, basis.stride};
+}
+
+// sums[r] += the product of row r with w.
 template <int kRows, int kAhead = kRows, class T>
-void project_rows(const Rows<T>& rows, const double* wide, int64_t columns, lanes::Sum* sums) {
+void project_rows(const Rows<T>& rows, Operand<T> w, int64_t columns, lanes::Sum* sums) {
+  using C = Chain<T>;
   D8 partial[kRows];
   for (int r = 0; r < kRows; ++r) partial[r] = lanes::zeros();
-  lanes::each_ahead(
-      columns, [&](int64_t i) DS_HESSIAN_INLINED { rows.template prefetch<kAhead>(i); },
-      [&](int64_t i, auto io) {
-        D8 x = load_wide(wide + i);
-        lanes::keep(&x);  // used kRows times: the loads of the rows are what limits this loop
-        for (int r = 0; r < kRows; ++r)
-          partial[r] = lanes::add_product(partial[r], io.wide(rows.data + r * rows.stride + i), x);
-      });
+  const auto chain = [&](int64_t begin, int64_t end) DS_HESSIAN_INLINED {
+    typename C::Lanes products[kRows];
+    for (int r = 0; r < kRows; ++r) products[r] = C::begin(partial[r]);
+    lanes::each_ahead<kSteps<T>>(
+        begin, end, [&](int64_t i) DS_HESSIAN_INLINED { rows.template prefetch<kAhead>(i); },
+        [&](int64_t i, auto io) {
+          auto x = C::load(io, w + i);
+          lanes::keep(&x);  // used kRows times: the loads of the rows are what limits this loop
+          for (int r = 0; r < kRows; ++r) {
+            const auto y = C::load(io, rows.data + r * rows.stride + i);
+            products[r] = lanes::add_product(products[r], y, x);
+          }
+        });
+    for (int r = 0; r < kRows; ++r) partial[r] = C::end(partial[r], products[r]);
+  };
+  constexpr int64_t kWhole = kChain * lanes::kLanes;
+  int64_t i = 0;
+  for (; i + kWhole <= columns; i += kWhole) chain(i, i + kWhole);
+  if (i < columns) chain(i, columns);
   for (int r = 0; r < kRows; ++r) sums[r].add(partial[r].total());
 }
 
@@ -95,27 +161,37 @@ void add_square(const double* wide, int64_t columns, lanes::Sum* sum) {
 template <int kRows, bool kCopy, int kAhead = kRows, class T>
 void subtract_rows(const Rows<T>& rows, const double* coefficients, double* wide, int64_t columns,
                    T* copy, int64_t copy_stride) {
-  D8 factors[kRows];
-  for (int r = 0; r < kRows; ++r) factors[r] = lanes::broadcast(-coefficients[r]);
-  lanes::each_ahead(
-      columns, [&](int64_t i) DS_HESSIAN_INLINED { rows.template prefetch<kAhead>(i); },
+  using C = Chain<T>;
+  typename C::Lanes factors[kRows];
+  for (int r = 0; r < kRows; ++r) factors[r] = C::factor(-coefficients[r]);
+  lanes::each_ahead<kSteps<T>>(
+      0, columns, [&](int64_t i) DS_HESSIAN_INLINED { rows.template prefetch<kAhead>(i); },
       [&](int64_t i, auto io) {
-        D8 x = load_wide(wide + i);
+        const D8 x = load_wide(wide + i);
+        auto chain = C::begin(x);
         for (int r = 0; r < kRows; ++r) {
           const T* row = rows.data + r * rows.stride + i;
-          x = lanes::add_product(x, io.wide(row), factors[r]);
+          chain = lanes::add_product(chain, C::load(io, row), factors[r]);
           if (kCopy) io.put(copy + r * copy_stride + i, row);
         }
-        store_wide(wide + i, x);
+        store_wide(wide + i, C::end(x, chain));
       });
 }
 
-// Runs some(row) for groups of kGroup rows, then one(row) for each of the rest.
-template <class Some, class One>
-DS_HESSIAN_LANE void grouped(int64_t rows, const Some& some, const One& one) {
+// Calls call(std::integral_constant<int, count>()) for a count within 1 .. kMost.
+template <int kMost, class Call>
+DS_HESSIAN_LANE void with_count(int64_t count, const Call& call) {
+  if (count == kMost) return call(std::integral_constant<int, kMost>());
+  if constexpr (kMost > 1) with_count<kMost - 1>(count, call);
+}
+
+// Runs some(row, count) for groups of Chain<T>::kRows rows, and once for the rest.
+template <class T, class Some>
+DS_HESSIAN_LANE void grouped(int64_t rows, const Some& some) {
+  constexpr int kRows = Chain<T>::kRows;
   int64_t row = 0;
-  for (; row + kGroup <= rows; row += kGroup) some(row);
-  for (; row < rows; ++row) one(row);
+  for (; row + kRows <= rows; row += kRows) some(row, std::integral_constant<int, kRows>());
+  if (row < rows) with_count<kRows - 1>(rows - row, [&](auto count) { some(row, count); });
 }
 
 // Runs tile(begin, end, sums) over the blocks of [0, n) in tiles of at most `width` columns on one
@@ -139,44 +215,35 @@ void reduce_tiles(int64_t n, int64_t owned, int64_t width, int64_t count, int th
 
 template <class T>
 void project_of(const Basis& basis, const float* w, int64_t owned, double* out, int threads) {
-  reduce_tiles(
-      owned, owned, kColumns, basis.rows, threads, out,
-      [&](int64_t begin, int64_t end, lanes::Sum* sums) {
-        alignas(64) double wide[kColumns];
-        const int64_t columns = end - begin;
-        const T* tile = row_of<T>(basis, 0) + begin;
-        const Rows<T> rows = {tile, basis.stride, tile + kGroup * basis.stride, basis.stride};
-        widen_tile(w + begin, columns, wide);
-        grouped(
-            basis.rows,
-            [&](int64_t row) { project_rows<kGroup>(rows.from(row), wide, columns, sums + row); },
-            [&](int64_t row) { project_rows<1>(rows.from(row), wide, columns, sums + row); });
-      });
+  reduce_tiles(owned, owned, kColumns, basis.rows, threads, out,
+               [&](int64_t begin, int64_t end, lanes::Sum* sums) {
+                 alignas(64) double wide[kColumns];
+                 const int64_t columns = end - begin;
+                 const auto rows = rows_of<T>(basis, begin);
+                 const auto x = Chain<T>::operand(w + begin, columns, wide);
+                 grouped<T>(basis.rows, [&](int64_t row, auto count) {
+                   project_rows<count()>(rows.from(row), x, columns, sums + row);
+                 });
+               });
 }
 
 template <class T>
 void subtract_of(const Basis& basis, float* w, const double* coefficients, int64_t n, int64_t owned,
                  double* out, int threads) {
-  reduce_tiles(
-      n, owned, kColumns, 1, threads, out, [&](int64_t begin, int64_t end, lanes::Sum* sums) {
-        alignas(64) double wide[kColumns];
-        const int64_t columns = end - begin;
-        const T* tile = row_of<T>(basis, 0) + begin;
-        const Rows<T> rows = {tile, basis.stride, tile + kGroup * basis.stride, basis.stride};
-        T* none = nullptr;
-        widen_tile(w + begin, columns, wide);
-        grouped(
-            basis.rows,
-            [&](int64_t r) {
-              subtract_rows<kGroup, false>(rows.from(r), coefficients + r, wide, columns, none, 0);
-            },
-            [&](int64_t r) {
-              subtract_rows<1, false>(rows.from(r), coefficients + r, wide, columns, none, 0);
-            });
-        narrow_tile(wide, columns, w + begin);
-        widen_tile(w + begin, columns, wide);
-        add_square(wide, columns, sums);
-      });
+  reduce_tiles(n, owned, kColumns, 1, threads, out,
+               [&](int64_t begin, int64_t end, lanes::Sum* sums) {
+                 alignas(64) double wide[kColumns];
+                 const int64_t columns = end - begin;
+                 const auto rows = rows_of<T>(basis, begin);
+                 widen_tile(w + begin, columns, wide);
+                 grouped<T>(basis.rows, [&](int64_t row, auto count) {
+                   subtract_rows<count(), false>(rows.from(row), coefficients + row, wide, columns,
+                                                 static_cast<T*>(nullptr), 0);
+                 });
+                 narrow_tile(wide, columns, w + begin);
+                 widen_tile(w + begin, columns, wide);
+                 add_square(wide, columns, sums);
+               });
 }
 
 // One thread's work in subtract_project. The rows of a tile stay in cache from their update until
@@ -195,13 +262,12 @@ class Fused {
   void advance(float* w, int64_t begin, int64_t end, lanes::Sum* sums) {
     double* next = wide_[turn_];
     const int64_t columns = end - begin;
-    const T* tile = row_of<T>(basis_, 0) + begin;
+    const T* tile = static_cast<const T*>(basis_.data) + begin;
     widen_tile(w + begin, columns, next);
-    grouped(
-        basis_.rows, [&](int64_t row) { step<kGroup>(tile, row, next, columns); },
-        [&](int64_t row) { step<1>(tile, row, next, columns); });
+    grouped<T>(basis_.rows,
+               [&](int64_t row, auto count) { step<count()>(tile, row, next, columns); });
     narrow_tile(next, columns, w + begin);
-    widen_tile(w + begin, columns, next);
+    x_ = Chain<T>::operand(w + begin, columns, next);
     kept_ = kCopy ? copies_.data() : tile;
     columns_ = columns;
     sums_ = sums;
@@ -210,9 +276,8 @@ class Fused {
 
   // The products of the last tile.
   void finish() {
-    grouped(
-        basis_.rows, [&](int64_t row) { products<kGroup, 0>(row, nullptr, 0); },
-        [&](int64_t row) { products<1, 0>(row, nullptr, 0); });
+    grouped<T>(basis_.rows,
+               [&](int64_t row, auto count) { products<count(), 0>(row, nullptr, 0); });
   }
 
  private:
@@ -234,7 +299,7 @@ class Fused {
   template <int kRows, int kAhead>
   void products(int64_t row, const T* ahead, int64_t ahead_stride) {
     const Rows<T> rows = {kept_ + row * stride_, stride_, ahead, ahead_stride};
-    project_rows<kRows, kAhead>(rows, wide_[1 - turn_], columns_, sums_ + row);
+    project_rows<kRows, kAhead>(rows, x_, columns_, sums_ + row);
   }
 
   const Basis& basis_;
@@ -242,6 +307,7 @@ class Fused {
   const int64_t stride_;  // of the kept rows
   std::vector<T> copies_;
   const T* kept_ = nullptr;
+  Operand<T> x_ = nullptr;  // w of the tile whose products are due
   alignas(64) double wide_[2][kFusedColumns];
   int turn_ = 0;
   int64_t columns_ = 0;
@@ -301,20 +367,26 @@ void subtract_project_of(const Basis& basis, float* w, const double* coefficient
 template <int kRows, int kOut, int kAhead, class T>
 void combine_rows(const Rows<T>& rows, const double* coefficients, int64_t coefficient_stride,
                   double* sums, int64_t columns) {
-  D8 factors[kOut][kRows];
+  using C = Chain<T>;
+  typename C::Lanes factors[kOut][kRows];
   for (int j = 0; j < kOut; ++j)
     for (int r = 0; r < kRows; ++r)
-      factors[j][r] = lanes::broadcast(coefficients[j * coefficient_stride + r]);
-  lanes::each_ahead(
-      columns, [&](int64_t i) DS_HESSIAN_INLINED { rows.template prefetch<kAhead>(i); },
+      factors[j][r] = C::factor(coefficients[j * coefficient_stride + r]);
+  lanes::each_ahead<kSteps<T>>(
+      0, columns, [&](int64_t i) DS_HESSIAN_INLINED { rows.template prefetch<kAhead>(i); },
       [&](int64_t i, auto io) {
         D8 sum[kOut];
-        for (int j = 0; j < kOut; ++j) sum[j] = load_wide(sums + j * kColumns + i);
-        for (int r = 0; r < kRows; ++r) {
-          const D8 x = io.wide(rows.data + r * rows.stride + i);
-          for (int j = 0; j < kOut; ++j) sum[j] = lanes::add_product(sum[j], x, factors[j][r]);
+        typename C::Lanes chain[kOut];
+        for (int j = 0; j < kOut; ++j) {
+          sum[j] = load_wide(sums + j * kColumns + i);
+          chain[j] = C::begin(sum[j]);
         }
-        for (int j = 0; j < kOut; ++j) store_wide(sums + j * kColumns + i, sum[j]);
+        for (int r = 0; r < kRows; ++r) {
+          const auto x = C::load(io, rows.data + r * rows.stride + i);
+          for (int j = 0; j < kOut; ++j) chain[j] = lanes::add_product(chain[j], x, factors[j][r]);
+        }
+        for (int j = 0; j < kOut; ++j)
+          store_wide(sums + j * kColumns + i, C::end(sum[j], chain[j]));
       });
 }
 
@@ -323,12 +395,12 @@ void combine_rows(const Rows<T>& rows, const double* coefficients, int64_t coeff
 template <int kRows, class T>
 void combine_all(const Rows<T>& rows, const double* coefficients, int64_t coefficient_stride,
                  int64_t k, double* sums, int64_t columns) {
-  for (int64_t j = 0; j < k; j += 2) {
-    const auto two = j == 0 ? combine_rows<kRows, 2, kRows, T> : combine_rows<kRows, 2, 0, T>;
-    const auto one = j == 0 ? combine_rows<kRows, 1, kRows, T> : combine_rows<kRows, 1, 0, T>;
-    (j + 2 <= k ? two : one)(rows, coefficients + j * coefficient_stride, coefficient_stride,
-                             sums + j * kColumns, columns);
-  }
+  typedef void (*CombineRows)(const Rows<T>&, const double*, int64_t, double*, int64_t);
+  constexpr CombineRows kRuns[2][2] = {{combine_rows<kRows, 1, 0>, combine_rows<kRows, 1, kRows>},
+                                       {combine_rows<kRows, 2, 0>, combine_rows<kRows, 2, kRows>}};
+  for (int64_t j = 0; j < k; j += 2)
+    kRuns[j + 2 <= k][j == 0](rows, coefficients + j * coefficient_stride, coefficient_stride,
+                              sums + j * kColumns, columns);
 }
 
 template <class T>
@@ -341,18 +413,12 @@ void combine_of(const Basis& basis, const double* coefficients, int64_t k, float
     const int64_t width = std::min(kFusedColumns, std::max<int64_t>(fit, 64));
     for (int64_t begin = first; begin < last; begin += width) {
       const int64_t columns = std::min(width, last - begin);
-      const T* tile = row_of<T>(basis, 0) + begin;
-      const Rows<T> rows = {tile, basis.stride, tile + kGroup * basis.stride, basis.stride};
+      const auto rows = rows_of<T>(basis, begin);
       std::fill(sums.begin(), sums.end(), 0.0);
-      grouped(
-          basis.rows,
-          [&](int64_t row) {
-            combine_all<kGroup>(rows.from(row), coefficients + row, basis.rows, k, sums.data(),
-                                columns);
-          },
-          [&](int64_t row) {
-            combine_all<1>(rows.from(row), coefficients + row, basis.rows, k, sums.data(), columns);
-          });
+      grouped<T>(basis.rows, [&](int64_t row, auto count) {
+        combine_all<count()>(rows.from(row), coefficients + row, basis.rows, k, sums.data(),
+                             columns);
+      });
       for (int64_t j = 0; j < k; ++j)
         narrow_tile(sums.data() + j * kColumns, columns, out + j * out_stride + begin);
     }

@@ -55,12 +55,28 @@ DS_HESSIAN_LANE D8 add_product(const D8& sum, const D8& a, const D8& b) {
 #endif
 }
 
+// The same of fp32 numbers, where the product is rounded with the sum or, without FMA, by itself.
+DS_HESSIAN_LANE F8 add_product(F8 sum, F8 a, F8 b) {
+#if defined(__FMA__)
+  return (F8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+  return sum + a * b;
+#endif
+}
+
 DS_HESSIAN_LANE D8 broadcast(double x) { return {D4{x, x, x, x}, D4{x, x, x, x}}; }
 
 // Keeps x in registers where the compiler would rather read memory at each use.
 DS_HESSIAN_LANE void keep(D8* x) {
 #if defined(__AVX__)
   asm("" : "+x"(x->low), "+x"(x->high));
+#else
+  (void)x;
+#endif
+}
+DS_HESSIAN_LANE void keep(F8* x) {
+#if defined(__AVX__)
+  asm("" : "+x"(*x));
 #else
   (void)x;
 #endif
@@ -329,14 +345,13 @@ DS_HESSIAN_LANE void each(int64_t begin, int64_t end, const Step& step) {
   if (i < end) step(i, Partial{end - i});
 }
 
-// As each(), with prefetch(i) called once for every 16 elements before they are used.
-template <class Ahead, class Step>
-DS_HESSIAN_LANE void each_ahead(int64_t end, const Ahead& ahead, const Step& step) {
-  int64_t i = 0;
-  for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
+// As each(), with ahead(i) called once for every kSteps steps before them.
+template <int kSteps, class Ahead, class Step>
+DS_HESSIAN_LANE void each_ahead(int64_t begin, int64_t end, const Ahead& ahead, const Step& step) {
+  int64_t i = begin;
+  for (; i + kSteps * kLanes <= end; i += kSteps * kLanes) {
     ahead(i);
-    step(i, Full{});
-    step(i + kLanes, Full{});
+    for (int k = 0; k < kSteps; ++k) step(i + k * kLanes, Full{});
   }
   each(i, end, step);
 }

@@ -93,7 +93,7 @@ std::vector<Task> divide(const std::vector<Shard>& shards) {
 
 }  // namespace
 
-int64_t workspace_size(int64_t, int) { return 0; }
+int64_t workspace_size(int64_t) { return 0; }
 
 uint32_t required_features() {
   uint32_t features = 0;

@@ -16,15 +16,25 @@ constexpr int kMaxRows = 512;      // of the fused kernel: bounds shared memory 
 constexpr int kProjectRows = 256;  // of a launch of `project`: 32 KB of sums
 constexpr int kTileThreads = 512;  // of a block of the fused kernels
 constexpr int kTileWarps = kTileThreads / 32;
-constexpr int kMaxWidth = 2048;  // columns of a tile
+constexpr int kMaxWidth = 2048;            // columns of a tile
+constexpr int64_t kTileBytes = 49 << 10;   // two blocks share 100 KB, and 1 KB each is the system's
+constexpr int64_t kBlockBytes = 64 << 10;  // of shared memory that every device gives to a block
+constexpr int64_t kProjectTiles = 512;     // of `project`: what a hundred multiprocessors hold
 constexpr int kWarps = kThreads / 32;
 constexpr int kChain = 8;  // products that are added up before they go to a sum
 
-// What products with elements of a basis are formed and chained in. Products of fp32 values are
-// exact in fp64, and a chain simply continues the sum that it goes to.
+// What products with elements of a basis are formed and added up in, kChain at a time. Of fp32 rows
+// in fp64, where they are exact: such a chain simply continues the sum that it goes to. Of bf16
+// rows in fp32: conversions to fp64, of which a multiprocessor makes 16 a clock, and fp64
+// arithmetic, which consumer devices make at 1/64 of the rate of fp32, are then paid once for each
+// chain.
 template <class T>
 struct Chain {
   using type = double;
+};
+template <>
+struct Chain<bf16> {
+  using type = float;
 };
 template <class T>
 using ChainOf = typename Chain<T>::type;
@@ -32,8 +42,13 @@ using ChainOf = typename Chain<T>::type;
 __device__ __forceinline__ double multiply_add(double a, double b, double c) {
   return __fma_rn(a, b, c);
 }
+__device__ __forceinline__ float multiply_add(float a, float b, float c) {
+  return __fmaf_rn(a, b, c);
+}
 __device__ __forceinline__ double begin_chain(double sum, double) { return sum; }
+__device__ __forceinline__ float begin_chain(double, float) { return 0.0f; }
 __device__ __forceinline__ double end_chain(double, double chain) { return chain; }
+__device__ __forceinline__ double end_chain(double sum, float chain) { return sum + chain; }
 
 template <class T>
 struct Matrix {
@@ -133,14 +148,12 @@ __global__ void __launch_bounds__(kThreads)
 template <class T>
 void project_of(const Basis& basis, const float* w, int64_t owned, double* out,
                 const Launch& launch) {
-  const int resident = sm_count(launch.device) * 4;
-  // Enough tiles for every block, none so wide that w drops out of the caches or that a thread's
-  // chain of additions passes kChainLength.
-  const int64_t even = (owned + resident - 1) / resident;
+  // Enough tiles to keep a device busy, none so wide that w drops out of the caches or that a
+  // thread's chain of additions passes kChainLength.
+  const int64_t even = (owned + kProjectTiles - 1) / kProjectTiles;
   const int64_t width =
       std::min<int64_t>(16384, std::max<int64_t>(2048, (even + 2047) / 2048 * 2048));
-  const int64_t tiles = (owned + width - 1) / width;
-  const int grid = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(tiles, resident)));
+  const int grid = grid_for((owned + width - 1) / width);
   for (int64_t first = 0; first < basis.rows; first += kProjectRows) {
     const int64_t rows = std::min<int64_t>(kProjectRows, basis.rows - first);
     const Matrix<T> part = matrix_of<T>(basis, first, rows);
@@ -383,26 +396,19 @@ __global__ void __launch_bounds__(kTileThreads, kRowsPerWarp <= 8 ? 2 : 1)
 }
 
 // How wide a tile may be so that two blocks share a multiprocessor (or one, where it must be):
-// a power of two within [32, kMaxWidth], or 0 if not even 32 columns of all rows fit.
-int tile_width(int64_t bytes_per_column, int64_t fixed, int device) {
-  const int64_t reserved = 1024;  // of each block, by the system
-  const int64_t half =
-      attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) / 2 - reserved;
-  const int64_t whole = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  const auto fits = [&](int64_t width, int64_t room) {
-    return fixed + width * bytes_per_column <= room;
-  };
+// a power of two within [32, kMaxWidth], or 0 if not even 32 columns of all rows fit. The smallest
+// device decides: the same width on all of them gives the same sums.
+int tile_width(int64_t bytes_per_column, int64_t fixed) {
   for (int width = kMaxWidth; width >= 32; width /= 2)
-    if (fits(width, std::min(half, whole))) return width;
-  return fits(32, whole) ? 32 : 0;
+    if (fixed + width * bytes_per_column <= (width > 32 ? kTileBytes : kBlockBytes)) return width;
+  return 0;
 }
 
 template <class Kernel>
-int prepare(Kernel kernel, size_t shared, int64_t tiles, int device) {
+void allow_shared(Kernel kernel, size_t shared) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              static_cast<int>(shared)),
         "cudaFuncSetAttribute");
-  return grid_for(kernel, kTileThreads, shared, tiles, device);
 }
 
 template <class T>
@@ -410,7 +416,7 @@ void subtract_project_of(const Basis& basis, float* w, const double* coefficient
                          int64_t owned, double* out, const Launch& launch) {
   using Memory = FusedMemory<T>;
   const int64_t fixed = Memory::even(basis.rows) * Memory::per_row();
-  const int width = tile_width(Memory::per_column(basis.rows), fixed, launch.device);
+  const int width = tile_width(Memory::per_column(basis.rows), fixed);
   if (basis.rows == 0 || basis.rows > kMaxRows ||
       width == 0) {  // the tile does not fit: two passes
     subtract_of<T>(basis, w, coefficients, n, owned, nullptr, launch);
@@ -425,7 +431,8 @@ void subtract_project_of(const Basis& basis, float* w, const double* coefficient
                       : per_warp <= 16 ? fused_kernel<16, T>
                                        : fused_kernel<32, T>;
   const size_t shared = static_cast<size_t>(fixed + width * Memory::per_column(basis.rows));
-  const int grid = prepare(kernel, shared, (n + width - 1) / width, launch.device);
+  const int grid = grid_for((n + width - 1) / width);
+  allow_shared(kernel, shared);
   kernel<<<grid, kTileThreads, shared, stream_of(launch)>>>(
       matrix, w, coefficients, n, owned, width, aligned(matrix), launch.workspace);
   check(cudaGetLastError(), "fused_kernel");
@@ -513,7 +520,7 @@ void combine_of(const Basis& basis, const double* coefficients, int64_t k, float
                 int64_t out_stride, int64_t n, const Launch& launch) {
   if (k == 0 || n == 0) return;
   const Matrix<T> matrix = matrix_of<T>(basis, 0, basis.rows);
-  const int width = tile_width(basis.rows * static_cast<int64_t>(sizeof(T)), 0, launch.device);
+  const int width = tile_width(basis.rows * static_cast<int64_t>(sizeof(T)), 0);
   if (k == 1 || width == 0) {
     for (int64_t j = 0; j < k; ++j) {
       float* row = out + j * out_stride;
@@ -523,7 +530,8 @@ void combine_of(const Basis& basis, const double* coefficients, int64_t k, float
     return;
   }
   const size_t shared = sizeof(T) * static_cast<size_t>(basis.rows * width);
-  const int grid = prepare(combine_kernel<T>, shared, (n + width - 1) / width, launch.device);
+  const int grid = grid_for((n + width - 1) / width);
+  allow_shared(combine_kernel<T>, shared);
   combine_kernel<T><<<grid, kTileThreads, shared, stream_of(launch)>>>(
       matrix, coefficients, k, out, out_stride, n, width, aligned(matrix));
   check(cudaGetLastError(), "combine_kernel");

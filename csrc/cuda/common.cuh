@@ -3,7 +3,8 @@
 // A sum is formed in two stages without atomics: every thread adds up its elements, in chains of at
 // most 512 that a compensated sum collects, so that the error does not grow with the length; a
 // block adds up its threads by a fixed tree into `workspace`, and a second kernel the blocks, in
-// order. The grid follows from the device and the lengths, so the bits are the same on every run.
+// order. Grids and tiles follow from the lengths alone, not from the device: the bits are the same
+// on every run and on every GPU.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -20,8 +21,14 @@ namespace ds_hessian {
 namespace cuda {
 
 constexpr int kThreads = 256;
-constexpr int kBlocksPerSm = 8;  // at most: 2048 threads, what an SM of sm_80 and sm_90 holds
-constexpr int kVector = 8;       // elements of a vector access: 16 bytes of a 16-bit type
+constexpr int kVector = 8;  // elements of a vector access: 16 bytes of a 16-bit type
+
+// Blocks of a grid, at most: twice what an H100 holds, so that none of its multiprocessors waits
+// for a last block, and few enough that their partial sums are nothing beside a vector.
+#ifndef DS_HESSIAN_MAX_BLOCKS
+#define DS_HESSIAN_MAX_BLOCKS 2048
+#endif
+constexpr int kMaxBlocks = DS_HESSIAN_MAX_BLOCKS;
 
 inline void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess)
@@ -47,28 +54,13 @@ class OnDevice {
   bool changed_ = false;
 };
 
-inline int attribute(cudaDeviceAttr which, int device) {
-  int value = 0;
-  check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
-  return value;
-}
-
-inline int sm_count(int device) { return attribute(cudaDevAttrMultiProcessorCount, device); }
-
 inline cudaStream_t stream_of(const Launch& launch) {
   return static_cast<cudaStream_t>(launch.stream);
 }
 
-// A grid for `wanted` blocks: at most as many as are resident at once, given the kernel's registers
-// and shared memory.
-template <class Kernel>
-int grid_for(Kernel kernel, int threads, size_t shared, int64_t wanted, int device) {
-  int per_sm = 0;
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, threads, shared),
-        "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-  const int64_t resident =
-      static_cast<int64_t>(sm_count(device)) * std::max(1, std::min(per_sm, kBlocksPerSm));
-  return static_cast<int>(std::max<int64_t>(1, std::min(wanted, resident)));
+// A grid for `wanted` blocks, each of which goes on where more are wanted.
+inline int grid_for(int64_t wanted) {
+  return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(wanted, kMaxBlocks)));
 }
 
 // Blocks for `items` units of work of one thread each.
@@ -291,7 +283,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class Body>
 void stream(const Body& body, const Division& division, double* out, const Launch& launch) {
   const int64_t items = std::max(division.vectors, division.singles());
-  const int grid = grid_for(stream_kernel<Body>, kThreads, 0, blocks_for(items), launch.device);
+  const int grid = grid_for(blocks_for(items));
   stream_kernel<<<grid, kThreads, 0, stream_of(launch)>>>(body, division, launch.workspace);
   check(cudaGetLastError(), "stream_kernel");
   if (Body::kSums > 0 && out != nullptr) finish(launch, grid, Body::kSums, out, false);

@@ -60,8 +60,7 @@ void fill(float* out, int64_t n, uint64_t key, uint64_t stream, int64_t start,
   if (n == 0) return;
   const OnDevice guard(launch.device);
   const uintptr_t origin = reinterpret_cast<uintptr_t>(out) - static_cast<uintptr_t>(start) * 4;
-  const int grid =
-      grid_for(fill_kernel<Kind>, kThreads, 0, blocks_for((n + 3) / 4 + 1), launch.device);
+  const int grid = grid_for(blocks_for((n + 3) / 4 + 1));
   fill_kernel<Kind>
       <<<grid, kThreads, 0, stream_of(launch)>>>(out, n, key, stream, start, origin % 16 == 0);
   check(cudaGetLastError(), "fill_kernel");

@@ -97,8 +97,7 @@ typedef void (*DisplacePieces)(const Pieces&, int64_t, const DisplaceArguments&,
 template <bool kMove, class W, class M>
 void displace_pieces(const Pieces& table, int64_t blocks, const DisplaceArguments& a, double* out,
                      const Launch& launch) {
-  const int grid =
-      grid_for(displace_kernel<Displace<kMove, W, M>>, kThreads, 0, blocks, launch.device);
+  const int grid = grid_for(blocks);
   const Displace<kMove, W, M> body = {a.v, a.h, a.owned};
   displace_kernel<<<grid, kThreads, 0, stream_of(launch)>>>(body, table, launch.workspace);
   check(cudaGetLastError(), "displace_kernel");
@@ -262,9 +261,7 @@ void normalize_to(const float* w, float scale, float* v, Row* row, int64_t n, in
 
 }  // namespace
 
-int64_t workspace_size(int64_t sums, int device) {
-  return static_cast<int64_t>(sm_count(device)) * kBlocksPerSm * std::max<int64_t>(sums, 1);
-}
+int64_t workspace_size(int64_t sums) { return kMaxBlocks * std::max<int64_t>(sums, 1); }
 
 uint32_t required_features() { return 0; }
 

@@ -8,7 +8,8 @@ Conventions shared by all (`csrc/contracts.h`, and `reference.py` for the twins)
   every coordinate counts once.
 * Sums are accumulated in fp64 from the exact products of the fp32 inputs, and returned as an fp64
   tensor on the vector's device: partial sums, to be reduced over ranks by the caller. They have the
-  same bits on every run and every number of threads.
+  same bits on every run and every number of threads. Products with bf16 rows are formed in fp32 and
+  added up there in chains of eight before they go to fp64.
 * A basis is a `(m, n_local)` tensor of contiguous rows in its storage dtype, fp32 or bf16; a row is
   widened to fp32 before use.
 * No output may share memory with another argument, except where it is said.
@@ -47,7 +48,7 @@ class _Call:
         if device.type == "cuda":
             index = device.index if device.index is not None else torch.cuda.current_device()
             stream = torch.cuda.current_stream(device).cuda_stream
-        size = module.workspace_size(sums, index)
+        size = module.workspace_size(sums)
         self.workspace = torch.empty(size, dtype=torch.float64, device=device)
         self.context = (torch.get_num_threads(), index, stream, self.workspace.data_ptr())
 

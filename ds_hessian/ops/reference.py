@@ -8,6 +8,7 @@ Conventions shared by every kernel (`csrc/contracts.h`):
   coordinate counts once.
 * All sums are accumulated in fp64 from the exact products of the fp32 inputs, and returned as an
   fp64 tensor on the vector's device: partial sums, to be reduced over ranks by the caller.
+* The kernels form products with bf16 rows in fp32, in chains of eight; the twins in fp64.
 * A basis is a `(capacity, n_local)` tensor in its storage dtype, fp32 or bf16; a row is widened to
   fp32 before use.
 

@@ -46,6 +46,14 @@ def dot_bound(a: Tensor, b: Tensor) -> float:
     return 2 * (4096 / 8 + 8) * U64 * absolute + 1e-300
 
 
+def chain_bound(dtype: torch.dtype, terms: Tensor | float) -> Tensor | float:
+    """Rounding of products with rows of `dtype` whose absolute values add up to `terms`.
+
+    Of bf16 rows: a coefficient rounded to fp32, and chains of eight fp32 operations.
+    """
+    return 9 * U32 * terms if dtype == torch.bfloat16 else 0.0 * terms
+
+
 def ulp(x: Tensor) -> Tensor:
     """Spacing of fp32 numbers at x."""
     return 2 * U32 * x.abs().double() + 2.0**-149

@@ -12,9 +12,11 @@ from ds_hessian.krylov import LanczosOptions, LanczosRun, Storage, slq
 from ds_hessian.operators import FiniteDifferenceHessian
 from tests.nets import TinyGPT, batch
 
-ROUNDING = 2e-5
+ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2.0**-8 / 8}
 """Of the coefficients, in units of the largest. They agree to 1e-15 until the last bit of a sum
-moves an element of a vector, and so the rounding of gradients: 1e-5 of a product at h = 0.01."""
+moves an element of a vector, and so the rounding of gradients: 1e-5 of a product at h = 0.01. The
+products of bf16 rows are fp32's in the kernels and fp64's in the twins, and a last bit moves the
+rounding of an element of a row by 2^-8 of it: one element in 64 is allowed for."""
 
 
 def spectrum(implementation: str, dtype: torch.dtype) -> list[LanczosRun]:
@@ -33,5 +35,5 @@ def test_kernels_and_twins_give_the_same_coefficients(dtype: torch.dtype) -> Non
     for native, twin in zip(spectrum("native", dtype), spectrum("torch", dtype), strict=True):
         scale = abs(twin.alphas).max()
         assert len(native.alphas) == 12 and scale > 0.1
-        assert np.abs(native.alphas - twin.alphas).max() < ROUNDING * scale
-        assert np.abs(native.betas - twin.betas).max() < ROUNDING * scale
+        assert np.abs(native.alphas - twin.alphas).max() < ROUNDING[dtype] * scale
+        assert np.abs(native.betas - twin.betas).max() < ROUNDING[dtype] * scale

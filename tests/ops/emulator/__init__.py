@@ -8,7 +8,7 @@ ThreadSanitizer see the kernels' accesses. x86-64 only: switching fibers is a do
 assembly.
 
 Not covered: what nvcc makes of the sources (flags, registers, contraction), the memory model beyond
-barriers, streams (all is synchronous), speed. `test_sass.py` looks at some of that.
+barriers, streams (all is synchronous), speed.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from pathlib import Path
 
 from ds_hessian.ops import toolchain
 from ds_hessian.ops.toolchain import Compile, Plan
+from tests.ops import sanitized
 
 HERE = Path(__file__).resolve().parent
 
 FLAGS = (
     *("-std=c++17", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-ffp-contract=off", "-mfma"),
     *("-fno-strict-aliasing", "-g1", "-fno-omit-frame-pointer", "-DDS_HESSIAN_BACKEND=cuda"),
+    "-DDS_HESSIAN_MAX_BLOCKS=16",  # so that a thread has many elements, as on large vectors
 )
-KINDS = {
-    "plain": ("-O2",),
-    "asan": ("-O1", "-fsanitize=address,undefined", "-fno-sanitize=vptr", "-DCUDASIM_ASAN"),
-    "tsan": ("-O1", "-fsanitize=thread", "-DCUDASIM_TSAN"),
-}
+KINDS = {kind: (*flags, f"-DCUDASIM_{kind.upper()}") for kind, flags in sanitized.FLAGS.items()}
 
 DEVICES = {
     "H100": {"SHARED_SM": 233472, "SHARED_BLOCK": 232448},
@@ -77,7 +75,7 @@ def plan(kind: str, directory: Path) -> Plan:
     unseen = tuple(flag for flag in flags if "sanitize" not in flag)  # the machinery itself
     compiles.append((unseen, HERE / "emulator.cpp"))
     compiles.append((toolchain.bindings(compiler, "cuda"), root / "bindings.cpp"))
-    link = (compiler, "-shared", *(flag for flag in KINDS[kind] if "-fsanitize" in flag))
+    link = (compiler, "-shared", *sanitized.linked(KINDS[kind]))
     key = digest.hexdigest()[:16]
     return Plan(f"emulated-{kind}", "_native_cuda", tuple(compiles), link, key)
 

@@ -55,6 +55,10 @@ cudasim_switch:
 .size cudasim_switch,.-cudasim_switch
 )");
 
+extern "C" {
+long cudasim_launches = 0;  // of kernels, for tests that count them
+}
+
 namespace cudasim {
 dim3 thread_index, block_index, block_size, grid_size;
 
@@ -330,6 +334,7 @@ void run_grid(dim3 grid, dim3 size, size_t dynamic, Thunk thunk, const void* clo
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   static std::mt19937 random(setting("CUDASIM_SEED", 1));
   const int order = setting("CUDASIM_ORDER", 0);  // 0: forward, 1: backward, 2: at random
+  ++cudasim_launches;
   block_size = size;
   grid_size = grid;
   error.clear();
