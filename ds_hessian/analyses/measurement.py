@@ -100,7 +100,7 @@ class Subject:
             operator = self.curvature(session)
             if saved is not None:
                 here = {**self._identity(session, operator), **(identity or {})}
-                saved.take_up(operator, here, session.unit_roundoff)
+                saved.resume(operator, here, session.unit_roundoff)
             yield Measurement(self, session, operator, saved, began, reduced), saved
 
     def curvature(self, session: Session, operator: OperatorName | None = None) -> Curvature:

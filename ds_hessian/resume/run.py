@@ -38,7 +38,7 @@ class SavedRun:
     Raises:
         ConfigError: the folder holds a state that cannot be read.
 
-    Collective: the constructor, `take_up` and `clear`.
+    Collective: the constructor, `resume` and `clear`.
     """
 
     operator: Curvature
@@ -74,7 +74,7 @@ class SavedRun:
         finally:
             self._random.set(here)
 
-    def take_up(self, operator: Curvature, identity: Mapping[str, object], roundoff: float) -> None:
+    def resume(self, operator: Curvature, identity: Mapping[str, object], roundoff: float) -> None:
         """Restore the operator's state from the folder.
 
         Args:

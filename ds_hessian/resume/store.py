@@ -134,7 +134,7 @@ class StateStore:
         self._run = from_rank_0(space, f"run-{uuid.uuid4().hex[:ID]}")
         fragments = to_json(layout)
         self._digest = text_digest(json.dumps(fragments))
-        self._take_up()
+        self._resume()
         if self.notes is None:
             with together(self._doing, device=space.device):
                 content = {
@@ -206,7 +206,7 @@ class StateStore:
 
     # ---- reading
 
-    def _take_up(self) -> None:
+    def _resume(self) -> None:
         problems, bad = [], frozenset[tuple[str, str]]()
         for content in generations(self.folder, self.space):
             if self._kept:  # older than the one that is resumed

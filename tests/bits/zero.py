@@ -146,7 +146,7 @@ ANALYSES: dict[str, Analysis] = {
 
 
 def interrupted() -> Figures:
-    """A spectrum that an error ends after some products, taken up by a second call."""
+    """A spectrum that an error ends after some products, resumed by a second call."""
     with tempfile.TemporaryDirectory() as own:
         shared = [own]
         dist.broadcast_object_list(shared, src=0)

@@ -776,7 +776,7 @@ RESUME = (
     Defect(
         'found.digest(v) == reader.metadata["blake2b"]',
         'bool(reader.metadata["blake2b"])',
-        "a damaged vector is taken up",
+        "a damaged vector is resumed",
         (
             "resume/test_resume.py::test_a_damaged_state_is_not_read_but_the_one_before",
             "resume/test_journal.py::test_a_damaged_product_is_made_again",
@@ -786,7 +786,7 @@ RESUME = (
     Defect(
         '"norm of the weights": session.weight_norm(),',
         '"norm of the weights": 0.0,',
-        "the state of other weights is taken up",
+        "the state of other weights is resumed",
         (
             "resume/test_resume.py::test_the_state_of_another_measurement_is_refused",
             "resume/test_resume.py",
@@ -844,9 +844,9 @@ RESUME = (
     Defect(
         'operator.load_state_dict(self._found["operator"])',
         "pass",
-        "what step control has learnt is not taken up",
+        "what step control has learnt is not resumed",
         (
-            "resume/test_resume.py::test_every_basis_is_taken_up_to_the_same_bits",
+            "resume/test_resume.py::test_every_basis_is_resumed_to_the_same_bits",
             "resume/test_resume.py",
         ),
     ),

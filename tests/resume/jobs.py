@@ -168,7 +168,7 @@ def spectrum(
             session = stack.enter_context(backend.measuring(batches))
             operator = FiniteDifferenceHessian(session)
             if saved is not None:
-                saved.take_up(operator, *identity(backend, operator, batches, config, step))
+                saved.resume(operator, *identity(backend, operator, batches, config, step))
             runs = slq(
                 operator,
                 backend.layout,
@@ -255,7 +255,7 @@ def analysis(
             operator = FiniteDifferenceHessian(session)
             if journal is not None:
                 here, roundoff = identity(backend, operator, batches, HessianConfig(), 0)
-                journal.take_up(operator, {**here, "call": call}, roundoff)
+                journal.resume(operator, {**here, "call": call}, roundoff)
             interrupted = Interrupted(journal or operator, lambda: operator.cost, stop)
             found = {
                 name: torch.stack([backend.full(v) for v in value])
@@ -287,7 +287,7 @@ def replay_of_a_vector_off_by(share: float, folder: str) -> Any:
         journal = Journal(Path(folder), backend.layout, backend.space)
         with backend.measuring(batches) as session:
             operator = FiniteDifferenceHessian(session)
-            journal.take_up(operator, *identity(backend, operator, batches, HessianConfig(), 0))
+            journal.resume(operator, *identity(backend, operator, batches, HessianConfig(), 0))
             journal.matvec(first)
             errors.append(journal.matvec(second + errors[-1] * scale * off).error)
     return errors[1], journal.replayed, errors[2]
@@ -332,11 +332,11 @@ def matrix_run(folder: str, stop: int | None, steps: int = 25) -> Any:
     state = LanczosState(operator, operator.fresh()(0), steps, operator.fresh())
     if store.figures is not None:
         state.load_state_dict(store.figures, store.vector)
-    taken_up = state.steps
+    resumed = state.steps
     while state.steps < (stop or steps):
         state.step()
         store.save(state.state_dict(), state.vectors())
-    return taken_up, np.array(state.alphas), np.array(state.betas)
+    return resumed, np.array(state.alphas), np.array(state.betas)
 
 
 _open: StateStore | None = None
@@ -398,7 +398,7 @@ def vectors_without_files(folder: str) -> list[bool]:
 
 
 def random_states(folder: str) -> bool:
-    """Whether a taken up run finds the random states of its beginning, and leaves the others."""
+    """Whether a resumed run finds the random states of its beginning, and leaves the others."""
     backend = Sharded(TinyGPT())
 
     def draw() -> list[float]:

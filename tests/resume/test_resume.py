@@ -1,4 +1,4 @@
-"""Interrupted runs are taken up to the same answer; what is damaged or foreign is refused."""
+"""Interrupted runs are resumed to the same answer; what is damaged or foreign is refused."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_a_killed_job_was_writing_is_removed(ranks: Ranks, tmp_path: Path) 
     ],
     ids=["bf16 on the host", "window on disk", "none", "selective", "selective, bf16 on disk"],
 )
-def test_every_basis_is_taken_up_to_the_same_bits(
+def test_every_basis_is_resumed_to_the_same_bits(
     ranks: Ranks, tmp_path: Path, options: LanczosOptions
 ) -> None:
     whole = ranks(2).run(jobs.spectrum, None, options=options)[0]
@@ -270,7 +270,7 @@ def test_another_job_is_refused_the_folder_of_a_run(ranks: Ranks, tmp_path: Path
 
 
 def test_no_rank_lists_what_other_ranks_write(ranks: Ranks, tmp_path: Path) -> None:
-    """With the state taken up, a save lists the rank's own folder; a start reads each layout once
+    """With the state resumed, a save lists the rank's own folder; a start reads each layout once
     among all ranks."""
     ranks(2).run(jobs.spectrum, str(tmp_path), 3)
     for listed, _ in ranks(2).run(jobs.listed, str(tmp_path), 3):
