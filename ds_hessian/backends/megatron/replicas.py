@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.checksums import checksum, sign
+from ds_hessian.backends.checksums import checksums, sign
 from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.runs import ParameterRun
 from ds_hessian.backends.names import checkpoint_name
@@ -123,7 +123,7 @@ class Replicas:
 
         Args:
             space: The space of the vectors.
-            tolerance: Of differences after the reductions, relative to the 1-norm of a gradient.
+            tolerance: Of differences after the reductions, relative to the norm of a gradient.
 
         Raises:
             UnsupportedError: names the parameter.
@@ -139,30 +139,32 @@ class Replicas:
         self._pending = False
         reduced = [(run.fragment.name, run.gradient, run.offset) for run in self._runs]
         found = space.reduce(torch.stack([before, self._sums(reduced)]).view(-1))
-        self._judge(tolerance, *found.view(2, len(self._names), 3).tolist())
+        self._judge(tolerance, *found.view(2, len(self._names), 5).tolist())
 
     def _sums(self, gradients: Sequence[tuple[str, Tensor, int]]) -> Tensor:
-        """Return the difference between ranks, the checksum and the 1-norm of each gradient."""
-        sums = torch.zeros(len(self._names), 3, dtype=torch.float64)
+        """Return the differences between ranks, the checksums and the norm of each gradient."""
+        sums = torch.zeros(len(self._names), 5, dtype=torch.float64)
         place = {name: i for i, name in enumerate(self._names)}
         for name, values, start in gradients:
-            check, size = checksum(values, start)
-            sums[place[name]] += torch.tensor([self._sign * check, check, size])
+            along, across, size = checksums(values, start)
+            differences = self._sign * along, self._sign * across
+            sums[place[name]] += torch.tensor([*differences, along, across, size])
         return sums
 
     def _judge(self, tolerance: float, before: list[list[float]], after: list[list[float]]) -> None:
         for name, own, reduced in zip(self._names, before, after, strict=True):
-            if abs(reduced[0]) > tolerance * reduced[2]:
+            apart = max(map(abs, reduced[:2]))
+            if apart > tolerance * reduced[4]:
                 raise UnsupportedError(
                     f"ds_hessian does not support the replicated parameter {name!r}, whose "
                     "gradient differs between tensor-parallel ranks (by "
-                    f"{abs(reduced[0]) / reduced[2]:.1e} of its size) after Megatron's reductions"
+                    f"{apart / reduced[4]:.1e} of its size) after Megatron's reductions"
                 )
-            equal = abs(own[0]) <= EQUAL * own[2]
-            told = abs(own[1]) > 10 * EQUAL * own[2]
-            if not (equal and told):
+            equal = max(map(abs, own[:2])) <= EQUAL * own[4]
+            larger = 2 if abs(own[2]) > abs(own[3]) else 3
+            if not equal or abs(own[larger]) <= 10 * EQUAL * own[4]:
                 continue
-            times = reduced[1] / (self._factor * own[1])
+            times = reduced[larger] / (self._factor * own[larger])
             if abs(times / self._ranks - 1) < SUMMED:
                 raise UnsupportedError(
                     f"ds_hessian does not support the replicated parameter {name!r}, whose "

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.checksums import checksum, sign
+from ds_hessian.backends.checksums import checksums, sign
 from ds_hessian.errors import UnsupportedError
 from ds_hessian.vectors import Box, Fragment, VectorSpace
 
@@ -114,24 +114,26 @@ class Replicas:
 
     def add(self, fragment: Fragment, gradient: Tensor | None) -> None:
         """Record a run of a replicated parameter's gradient."""
-        entry = self.sums.setdefault(fragment.name, [0.0, 0.0])
+        entry = self.sums.setdefault(fragment.name, [0.0, 0.0, 0.0])
         if gradient is not None:
-            check, size = checksum(gradient, fragment.start)
-            entry[0] += self.sign * check
-            entry[1] += size
+            along, across, size = checksums(gradient, fragment.start)
+            entry[0] += self.sign * along
+            entry[1] += self.sign * across
+            entry[2] += size
 
     def check(self, space: VectorSpace, names: Sequence[str], tolerance: float) -> None:
-        """Raise if one of `names` differs by more than `tolerance` of its gradient's 1-norm.
+        """Raise if one of `names` differs by more than `tolerance` of its gradient's norm.
 
         Raises:
             UnsupportedError: names the first.
 
         Collective: one all-reduce.
         """
-        mine = [self.sums.get(name, [0.0, 0.0]) for name in names]
-        summed = space.reduce(torch.tensor(mine, dtype=torch.float64).view(-1)).view(-1, 2)
-        for name, (difference, size) in zip(names, summed.tolist(), strict=True):
-            if abs(difference) > tolerance * size:
+        mine = [self.sums.get(name, [0.0, 0.0, 0.0]) for name in names]
+        summed = space.reduce(torch.tensor(mine, dtype=torch.float64).view(-1)).view(-1, 3)
+        for name, (along, across, size) in zip(names, summed.tolist(), strict=True):
+            difference = max(abs(along), abs(across))
+            if difference > tolerance * size:
                 raise UnsupportedError(
                     f"ds_hessian does not support the replicated parameter {name!r}, whose "
                     "gradient differs between tensor-parallel ranks (by "
