@@ -14,8 +14,9 @@ from tests.ranks import RankPool, pools_of_ranks
 from tests.tiers import cells
 
 Ranks = Callable[[int], RankPool]
-SLICE = 4
-"""Faults in the quick tier, of each host."""
+SLICE, LARGER_SLICE = 4, 16
+"""Faults in the two tiers, of each host. All of them, 2,400 of a host, are a program:
+`python -m tests.faults`."""
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +49,12 @@ def test_a_slice_of_the_calls(ranks_of: Callable[[str], Ranks], host: str) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize("host", HOSTS)
-def test_every_call(ranks_of: Callable[[str], Ranks], host: str) -> None:
-    counts, wrong = sweep(ranks_of(host), host, plan(ranks_of(host), host))
+def test_a_larger_slice_of_the_calls(ranks_of: Callable[[str], Ranks], host: str) -> None:
+    faults = plan(ranks_of(host), host)
+    counts, wrong = sweep(ranks_of(host), host, faults[1 :: len(faults) // LARGER_SLICE])
     print(host, counts)
     assert not wrong, "\n".join(wrong)
-    assert counts["inside", "raised"] > 100 and counts["around", "raised"] > 50
+    assert counts["inside", "raised"] > 2 and counts["around", "raised"] > 2
 
 
 @pytest.fixture(scope="module")

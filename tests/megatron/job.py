@@ -695,12 +695,13 @@ class FailingBackward(torch.autograd.Function):
 
 def failing_spectrum(chunks: list[Any], job: Job, stage: str) -> str:
     """A spectrum whose second step forward, or its backward, fails on one rank, as text; or the
-    second time that a batch is given out, or gradients are reduced.
+    second time that a batch is given out, weights are displaced, or gradients are reduced.
     """
     import torch.distributed as dist
     from megatron.core.distributed import finalize_model_grads
 
     import ds_hessian
+    from ds_hessian import ops
     from ds_hessian.backends.megatron import host
     from ds_hessian.backends.megatron.host import unwrap
 
@@ -761,6 +762,9 @@ def failing_spectrum(chunks: list[Any], job: Job, stage: str) -> str:
                 objective = hessian._objective
                 failing = failing_second(objective.iterator)
                 stack.enter_context(mock.patch.object(objective, "iterator", failing))
+            if stage == "displace":
+                failing = failing_second(ops.displace)
+                stack.enter_context(mock.patch.object(ops, "displace", failing))
             if stage == "finalize":
                 config = host.model_config(chunks[0])
                 function = config.finalize_model_grads_func or finalize_model_grads

@@ -84,6 +84,7 @@ FAILURES: dict[str, tuple[int, dict[str, Any], list[str]]] = {
             *INSIDE,
             *AROUND,
             "layer backward on 0",
+            "displace on 0",
         ],
     ),
     "PP interleaved": (2, {"pp": 2, "vpp": 2}, ["layer on 0", *INSIDE]),

@@ -44,7 +44,7 @@ from ds_hessian.backends.weights import Weight
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import Item, tier_of
 from ds_hessian.optimizer import settings_of
-from ds_hessian.ranks import gather_objects, together
+from ds_hessian.ranks import checkpoint, gather_objects, together
 from ds_hessian.ranks.lockstep import Lockstep
 from ds_hessian.vectors import Layout, VectorSpace
 
@@ -275,6 +275,7 @@ class MegatronSession(ShardedSession):
         self.cotangent_scale = factor * host.share_of_rank(self._forward.per_token, self.head)
         self._run(micro_batches.start * backend.group, len(micro_batches) * backend.group)
         with self._replicas.checked(self.space, self.unit_roundoff**0.5):
+            self._meet_stages("reducing gradients")
             host.reduce_gradients(backend.chunks, self._finalize)
         self._note(micro_batches)
         for run, (_, part) in zip(backend.runs, self.layout, strict=True):
@@ -302,6 +303,7 @@ class MegatronSession(ShardedSession):
             self._lockstep.together(f"evaluating micro-batches {first} to {last}"),
             self._forward.function.running(self._forward.keys(first, count)),
         ):
+            self._meet_stages("beginning a schedule")
             host.run_schedule(
                 chunks,
                 self._forward,
@@ -311,6 +313,16 @@ class MegatronSession(ShardedSession):
                 forward_only=forward_only,
                 **objective.sizes,
             )
+
+    def _meet_stages(self, doing: str) -> None:
+        """Raise if a rank has failed, before stages wait for what others send.
+
+        A rank that has failed follows the ranks of its own stage alone.
+
+        Collective, in a pipeline: one small all-reduce.
+        """
+        if host.mesh().get("PP", 1) > 1:
+            checkpoint(doing, device=self._backend.device)
 
     def _note(self, micro_batches: range) -> None:
         """Compute the scale of the gradient and the loss, once all micro-batches are evaluated."""
