@@ -82,7 +82,7 @@ FAILURES: dict[str, tuple[int, dict[str, Any], list[str]]] = {
             "loss",
             "backward",
             *INSIDE,
-            *AROUND,
+            "iterator",
             "layer backward on 0",
             "displace on 0",
         ],

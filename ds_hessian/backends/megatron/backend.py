@@ -303,11 +303,12 @@ class MegatronSession(ShardedSession):
             self._lockstep.together(f"evaluating micro-batches {first} to {last}"),
             self._forward.function.running(self._forward.keys(first, count)),
         ):
+            data = [objective.iterator(first, count) for _ in chunks]
             self._meet_stages("beginning a schedule")
             host.run_schedule(
                 chunks,
                 self._forward,
-                lambda: objective.iterator(first, count),
+                data,
                 self._lockstep,
                 num_microbatches=count,
                 forward_only=forward_only,

@@ -292,7 +292,7 @@ def without_gather_hooks(chunks: Sequence[Chunk]) -> Callable[[], None]:
 def run_schedule(
     chunks: Sequence[Chunk],
     forward_step: Callable[..., tuple[object, Callable[..., object]]],
-    data: Callable[[], Iterator[object] | None],
+    data: Sequence[Iterator[object] | None],
     lockstep: Lockstep,
     num_microbatches: int,
     seq_length: int,
@@ -320,7 +320,7 @@ def run_schedule(
     with steps.taken():
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[data() for _ in chunks] if interleaved else data(),
+            data_iterator=list(data) if interleaved else data[0],
             model=list(chunks) if interleaved else chunks[0],
             num_microbatches=num_microbatches,
             seq_length=seq_length,
