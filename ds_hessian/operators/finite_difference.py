@@ -169,6 +169,7 @@ class FiniteDifferenceHessian:
         self.cost.products += 1
         (better,) = self.space.of_rank_0(self._controller.judge(self._outcome(raw)))
         if better != h:
+            del raw  # its vector, before that of another displacement
             raw = self._difference(line, better)
             self._controller.judge(self._outcome(raw))
         noise, error = self._controller.conclude(self._outcome(raw))

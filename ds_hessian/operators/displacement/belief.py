@@ -24,7 +24,7 @@ in r: a change that the fidelity of the step allows, and r does not, is *hidden*
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -345,10 +345,12 @@ class Belief:
         """
         noise, bend, weight = self._cells(self._expected + self._pilot)
         regret = self._outlook(last, displacements, True, noise, bend, weight).regret
-        h = displacements[:, None]
-        size = np.hypot(_signal(last, noise), noise / h)
-        ratio = np.log(_ratio(noise / self.hidden, bend, h, size))
-        doubt = _mean(ratio**2, weight) - _mean(ratio, weight) ** 2
+        doubts = list[Array]()
+        for h in _blocks(displacements):
+            size = np.hypot(_signal(last, noise), noise / h)
+            ratio = np.log(_ratio(noise / self.hidden, bend, h, size))
+            doubts.append(_mean(ratio**2, weight) - _mean(ratio, weight) ** 2)
+        doubt = np.concatenate(doubts)
         return regret, float(displacements[int(doubt.argmax())])
 
     def _outlook(
@@ -365,19 +367,27 @@ class Belief:
             signal = math.exp(around.size) * _signal(last, noise)
         else:
             signal = _signal(last, around.quiet * noise)
-        h = np.append(displacements, last.h)[:, None]
-        rounding = np.minimum(around.quiet * noise / (h * signal), LARGEST[0])
         # Second differences of unlike micro-batches cancel where third ones need not.
         mixed = np.sqrt((bend**2 + math.exp(2 * self._bend_of_pilot)) / 2)
-        truncation = self._kappa_of_slice * np.minimum(mixed * h, LARGEST[1]) ** around.order
-        error = np.hypot(rounding, truncation)
-        expected = _mean(np.log(error), weight)
+
+        def errors(h: Array) -> tuple[Array, Array]:
+            rounding = np.minimum(around.quiet * noise / (h * signal), LARGEST[0])
+            reached = np.minimum(mixed * h, LARGEST[1]) ** around.order
+            return rounding, np.hypot(rounding, self._kappa_of_slice * reached)
+
+        means, smallest = list[Array](), np.full(len(weight), np.inf)
+        for h in _blocks(displacements):
+            _, error = errors(h)
+            means.append(_mean(np.log(error), weight))
+            smallest = np.minimum(smallest, error.min(axis=0))
+        rounding, error = errors(np.array([[last.h]]))
+        expected = np.concatenate([*means, _mean(np.log(error), weight)])
         # Where all have saturated, they differ by noise alone, and the smallest is least wrong.
         least = float(expected[:-1].min())
         best = int((expected[:-1] <= least + (ALIKE if least > 0 else 0.0)).argmax())
         return Outlook(
             h=float(displacements[best]),
-            regret=float(expected[best] - np.log(error[:-1].min(axis=0)) @ weight),
+            regret=float(expected[best] - np.log(smallest) @ weight),
             excess=float(expected[-1] - expected[best]),
             noise=float(np.exp(np.log(rounding[-1]) @ weight)),
             error=float(np.exp(expected[-1])),
@@ -447,6 +457,12 @@ def _ratio(noise: Array, bend: Array, h: Array | float, size: Array | float) -> 
 def _signal(trial: Trial, noise: Array) -> Array:
     """Return |Hv|, the part of |D| that is not noise."""
     return np.sqrt(trial.size**2 - np.minimum(noise / trial.h, 0.9 * trial.size) ** 2)
+
+
+def _blocks(displacements: Array) -> Iterator[Array]:
+    """Yield the displacements as columns of 16: a table over all of them takes megabytes."""
+    for first in range(0, len(displacements), 16):
+        yield displacements[first : first + 16, None]
 
 
 def _mean(figures: Array, weight: Array) -> Array:
