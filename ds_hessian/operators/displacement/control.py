@@ -80,10 +80,12 @@ APART = 0.4
 """Least distance between the trials of a vector, in ln h."""
 
 STRANGE = math.exp(5 * UNLIKE)
-"""Smooth micro-batches bend more than the pilot by this factor in one of 300 products."""
+"""Smooth micro-batches bend more than the pilot by this factor in 1 of 300 products, if the ln b of
+pilot and slice differ normally, and in 1 of 40 where it was counted (`FEW`)."""
 
-KINKED = 2
-"""So many strange products of one run are no chance: one run of 40 smooth products in a hundred."""
+KINKED, FEW = 0.1, 4
+"""Share of strange products, and their number, above which all products of a run may have kinks
+that the pilot has not. Of 156 products of a smooth net 4 were strange (tests/plain, Kronecker)."""
 
 DECADE = 10.0
 """Step of the scan for the first vector's scale, while all nonlinearity ratios are saturating."""
@@ -313,7 +315,8 @@ class StepController:
         strange = not self.whole and ratio > STRANGE * pilot * product.h / self.accepted.h
         self.rough += strange and bent
         # Where changes contradict r, what r shows beyond rounding is a kink.
-        kinked = bent and (strange or self.rough >= KINKED or contradicted)
+        often = self.rough > max(FEW, KINKED * self.products)
+        kinked = bent and (strange or often or contradicted)
         if max(pilot, ratio) > 1:
             # The second difference exceeds the first: |D| says nothing of |Hv|, which may be as
             # large as that of any trial.
