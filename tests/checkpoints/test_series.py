@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("datasets", reason="datasets is not installed (extra: hf)")
+import ds_hessian
+from ds_hessian.checkpoints import checkpoint_of
+from ds_hessian.records import HessianDecomposition, HessianSpectrum, HessianTrace
+from tests.checkpoints import jobs
+from tests.checkpoints.test_measure import ARGUMENTS, trained
+from tests.cli.test_cli import ROOT, call, refused_in_one_line
+from tests.ranks import RankPool
+from tests.tiers import cells, needs
 
-import ds_hessian  # noqa: E402
-from ds_hessian.checkpoints import checkpoint_of  # noqa: E402
-from ds_hessian.records import HessianDecomposition, HessianSpectrum, HessianTrace  # noqa: E402
-from tests.checkpoints import jobs  # noqa: E402
-from tests.checkpoints.test_measure import ARGUMENTS, trained  # noqa: E402
-from tests.cli.test_cli import ROOT, call, refused_in_one_line  # noqa: E402
-from tests.ranks import RankPool  # noqa: E402
-from tests.tiers import cells  # noqa: E402
+pytestmark = needs("datasets")
 
 Ranks = Callable[[int], RankPool]
 QUICK = (*ARGUMENTS, "-s", "num_matvecs=3")
@@ -43,6 +43,14 @@ def measured(files: Path, *more: str, name: str = "net_20.pt") -> str:
     return done.stderr
 
 
+def measured_in_python(files: Path, analysis: str, **settings: Any) -> Any:
+    """The record of the same by `ds_hessian.measure`."""
+    kept = {"output_path": files / "run", "config": jobs.QUIET_CONFIG}
+    return ds_hessian.measure(
+        trained(), files / "rows.jsonl", analysis=analysis, **kept, **settings
+    )
+
+
 def test_each_operator_has_a_folder_of_its_own(files: Path) -> None:
     measured(files)
     hessian = HessianSpectrum.load(files / "run/step_000020")
@@ -50,15 +58,7 @@ def test_each_operator_has_a_folder_of_its_own(files: Path) -> None:
     ggn = HessianSpectrum.load(files / "run/step_000020_ggn")
     assert (hessian.provenance.operator, ggn.provenance.operator) == ("hessian", "ggn")
     assert HessianSpectrum.load(files / "run/step_000020") == hessian
-    ds_hessian.measure(
-        trained(),
-        files / "rows.jsonl",
-        analysis="trace",
-        step=20,
-        output_path=files / "run",
-        config=jobs.QUIET_CONFIG,
-        operator="ggn",
-    )
+    measured_in_python(files, "trace", step=20, operator="ggn")
     trace = HessianTrace.load(files / "run/step_000020_ggn")
     assert abs(trace.value - ggn.trace.value) <= 4 * (trace.error + ggn.trace.error)
 
@@ -70,15 +70,7 @@ def test_a_decomposition_is_kept_like_any_other_record(files: Path) -> None:
     found = HessianDecomposition.load(files / "run/step_000020")
     assert abs(found.closure.value) <= 3 * found.closure.error
     assert "done before" in measured(files, "--analysis", "decomposition", "--resume")
-    api = ds_hessian.measure(
-        trained(),
-        files / "rows.jsonl",
-        analysis="decomposition",
-        step=7,
-        output_path=files / "run",
-        config=jobs.QUIET_CONFIG,
-        num_matvecs=3,
-    )
+    api = measured_in_python(files, "decomposition", step=7, num_matvecs=3)
     hessian = ds_hessian.attach(trained(), None, jobs.QUIET_CONFIG)
     assert hessian.load(HessianDecomposition, files / "run/step_000007") == api
 
