@@ -75,7 +75,11 @@ def engine_of(case: Case) -> Any:
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
         "zero_optimization": {"stage": case.stage, **case.zero},
         "zero_force_ds_cpu_optimizer": False,
-        "hessian": {"progress": False, "plot": False},
+        "hessian": {
+            "progress": False,
+            "plot": False,
+            "finite_difference": {"precision": "model"},
+        },
     }
     if case.dtype != "fp32":
         config[case.dtype] = {"enabled": True}

@@ -33,7 +33,7 @@ from ds_hessian.analyses import (
     measure,
 )
 from ds_hessian.backends.restricted import Choice
-from ds_hessian.job_measuring import Batches, JobMeasuring, Loss
+from ds_hessian.job_measuring import Batches, JobMeasuring, Loss, as_exact_as
 from ds_hessian.krylov import SolveMethod, Which
 from ds_hessian.krylov.traces import Method
 from ds_hessian.operators.kronecker import Adapter, Kind
@@ -118,7 +118,8 @@ class Hessian(JobMeasuring):
     ) -> HessianEigenpairs:
         """Compute the k extreme eigenpairs, with true residuals (`ds_hessian.krylov.eigenpairs`).
 
-        The arguments are those of `ds_hessian.analyses.Eigenpairs`.
+        The arguments are those of `ds_hessian.analyses.Eigenpairs`; with `scheme="auto"`, products
+        have the same tolerance.
 
         Raises:
             NumericsError: k or basis_size is impossible, or something is not finite.
@@ -131,7 +132,7 @@ class Hessian(JobMeasuring):
             basis_size=basis_size,
             start=start,
         )
-        return self._measure(analysis, overrides)
+        return self._measure(analysis, as_exact_as(tolerance, overrides))
 
     def trace(
         self,
@@ -246,14 +247,15 @@ class Hessian(JobMeasuring):
         earlier measurement to start from (`ds_hessian.krylov.sharpness`). The first one finds its
         start by Lanczos, with some tens of products more. Two vectors are kept between calls.
 
-        The arguments are those of `ds_hessian.analyses.Sharpness`.
+        The arguments are those of `ds_hessian.analyses.Sharpness`; with `scheme="auto"`, products
+        have the same tolerance.
 
         Raises:
             ConfigError: too few products, or no Adam that has made a step: pass
                 `preconditioned=False`.
             NumericsError: the gradient is zero, or something is not finite.
         """
-        subject = self._subject(overrides)
+        subject = self._subject(as_exact_as(tolerance, overrides))
         matrix = repr((subject.config.operator, subject.config.parameters))
         analysis = Sharpness(
             preconditioned=preconditioned,

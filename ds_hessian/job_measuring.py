@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 
-from ds_hessian.analyses import Analysis, Followed, Subject, analysis_of, measure, share_of
+from ds_hessian.analyses import (
+    Analysis,
+    Followed,
+    Subject,
+    analysis_of,
+    decided,
+    measure,
+    plan_here,
+    with_fallback,
+)
 from ds_hessian.backends.protocol import Backend, Objective
 from ds_hessian.backends.restricted import Restricted, restricted
 from ds_hessian.config import HessianConfig
@@ -16,7 +25,6 @@ from ds_hessian.errors import ConfigError
 from ds_hessian.job_vectors import JobVectors
 from ds_hessian.memory import MemoryPlan
 from ds_hessian.operators import Curvature, Embedded, Product
-from ds_hessian.planning import plan
 from ds_hessian.ranks import collective
 
 R = TypeVar("R")
@@ -25,6 +33,14 @@ Batches = Iterable[object]
 """Micro-batches of this rank, in the form that the host's model takes."""
 Loss = Any
 """`loss_fn(model, batch)`; on Megatron the `forward_step` of its schedules."""
+
+
+def as_exact_as(tolerance: float, overrides: Mapping[str, object]) -> Mapping[str, object]:
+    """Return overrides in which `scheme="auto"` by itself has an analysis's own tolerance."""
+    given = {"finite_difference", "tolerance"} & set(overrides)
+    if overrides.get("scheme") != "auto" or given:
+        return overrides
+    return {**overrides, "tolerance": tolerance}
 
 
 class JobMeasuring(JobVectors):
@@ -114,7 +130,9 @@ class JobMeasuring(JobVectors):
                 single micro-batch.
         """
         device = self.backend.space.device
-        with collective("measuring", device), self._subject(overrides).open() as (run, _):
+        with collective("measuring", device), ExitStack() as stack:
+            subject = decided(None, self._subject(overrides))
+            run, _ = with_fallback(subject, lambda each: stack.enter_context(each.open()))
             backend, operator = run.subject.backend, run.curvature
             if isinstance(backend, Restricted):
                 operator = Embedded(operator, backend)
@@ -169,6 +187,8 @@ class JobMeasuring(JobVectors):
     def memory_plan(self, analysis: str = "spectrum", **settings: object) -> MemoryPlan:
         """Return what an analysis would need on this rank beyond training's memory. Not collective.
 
+        Of passes whose precision is `auto`, those that this rank alone would choose.
+
         Args:
             analysis: Name of the method: `spectrum`, `eigenpairs`, `trace`, `solve`, ...
             settings: As the method takes them: its own arguments, and values of the configuration.
@@ -178,7 +198,7 @@ class JobMeasuring(JobVectors):
         """
         found, overrides = analysis_of(analysis, settings)
         config = self.config.with_overrides(**overrides)
-        return plan(found, share_of(restricted(self.backend, config.parameters)), config)
+        return plan_here(found, restricted(self.backend, config.parameters), config)
 
     def _measure(self, analysis: Analysis[R], overrides: Mapping[str, object]) -> R:
         return measure(analysis, self._subject(overrides))

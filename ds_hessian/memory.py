@@ -6,7 +6,7 @@ moment of a product or of a Lanczos step, shares its memory with what is held in
 is the worst moment's.
 
 Forward and backward themselves (activations, gathered parameters, gradients on their way) need what
-they need in training, and are no item.
+they need in training, at most twice that in fp32 of a model in 16 bits, and are no item.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ the displacement, Gram-Schmidt, and the writing of the next basis vector."""
 
 FP32 = 4
 """Bytes of one coordinate of a vector."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtypes in which models compute, by the names that settings give them."""
+NARROW = (torch.bfloat16, torch.float16)
+"""Those in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +60,17 @@ class MemoryPlan:
 
     Attributes:
         items: The entries of the plan.
+        passes: The precision of the passes, and why it was chosen, in words; empty where the
+            settings name it.
     """
 
     items: tuple[Item, ...]
+    passes: str = ""
 
     @classmethod
-    def of(cls, *parts: Iterable[Item]) -> MemoryPlan:
+    def of(cls, *parts: Iterable[Item], passes: str = "") -> MemoryPlan:
         """Return the plan of some parts' items; empty ones are left out."""
-        return cls(tuple(item for part in parts for item in part if item.size))
+        return cls(tuple(item for part in parts for item in part if item.size), passes)
 
     def peak(self, tier: Tier) -> int:
         """Return the bytes in one tier, in the worst moment of the worst stage."""
@@ -87,7 +95,7 @@ class MemoryPlan:
             for item in rows
         ]
         head = "memory per rank beyond training's, whose recomputation of activations is repeated:"
-        return "\n".join([head, *lines])
+        return "\n".join([*filter(None, [self.passes]), head, *lines])
 
 
 def in_stage(stage: str, items: Iterable[Item]) -> list[Item]:

@@ -320,7 +320,7 @@ def follow(engine: DeepSpeedEngine, hessian: Hessian) -> None:
 def write_monitor(monitor: Private, record: Scheduled, picture: Path | None) -> None:
     """Write a record to every tool of DeepSpeed's monitor (they are on rank 0).
 
-    TensorBoard, W&B and Comet get a histogram and the picture too.
+    All get the figures; TensorBoard, W&B and Comet a histogram and the picture too.
     """
     if monitor.tb_monitor is not None:
         write_tensorboard(monitor.tb_monitor.summary_writer, record, picture)
@@ -328,9 +328,8 @@ def write_monitor(monitor: Private, record: Scheduled, picture: Path | None) -> 
         import wandb
 
         write_wandb(wandb, record, picture)
-    for tool in (monitor.csv_monitor, monitor.comet_monitor):
-        if tool is not None:
-            tool.write_events(monitor_events(record))
+    if monitor.csv_monitor is not None:
+        monitor.csv_monitor.write_events(monitor_events(record))
     experiment = getattr(monitor.comet_monitor, "experiment", None)
     if experiment is not None:
         write_comet(experiment, record, picture)

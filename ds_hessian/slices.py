@@ -21,7 +21,7 @@ from torch import Tensor
 from ds_hessian.backends.objective import Call, MicroBatches
 from ds_hessian.errors import ResultError
 from ds_hessian.hessian import Hessian
-from ds_hessian.ranks import collective, gather_objects, together
+from ds_hessian.ranks import collective, first_of, from_rank, together
 from ds_hessian.records.files import replacing
 from ds_hessian.vectors import VectorSpace
 
@@ -58,20 +58,23 @@ def settled(
     mine = MicroBatches(batches).fingerprint()
     if resumed:
         kept = _read(path, space)
-        every = gather_objects((kept.fingerprint, kept.batches is not None, mine))
-        if not given and all(whole for _, whole, _ in every) and kept.batches is not None:
+        without = first_of(kept.batches is None, space.device)
+        if not given and without is None and kept.batches is not None:
             if space.rank == 0:
                 logger.info("the micro-batches in %s are measured again", path.parent.parent)
             return kept.batches
-        different = [there for there, _, here in every if there != here]
-        if different and space.rank == 0:
-            logger.warning(
-                "the measured micro-batches are not those of before the job was resumed "
-                "(fingerprint %s of rank 0; before: %s): figures of before and after differ in "
-                "data too",
-                mine,
-                different[0],
-            )
+        other = first_of(kept.fingerprint != mine, space.device)
+        if other is not None:
+            here, there = from_rank((mine, kept.fingerprint), other, space.device)
+            if space.rank == 0:
+                logger.warning(
+                    "the measured micro-batches are not those of before the job was resumed "
+                    "(fingerprint %s of rank %d; before: %s): figures of before and after differ "
+                    "in data too",
+                    here,
+                    other,
+                    there,
+                )
     with together(f"keeping the micro-batches in {path.parent.parent}", device=space.device):
         _write(path, mine, None if given else batches, space)
     return batches

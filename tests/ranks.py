@@ -24,6 +24,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+READY = "ready"  # what a rank sends when it has joined the job
+STARTS = 3  # attempts to start the ranks of a pool
+
 
 def free_port() -> int:
     """A TCP port that is free now, below those that connections are given."""
@@ -106,6 +109,7 @@ def _serve(
     made = [torch.distributed.new_group(list(range(world_size)))]
     alone = _references()[made[0]] - 1
     torch.distributed.destroy_process_group(made.pop())
+    pipe.send(READY)
     modules = 0
     while True:
         call = pipe.recv()
@@ -138,10 +142,19 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, starter: Any = None) -> None:
-        starter, port = starter or context(), free_port()
+        self.stacks = tempfile.TemporaryDirectory(prefix="ds_hessian_ranks")
+        for _ in range(STARTS):
+            self._start(world_size, starter or context())
+            if self._ready():
+                return
+            self._kill()
+        self.stacks.cleanup()
+        raise AssertionError(f"{world_size} ranks did not start in {STARTS} attempts")
+
+    def _start(self, world_size: int, starter: Any) -> None:
+        port = free_port()
         self.pipes: list[Connection] = []
         self.processes = []
-        self.stacks = tempfile.TemporaryDirectory(prefix="ds_hessian_ranks")
         for rank in range(world_size):
             mine, theirs = starter.Pipe()
             process = starter.Process(
@@ -150,8 +163,21 @@ class RankPool:
                 daemon=True,
             )
             process.start()
+            theirs.close()  # so that the end of the rank is the end of the pipe
             self.pipes.append(mine)
             self.processes.append(process)
+
+    def _ready(self) -> bool:
+        """Whether every rank has joined the job: gloo now and then loses a connection there."""
+        missing: list[Any] = list(self.pipes)
+        try:
+            while missing:
+                for pipe in wait(missing):
+                    assert isinstance(pipe, Connection) and pipe.recv() == READY
+                    missing.remove(pipe)
+        except (EOFError, ConnectionError):
+            return False
+        return True
 
     def _stack_file(self, rank: int) -> str:
         return str(Path(self.stacks.name) / f"{rank}")
@@ -204,20 +230,35 @@ class RankPool:
         for pipe in self.pipes:
             pipe.send((function, args, kwargs))
 
-    def close(self) -> None:
-        """End the processes."""
+    def threads(self) -> int:
+        """The number of threads of the first rank; 0 where the system does not say."""
+        tasks = Path(f"/proc/{self.processes[0].pid}/task")
+        return len(list(tasks.iterdir())) if tasks.exists() else 0
+
+    def _kill(self) -> None:
         for process in self.processes:
             process.kill()
             process.join()
+
+    def close(self) -> None:
+        """End the processes."""
+        self._kill()
         self.stacks.cleanup()
 
 
-def pools_of_ranks() -> Iterator[Callable[[int], RankPool]]:
-    """For a fixture: `get(n)`, a pool of n ranks, started at first use and again after a hang."""
+def pools_of_ranks(threads: int | None = None) -> Iterator[Callable[[int], RankPool]]:
+    """For a fixture: `get(n)`, a pool of n ranks, started at first use and again after a hang.
+
+    Args:
+        threads: A pool whose ranks have more is started anew; None for any number. It must not
+            keep anything between calls.
+    """
     pools: dict[int, RankPool] = {}
 
     def get(world_size: int) -> RankPool:
         pool = pools.get(world_size)
+        if pool is not None and threads is not None and pool.threads() > threads:
+            pool.close()
         if pool is None or not all(p.is_alive() for p in pool.processes):
             pools[world_size] = RankPool(world_size)
         return pools[world_size]

@@ -17,7 +17,7 @@ VECTOR = 4 * N / RANKS
 
 
 def config(**settings: object) -> HessianConfig:
-    return HessianConfig().with_overrides(**settings)
+    return HessianConfig().with_overrides(**{"precision": "model", **settings})
 
 
 def named(title: str, arguments: dict[str, object]) -> Analysis[object]:
@@ -42,6 +42,7 @@ def test_items_of_different_moments_share_memory() -> None:
         # Two gradients of a product, two at the weights, training's in bf16, two trials: 6.5.
         ({}, 30 + 6.5, 0, 0),
         ({"scheme": "forward"}, 30 + 6.5, 0, 0),
+        ({"tolerance": 1e-2}, 30 + 6.5, 0, 0),
         ({"scheme": "fourth_order"}, 30 + 9.5, 0, 0),
         ({"mode": "window", "window": 5}, 5 + 6.5, 0, 0),
         ({"mode": "none"}, 2 + 6.5, 0, 0),
@@ -249,6 +250,14 @@ def test_a_refusal_of_an_analysis_names_its_own_settings(
         refuse_too_large(planned, config(), [mine])
     assert str(raised.value).startswith(f"not enough memory for {analysis}: it needs ")
     assert str(raised.value).endswith(f": {way_out} would fit")
+
+
+def test_passes_in_fp32_that_were_asked_for_can_be_given_up() -> None:
+    planned, share = named("block_coupling", {}), Job(num_parameters=N, world_size=RANKS).share
+    free: dict[Tier, int] = {"accelerator": int(10 * VECTOR)}
+    given = config(precision="fp32")
+    with pytest.raises(ConfigError, match='finite_difference.precision = "model" would fit'):
+        refuse_too_large(planned, given, [needs_of(planned, share, given, free)])
 
 
 def test_stages_share_memory() -> None:

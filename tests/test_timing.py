@@ -48,6 +48,22 @@ def test_the_gradients_of_a_product_are_those_that_operators_evaluate(
     assert expected == pytest.approx(found, rel=0.3 if count == 1 else 0.2)
 
 
+@pytest.mark.parametrize("count", cells([1, 4, 8, 16], [8]))
+def test_a_tolerance_that_one_side_reaches_is_planned_with_about_a_gradient(count: int) -> None:
+    data, products = batches(count), 30
+    backend = backend_of(train(mlp(), data, 20))
+
+    def draw(number: int) -> Tensor:
+        return random_vector(backend.layout, backend.space, number)
+
+    with measuring(backend, data) as session:
+        hessian = FiniteDifferenceHessian(session, tolerance=1e-2)
+        lanczos(hessian, draw(0), products, draw)
+    found = hessian.cost.gradient_evaluations / products
+    expected = expected_evaluations(products, count, one_sided=True)
+    assert expected == pytest.approx(found, rel=0.3 if count == 1 else 0.2)
+
+
 def test_time_without_vectors_and_latency_is_that_of_the_gradients() -> None:
     config = HessianConfig(num_matvecs=20, num_probes=3)
     plan = timing.plan_time(2.0, share(), FREE, config, products_of("spectrum", config, {}))

@@ -1,7 +1,7 @@
 """The analyses of a Hessian: one file for each."""
 
 from ds_hessian.analyses.alignment import Alignment
-from ds_hessian.analyses.base import Analysis, Blocks, measure, share_of
+from ds_hessian.analyses.base import Analysis, Blocks, decided, measure, plan_here, share_of
 from ds_hessian.analyses.block_spectra import BlockSpectra
 from ds_hessian.analyses.blocks import BlockCoupling, OffBlockShare
 from ds_hessian.analyses.curvatures import Curvatures
@@ -9,7 +9,7 @@ from ds_hessian.analyses.decomposition import Decomposition
 from ds_hessian.analyses.eigenpairs import Eigenpairs
 from ds_hessian.analyses.influence import Influence
 from ds_hessian.analyses.kronecker import Kronecker
-from ds_hessian.analyses.measurement import Measurement, Subject
+from ds_hessian.analyses.measurement import Measurement, Subject, with_fallback
 from ds_hessian.analyses.registry import ANALYSES, analysis_of, plan_job
 from ds_hessian.analyses.self_test import SelfTest
 from ds_hessian.analyses.sharpness import Followed, Sharpness
@@ -41,7 +41,10 @@ __all__ = [
     "Sweep",
     "Trace",
     "analysis_of",
+    "decided",
     "measure",
     "plan_job",
     "share_of",
+    "plan_here",
+    "with_fallback",
 ]

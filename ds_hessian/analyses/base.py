@@ -15,22 +15,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
+import torch
 from torch import Tensor
 
-from ds_hessian.analyses.measurement import Measurement, Subject
+from ds_hessian.analyses.measurement import Measurement, Subject, with_fallback
 from ds_hessian.backends.protocol import Backend
 from ds_hessian.backends.restricted import Restricted
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
-from ds_hessian.memory import Item, tier_of
+from ds_hessian.memory import Item, MemoryPlan, tier_of
 from ds_hessian.operators import LinearOperator
 from ds_hessian.planning import (
+    Needs,
     Settings,
     Share,
+    chosen,
     free_memory,
+    in_words,
     needs_of,
+    passes_memory,
     plan,
     refuse_too_large,
+    surely_fits,
 )
 from ds_hessian.ranks import collective, gather_objects, together
 from ds_hessian.records import Record
@@ -190,8 +196,9 @@ def measure(analysis: Analysis[R], subject: Subject) -> R:
         if isinstance(backend, Restricted):
             analysis = analysis.within(backend)
         analysis = analysis.prepared(backend, subject.config)
-        plan_or_refuse(analysis, backend, subject.config)
-        record = analysis.run(subject)
+        subject = decided(analysis, subject)
+        plan_or_refuse(analysis, subject)
+        record = with_fallback(subject, analysis.run)
         return _everywhere(record, backend) if isinstance(backend, Restricted) else record
 
 
@@ -203,7 +210,52 @@ def _everywhere(record: R, backend: Restricted) -> R:
     return replace(record, **vectors) if vectors else record
 
 
-def plan_or_refuse(analysis: Analysis[R], backend: Backend, config: HessianConfig) -> None:
+def decided(analysis: Analysis[Any] | None, subject: Subject) -> Subject:
+    """Return the subject with the precision of its passes, on which all ranks agree.
+
+    Args:
+        analysis: What is measured; None for products alone.
+        subject: The subject, with the settings as given.
+
+    Collective.
+    """
+    share, space = share_of(subject.backend), subject.backend.space
+
+    def needs(config: HessianConfig) -> list[Needs]:
+        with together("planning the memory", device=space.device):
+            mine = _wide_needs(analysis, share, config, space.device)
+        if surely_fits(mine, space.world_size, space.device):
+            return [mine]  # every rank's are like it
+        return gather_objects(mine)
+
+    config, choice = chosen(share, subject.config, needs)
+    return replace(subject, config=config, choice=choice)
+
+
+def plan_here(analysis: Analysis[Any], backend: Backend, config: HessianConfig) -> MemoryPlan:
+    """Return the memory plan of an analysis on this rank.
+
+    Of passes whose precision is `auto`, those that this rank alone would choose. Not collective.
+    """
+    share, device = share_of(backend), backend.space.device
+    config, choice = chosen(share, config, lambda c: [_wide_needs(analysis, share, c, device)])
+    return plan(analysis, share, config, in_words(config, choice))
+
+
+def _wide_needs(
+    analysis: Analysis[Any] | None, share: Share, config: HessianConfig, device: torch.device
+) -> Needs:
+    """Return this rank's needs with passes in fp32.
+
+    What they need themselves is at most twice that of training's, and is not free for what is
+    planned.
+    """
+    free = free_memory(config.basis.folder, device, config.resume)
+    free[share.tier] -= 2 * passes_memory(device)
+    return needs_of(analysis, share, config, free)
+
+
+def plan_or_refuse(analysis: Analysis[R], subject: Subject) -> None:
     """Log the memory plan of an analysis on rank 0; refuse what does not fit on some rank.
 
     Raises:
@@ -211,21 +263,30 @@ def plan_or_refuse(analysis: Analysis[R], backend: Backend, config: HessianConfi
 
     Collective.
     """
-    share, space = share_of(backend), backend.space
+    share, space, config = share_of(subject.backend), subject.backend.space, subject.config
     with together("planning the memory", device=space.device):
         free = free_memory(config.basis.folder, space.device, config.resume)
         needs = needs_of(analysis, share, config, free)
         if space.rank == 0:
-            table = plan(analysis, share, config).table()
+            table = plan(analysis, share, config, in_words(config, subject.choice)).table()
             logger.info("Hessian %s: %s", analysis.title, table)
-    refuse_too_large(analysis, config, gather_objects(needs))
+    if not surely_fits(needs, space.world_size, space.device):
+        refuse_too_large(analysis, config, gather_objects(needs))
 
 
 def share_of(backend: Backend) -> Share:
     """Return this rank's share of the job, for memory plans."""
     space = backend.space
     whole = backend.whole.space.n_local if isinstance(backend, Restricted) else 0
-    return Share(space.n, space.n_local, tier_of(space.device), backend.memory, whole)
+    return Share(
+        space.n,
+        space.n_local,
+        tier_of(space.device),
+        backend.memory,
+        backend.precisions,
+        backend.compute_dtype,
+        whole,
+    )
 
 
 def partition(backend: Backend, blocks: Blocks) -> Partition:

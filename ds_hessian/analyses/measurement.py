@@ -6,28 +6,35 @@ from the beginning of the first.
 
 from __future__ import annotations
 
+import logging
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.protocol import Backend, Objective, Passes, Session
+from ds_hessian.backends.protocol import Backend, Objective, Passes, Precision, Session
 from ds_hessian.backends.restricted import names_of
 from ds_hessian.config import HessianConfig, OperatorName
+from ds_hessian.errors import ConfigError, HessianError, MeasurementError, UnsupportedError
 from ds_hessian.operators import Curvature, OperatorCost, curvature
 from ds_hessian.operators.sampling import require_several
+from ds_hessian.planning import Choice, in_precision, precision_of
+from ds_hessian.ranks import gather_objects
 from ds_hessian.records import Cost, Provenance
 from ds_hessian.resume import SavedRun, identity_of, retire, settings_of
 from ds_hessian.vectors import VectorSpace, random_vector
 from ds_hessian.version import __version__
 
+logger = logging.getLogger(__name__)
+
 S = TypeVar("S", bound=SavedRun)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,18 +47,20 @@ class Subject:
         config: The settings.
         retires: Whether a state on disk of the same measurement at another optimizer step is
             removed, with a line in the log; else it is refused.
+        choice: How the precision of the passes, which the settings then name, was chosen.
     """
 
     backend: Backend
     objective: Objective
     config: HessianConfig
     retires: bool = False
+    choice: Choice = field(default_factory=Choice)
 
     @property
     def passes(self) -> Passes:
         """The arithmetic of forward and backward."""
         config = self.config
-        return Passes(config.dropout, config.finite_difference.precision, config.batch_statistics)
+        return Passes(config.dropout, precision_of(config), config.batch_statistics)
 
     def draw(self, number: int) -> Tensor:
         """Draw the random unit vector of this number, `(n_local,)`, as configured."""
@@ -81,27 +90,57 @@ class Subject:
 
         Collective.
         """
-        backend, resume = self.backend, self.config.resume
+        backend, resume, subject = self.backend, self.config.resume, self
         began, reduced = time.perf_counter(), backend.space.all_reduces
         saved: S | None = None
         with ExitStack() as stack:
             if kind is not None and resume is not None:
                 place = Path(resume) / folder
                 if self.retires:
-                    same = {"settings": settings_of(self.config), **(identity or {})}
-                    retire(place, backend.space, same, backend.step)
+                    self._retire(place, identity or {})
                 saved = kind(place, backend.layout, backend.space)
                 stack.callback(saved.close)
                 stack.enter_context(saved.random_states())
                 began, reduced = began - saved.seconds, reduced - saved.all_reduces
-            session = stack.enter_context(backend.measuring(self.objective, self.passes))
+                subject = self._as_begun(saved.precision, place)
+            session = stack.enter_context(backend.measuring(self.objective, subject.passes))
             if self.config.sampling:
                 require_several(session)
             operator = self.curvature(session)
+            self.choice.evaluated = True
             if saved is not None:
-                here = {**self._identity(session, operator), **(identity or {})}
+                here = {**subject._identity(session, operator), **(identity or {})}
                 saved.resume(operator, here, session.unit_roundoff)
-            yield Measurement(self, session, operator, saved, began, reduced), saved
+            yield Measurement(subject, session, operator, saved, began, reduced), saved
+
+    def _retire(self, place: Path, identity: Mapping[str, object]) -> None:
+        """Remove a state of this measurement at another step, in whichever precision was chosen."""
+        settings = [self.config]
+        if self.choice.why:
+            settings = [in_precision(self.config, p) for p in get_args(Precision)]
+        for config in settings:
+            same = {"settings": settings_of(config), **identity}
+            retire(place, self.backend.space, same, self.backend.step)
+
+    def _as_begun(self, precision: str | None, place: Path) -> Subject:
+        """Return the subject in the precision in which the state on disk was begun, if there is
+        one.
+
+        Raises:
+            ConfigError: it was begun in fp32, which is not possible any more.
+        """
+        if not self.choice.why or precision in (None, precision_of(self.config)):
+            return self
+        if precision == "fp32":
+            raise ConfigError(
+                f"the state in {place} was begun with passes in fp32, which are not possible now: "
+                f"{self.choice.why}; make them possible, or remove the folder to begin anew"
+            )
+        return self.as_training_runs("the state on disk was begun so")
+
+    def as_training_runs(self, why: str) -> Subject:
+        """Return the subject with the passes that training has."""
+        return replace(self, config=in_precision(self.config, "model"), choice=Choice(why))
 
     def curvature(self, session: Session, operator: OperatorName | None = None) -> Curvature:
         """Return the curvature of a name in an open session, that of the settings if None.
@@ -141,7 +180,9 @@ class Subject:
             probe=config.probe,
             displacement=difference.displacement,
             scheme=difference.scheme,
-            precision=difference.precision,
+            tolerance=difference.tolerance,
+            precision=precision_of(config),
+            precision_reason=self.choice.why,
             dropout=config.dropout,
             operator=config.operator,
             outputs=outputs,
@@ -188,6 +229,53 @@ class Measurement:
             self.saved.clear()
 
 
+def with_fallback(subject: Subject, make: Callable[[Subject], T]) -> T:
+    """Return what `make` makes of a subject.
+
+    Where passes in fp32 were chosen, and their first evaluation fails by what another arithmetic
+    can cause, it is made once more with the passes that training has: a model can cast to 16 bits
+    by itself, have kernels for these alone, or need more memory than was foreseen.
+
+    Raises:
+        HessianError: what `make` raises.
+
+    Collective.
+    """
+    try:
+        return make(subject)
+    except HessianError as error:
+        why = _failed_by_precision(subject, error)
+        if why is None:
+            raise
+    if subject.backend.space.rank == 0:
+        logger.warning("passes in fp32 have failed, they are now those of training: %s", why)
+    return make(subject.as_training_runs(f"passes in fp32 have failed: {why}"))
+
+
+BY_PRECISION = (RuntimeError, TypeError, ValueError, AssertionError)
+"""What kernels and layers raise on tensors of another type than theirs, and torch without memory;
+not what a user's code raises of its own classes, nor what is wrong in any arithmetic."""
+
+
+def _failed_by_precision(subject: Subject, error: HessianError) -> str | None:
+    """Return the first rank's message if passes in fp32, which were chosen, may be the cause.
+
+    Collective, where passes in fp32 were chosen.
+    """
+    choice = subject.choice
+    if not choice.why or choice.evaluated or precision_of(subject.config) != "fp32":
+        return None
+    own: BaseException | None = error
+    while isinstance(own, MeasurementError):  # of what another rank raised it has no cause
+        own = own.__cause__
+    blamed = isinstance(own, UnsupportedError)
+    blamed |= isinstance(own, BY_PRECISION) and not isinstance(own, HessianError)
+    found = gather_objects((own is None, blamed, " ".join(str(error).split())))
+    if not all(elsewhere or here for elsewhere, here, _ in found):
+        return None
+    return next((text for _, here, text in found if here), None)
+
+
 def cost_of(spent: OperatorCost, space: VectorSpace, began: float, reduced: int) -> Cost:
     """Return the cost of a measurement so far; for `began` and `reduced` see `Measurement`."""
     return Cost(
@@ -198,4 +286,6 @@ def cost_of(spent: OperatorCost, space: VectorSpace, began: float, reduced: int)
         gradient_evaluations=spent.gradient_evaluations,
         trials=spent.trials,
         all_reduces=space.all_reduces - reduced,
+        one_sided=spent.one_sided,
+        beyond_tolerance=spent.beyond_tolerance,
     )

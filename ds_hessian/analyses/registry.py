@@ -22,7 +22,7 @@ from ds_hessian.analyses.trace import Trace
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.memory import MemoryPlan
-from ds_hessian.planning import Job, Settings, plan
+from ds_hessian.planning import Job, Settings, chosen, in_words, plan
 
 ANALYSES: dict[str, type[Analysis[Any]]] = {
     kind.title: kind
@@ -62,6 +62,8 @@ def plan_job(
 ) -> MemoryPlan:
     """Return the memory plan of an analysis of a DeepSpeed job that need not exist yet.
 
+    What is free is not known: passes whose precision is `auto` are in fp32 for a model in 16 bits.
+
     Args:
         config: The settings.
         title: Name of the method of `Hessian`.
@@ -74,4 +76,6 @@ def plan_job(
     analysis, others = analysis_of(title, settings or {})
     if others:
         raise ConfigError(f"arguments of {title}: it has no {', '.join(others)}")
-    return plan(analysis, Job(**job).share, config)
+    share = Job(**job).share
+    config, choice = chosen(share, config, lambda _: ())
+    return plan(analysis, share, config, in_words(config, choice))

@@ -28,6 +28,7 @@ from ds_hessian.memory import Item
 from ds_hessian.operators import Product
 from ds_hessian.planning import Share
 from ds_hessian.planning.basis import GRAM_SCHMIDT
+from ds_hessian.records.advice import wide_passes
 from ds_hessian.records.verdict import Check
 from ds_hessian.records.verdict import SelfTest as Verdict
 from ds_hessian.vectors import random_vector
@@ -72,7 +73,9 @@ class SelfTest(Analysis[Verdict]):
         checks = _checks(found, run.session.unit_roundoff, float(changed[0]))
         error = float("nan") if found.hv.error is None else found.hv.error
         narrow = run.session.unit_roundoff > 2.0**-24  # passes in 16 bits
-        widen = narrow and "fp32" in subject.backend.precisions
+        widen = ""
+        if narrow and "fp32" in subject.backend.precisions:
+            widen = wide_passes(subject.choice.why)
         settings = subject.config.finite_difference
         suggestions = _suggestions(checks, settings, widen, error)
         return Verdict(checks, error, found.hv.displacement, suggestions, run.provenance())
@@ -167,7 +170,7 @@ def _checks(found: _Evaluated, roundoff: float, changed: float) -> tuple[Check, 
 
 
 def _suggestions(
-    checks: Sequence[Check], config: FiniteDifferenceConfig, widen: bool, error: float
+    checks: Sequence[Check], config: FiniteDifferenceConfig, widen: str, error: float
 ) -> tuple[str, ...]:
     failed = {check.name for check in checks if not check.passed}
     texts = []
@@ -175,7 +178,7 @@ def _suggestions(
         texts.append('"displacement": "auto" chooses h for each product')
     if "determinism" not in failed and widen and (failed & {"fidelity", "error"} or error > 1e-2):
         texts.append(
-            f'"precision": "fp32" computes on fp32 copies of the masters; the error of a product '
+            f"use {widen}, which computes on fp32 copies of the masters; the error of a product "
             f"is now {error:.0e}"
         )
     if "determinism" in failed:

@@ -24,6 +24,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from ds_hessian.backends.function import FixedFunction
 from ds_hessian.backends.protocol import Passes
 from ds_hessian.errors import UnsupportedError
+from ds_hessian.memory import FP32
 
 _MISSING = object()
 
@@ -127,9 +128,14 @@ def kept_random_states(device: torch.device, *generators: torch.Generator) -> It
 
 
 class Buffers:
-    """A copy of a module's buffers: their contents, and the tensor that each name is bound to."""
+    """A copy of a module's buffers: their contents, and the tensor that each name is bound to.
+
+    Attributes:
+        wide: Whether passes have those in 16 bits in fp32.
+    """
 
     def __init__(self, module: nn.Module) -> None:
+        self.wide = False
         self.saved: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         for owner in module.modules():
             for name, buffer in owner._buffers.items():
@@ -139,7 +145,8 @@ class Buffers:
     def renew(self) -> None:
         """Bind new copies for a pass to write into; tensors that other passes saved stay."""
         for owner, name, _, value in self.saved:
-            owner._buffers[name] = value.clone()
+            widened = self.wide and value.is_floating_point() and value.dtype.itemsize < FP32
+            owner._buffers[name] = value.float() if widened else value.clone()
 
     @torch.no_grad()
     def restore(self) -> None:

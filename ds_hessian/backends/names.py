@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from ds_hessian.errors import ConfigError
+from ds_hessian.ranks import Shared, balanced, first_of, from_rank, imbalance
+from ds_hessian.vectors import VectorSpace
 
 
 def checkpoint_name(name: str) -> str:
@@ -45,3 +48,34 @@ def require_same(attached: Sequence[str], here: Sequence[str]) -> None:
             "the trainable parameters have changed since attach(): "
             f"{', '.join(different[:5]) or 'their order'}; attach again"
         )
+
+
+def require_same_parameters(
+    parameters: Sequence[tuple[str, torch.Size]], space: VectorSpace
+) -> None:
+    """Raise unless all ranks have these names and shapes, in this order.
+
+    Raises:
+        ConfigError: names the first parameter that differs, on every rank.
+
+    Collective: one all-reduce of 16 bytes; where they differ, rank 0 sends its list.
+    """
+    mine = [(name, tuple(shape)) for name, shape in parameters]
+    shared = Shared(mine, space.world_size, space.rank == 0)
+    if balanced(space.reduce(imbalance([shared]))):
+        return
+    expected = from_rank(mine, 0, space.device)
+    here, there = (dict(enumerate(found)) for found in (mine, expected))
+    both = range(max(len(mine), len(expected)))
+    place = next((i for i in both if here.get(i) != there.get(i)), None)
+    other = first_of(place is not None, space.device)
+    assert other is not None
+    at, found = from_rank((place, here.get(place or 0)), other, space.device)
+    raise ConfigError(
+        f"all ranks must train the same parameters in the same order: number {at} is "
+        f"{_described(there.get(at or 0))} on rank 0 and {_described(found)} on rank {other}"
+    )
+
+
+def _described(parameter: tuple[str, tuple[int, ...]] | None) -> str:
+    return "missing" if parameter is None else f"{parameter[0]!r} of shape {parameter[1]}"

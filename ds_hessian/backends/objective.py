@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ds_hessian.backends.guard import kept_random_states
 from ds_hessian.errors import ConfigError, NumericsError
-from ds_hessian.ranks import together
+from ds_hessian.memory import NARROW
+from ds_hessian.ranks import first_of, from_rank, together
 from ds_hessian.vectors import VectorSpace
 
 LossFn = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor | int | float]"]
@@ -136,22 +137,26 @@ def reading(batches: Iterable[object], device: torch.device) -> Iterator[None]:
         yield
 
 
-def require_equal_numbers(objective: MicroBatches, space: VectorSpace) -> None:
-    """Raise if ranks have different numbers of micro-batches.
+def common_number(mine: int, space: VectorSpace) -> int:
+    """Return the number of micro-batches, on which all ranks that have some must agree.
 
     Raises:
-        ConfigError: lists the numbers.
+        ConfigError: they have different numbers, which it names with two ranks, or none has any.
 
     Collective: one all-reduce.
     """
-    counts = torch.zeros(space.world_size, dtype=torch.float64)
-    counts[space.rank] = objective.num_micro_batches
-    counts = space.reduce(counts)
-    if counts.min() != counts.max():
-        raise ConfigError(
-            "every rank needs the same number of micro-batches, got "
-            f"{[int(c) for c in counts]} on ranks 0, 1, ...; pass lists of equal length"
-        )
+    figures = torch.tensor([mine > 0, mine, mine**2], dtype=torch.float64)
+    having, total, squares = map(int, space.reduce(figures).tolist())
+    if having and having * squares == total**2:  # as Cauchy and Schwarz have it
+        return total // having
+    few = first_of(0 < mine * having < total, space.device)
+    many = first_of(mine * having > total, space.device)
+    named = [rank for rank in (few, many) if rank is not None]
+    found = [f"{from_rank(mine, rank, space.device)} on rank {rank}" for rank in named]
+    raise ConfigError(
+        "every rank that reads data needs the same number of micro-batches, at least 1, got "
+        f"{' and '.join(found) or 0}; pass lists of equal length"
+    )
 
 
 def refuse_sizes(sizes: Mapping[str, object]) -> None:
@@ -251,8 +256,8 @@ def _to(value: Any, device: torch.device, widen: bool) -> Any:
     that are on the device already are not copied.
     """
     if isinstance(value, Tensor):
-        narrow = value.dtype in (torch.bfloat16, torch.float16)
-        return value.to(device, torch.float32 if widen and narrow else value.dtype)
+        dtype = torch.float32 if widen and value.dtype in NARROW else value.dtype
+        return value.to(device, dtype)
     if isinstance(value, Mapping):
         return {k: _to(v, device, widen) for k, v in value.items()}
     if isinstance(value, Call):

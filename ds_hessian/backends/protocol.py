@@ -247,6 +247,11 @@ class Backend(Protocol):
     precisions: tuple[Precision, ...]
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        """Return the dtype in which training's passes compute. Not collective."""
+        ...
+
+    @property
     def step(self) -> int:
         """Return the number of optimizer steps made so far. Not collective."""
         ...

@@ -130,6 +130,11 @@ class Restricted:
         return tuple(name for name, _ in self.parameters)
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype in which training's passes compute."""
+        return self.whole.compute_dtype
+
+    @property
     def step(self) -> int:
         """The number of optimizer steps made so far."""
         return self.whole.step

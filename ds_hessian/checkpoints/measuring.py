@@ -30,12 +30,13 @@ from ds_hessian.config import SECTION, HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.hessian import Batches, Hessian, Loss
 from ds_hessian.hosts import Settings, hessian_of
+from ds_hessian.memory import DTYPES
+from ds_hessian.planning import in_precision
 from ds_hessian.ranks import together
 from ds_hessian.records import Record, Savable
 from ds_hessian.vector_files import Output, step_folder
 
 DType = Literal["fp32", "bf16", "fp16"]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +187,7 @@ def opened(checkpoint: Checkpoint, loading: Loading, config: Settings = None) ->
         engine = _engine(module, loading.dtype)
         engine.global_steps = checkpoint.step or 0
         try:
-            return hessian_of(engine, config)
+            return _in_dtype(hessian_of(engine, config), loading.dtype)
         except BaseException:
             engine.destroy()
             raise
@@ -195,10 +196,17 @@ def opened(checkpoint: Checkpoint, loading: Loading, config: Settings = None) ->
     if loading.dtype != "fp32":
         masters = [p.detach().clone() for p in module.parameters() if p.requires_grad]
         module.to(DTYPES[loading.dtype])
-    hessian = hessian_of(module, config)
+    hessian = _in_dtype(hessian_of(module, config), loading.dtype)
     assert isinstance(hessian.backend, ModuleBackend)
     hessian.backend.masters = masters
     hessian.step = checkpoint.step or 0
+    return hessian
+
+
+def _in_dtype(hessian: Hessian, dtype: DType) -> Hessian:
+    """Make a dtype of 16 bits that was asked for that of the passes, unless settings say more."""
+    if dtype != "fp32" and hessian.config.finite_difference.precision == "auto":
+        hessian.config = in_precision(hessian.config, "model")
     return hessian
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError, UnsupportedError
+from ds_hessian.memory import DTYPES
 from ds_hessian.ops import extension_locks
 from ds_hessian.version import __version__
 
@@ -23,7 +24,6 @@ OPTIONAL = (
     *("megatron-core", "transformers", "accelerate", "datasets", "pandas"),
     *("tensorboard", "wandb"),
 )
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

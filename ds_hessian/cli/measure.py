@@ -158,7 +158,7 @@ def _states(work: Work) -> list[_State]:
     Collective.
     """
     from ds_hessian.checkpoints.measuring import this_device
-    from ds_hessian.ranks import gather_objects, together
+    from ds_hessian.ranks import from_rank, together
 
     found, series = list[_State](), [checkpoint.path for checkpoint in work.series]
     with together(f"looking for what is in {work.request.output}", device=this_device()):
@@ -168,7 +168,7 @@ def _states(work: Work) -> list[_State]:
             source = source_of(work, checkpoint)
             there = is_finished(work.folder(checkpoint), source, series)
             found.append(_State(source, work.request.resume and there))
-    return gather_objects(found)[0]
+    return from_rank(found, 0, this_device())
 
 
 @contextmanager
@@ -263,16 +263,16 @@ def _use(hessian: Hessian, request: Request, checkpoint: Checkpoint) -> None:
 
 def _announce(work: Work, hessian: Hessian) -> None:
     """Say what a measurement costs: memory by plan, time by that of one gradient. Collective."""
-    from ds_hessian.analyses import share_of
+    from ds_hessian.analyses import plan_here, share_of
     from ds_hessian.backends.restricted import restricted
-    from ds_hessian.planning import plan, times
+    from ds_hessian.planning import times
 
     config = hessian.config
     backend = restricted(hessian.backend, config.parameters)
     analysis, share = work.analysis.prepared(backend, config), share_of(backend)
     with hessian.measuring() as operator:
         gradient = operator.cost.gradient_seconds
-    lines = [plan(analysis, share, config).table()]
+    lines = [plan_here(analysis, backend, config).table()]
     machine = times.CPU if share.tier == "host" else times.ACCELERATOR
     try:
         count = analysis.products(config)

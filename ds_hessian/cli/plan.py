@@ -11,7 +11,17 @@ from ds_hessian.analyses import Analysis, analysis_of
 from ds_hessian.config import SECTION, HessianConfig, read_deepspeed
 from ds_hessian.errors import ConfigError
 from ds_hessian.memory import MemoryPlan, Tier, shown
-from ds_hessian.planning import Job, needs_of, plan, shortage, times, way_out
+from ds_hessian.planning import (
+    Job,
+    Needs,
+    chosen,
+    in_words,
+    needs_of,
+    plan,
+    shortage,
+    times,
+    way_out,
+)
 
 GIB = 2**30
 
@@ -134,7 +144,8 @@ def forecast(
     Raises:
         ConfigError: the number of products depends on the model, or is as in `Passes.gradient`.
     """
-    memory = plan(analysis, job.share, config)
+    config, choice = chosen(job.share, config, lambda wide: _needs(job, wide, analysis, free or {}))
+    memory = plan(analysis, job.share, config, in_words(config, choice))
     gradient = passes.gradient(job, config.num_micro_batches)
     time = price = None
     if gradient is not None:
@@ -148,14 +159,20 @@ def forecast(
     return Forecast(job, analysis.title, memory, time, price, missing)
 
 
+def _needs(
+    job: Job, config: HessianConfig, analysis: Analysis[Any], free: Mapping[Tier, float]
+) -> list[Needs]:
+    sizes = {tier: int(GIB * size) for tier, size in free.items()}
+    return [needs_of(analysis, job.share, config, sizes)]
+
+
 def _missing(
     job: Job,
     config: HessianConfig,
     analysis: Analysis[Any],
     free: Mapping[Tier, float],
 ) -> str | None:
-    sizes = {tier: int(GIB * size) for tier, size in free.items()}
-    ranks = [needs_of(analysis, job.share, config, sizes)]
+    ranks = _needs(job, config, analysis, free)
     short = shortage(ranks)
     if short is None:
         return None

@@ -80,10 +80,18 @@ class _Section(BaseModel):
 class FiniteDifferenceConfig(_Section):
     """Settings of the finite differences that make a product `H v` from gradients."""
 
-    scheme: Literal["central", "forward", "fourth_order"] = _field(
+    scheme: Literal["central", "forward", "fourth_order", "auto"] = _field(
         "central",
         "Difference formula: central differences, two gradients a product; forward, one, for rough "
-        "figures; fourth order, four, for the most exact ones in fp32.",
+        "figures; fourth order, four, for the most exact ones in fp32; `auto`, implied by a "
+        "`tolerance`, the cheaper of forward and central that reaches it, product by product.",
+    )
+    tolerance: Annotated[float, Field(gt=0, lt=1)] | None = _field(
+        None,
+        "Accuracy wanted of eigenvalues, as far as products limit it, relative to the largest in "
+        "magnitude: products whose error is known to allow it take one gradient, the others two. "
+        "Null takes `scheme` for all.",
+        "a number between 0 and 1, or null",
     )
     displacement: Literal["auto"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = _field(
         "auto",
@@ -91,11 +99,42 @@ class FiniteDifferenceConfig(_Section):
         "product from its measured truncation and rounding errors.",
         '"auto" or a finite number above 0',
     )
-    precision: Literal["model", "fp32"] = _field(
-        "model",
-        "Arithmetic of the gradients: that of the model, as it trains, or `fp32`, on fp32 copies "
-        "of the master weights with autocast and TF32 off.",
+    precision: Literal["auto", "model", "fp32"] = _field(
+        "auto",
+        "Arithmetic of the gradients: that of the model, as it trains; `fp32`, on fp32 copies of "
+        "the master weights with autocast and TF32 off; or `auto`, that is `fp32` for a model in "
+        "16 bits where the host can and the memory allows, and `model` otherwise.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _implied(cls, settings: Any) -> Any:
+        """Complete a tolerance by the scheme that it needs."""
+        if isinstance(settings, dict) and settings.get("tolerance") is not None:
+            return {"scheme": "auto", **settings}
+        return settings
+
+    @property
+    def formula(self) -> Literal["central", "forward", "fourth_order"]:
+        """The difference formula of trials, and of products that no tolerance shortens."""
+        return "central" if self.scheme == "auto" else self.scheme
+
+    def contradictions(self) -> list[str]:
+        """Return a line for each setting that excludes another one."""
+        path, lines = f"{SECTION}.finite_difference", list[str]()
+        if self.tolerance is not None and self.scheme != "auto":
+            lines.append(
+                f'{path}.tolerance: {self.tolerance} contradicts {path}.scheme = "{self.scheme}": '
+                'set "auto", or remove one of the two'
+            )
+        if self.tolerance is None and self.scheme == "auto":
+            lines.append(f'{path}.scheme: "auto" needs {path}.tolerance: set it, or "central"')
+        if self.tolerance is not None and self.displacement != "auto":
+            lines.append(
+                f"{path}.tolerance: {self.tolerance} contradicts {path}.displacement = "
+                f"{self.displacement}: a tolerance chooses the displacement, remove one of the two"
+            )
+        return lines
 
 
 class ReorthogonalizationConfig(_Section):
@@ -311,7 +350,7 @@ class HessianConfig(_Section):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
-        lines = []
+        lines = self.finite_difference.contradictions()
         lines += [
             f"{SECTION}.{name}: {shown(interval)} contradicts {SECTION}.enabled = false, which "
             "measures nothing: remove one of the two"
@@ -448,8 +487,25 @@ def _drop_inert(section: dict[str, Any], given: set[str]) -> None:
         section["reorthogonalization"]["window"] = _WINDOW.default
     if device != "disk" and "basis.folder" not in given:
         section["basis"]["folder"] = None
-    if section["operator"] in OUTPUT_MATRICES and "finite_difference.scheme" not in given:
-        section["finite_difference"]["scheme"] = "central"
+    _settle_scheme(section, given)
+
+
+def _settle_scheme(section: dict[str, Any], given: set[str]) -> None:
+    """Let scheme, tolerance and displacement follow whichever of them was given."""
+    found, outputs = section["finite_difference"], section["operator"] in OUTPUT_MATRICES
+    mine = {name for name in found if f"finite_difference.{name}" in given}
+    if "tolerance" not in mine:
+        fixed = "displacement" in mine and found["displacement"] != "auto"
+        other = "scheme" in mine and found["scheme"] != "auto"
+        if fixed or other or (outputs and "scheme" not in mine):
+            found["tolerance"] = None
+    elif found["tolerance"] is not None and "displacement" not in mine:
+        found["displacement"] = "auto"
+    if "scheme" not in mine:
+        if found["tolerance"] is not None:
+            found["scheme"] = "auto"
+        elif outputs or found["scheme"] == "auto":
+            found["scheme"] = "central"
 
 
 def describe() -> str:

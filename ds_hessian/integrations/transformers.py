@@ -280,7 +280,7 @@ def _write_media(callback: TrainerCallback, record: Scheduled, picture: Path | N
 
         experiment = comet_ml.get_running_experiment()
         if experiment is not None:
-            write_comet(experiment, record, picture)
+            write_comet(experiment, record, picture, figures=False)
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:

@@ -57,7 +57,7 @@ from ds_hessian import ops
 from ds_hessian.errors import NumericsError
 from ds_hessian.krylov.basis import Basis, Storage
 from ds_hessian.krylov.records import PRODUCT_ROUNDING, ROUNDOFF, LanczosRun
-from ds_hessian.operators import LinearOperator, Product
+from ds_hessian.operators import LinearOperator, Product, Watched
 
 BREAKDOWN = 32 * ROUNDOFF
 """beta below this share of the largest |T| is rounding of the fp32 vectors: the Krylov space is
@@ -231,6 +231,7 @@ class LanczosState:
         rounding of the basis included, it is the estimate.
         """
         last, scale = self.diagnostics[-1], float(abs(self.matrix).max())
+        before = self.unexplained
         restarted = len(self.diagnostics) != self.steps  # older products have no row of their own
         for i, seen in zip(numbers.tolist(), asymmetry.tolist(), strict=True):
             other = last if restarted else self.diagnostics[i]
@@ -241,6 +242,8 @@ class LanczosState:
                 if not restarted:
                     self.diagnostics[i] = (max(other[0], seen), *other[1:])
         self.diagnostics[-1] = last
+        if self.unexplained > before and isinstance(self.operator, Watched):
+            self.operator.contradicted()
 
     def _numbers(self, j: int) -> NDArray[np.int64]:
         """Return the step that stored each row in use: step i writes row i modulo the capacity."""

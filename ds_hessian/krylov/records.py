@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from ds_hessian.operators.protocol import COVERAGE as COVERAGE
 
-COVERAGE = 2.0
-"""Estimated errors of products and rounding count this many times in error bars."""
+Array = NDArray[np.float64]
 
 ROUNDOFF = 2.0**-24
 """Unit roundoff of the fp32 vectors."""

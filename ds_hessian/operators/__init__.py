@@ -6,7 +6,13 @@ from ds_hessian.operators.evaluations import expected_evaluations
 from ds_hessian.operators.finite_difference import FiniteDifferenceHessian
 from ds_hessian.operators.memory import memory_of_operator, memory_of_sweep
 from ds_hessian.operators.outputs.gauss_newton import GaussNewton
-from ds_hessian.operators.protocol import Curvature, LinearOperator, OperatorCost, Product
+from ds_hessian.operators.protocol import (
+    Curvature,
+    LinearOperator,
+    OperatorCost,
+    Product,
+    Watched,
+)
 from ds_hessian.operators.sweep import SweepPoint, default_range, sweep
 from ds_hessian.operators.views import Congruent, Embedded, Metric, Scale, scaled, scaled_in_place
 
@@ -25,6 +31,7 @@ __all__ = [
     "Scheme",
     "SchemeName",
     "SweepPoint",
+    "Watched",
     "curvature",
     "default_range",
     "expected_evaluations",

@@ -34,7 +34,11 @@ def curvature(
     Collective: it evaluates the gradient once.
     """
     if operator == "hessian":
-        return FiniteDifferenceHessian(session, settings.displacement, settings.scheme)
+        return FiniteDifferenceHessian(
+            session, settings.displacement, settings.formula, settings.tolerance
+        )
     if operator == "residual":
-        return residual(session, settings.displacement, settings.scheme, outputs)
+        return residual(
+            session, settings.displacement, settings.formula, outputs, settings.tolerance
+        )
     return GaussNewton(session, settings.displacement, outputs, operator)

@@ -24,6 +24,9 @@ OF_OUTPUTS, ANEW = 7.0, 0.15
 """Its discarded trials of one micro-batch each: of the first two vectors, with that of the
 backward's noise; and of each other vector on average."""
 
+CHECKED = 0.3
+"""Share of the one-sided products of a tolerance with a trial on both sides of the pilot."""
+
 REPEATED = 0.02
 """Share of the products that are repeated, if the pilot is not all micro-batches."""
 
@@ -34,8 +37,13 @@ def expected_evaluations(
     scheme: SchemeName = "central",
     displacement: float | Literal["auto"] = "auto",
     operator: OperatorName = "hessian",
+    *,
+    one_sided: bool = False,
 ) -> float:
     """Return the gradients over all micro-batches per product, trials included.
+
+    With `one_sided`, as for a tolerance that one-sided differences reach; where they do not, a
+    product takes those of central ones.
 
     The averages are those of small nets (tests/test_timing.py) and of benchmarks/plan.py; a net
     whose curvature changes much from vector to vector takes more.
@@ -45,6 +53,9 @@ def expected_evaluations(
         return BY_OUTPUTS * (1 + trials / num_micro_batches)
     formula = SCHEMES[scheme]
     nodes, pilot = len(formula.nodes), math.ceil(num_micro_batches / PILOT) / num_micro_batches
+    if one_sided:
+        both = math.ceil(num_products / (SELDOM + 1)) / num_products
+        return 1 + both + pilot * (2 * FIRST["auto"] / num_products + CHECKED)
     of_trial = 2 if formula.one_sided else nodes
     auto = displacement == "auto"
     thrown, repeated = FIRST["auto" if auto else "fixed"], 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,9 @@ from torch import Tensor
 
 from ds_hessian.backends.protocol import Session
 from ds_hessian.vectors import VectorSpace
+
+COVERAGE = 2.0
+"""Estimated errors of products and rounding count this many times in error bars."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class OperatorCost:
         choices: Discrete choices of the model (the experts of a token) that are held, all ranks'.
         flips: How many of them would have been others at the products' displacements: the sum over
             products.
+        one_sided: Products that a tolerance allowed to be one-sided differences.
+        beyond_tolerance: Products whose error is larger than the tolerance allows.
     """
 
     gradient_seconds: float = 0.0
@@ -77,6 +82,8 @@ class OperatorCost:
     trials: int = 0
     choices: int = 0
     flips: float = 0.0
+    one_sided: int = 0
+    beyond_tolerance: int = 0
 
     @classmethod
     def total(cls, costs: Sequence[OperatorCost]) -> OperatorCost:
@@ -89,6 +96,8 @@ class OperatorCost:
             trials=sum(c.trials for c in costs),
             choices=max((c.choices for c in costs), default=0),
             flips=sum(c.flips for c in costs),
+            one_sided=sum(c.one_sided for c in costs),
+            beyond_tolerance=sum(c.beyond_tolerance for c in costs),
         )
 
 
@@ -101,6 +110,18 @@ class LinearOperator(Protocol):
         """Return the product with `v` `(n_local,)` of any nonzero length.
 
         Collective: every rank calls it with its shard of the same vector.
+        """
+        ...
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """An operator that makes better products where those so far are found to be poor."""
+
+    def contradicted(self) -> None:
+        """Learn that products were less symmetric than their estimated errors allow.
+
+        Collective.
         """
         ...
 

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from ds_hessian.backends.protocol import Session
 from ds_hessian.backends.restricted import Restricted
-from ds_hessian.operators.protocol import Curvature, Form, LinearOperator, OperatorCost, Product
+from ds_hessian.operators.protocol import (
+    Curvature,
+    Form,
+    LinearOperator,
+    OperatorCost,
+    Product,
+    Watched,
+)
 
 Scale = Tensor | Callable[[Tensor], Tensor]
 """A symmetric matrix S: its diagonal `(n_local,)` fp32, or a function of vectors."""
@@ -64,6 +71,11 @@ class Congruent:
         w = scaled_in_place(w, self.scale)
         squares = self.space.dots([(w, w), (v, v)]).tolist()
         return replace(product, vector=w, norm=(squares[0] / squares[1]) ** 0.5)
+
+    def contradicted(self) -> None:
+        """Tell the operator. Collective."""
+        if isinstance(self.operator, Watched):
+            self.operator.contradicted()
 
 
 class Embedded:
@@ -142,6 +154,11 @@ class Embedded:
             NumericsError: P v is zero.
         """
         return self._embedded(v, self.inner.matvec(self.restricted.select(v)))
+
+    def contradicted(self) -> None:
+        """Tell the curvature of the restriction. Collective."""
+        if isinstance(self.inner, Watched):
+            self.inner.contradicted()
 
     def _embedded(self, v: Tensor, product: Product) -> Product:
         w = self.restricted.embed(product.vector)

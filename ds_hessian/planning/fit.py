@@ -7,6 +7,7 @@ and operator, compares the sum with what is free on every rank, and refuses what
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import socket
 import tempfile
@@ -18,11 +19,13 @@ from typing import Generic, Protocol, Self, TypeVar
 import psutil
 import torch
 
+from ds_hessian.backends.protocol import Precision
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.memory import TIERS, Item, MemoryPlan, Tier, shown
 from ds_hessian.operators import memory_of_operator
 from ds_hessian.planning.share import Share
+from ds_hessian.ranks import count_on_nodes, largest, most_on_a_node
 
 Settings = Mapping[str, object]
 """Some settings by name: an analysis's own arguments, or values of the configuration."""
@@ -89,20 +92,38 @@ def halves(name: str, value: int, least: int) -> list[Settings]:
     return found
 
 
-def plan(analysis: Planned, share: Share, config: HessianConfig) -> MemoryPlan:
+def precision_of(config: HessianConfig) -> Precision:
+    """Return the precision of the passes, which has been chosen (`ds_hessian.planning.chosen`)."""
+    precision = config.finite_difference.precision
+    assert precision != "auto", "the precision of the passes has not been chosen yet"
+    return precision
+
+
+def plan(
+    analysis: Planned | None, share: Share, config: HessianConfig, passes: str = ""
+) -> MemoryPlan:
     """Return the memory plan of an analysis on one rank.
+
+    Args:
+        analysis: The analysis; None for products alone.
+        share: The rank's part of the job.
+        config: The settings, with the precision of the passes.
+        passes: How the passes run, and why, in words.
 
     Raises:
         ConfigError: `resume` keeps a number of vectors that depends on the model.
     """
-    share, scheme = analysis.share(share), config.finite_difference.scheme
+    items = [share.vectors("vector", 1)]
+    if analysis is not None:
+        share = analysis.share(share)
+        items = analysis.memory(share, config)
+        if config.resume is not None and analysis.resumes:
+            count = analysis.vectors_kept(config)
+            size = share.vectors("", count).size
+            items.append(Item(f"state of the run, {count}", "resume", size))
+    scheme = config.finite_difference.formula
     operator = memory_of_operator(share.n_local, share.tier, scheme, config.operator)
-    items = analysis.memory(share, config)
-    if config.resume is not None and analysis.resumes:
-        count = analysis.vectors_kept(config)
-        size = share.vectors("", count).size
-        items.append(Item(f"state of the run, {count}", "resume", size))
-    return MemoryPlan.of(share.backend(config.finite_difference.precision), operator, items)
+    return MemoryPlan.of(share.backend(precision_of(config)), operator, items, passes=passes)
 
 
 @dataclass(frozen=True)
@@ -134,6 +155,8 @@ def alternatives(analysis: A, config: HessianConfig) -> list[Alternative[A]]:
     less, found = analysis.with_less(config), list[Alternative[A]]()
     if config.resume is not None and analysis.resumes:
         less = [*less, {"resume": None}]
+    if config.finite_difference.precision == "fp32":
+        less = [*less, {"precision": "model"}]
     for change in less:
         other, overrides = analysis.changed(change)
         try:
@@ -146,22 +169,28 @@ def alternatives(analysis: A, config: HessianConfig) -> list[Alternative[A]]:
     return found
 
 
-_PATHS = {"device": "basis.device", "dtype": "basis.dtype", "mode": "reorthogonalization.mode"}
+_PATHS = {
+    "device": "basis.device",
+    "dtype": "basis.dtype",
+    "mode": "reorthogonalization.mode",
+    "precision": "finite_difference.precision",
+}
 
 
 def needs_of(
-    analysis: Planned, share: Share, config: HessianConfig, free: Mapping[Tier, int]
+    analysis: Planned | None, share: Share, config: HessianConfig, free: Mapping[Tier, int]
 ) -> Needs:
     """Return this rank's needs with these settings, and with each of their `alternatives`.
 
     Args:
-        analysis: The analysis.
+        analysis: The analysis; None for products alone.
         share: The rank's part of the job.
         config: The settings.
         free: Bytes that the rank sees free (`free_memory`).
     """
     plans = [plan(analysis, share, config)]
-    plans += [plan(o.analysis, share, o.config) for o in alternatives(analysis, config)]
+    if analysis is not None:
+        plans += [plan(o.analysis, share, o.config) for o in alternatives(analysis, config)]
     peaks = [{tier: each.peak(tier) for tier in TIERS} for each in plans]
     return Needs(socket.gethostname(), free, peaks)
 
@@ -194,6 +223,41 @@ def free_memory(
         cached = module.memory_reserved(device) - module.memory_allocated(device)
         free["accelerator"] = module.mem_get_info(device)[0] + cached
     return free
+
+
+def passes_memory(device: torch.device) -> int:
+    """Return the bytes of activations, gathered weights and gradients on their way that passes have
+    needed so far at most: the job's highest peak over what is held now. 0 on the CPU, where it is
+    not known.
+    """
+    if device.type == "cpu":
+        return 0
+    module = torch.get_device_module(device)
+    return int(module.max_memory_allocated(device) - module.memory_allocated(device))
+
+
+def surely_fits(mine: Needs, ranks: int, device: torch.device) -> bool:
+    """Return whether the plan fits even if every rank needed the most that any does, and saw the
+    least free that any does.
+
+    Args:
+        mine: This rank's needs.
+        ranks: The number of ranks.
+        device: The device of the job's collectives.
+
+    Collective: one all-reduce of nine figures; at first, the ranks of each node are counted too.
+    """
+    needed = [float(mine.peaks[0][tier]) for tier in TIERS]
+    free = [-float(mine.free[tier]) if tier in mine.free else -math.inf for tier in TIERS]
+    figures = [*needed, *free, most_on_a_node() or math.inf]
+    *found, neighbours = largest(torch.tensor(figures, dtype=torch.float64, device=device)).tolist()
+    if math.isinf(neighbours):  # not known on some rank, and so counted on all
+        neighbours = count_on_nodes()
+    sharing = {"accelerator": 1, "host": neighbours, "disk": neighbours, "resume": ranks}
+    return all(
+        most * sharing[tier] <= -least
+        for tier, most, least in zip(TIERS, found[: len(TIERS)], found[len(TIERS) :], strict=True)
+    )
 
 
 def refuse_too_large(analysis: Planned, config: HessianConfig, ranks: Sequence[Needs]) -> None:

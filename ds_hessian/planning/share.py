@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
+import torch
+
+from ds_hessian.backends.protocol import Precision
 from ds_hessian.backends.zero.memory import ZeroFigures, memory_of_zero
-from ds_hessian.memory import FP32, Item, Moment, Tier
+from ds_hessian.memory import DTYPES, FP32, Item, Moment, Tier
 
 
 @dataclass(frozen=True)
@@ -20,13 +23,17 @@ class Share:
         n_local: Coordinates in this rank's vectors.
         tier: Where its vectors are: the accelerator, or the host for a job on the CPU.
         backend: What the backend says that it holds, by the precision of the passes.
+        precisions: The precisions that the host supports.
+        compute_dtype: The dtype in which training's passes compute.
         whole: Coordinates of all parameters on this rank, if the job is restricted to some; else 0.
     """
 
     n: int
     n_local: int
     tier: Tier
-    backend: Callable[[Literal["model", "fp32"]], Iterable[Item]]
+    backend: Callable[[Precision], Iterable[Item]]
+    precisions: tuple[Precision, ...] = ("model",)
+    compute_dtype: torch.dtype = torch.float32
     whole: int = 0
 
     def vectors(
@@ -90,10 +97,18 @@ class Job:
             n=n,
             n_local=n_local,
             weight_bytes=self.weight_bytes,
+            narrow=self.dtype != "fp32",
             gradient_bytes=self.weight_bytes,
             has_masters=self.stage > 0 or self.dtype != "fp32",
             tier=tier,
             offloads_optimizer=self.offload_optimizer,
             offloads_parameters=self.offload_parameters,
         )
-        return Share(n, n_local, tier, lambda precision: memory_of_zero(figures, precision))
+        return Share(
+            n,
+            n_local,
+            tier,
+            lambda precision: memory_of_zero(figures, precision),
+            get_args(Precision),
+            DTYPES[self.dtype],
+        )

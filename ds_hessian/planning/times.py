@@ -119,9 +119,10 @@ def plan_time(
     evaluations = expected_evaluations(
         products,
         config.num_micro_batches,
-        difference.scheme,
+        difference.formula,
         difference.displacement,
         config.operator,
+        one_sided=difference.tolerance is not None,
     )
     stored = 2 if config.basis.dtype == "bf16" else 4
     device = config.basis.device

@@ -1,6 +1,36 @@
 """The ranks of a job together: agreement on failures, lockstep through collectives."""
 
-from ds_hessian.ranks.agreement import agree, checkpoint, gather_objects, reduce, together
+from ds_hessian.ranks.agreement import agree, checkpoint, reduce, together
 from ds_hessian.ranks.calls import collective
+from ds_hessian.ranks.exchange import (
+    Shared,
+    balanced,
+    count_on_nodes,
+    first_of,
+    from_rank,
+    gather_integers,
+    gather_objects,
+    imbalance,
+    largest,
+    most_on_a_node,
+    union,
+)
 
-__all__ = ["agree", "checkpoint", "collective", "gather_objects", "reduce", "together"]
+__all__ = [
+    "Shared",
+    "agree",
+    "balanced",
+    "checkpoint",
+    "collective",
+    "count_on_nodes",
+    "first_of",
+    "from_rank",
+    "gather_integers",
+    "gather_objects",
+    "imbalance",
+    "largest",
+    "most_on_a_node",
+    "reduce",
+    "together",
+    "union",
+]

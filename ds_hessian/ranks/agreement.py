@@ -19,15 +19,15 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ds_hessian.errors import HessianError, MeasurementError
+from ds_hessian.ranks.exchange import gather_objects
 
-T = TypeVar("T")
 When = tuple[int, ...]
 
 
@@ -227,18 +227,6 @@ def reduce(figures: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     if follower.follows and bool(total.isnan().any()):
         agree(error, "reducing figures", group, figures.device)
     return total
-
-
-def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the list of every rank's (small) value, by rank, the same on all of them.
-
-    Collective: every rank of the group.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    found = [value] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
 
 
 def checkpoint(

@@ -8,16 +8,19 @@ ranks, and does there what the k-th group of another rank does.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ds_hessian.ranks.agreement import LockstepError, gather_objects
+from ds_hessian.ranks.agreement import LockstepError, reduce
+from ds_hessian.ranks.exchange import Shared, balanced, imbalance
 
 EXCHANGES = ("all_to_all_single", "alltoall_base")
 """Methods of `ProcessGroup` in which every rank says how much it sends to each of the others."""
@@ -97,7 +100,7 @@ class Collective(NamedTuple):
         """Return this rank's group that corresponds to the collective's.
 
         Args:
-            meshed: Whether the groups are a mesh, as `peers_of` returns it.
+            meshed: Whether the groups are a mesh, as `mesh_of` returns it.
 
         Raises:
             LockstepError: there is none.
@@ -147,27 +150,51 @@ def _rows(args: list[Any], of: int, ranks: int) -> list[int]:
     return args[_SPLITS + of] or [args[of].shape[0] // ranks] * ranks
 
 
-def peers_of(stage: int) -> tuple[list[int], bool, str]:
-    """Return the ranks of the same stage, whether their groups are a mesh, and a new name, the same
-    on all ranks.
+def mesh_of(peers: Sequence[int], device: torch.device) -> tuple[bool, str]:
+    """Return whether the groups of the ranks of each stage are a mesh, and a new name, the same on
+    all ranks.
 
-    In a mesh the k-th group of this rank is the k-th of all of them that are in it, and each of
-    them is in a k-th group of the same size.
+    In a mesh the k-th group of this rank is the k-th of all of its peers that are in it, and each
+    of them is in a k-th group of the same size.
 
-    Collective.
+    Args:
+        peers: The ranks of the same stage.
+        device: The device of the tensors of the job's collectives.
+
+    Raises:
+        MeasurementError: some rank has failed in the call around it.
+
+    Collective: one all-reduce of 24 bytes, at which ranks meet.
     """
-    mine = [tuple(dist.get_process_group_ranks(group)) for group in _groups()]
-    groups_of_mine = [(len(ranks), hash(ranks)) for ranks in mine]
-    every = gather_objects((stage, groups_of_mine, secrets.token_hex(8)))
-    peers = [rank for rank, (other, *_) in enumerate(every) if other == stage]
-    groups = {rank: every[rank][1] for rank in peers}
-    good = len({tuple(size for size, _ in each) for each in groups.values()}) == 1 and all(
-        groups[rank][k] == (len(ranks), hash(ranks))
-        for k, ranks in enumerate(mine)
-        for rank in ranks
-        if rank in groups
-    )
-    return peers, all(gather_objects(good)), every[0][2]
+    groups = [dist.get_process_group_ranks(group) for group in _groups()]
+    terms = imbalance(shared_of_mesh(dist.get_rank(), groups, peers))
+    name = secrets.randbits(48) if dist.get_rank() == 0 else 0
+    said = reduce(torch.tensor([*terms.tolist(), name], dtype=torch.float64, device=device))
+    return balanced(said[:2]), f"{int(said[2]):012x}"
+
+
+def shared_of_mesh(
+    rank: int, groups: Sequence[Sequence[int]], peers: Sequence[int]
+) -> list[Shared]:
+    """Return what a rank shares with its peers if their groups are a mesh.
+
+    Args:
+        rank: The rank.
+        groups: The ranks of each of its groups, in the order of creation.
+        peers: The ranks of its stage.
+    """
+    stage, known = _digest(peers), frozenset(peers)
+    sizes = tuple(len(group) for group in groups)
+    shared = [Shared(("sizes", stage, sizes), len(peers), rank == peers[0])]
+    for k, group in enumerate(groups):
+        members = [r for r in group if r in known]
+        shared.append(Shared((k, stage, _digest(group)), len(members), rank == members[0]))
+    return shared
+
+
+def _digest(ranks: Sequence[int]) -> str:
+    numbers = np.asarray(ranks, dtype=np.int64).tobytes()
+    return hashlib.blake2b(numbers, digest_size=16).hexdigest()
 
 
 def _groups() -> list[dist.ProcessGroup]:

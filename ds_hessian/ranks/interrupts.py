@@ -58,6 +58,23 @@ class Interrupts:
             self._depth -= 1
             self._report()
 
+    @contextmanager
+    def entering(self, inner: Interrupts) -> Iterator[None]:
+        """Hold signals back while the body enters a measurement inside; then they end that one.
+
+        Args:
+            inner: The context of that measurement.
+        """
+        self.hold()
+        inner.hold()
+        try:
+            yield
+            inner._waiting += self._waiting[self._reported :]
+            del self._waiting[self._reported :]
+        finally:
+            inner._depth -= 1
+            self._depth -= 1
+
     def hold(self) -> None:
         """Hold signals back until `handled`."""
         self._depth += 1

@@ -20,6 +20,7 @@ which autograd runs its backward, and then make it. A thread on each rank checks
 makes no progress, whether another rank requests this log; if so, it publishes the log on the job's
 TCP store and keeps it up to date. Keys, below a prefix for the measurement:
 
+    asked                           some rank needs the logs of others
     <pass>/<rank>/wanted            another rank needs this rank's log
     <pass>/<rank>/<segment>/<k>     the k-th collective of the rank in a segment
     <pass>/<rank>/<segment>/end     (how many there are, whether the rank finished the segment)
@@ -28,8 +29,8 @@ TCP store and keeps it up to date. Keys, below a prefix for the measurement:
 A failed rank reads the logs of its peers in the order of ranks, up to the first that finished the
 segment: all that finish make the same collectives. If none does, it has seen the longest log.
 
-Cost while nothing fails: a few microseconds per collective, and on a rank that waits or computes
-longer than `TICK` one request to the store per `TICK`, at most `REQUESTS` per second in the job.
+Cost while nothing fails: one all-reduce of 24 bytes, a few microseconds per collective, and what
+`ds_hessian.ranks.watch` says: a client of the store on each node, not on each rank.
 After a failure: a millisecond or two per collective, and O(ranks) requests from each failed rank.
 
 Not followed, but refused with a message, are groups that form no mesh (see `collectives`), and
@@ -45,11 +46,10 @@ import pickle
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType, TracebackType
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,6 @@ from ds_hessian.ranks.agreement import (
     RankInterrupt,
     active,
     agree,
-    gather_objects,
     interrupts,
     together,
 )
@@ -72,20 +71,16 @@ from ds_hessian.ranks.collectives import (
     SHARED_MEMORY,
     Collective,
     exchanged,
-    peers_of,
+    mesh_of,
     written_down,
 )
+from ds_hessian.ranks.exchange import first_of
 from ds_hessian.ranks.interrupts import Interrupts, Signalled
 from ds_hessian.ranks.passes import Pass, Segment
+from ds_hessian.ranks.watch import ASKED, TICK, Watch, node_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-TICK = 0.1
-"""Seconds between checks of the store on a rank that makes no progress."""
-
-REQUESTS = 1000.0
-"""The most checks of the store per second by all ranks together; larger jobs check less often."""
 
 PATIENCE = 600.0
 """Seconds that a failed rank waits for news of another: NCCL's own timeout."""
@@ -98,17 +93,20 @@ class Lockstep(Follower):
         device: The device of the tensors of the job's collectives.
         host: `(owner, name)` of the attribute that holds DeepSpeed's communication object; None
             where there is none.
-        stage: The number of this rank's pipeline stage, whose ranks are its peers.
+        peers: The ranks of the same pipeline stage; None for all ranks.
 
     Attributes:
         restoring: Whether the measurement has ended, and the training state is being restored.
         outer: What the thread follows around it.
 
-    Collective: the constructor.
+    Collective: to enter it and to leave it.
     """
 
     def __init__(
-        self, device: torch.device, host: tuple[ModuleType, str] | None = None, stage: int = 0
+        self,
+        device: torch.device,
+        host: tuple[ModuleType, str] | None = None,
+        peers: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.device = device
@@ -122,25 +120,31 @@ class Lockstep(Follower):
         self._interrupted = False  # some rank, at the end
         self._paused = False  # while another lockstep in its body is entered
         self._ended: BaseException | None = None  # by which all ranks have left that one
+        self._last = 0  # number of the last pass before the end
         if self.world_size == 1:
             return
         self.rank = dist.get_rank()
         self._communication = getattr(*host) if host is not None else None
-        self._peers, self._meshed, name = peers_of(stage)
-        prefix = f"ds_hessian/measurement {name}"
-        self._store, self._publisher_store = (dist.PrefixStore(prefix, c) for c in _clients())
+        self._peers: Sequence[int] = range(self.world_size) if peers is None else peers
         self._posted: set[str] = set()
         self._wake, self._closing = threading.Event(), False
         self._publisher = threading.Thread(target=self._publish, name="ds_hessian", daemon=True)
 
     def __enter__(self) -> Lockstep:
-        self._stack.enter_context(self._interrupts)
-        if self.world_size > 1:
+        if self.world_size == 1:
+            self._stack.enter_context(self._interrupts)
+            return self
+        self.outer = active.follower
+        around = self.outer._interrupts if isinstance(self.outer, Lockstep) else Interrupts()
+        with around.entering(self._interrupts):
+            # All ranks meet here: one that has failed before ends the call around it on all.
+            self._meshed, name = mesh_of(self._peers, self.device)
+            self._watch = Watch(node_of(name), name)
+            self._stack.enter_context(self._interrupts)
             self._thread = threading.get_ident()
             self._stack.enter_context(self._recording())
             self._publisher.start()
             self._stack.callback(self._close)
-            self.outer = active.follower
             self._stack.callback(setattr, active, "follower", self.outer)
             active.follower = self
             if isinstance(self.outer, Lockstep):
@@ -155,21 +159,29 @@ class Lockstep(Follower):
         trace: TracebackType | None,
     ) -> None:
         self._interrupted = error is not None and interrupts(error)
+        self._last = self._pass.number
+        alone: BaseException | None = None
         with self._stack:
             if not isinstance(error, LockstepError):
-                self._require_restored(error)
+                alone = self._require_restored(error)
         ended = self._ending(error)
         if isinstance(self.outer, Lockstep):
             self.outer._ended = None if error is None else ended
         if ended is not error and ended is not None:
             raise ended from error
+        if error is None and alone is not None:
+            raise alone
 
     def _close(self) -> None:
         self._closing = True
         self._wake.set()
         self._publisher.join()
-        for key in self._posted:  # all ranks have met since, no rank reads them any more
+        if self._pass.number == self._last:  # ranks have not met: others may still read the log
+            self._watch.lost()
+            return
+        for key in self._posted:
             self._store.delete_key(key)
+        self._watch.close()
 
     def _ending(self, error: BaseException | None) -> BaseException | None:
         """Run the handlers of the signals that have come, now that the state is restored; return
@@ -183,7 +195,7 @@ class Lockstep(Follower):
         if error is not None and self._interrupted:  # on some rank, and all have an error
             if interrupts(error) and not isinstance(error, (Signalled, RankInterrupt)):
                 own = error
-            if not any(gather_objects(own is not None)) and interrupts(error):
+            if first_of(own is not None, self.device) is None and interrupts(error):
                 return MeasurementError(f"ended by a signal: {error}")
         return error if own is None else own
 
@@ -230,19 +242,28 @@ class Lockstep(Follower):
             finally:
                 self.restoring = True
 
-    def _require_restored(self, error: BaseException | None) -> None:
-        """Agree that nothing was raised but the error that all ranks have raised in the bodies."""
+    def _require_restored(self, error: BaseException | None) -> BaseException | None:
+        """Agree that nothing was raised but the error that all ranks have raised in the bodies.
+
+        Returns:
+            What failed on this rank alone once all had agreed: the training state is back, and the
+            others have gone on to what comes after the measurement, where they learn of it.
+        """
         lost, own = None if error is self._raised else error, self._interrupted
-        last, doing = self._pass.number, "putting back the training state"
+        doing = "putting back the training state"
         # Again where the first fails before this rank has met the others.
         for _ in range(1 if self.world_size == 1 else 2):
-            if self._pass.number == last:
+            if self._pass.number == self._last:
                 try:
                     self._interrupted = agree(lost, doing, device=self.device, interrupted=own)
                 except BaseException as failure:
+                    agreed = isinstance(failure, (MeasurementError, RankInterrupt))
+                    if lost is None and not agreed and self._pass.number > self._last:
+                        return failure
                     lost = failure
         if lost is not None:
             raise LockstepError(f"{lost}; the training state is lost, end the job") from error
+        return None
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -361,7 +382,8 @@ class Lockstep(Follower):
 
     def _meeting(self, current: Pass) -> int:
         """Return the number of figures of the meeting of the ranks that have not failed."""
-        for rank in sorted(range(self.world_size), key=lambda rank: rank not in self._peers):
+        peers = frozenset(self._peers)
+        for rank in sorted(range(self.world_size), key=lambda rank: rank not in peers):
             if rank != self.rank:
                 (found,) = self._wait(current, rank, "meeting")
                 if found is not None:
@@ -427,6 +449,7 @@ class Lockstep(Follower):
                 return found[::-1]
             if not asked:
                 self._post(self._store, current.key(rank, "wanted"), None)
+                self._post(self._store, ASKED, None)
                 asked = True
             time.sleep(pause)
             pause = min(pause + 5e-4, TICK / 4)
@@ -521,6 +544,11 @@ class Lockstep(Follower):
 
     # ---- the store
 
+    @functools.cached_property
+    def _store(self) -> dist.Store:
+        """The store of the thread that measures, which needs one only where a rank has failed."""
+        return self._watch.store("measuring")
+
     def _post(self, store: dist.Store, key: str, value: object) -> None:
         self._posted.add(key)
         store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # the stub says str
@@ -531,24 +559,24 @@ class Lockstep(Follower):
     def _publish(self) -> None:
         """Publish the log if another rank follows it; the body of the thread."""
         before: tuple[int, int] = (0, 0)
-        tick = max(TICK, self.world_size / REQUESTS)
         try:
             while not self._closing:
-                self._wake.wait(tick)
+                self._wake.wait(self._watch.pause)
                 self._wake.clear()
                 current = self._pass
                 progress = (current.number, current.progress)
-                if not current.wanted and progress == before:
+                if not current.wanted and progress == before and self._watch.asked():
                     wanted = current.key(self.rank, "wanted")
-                    current.wanted = self._publisher_store.check([wanted])
+                    current.wanted = self._watch.store().check([wanted])
                 before = progress
                 if current.wanted:
                     self._publish_new(current)
         except Exception as error:
             logger.error("the log of collectives cannot be published any more: %s", error)
+            self._watch.lost()
 
     def _publish_new(self, current: Pass) -> None:
-        meeting, store = current.meeting, self._publisher_store  # before the segments: it is last
+        meeting, store = current.meeting, self._watch.store()  # before the segments: it is last
         for number, segment in enumerate(list(current.segments)):
             ended = segment.ended  # before the log's length: it does not grow any more
             while segment.published < len(segment.log):
@@ -570,22 +598,3 @@ _ABSENT = object()
 def _by_autograd() -> bool:
     """Return whether autograd runs this thread, which no Python code has started."""
     return isinstance(threading.current_thread(), threading._DummyThread)
-
-
-_clients_by_job: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.Store, ...]] = WeakKeyDictionary()
-
-
-def _clients() -> tuple[dist.Store, ...]:
-    """Return this process's clients of the job's store: one for the thread that measures and one
-    for the thread that publishes, since a request waits while another is under way.
-
-    They are kept as long as the job: torch looks up the name of the other end of each connection,
-    and where no name server answers, that takes seconds.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    if world not in _clients_by_job:
-        store = world.get_group_store()
-        each = [store.clone() if hasattr(store, "clone") else store for _ in range(2)]  # torch 2.6
-        _clients_by_job[world] = tuple(each)
-    return _clients_by_job[world]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_hessian.krylov.records import COVERAGE
+
 Array = NDArray[np.float64]
 
 FIDELITY = 0.99
@@ -28,7 +30,9 @@ class Diagnostics:
 
     Attributes:
         automatic: Whether each product chose its own displacement.
+        tolerance: The accuracy wanted of eigenvalues, relative to the largest; None for none.
         narrow: Whether the passes ran in less than fp32.
+        wide: What would run them in fp32.
         fidelities: `(P, m)` cosine of the realised and the intended displacement.
         norms: `(P, m)` norm of each product of a unit vector.
         nonlinearities: `(P, m)` nonlinearity ratio; NaN where not measured.
@@ -38,7 +42,9 @@ class Diagnostics:
     """
 
     automatic: bool
+    tolerance: float | None
     narrow: bool
+    wide: str
     fidelities: Array
     norms: Array
     nonlinearities: Array
@@ -48,7 +54,10 @@ class Diagnostics:
 
     def warnings(self) -> tuple[str, ...]:
         """Return one sentence for each thing that is wrong, with its cause and its advice."""
-        found = (self._fidelity(), self._error(), self._nonlinearity(), self._asymmetry())
+        found = (
+            *(self._fidelity(), self._error(), self._tolerance()),
+            *(self._nonlinearity(), self._asymmetry()),
+        )
         return tuple(text for text in found if text)
 
     def _fidelity(self) -> str:
@@ -59,7 +68,7 @@ class Diagnostics:
         return (
             f"{_count(low)} moved the weights along something else than intended (fidelity down "
             f"to {self.fidelities.min():.2f}): their step is lost in the rounding of the weights; "
-            f"use {_WIDE if self.narrow else 'weights in fp32'}, {larger}"
+            f"use {self.wide if self.narrow else 'weights in fp32'}, {larger}"
         )
 
     def _error(self) -> str:
@@ -72,12 +81,26 @@ class Diagnostics:
             f"to {errors.max():.0%}): {self._cause(high)}"
         )
 
+    def _tolerance(self) -> str:
+        if self.tolerance is None:
+            return ""
+        bars = COVERAGE * _over(self.product_errors, np.full_like(self.norms, self.norms.max()))
+        beyond = bars > self.tolerance
+        if not beyond.any():
+            return ""
+        wide = f"use {self.wide}" if self.narrow else "fourth_order differences are more exact"
+        return (
+            f"{_count(beyond)} do not reach the tolerance of {self.tolerance:g}, neither by "
+            f"one-sided nor by central differences: they make bars of up to {bars.max():.1e} of "
+            f"the largest product; {wide}"
+        )
+
     def _cause(self, high: NDArray[np.bool_]) -> str:
         """Return what makes these errors, and what to do."""
         if not self.automatic:
             return 'the displacement is a fixed one; use "displacement": "auto"'
         if self.narrow:
-            return f"the gradients are rounded to 16 bits; use {_WIDE}"
+            return f"the gradients are rounded to 16 bits; use {self.wide}"
         if self._unsmooth.any() or self._curved[high].any():
             return (
                 "the loss is not smooth there (ReLU, max pooling, clamping) or not deterministic, "
@@ -104,7 +127,7 @@ class Diagnostics:
         curved = self._curved & (np.nan_to_num(self.nonlinearities) > explained)
         if not curved.any():
             return ""
-        wide = _WIDE if self.narrow else "more micro-batches"
+        wide = self.wide if self.narrow else "more micro-batches"
         return (
             f"{_count(curved)} reach beyond where the gradient is about linear (nonlinearity up to "
             f"{self.nonlinearities[curved].max():.2f}), so they average the curvature; use "
@@ -122,7 +145,11 @@ class Diagnostics:
         )
 
 
-_WIDE = '"precision": "fp32" in finite_difference'
+def wide_passes(reason: str) -> str:
+    """Return what would run the passes in fp32, where `reason` says why they were not."""
+    if reason:
+        return f"passes or weights in fp32 ({reason})"
+    return '"precision": "fp32" in finite_difference'
 
 
 def norms_of_products(alphas: Array, betas: Array) -> Array:

@@ -12,6 +12,12 @@ SCHEMA_VERSION = 1
 """Version of the stored form; raised with every change that an older reader would misread."""
 
 
+def passes_in_words(precision: str, why: str) -> str:
+    """Return how the passes ran and why; nothing where the settings have named it."""
+    mode = "in fp32" if precision == "fp32" else "as training runs them"
+    return f"{mode}: {why}" if why else ""
+
+
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
@@ -29,6 +35,8 @@ class Cost:
         gradient_evaluations: Gradients spent in products, in units of the whole slice of
             micro-batches; a trial counts for the one micro-batch that it needs.
         trials: Pilot evaluations that were thrown away.
+        one_sided: Products that were one-sided differences, as a tolerance allowed.
+        beyond_tolerance: Products whose error was larger than the tolerance allows.
         all_reduces: All-reduces of the vector space (those of the gradients are not counted).
         peak_memory_bytes: Peak over the training baseline; None if it was not measured.
     """
@@ -41,6 +49,8 @@ class Cost:
     trials: int
     all_reduces: int
     peak_memory_bytes: int | None = None
+    one_sided: int = 0
+    beyond_tolerance: int = 0
 
     @property
     def gradients_per_product(self) -> float:
@@ -73,7 +83,11 @@ class Provenance:
         probe: Distribution of the probes.
         displacement: The setting; the values used are in the record's `displacements`.
         scheme: Finite-difference formula.
-        precision: Arithmetic of the gradients.
+        tolerance: The accuracy wanted of eigenvalues, relative to the largest; None where products
+            were as exact as the formula lets them be.
+        precision: Arithmetic of the gradients: `"model"` or `"fp32"`.
+        precision_reason: Why it was chosen; empty where the settings name it, or the model is not
+            in 16 bits.
         dropout: Whether training's dropout was on, with fixed masks.
         batch_statistics: Whether layers normalised by statistics of the micro-batch.
         held_choices: Discrete choices of the model (of experts for a token, by a router) that were
@@ -101,6 +115,8 @@ class Provenance:
     displacement: float | Literal["auto"]
     scheme: str
     precision: str
+    tolerance: float | None = None
+    precision_reason: str = ""
     dropout: bool = False
     parameters: tuple[str, ...] = ()
     batch_statistics: bool = False
@@ -118,3 +134,14 @@ class Provenance:
     optimizer: Optimizer | None = None
     created: str = field(default_factory=_now)
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def arithmetic(self) -> str:
+        """The type of the weights, and that of the passes where it is another, in words."""
+        wide = self.precision == "fp32" and self.model_dtype != "float32"
+        return f"{self.model_dtype}, passes in fp32" if wide else self.model_dtype
+
+    @property
+    def passes(self) -> str:
+        """How the passes ran and why, in words; empty where the settings name it."""
+        return passes_in_words(self.precision, self.precision_reason)

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from ds_hessian.errors import NumericsError, ResultError
 from ds_hessian.krylov import LanczosRun, ritz, trace_estimate
 from ds_hessian.krylov.records import PRODUCT_ROUNDING
-from ds_hessian.records.advice import Diagnostics, norms_of_products, relative_errors
+from ds_hessian.records.advice import Diagnostics, norms_of_products, relative_errors, wide_passes
 from ds_hessian.records.base import Measured
 from ds_hessian.records.cumulative import Probe, cumulative_bounds
 from ds_hessian.records.density import (
@@ -221,12 +221,14 @@ class HessianSpectrum(Measured):
 
         The tuple is empty if there are none. `table` prints them, and the engine logs them.
         """
-        norms = norms_of_products(self.alphas, self.betas)
+        norms, source = norms_of_products(self.alphas, self.betas), self.provenance
         inexact = self.ritz_errors.min(axis=1)  # with what rounding of the basis adds to a column
         diagnostics = Diagnostics(
-            automatic=self.provenance.displacement == "auto",
-            narrow=self.provenance.precision == "model"
-            and self.provenance.model_dtype not in ("fp32", "float32"),
+            automatic=source.displacement == "auto",
+            tolerance=source.tolerance,
+            narrow=source.precision == "model"
+            and (bool(source.precision_reason) or source.model_dtype not in ("fp32", "float32")),
+            wide=wide_passes(source.precision_reason),
             fidelities=self.fidelities,
             norms=norms,
             nonlinearities=self.nonlinearities,

@@ -9,20 +9,15 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
-
-import torch.distributed as dist
 
 from ds_hessian.errors import ResultError
-from ds_hessian.ranks import together
+from ds_hessian.ranks import from_rank, together
 from ds_hessian.records.fields import Json
 from ds_hessian.records.files import Claim, remove_abandoned, temporaries
 from ds_hessian.resume.files import read_json
 from ds_hessian.vectors import VectorSpace
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 ID = 12
 """Hexadecimal digits of a run's id."""
@@ -59,7 +54,7 @@ def generations(folder: Path, space: VectorSpace) -> Iterator[Json | str]:
 
     Collective: all ranks take equally many.
     """
-    for path in from_rank_0(space, state_files(folder) if space.rank == 0 else []):
+    for path in from_rank(state_files(folder) if space.rank == 0 else [], 0, space.device):
         found: Json | str = ""
         if space.rank == 0:
             try:
@@ -68,7 +63,7 @@ def generations(folder: Path, space: VectorSpace) -> Iterator[Json | str]:
                     found = f"{path} is generation {found['generation']}: files have been exchanged"
             except ResultError as error:
                 found = str(error)
-        yield from_rank_0(space, found)
+        yield from_rank(found, 0, space.device)
 
 
 def retire(folder: Path, space: VectorSpace, wanted: Mapping[str, object], step: int) -> None:
@@ -105,15 +100,6 @@ def retire(folder: Path, space: VectorSpace, wanted: Mapping[str, object], step:
                     remove_all(folder)
                     claim.release()
         return
-
-
-def from_rank_0(space: VectorSpace, value: T) -> T:
-    """Return rank 0's value on every rank. Collective."""
-    if not space.distributed:
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, src=0, device=space.device)
-    return values[0]
 
 
 def state_file(folder: Path, generation: int) -> Path:

@@ -19,7 +19,7 @@ from ds_hessian.backends.protocol import Objective, Session
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.operators import Curvature
-from ds_hessian.ranks import gather_objects
+from ds_hessian.ranks import gather_integers
 
 SETTINGS = (
     "operator",
@@ -64,7 +64,7 @@ def identity_of(
         "settings": settings_of(config),
         "optimizer steps": step,
         "parameters": {name: list(shape) for name, shape in parameters},
-        "micro-batches": _micro_batches(objective),
+        "micro-batches": _micro_batches(objective, session.space.device),
         "norm of the weights": session.weight_norm(),
         "loss": session.loss,
         "norm of the gradient": operator.gradient_norm,
@@ -114,8 +114,16 @@ def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield prefix + name, entry
 
 
-def _micro_batches(objective: Objective) -> str:
-    """Return a hash of all ranks' micro-batches, whichever rank has them."""
-    # Ranks that share a micro-batch (tensor parallelism) count once.
-    digests = sorted({d for each in gather_objects(sorted(objective.digests())) for d in each})
+def _micro_batches(objective: Objective, device: torch.device) -> str:
+    """Return a hash of all ranks' micro-batches, whichever rank has them.
+
+    Collective: an all-gather of 8 bytes for each micro-batch of each rank. The same set may be
+    spread over other ranks, and ranks that share a micro-batch (tensor parallelism) count once,
+    which no sum does.
+    """
+    mine = [int(digest, 16) for digest in objective.digests()]
+    size = objective.num_micro_batches
+    places = [*mine, *[0] * (size - len(mine)), len(mine)]
+    found = gather_integers([n - (n >> 63 << 64) for n in places], device)
+    digests = sorted({f"{n % 2**64:016x}" for *row, count in found.tolist() for n in row[:count]})
     return hashlib.blake2b(" ".join(digests).encode(), digest_size=8).hexdigest()

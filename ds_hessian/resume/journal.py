@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ds_hessian import ops
 from ds_hessian.errors import ConfigError
-from ds_hessian.operators import Product
+from ds_hessian.operators import Product, Watched
 from ds_hessian.records.fields import Json
 from ds_hessian.resume.run import SavedRun
 from ds_hessian.vectors import Layout, VectorSpace, random_vector
@@ -105,6 +105,11 @@ class Journal(SavedRun):
         figures = {"entries": self._entries, "starts": len(self._starts)}
         self._keep(figures, {**self._starts, **vectors, name: product.vector})
         return product
+
+    def contradicted(self) -> None:
+        """Tell the operator, whose state knows it of all but the last of the replayed products."""
+        if self.replayed >= self._waiting and isinstance(self.operator, Watched):
+            self.operator.contradicted()
 
     def _sketch(self, v: Tensor) -> list[float]:
         """Return the inner products with the random vectors, and |v|."""

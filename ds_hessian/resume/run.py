@@ -58,6 +58,13 @@ class SavedRun:
         """The number of products made before this process began."""
         return 0 if self._found is None else int(self._found["operator"]["cost"]["products"])
 
+    @property
+    def precision(self) -> str | None:
+        """The precision of the passes in which it was begun; None if it begins now."""
+        if self._found is None:
+            return None
+        return str(self._found["identity"]["settings"]["finite_difference"]["precision"])
+
     @contextmanager
     def random_states(self) -> Iterator[None]:
         """Run the body with the random states in which the measurement first began.

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from ds_hessian.errors import ConfigError, ResultError
-from ds_hessian.ranks import checkpoint, gather_objects, together
+from ds_hessian.ranks import checkpoint, first_of, from_rank, gather_objects, together, union
 from ds_hessian.records.fields import Json
 from ds_hessian.records.files import Claim
 from ds_hessian.resume.files import (
@@ -50,7 +50,6 @@ from ds_hessian.resume.files import (
 from ds_hessian.resume.generations import (
     ID,
     Generation,
-    from_rank_0,
     generations,
     remove_all,
     runs_in,
@@ -131,7 +130,7 @@ class StateStore:
         with together(self._doing, device=space.device):
             if space.rank == 0:
                 self._claim = Claim(folder)
-        self._run = from_rank_0(space, f"run-{uuid.uuid4().hex[:ID]}")
+        self._run = from_rank(f"run-{uuid.uuid4().hex[:ID]}", 0, space.device)
         fragments = to_json(layout)
         self._digest = text_digest(json.dumps(fragments))
         self._resume()
@@ -283,11 +282,11 @@ class StateStore:
             except ResultError as error:
                 damaged.append(name)
                 problem = problem or str(error)
-        found = gather_objects((problem, damaged))
-        every = frozenset((run, name) for _, names in found for name in names)
-        for number, (text, _) in enumerate(found):
-            if text:
-                return _Unusable(f"rank {number}: {text}", every)
+        number = first_of(problem is not None, self.space.device)
+        if number is not None:
+            text = from_rank(problem, number, self.space.device)
+            names = union(set(damaged), self.space.device)
+            return _Unusable(f"rank {number}: {text}", frozenset((run, name) for name in names))
         if same:
             return partial(self._whole, ranks[0]), own["notes"]
         return partial(self._assemble, ranks), None

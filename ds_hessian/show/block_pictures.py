@@ -34,7 +34,7 @@ def about(record: Measured) -> str:
     """Return what the record was measured on, in one line."""
     source = record.provenance
     return (
-        f"step {source.step:,}   |   {source.layout}, {source.model_dtype}, "
+        f"step {source.step:,}   |   {source.layout}, {source.arithmetic}, "
         f"{source.num_micro_batches} micro-batches"
     )
 

@@ -196,12 +196,27 @@ def write_wandb(
     wandb.log(content, step=step, commit=False)  # the host's next entry must not come late
 
 
-def write_comet(experiment: Any, record: Followed, picture: Path | None) -> None:
-    """Write a histogram, and the picture if there is one, to an experiment of Comet.
+def write_comet(
+    experiment: Any,
+    record: Followed,
+    picture: Path | None,
+    figures: bool = True,
+) -> None:
+    """Write figures, histogram, and the picture if there is one, to an experiment of Comet.
 
-    Comet makes its own histograms, of eigenvalues at even quantiles of the spectrum.
+    Comet makes its own histograms, of eigenvalues at even quantiles of the spectrum. DeepSpeed's
+    monitor would drop figures that come within `samples_log_interval` of the last, which counts
+    samples where these have optimizer steps; so they are written without it.
+
+    Args:
+        experiment: The experiment.
+        record: What to write.
+        picture: File of its picture; None if there is none.
+        figures: Whether to write the figures too; False where the host logs them itself.
     """
     step = record.provenance.step
+    for tag, value, _ in monitor_events(record) if figures else ():
+        experiment.log_metric(tag, value, step=step)
     if isinstance(record, HessianSpectrum):
         counts, edges = histogram_of(record)
         below = np.append(0.0, np.cumsum(counts)) / counts.sum()

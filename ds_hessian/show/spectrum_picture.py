@@ -60,7 +60,7 @@ def spectrum_picture(spectrum: HessianSpectrum, path: Path) -> Path:
         figure,
         f"{MATRICES[source.operator]} spectrum",
         f"{count(spectrum.n)} parameters, step {source.step:,}{loss}   |   {source.layout}, "
-        f"{source.model_dtype}, {source.num_micro_batches} micro-batches",
+        f"{source.arithmetic}, {source.num_micro_batches} micro-batches",
     )
     handles, labels = whole.get_legend_handles_labels()
     figure.legend(

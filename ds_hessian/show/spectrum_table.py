@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_hessian.records.provenance import Provenance
+from ds_hessian.records.provenance import Cost, Provenance
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.show.style import MATRICES
 
@@ -36,6 +36,16 @@ def of_block(source: Provenance) -> str:
     return f", block of {first}" + (f" and {len(others)} more" if others else "")
 
 
+def of_sides(source: Provenance, cost: Cost) -> str:
+    """Return how many products were one-sided and how many central; nothing without a tolerance."""
+    if source.tolerance is None:
+        return ""
+    text = f"{cost.one_sided} one-sided and {cost.products - cost.one_sided} central"
+    text += f" for a tolerance of {source.tolerance:g}"
+    beyond = cost.beyond_tolerance
+    return f"{text}, which {beyond} did not reach" if beyond else text
+
+
 def products_line(spectrum: HessianSpectrum) -> str:
     """Return the number of products and their price."""
     s, cost = spectrum, spectrum.cost
@@ -50,6 +60,7 @@ def _rows(spectrum: HessianSpectrum) -> list[tuple[str, str]]:
     outliers = s.outlier_eigenvalues()
     listed = ", ".join(f"{float(outlier):.4g}" for outlier in outliers[:6])
     more = ", ..." if len(outliers) > 6 else ""
+    sides = of_sides(source, cost)
     total = f"{cost.seconds_total:.3g} s in all"
     if cost.lanczos_overhead is not None:
         total += f"; outside of products {100 * cost.lanczos_overhead:.1f} % of theirs"
@@ -61,15 +72,17 @@ def _rows(spectrum: HessianSpectrum) -> list[tuple[str, str]]:
         *_sampling(s),
         ("outliers", f"{len(outliers)}: {listed}{more}" if outliers else "none converged"),
         ("products", products_line(s)),
+        *([("differences", sides)] if sides else []),
         ("time", total),
         ("product error", _error_text(s)),
         ("displacement", _range(s.displacements)),
         ("nonlinearity", _range(s.nonlinearities)),
         ("fidelity", f"at least {s.fidelities.min():.4f}"),
         *([("outputs", source.outputs)] if source.outputs is not None else []),
+        *([("passes", source.passes)] if source.passes else []),
         (
             "measured on",
-            f"{source.layout}, {source.model_dtype}, {source.num_micro_batches} micro-batches, "
+            f"{source.layout}, {source.arithmetic}, {source.num_micro_batches} micro-batches, "
             f"{source.probe} probes, seed {source.seed}{of_block(source)}",
         ),
     ]

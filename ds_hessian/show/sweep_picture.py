@@ -37,7 +37,7 @@ def sweep_picture(sweep: DisplacementSweep, path: Path) -> Path:
         figure,
         "Curvature against scale",
         f"{sweep.n:,} parameters, step {source.step:,}{loss}   |   {source.layout}, "
-        f"{source.model_dtype}, {source.num_micro_batches} micro-batches, {source.scheme}",
+        f"{source.arithmetic}, {source.num_micro_batches} micro-batches, {source.scheme}",
     )
     return save_figure(figure, path)
 

@@ -30,7 +30,7 @@ from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.records.sweep import DisplacementSweep
 from ds_hessian.records.verdict import SelfTest
 from ds_hessian.show.layers import layer_shares
-from ds_hessian.show.spectrum_table import of_block, spectrum_headline, spectrum_rows
+from ds_hessian.show.spectrum_table import of_block, of_sides, spectrum_headline, spectrum_rows
 from ds_hessian.show.style import MATRICES, PHRASES
 
 Rows = list[tuple[str, str]]
@@ -70,6 +70,8 @@ def _measured(title: str, rows: Callable[[Any], Rows]) -> Callable[[Any], str]:
         source = record.provenance
         name = title.format(MATRICES[source.operator], PHRASES[source.operator])
         last = [("cost", _price(record)), ("measured on", _measured_on(record))]
+        if source.passes:
+            last.insert(1, ("passes", source.passes))
         if source.outputs is not None:
             last.insert(1, ("matrix", f"{MATRICES[source.operator]}, {source.outputs}"))
         return lined(f"{name} at step {source.step}", rows(record) + last)
@@ -78,12 +80,14 @@ def _measured(title: str, rows: Callable[[Any], Rows]) -> Callable[[Any], str]:
 
 
 def _price(record: Measured) -> str:
-    return f"{record.cost.products} products, {record.cost.seconds_total:.3g} s in all"
+    text = f"{record.cost.products} products, {record.cost.seconds_total:.3g} s in all"
+    sides = of_sides(record.provenance, record.cost)
+    return f"{text}; {sides}" if sides else text
 
 
 def _measured_on(record: Measured) -> str:
     source = record.provenance
-    where = f"{source.layout}, {source.model_dtype}, {source.num_micro_batches} micro-batches"
+    where = f"{source.layout}, {source.arithmetic}, {source.num_micro_batches} micro-batches"
     return where + of_block(source)
 
 

@@ -71,6 +71,14 @@ class Fragment:
             rest = rest % inner
         return index
 
+    def place(self, device: torch.device | str = "cpu") -> slice | Tensor:
+        """Return an index of all coordinates in the flattened whole parameter: a slice, or where
+        these are not one run in it, `index`.
+        """
+        if self.box is None:
+            return slice(self.start, self.start + self.numel)
+        return self.index(device=device)
+
 
 class Layout:
     """The order of a rank's fragments in its vectors: owned ones first, no padding.

@@ -31,7 +31,7 @@ def collected(
     whole = torch.zeros(math.prod(shape), dtype=torch.float32, device=space.device)
     for fragment, part in layout:
         if fragment.name == name and fragment.owned:
-            whole[fragment.index(device=whole.device)] = v[part]
+            whole[fragment.place(whole.device)] = v[part]
     if space.distributed:
         dist.reduce(whole, dst=rank, group=space.group)
     return whole.reshape(tuple(shape))
@@ -57,4 +57,4 @@ def distribute(
         dist.broadcast(flat, src=rank, group=space.group)
     for fragment, part in layout:
         if fragment.name == name:
-            v[part] = flat[fragment.index(device=flat.device)]
+            v[part] = flat[fragment.place(flat.device)]

@@ -24,6 +24,7 @@ import ds_hessian
 from ds_hessian.backends.zero import ZeroBackend
 from ds_hessian.errors import HessianError
 from ds_hessian.records import HessianEigenpairs, HessianSolution
+from ds_hessian.vectors import VectorSpace
 from tests.nets import TinyGPT, batch
 
 TOTAL = 6  # micro-batches over all ranks: divides by 1, 2 and 3
@@ -87,6 +88,16 @@ def measure(num_matvecs: int, num_probes: int, zero: dict[str, Any], **config: A
     return weights, *gathered[:2], spectrum, gathered[2]
 
 
+def tolerant(num_matvecs: int, tolerance: float) -> Any:
+    """(weights, spectrum, its table) with a tolerance of eigenvalues."""
+    engine = make_engine(hessian=QUIET)
+    hessian = engine.hessian.use(my_batches())
+    spectrum = hessian.spectrum(num_matvecs=num_matvecs, tolerance=tolerance)
+    weights = full_weights(engine)
+    engine.destroy()
+    return weights, spectrum, spectrum.table()
+
+
 def uneven(factor: float) -> Any:
     """(weights, vector, product, its h) where rank 1 would take another step than rank 0."""
     engine = make_engine(zero={}, hessian=QUIET)
@@ -98,6 +109,11 @@ def uneven(factor: float) -> Any:
     found = full_weights(engine), hessian.gather(v), hessian.gather(product.vector)
     engine.destroy()
     return *found, product.displacement
+
+
+def of_rank_0() -> list[float]:
+    """Figures that differ between the ranks, as all of them get them."""
+    return VectorSpace(1, 1).of_rank_0(1.5 + dist.get_rank(), -2.0)
 
 
 # ---- neutrality
@@ -137,7 +153,7 @@ Failure = list[tuple[str, int, tuple[int, ...]]]
 """(stage, number of the call on that rank, ranks) of each thing that raises in one spectrum."""
 
 
-def failing_spectrum(engine: Any, failures: Failure) -> str:
+def failing_spectrum(engine: Any, failures: Failure, precision: str) -> str:
     """Try a spectrum that fails at each (stage, number of the call, ranks); returns the error."""
     saboteurs = {stage: Saboteur(at, ranks) for stage, at, ranks in failures}
 
@@ -171,7 +187,7 @@ def failing_spectrum(engine: Any, failures: Failure) -> str:
     allgather = deepspeed.comm.allgather_fn
     deepspeed.comm.allgather_fn = gather
     try:
-        engine.hessian_spectrum(batches(), loss_fn, num_matvecs=4)
+        engine.hessian_spectrum(batches(), loss_fn, num_matvecs=4, precision=precision)
     except ds_hessian.HessianError as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -223,7 +239,9 @@ def train(
         if mode == "failing" and step == 3:
             engine.hessian_spectrum(my_batches(), num_matvecs=2)
         if mode == "failing" and step >= steps - 1 - len(failures) and step < steps - 1:
-            errors.append(failing_spectrum(engine, failures[step - (steps - 1 - len(failures))]))
+            number = step - (steps - 1 - len(failures))
+            precision = ("model", "auto")[number % 2]
+            errors.append(failing_spectrum(engine, failures[number], precision))
     backend = ZeroBackend(engine)  # to find the shards of engines without a Hessian
     shards, pieces = backend.shards, backend.pieces
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
@@ -538,7 +556,7 @@ def huge_spectrum(displacement: float) -> tuple[Any, ...]:
         zero_allow_untested_optimizer=True,
     )
     x = torch.randn(1, 10_000, dtype=torch.bfloat16)
-    finite_difference = {"displacement": displacement}
+    finite_difference = {"displacement": displacement, "precision": "model"}
     spectrum = engine.hessian_spectrum([(x,)], num_matvecs=1, finite_difference=finite_difference)
     engine.destroy()
     return spectrum.fidelities, spectrum.warnings
@@ -661,10 +679,34 @@ def self_tests(module: nn.Module | None, config: dict[str, Any], overrides: dict
     return verdict
 
 
-def monitored(output: str, tools: dict[str, Any], wandb_folder: str = "") -> dict[int, Any]:
-    """Five steps with spectra after two of them, told to DeepSpeed's monitor; the spectra."""
-    if wandb_folder:
-        os.environ.update(WANDB_MODE="offline", WANDB_DIR=wandb_folder, WANDB_SILENT="true")
+def measured_at(accumulation: int) -> list[int]:
+    """The steps of the measurements of a schedule, where several micro-batches make a step."""
+    section = {**QUIET, "interval": 1, "num_matvecs": 1, "num_micro_batches": 1}
+    engine = make_engine(hessian=section, gradient_accumulation_steps=accumulation)
+    schedule, steps = engine.hessian_schedule, list[int]()
+    take = schedule.take
+
+    def noting(kind: Any, step: int, *rest: Any) -> Any:
+        steps.append(step)
+        return take(kind, step, *rest)
+
+    schedule.take = noting
+    for number in range(2 * accumulation + 1):
+        engine.backward(engine(*batch(number, dist.get_rank())))
+        engine.step()
+    assert schedule.failures == {}
+    engine.destroy()
+    return steps
+
+
+def monitored(output: str, tools: dict[str, Any], offline: str = "") -> dict[int, Any]:
+    """Five steps with spectra after two of them, told to DeepSpeed's monitor; the spectra.
+
+    Tools that send what they get to a server leave it in the folder `offline`.
+    """
+    if offline:
+        os.environ.update(WANDB_MODE="offline", WANDB_DIR=offline, WANDB_SILENT="true")
+        os.environ.update(COMET_OFFLINE_DIRECTORY=offline)
     section = {
         "interval": 2,
         "num_matvecs": 3,
@@ -678,10 +720,12 @@ def monitored(output: str, tools: dict[str, Any], wandb_folder: str = "") -> dic
         engine.backward(engine(*batch(number, dist.get_rank())))
         engine.step()
     assert engine.hessian_schedule.failures == {}
-    if wandb_folder and dist.get_rank() == 0:
+    if "wandb" in tools and dist.get_rank() == 0:
         import wandb
 
         wandb.finish()
+    if "comet" in tools and dist.get_rank() == 0:
+        engine.monitor.comet_monitor.experiment.end()
     engine.destroy()
     return engine.hessian_schedule.spectra
 

@@ -230,19 +230,26 @@ def test_collectives_of_another_thread_are_not_followed(ranks: Ranks) -> None:
         assert result == ("while trying, rank 0: ValueError: left", 10)
 
 
-def interrupted() -> str:
-    """Rank 1 gets SIGINT while it waits for rank 0, which is late, in a measurement."""
+def be_late_or_interrupted() -> None:
+    """Rank 0 comes a second late to what is next; rank 1 gets SIGINT while it waits for it."""
     import os
     import signal
     import threading
     import time
 
+    if dist.get_rank() == 0:
+        time.sleep(1.0)
+    else:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def interrupted() -> str:
+    """Rank 1 gets SIGINT while it waits for rank 0, which is late, in a measurement."""
+    import time
+
     try:
         with Lockstep(torch.device("cpu"), communication()) as lockstep, lockstep.guarded():
-            if dist.get_rank() == 0:
-                time.sleep(1.0)
-            else:
-                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            be_late_or_interrupted()
             for _ in range(20):
                 dist.all_reduce(torch.ones(2))
                 reduce(torch.ones(2, dtype=torch.float64))
@@ -254,6 +261,27 @@ def interrupted() -> str:
 
 def test_an_interrupt_of_one_rank_interrupts_all(ranks: Ranks) -> None:
     other, mine = ranks(2).run(interrupted, timeout=120)
+    assert other == "while measuring, rank 1: Signalled: received SIGINT" and mine == ""
+
+
+def interrupted_entering() -> str:
+    """Rank 1 gets SIGINT while it waits for rank 0, which is late, to enter a measurement."""
+    import time
+
+    try:
+        with collective("calling", "cpu"):
+            be_late_or_interrupted()
+            with Lockstep(torch.device("cpu"), communication()) as lockstep, lockstep.guarded():
+                dist.all_reduce(torch.ones(2))
+                with lockstep.together("working"):
+                    time.sleep(0.01)
+    except KeyboardInterrupt as caught:
+        return str(caught)
+    return "no error"
+
+
+def test_an_interrupt_while_ranks_enter_a_measurement_ends_it_on_all(ranks: Ranks) -> None:
+    other, mine = ranks(2).run(interrupted_entering, timeout=120)
     assert other == "while measuring, rank 1: Signalled: received SIGINT" and mine == ""
 
 
@@ -319,6 +347,30 @@ def test_a_measurement_that_a_rank_has_left_is_over_even_where_its_error_is_caug
     other, failed = ranks(2).run(swallowed, wrapped, timeout=120)
     assert failed == [message, "no error"]
     assert other == ["OSError: wrapped" if wrapped else message, "no error"]
+
+
+def early(inside: bool) -> str:
+    """Rank 1 fails in a call before the measurement in it that the others enter."""
+    try:
+        with collective("calling", "cpu"):
+            if dist.get_rank() == 1 and not inside:
+                raise ValueError("early")
+            with Lockstep(torch.device("cpu"), communication()) as lockstep, lockstep.guarded():
+                if dist.get_rank() == 1:
+                    raise ValueError("early")
+                dist.all_reduce(torch.ones(1))
+    except HessianError as caught:
+        return str(caught)
+    return "no error"
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_rank_that_fails_before_a_measurement_ends_it_as_one_that_fails_in_it(
+    ranks: Ranks, inside: bool
+) -> None:
+    doing = "measuring" if inside else "calling"
+    said = ranks(3).run(early, inside, timeout=120)
+    assert said == [f"while {doing}, rank 1: ValueError: early"] * 3
 
 
 def unfollowed(subgroup: bool) -> str:

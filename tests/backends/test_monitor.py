@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 import struct
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -87,11 +88,17 @@ def wandb_rows(folder: Path) -> list[dict[str, Any]]:
     for raw in records(log):
         record = Record.FromString(raw)
         if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            rows.append({i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items})
+            rows.append({})
+            for item in record.history.item:
+                *outer, name = item.nested_key or [item.key]
+                place = rows[-1]
+                for key in outer:
+                    place = place.setdefault(key, {})
+                place[name] = json.loads(item.value_json)
     return rows
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_wandb_offline_has_every_figure_over_the_optimizer_step(tmp_path: Path) -> None:
     pool = RankPool(2)  # of its own: W&B keeps a run for the process
@@ -112,3 +119,28 @@ def test_wandb_offline_has_every_figure_over_the_optimizer_step(tmp_path: Path) 
         assert sum(histogram["values"]) == pytest.approx(spectra[step].n, rel=1e-6)
     pictures = "wandb/offline-run-*/files/media/images/Train/Hessian/spectrum_*.png"
     assert len(list(tmp_path.glob(pictures))) == 2
+
+
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("comet_ml") is None, reason="Comet is not installed")
+def test_comet_offline_has_every_figure_at_its_step(tmp_path: Path) -> None:
+    pool = RankPool(2)  # of its own: Comet keeps an experiment for the process
+    try:
+        tools = {"comet": {"enabled": True, "online": False, "samples_log_interval": 100}}
+        spectra = pool.run(jobs.monitored, str(tmp_path / "out"), tools, str(tmp_path))[0]
+    finally:
+        pool.close()
+    (archive,) = tmp_path.glob("*.zip")
+    with zipfile.ZipFile(archive) as file:
+        messages = [json.loads(line) for line in file.read("messages.json").splitlines()]
+    logged: dict[str, dict[int, float]] = {}
+    for message in messages:
+        if message["type"] == "metric_msg":
+            metric = message["payload"]["metric"]
+            logged.setdefault(metric["metricName"], {})[metric["step"]] = metric["metricValue"]
+    for name, values in expected(spectra).items():
+        assert logged[f"Train/Hessian/{name}"] == pytest.approx(values, rel=1e-12)
+    files = [m["payload"] for m in messages if m["type"] == "file_upload"]
+    for kind in ("histogram3d", "visualization"):
+        of_kind = [f["additional_params"]["step"] for f in files if f["upload_type"] == kind]
+        assert of_kind == [2, 4]

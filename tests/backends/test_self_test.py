@@ -22,12 +22,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 CASES: dict[str, tuple[nn.Module | None, dict[str, Any], dict[str, Any], set[str]]] = {
     "fp32": (None, zero(3), {}, set()),
-    "bf16": (None, {**zero(2), **BF16}, {}, set()),
-    "bf16 in fp32": (None, {**zero(2), **BF16}, {"precision": "fp32"}, set()),
+    "bf16": (None, {**zero(2), **BF16}, {"precision": "model"}, set()),
+    "bf16 in fp32": (None, {**zero(2), **BF16}, {}, set()),
     "a step too small for bf16": (
         None,
         {**zero(3), **BF16},
-        {"displacement": 1e-4},
+        {"displacement": 1e-4, "precision": "model"},
         {"fidelity", "nonlinearity"},
     ),
     "not a function": (jobs.Restless(), zero(1), {}, {"determinism"}),

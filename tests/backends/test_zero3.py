@@ -58,6 +58,18 @@ def test_coefficients_do_not_depend_on_the_number_of_ranks(
     assert abs(a.betas - b.betas).max() < 1e-3 * scale
 
 
+def test_a_tolerance_takes_one_gradient_a_product_and_its_bars_hold(ranks: Ranks) -> None:
+    (weights, spectrum, table), (_, other, _) = ranks(2).run(jobs.tolerant, 25, 1e-2)
+    cost, exact = spectrum.cost, torch.linalg.eigvalsh(oracle(weights).matrix()).numpy()
+    off = abs(spectrum.ritz_values[0][:, None] - exact).min(axis=1)
+    assert (off <= spectrum.ritz_errors[0]).all(), off / spectrum.ritz_errors[0]
+    assert 2 * spectrum.product_errors.max() <= 1e-2 * abs(exact).max()
+    assert cost.one_sided > 15 and cost.gradients_per_product < 1.6  # a trial is a third of it
+    assert f"{cost.one_sided} one-sided and {25 - cost.one_sided} central" in table
+    assert spectrum.alphas.tolist() == other.alphas.tolist()
+    assert (spectrum.provenance.scheme, spectrum.provenance.tolerance) == ("auto", 1e-2)
+
+
 def test_all_ranks_take_the_same_step_though_they_computed_different_ones(ranks: Ranks) -> None:
     """As processors of different makes may, in the last bits."""
     found = ranks(2).run(jobs.uneven, 1.3)
@@ -67,11 +79,19 @@ def test_all_ranks_take_the_same_step_though_they_computed_different_ones(ranks:
     assert relative(dense.flat(product), dense.matvec(dense.flat(v))) < 2e-4
 
 
-@pytest.mark.parametrize("world_size", cells([1, 2, 3], []))
+def test_figures_of_rank_0_are_those_of_all_ranks(ranks: Ranks) -> None:
+    assert ranks(2).run(jobs.of_rank_0) == 2 * [[1.5, -2.0]]
+
+
+def test_a_schedule_measures_once_for_a_step_of_several_micro_batches(ranks: Ranks) -> None:
+    assert ranks(1).run(jobs.measured_at, 3) == [[1, 2]]
+
+
+@pytest.mark.full
 def test_the_ten_largest_eigenvalues_and_the_trace_are_those_of_the_dense_hessian(
-    ranks: Ranks, world_size: int
+    ranks: Ranks,
 ) -> None:
-    weights, _, _, spectrum, _ = ranks(world_size).run(jobs.measure, 60, 2, {})[0]
+    weights, _, _, spectrum, _ = ranks(2).run(jobs.measure, 60, 2, {})[0]
     exact = torch.linalg.eigvalsh(oracle(weights).matrix()).numpy()
     largest = exact[np.argsort(-abs(exact))][:10]
     for probe in range(2):

@@ -19,6 +19,7 @@ from .figures import Figures, figures
 VOCABULARY, TIME, WIDTH = 7, 5, 6
 CPU = {"device": "cpu"}
 BF16 = {"bf16": {"enabled": True}}
+MODEL = {"finite_difference": {"precision": "model"}}
 TORCH_ADAM = {"zero_force_ds_cpu_optimizer": False}
 
 
@@ -109,11 +110,9 @@ ENGINES: dict[str, Callable[[], Figures]] = {
     "ZeRO-3, all on the CPU": lambda: spectra(
         3, zero={"offload_param": CPU, "offload_optimizer": CPU}, **TORCH_ADAM
     ),
-    "ZeRO-2, bf16": lambda: spectra(2, **BF16),
-    "ZeRO-3, bf16": lambda: spectra(3, **BF16),
-    "ZeRO-1, bf16, passes in fp32": lambda: spectra(
-        1, hessian={"finite_difference": {"precision": "fp32"}}, **BF16
-    ),
+    "ZeRO-2, bf16": lambda: spectra(2, hessian=MODEL, **BF16),
+    "ZeRO-3, bf16": lambda: spectra(3, hessian=MODEL, **BF16),
+    "ZeRO-1, bf16, passes in fp32": lambda: spectra(1, **BF16),
 }
 
 SPECTRA: dict[str, dict[str, Any]] = {

@@ -57,7 +57,8 @@ def test_an_analysis_has_its_own_arguments() -> None:
 
 
 def test_what_does_not_fit_ends_with_1_and_names_what_would() -> None:
-    needed = plan_job(HessianConfig(), **FIGURES).peak("accelerator")
+    narrow = HessianConfig().with_overrides(precision="model")
+    needed = plan_job(narrow, **FIGURES).peak("accelerator")
     done = call("plan", *JOB, "--free", "accelerator=8", "--free", "host=50")
     assert done.returncode == 1
     last = done.stdout.splitlines()[-1]

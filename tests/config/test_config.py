@@ -78,7 +78,7 @@ def test_leaf_names_are_unique_so_that_overrides_can_use_them():
         ({"probe": "rademacer"}, r'must be "gaussian" or "rademacher", .*mean "rademacher"\?'),
         (
             {"finite_difference": {"scheme": "backward"}},
-            r'finite_difference\.scheme: must be "central" or "forward" or "fourth_order", got',
+            r'scheme: must be "central" or "forward" or "fourth_order" or "auto", got "backward"',
         ),
         ({"basis": {"dtype": "fp16"}}, r'must be "fp32" or "bf16", got "fp16"'),
         ({"basis": {"device": "nvme"}}, r'this version supports "accelerator", "host", "disk" on'),
@@ -86,7 +86,17 @@ def test_leaf_names_are_unique_so_that_overrides_can_use_them():
         ({"reorthogonalization": {"mode": "nine"}}, r'mode: must be "full" or .*mean "none"\?'),
         ({"reorthogonalization": {"window": 1}}, r"window: must be an integer, at least 2, got 1"),
         ({"resume": ""}, r"resume: must be a path that is not empty, or null"),
-        ({"finite_difference": 5}, r"an object with keys of scheme, displacement, precision"),
+        ({"finite_difference": 5}, r"an object with keys of scheme, tolerance, displacement"),
+        ({"finite_difference": {"tolerance": 1}}, r"tolerance: must be a number between 0 and 1"),
+        (
+            {"finite_difference": {"tolerance": 0.01, "scheme": "central"}},
+            r'tolerance: 0\.01 contradicts .*scheme = "central": set "auto", or remove one',
+        ),
+        ({"finite_difference": {"scheme": "auto"}}, r'scheme: "auto" needs .*tolerance: set it'),
+        (
+            {"finite_difference": {"tolerance": 0.01, "displacement": 1e-3}},
+            r"tolerance: 0\.01 contradicts .*displacement = 0\.001: a tolerance chooses",
+        ),
         ({"interval": 5, "enabled": False}, r"interval: 5 contradicts hessian\.enabled = false"),
         ({"start_step": 4}, r"start_step: 4 has no effect while hessian\.interval and"),
         (
@@ -251,6 +261,20 @@ def test_an_override_drops_what_has_no_effect_with_it():
     disk = HessianConfig.parse({"basis": {"device": "disk", "folder": "x"}})
     assert disk.with_overrides(device="host").basis.folder is None
     assert disk.with_overrides(dtype="bf16").basis.folder == "x"
+
+
+def test_tolerance_scheme_and_displacement_follow_the_one_that_is_given():
+    plain, loose = HessianConfig(), HessianConfig().with_overrides(tolerance=1e-2)
+    assert (loose.finite_difference.scheme, loose.finite_difference.formula) == ("auto", "central")
+    assert loose == HessianConfig.parse({"finite_difference": {"tolerance": 1e-2}})
+    assert loose.with_overrides(tolerance=None) == plain == loose.with_overrides(scheme="central")
+    fixed = plain.with_overrides(displacement=1e-3)
+    assert loose.with_overrides(displacement=1e-3) == fixed
+    assert fixed.with_overrides(tolerance=1e-2) == loose
+    found = loose.with_overrides(operator="ggn").finite_difference
+    assert (found.scheme, found.tolerance) == ("central", None)
+    with pytest.raises(ConfigError, match="no meaning for"):
+        loose.with_overrides(operator="ggn", tolerance=1e-3)
 
 
 def test_importing_the_config_loads_neither_torch_nor_deepspeed():

@@ -25,6 +25,9 @@ KERNELS = f"{HOME}/ops/"
 PLUMBING = ("contextlib.py", "functools.py", "dataclasses.py", "enum.py", "typing.py", "abc.py")
 """Files of Python's library whose calls are not calls of anything."""
 
+WITHIN_C = ("torch/storage.py",)
+"""Files whose functions safetensors' Rust code calls while it reads; it replaces their errors."""
+
 KINDS: dict[str, type[BaseException]] = {
     error.__name__: error for error in (MemoryError, RuntimeError, OSError, KeyboardInterrupt)
 }
@@ -75,7 +78,7 @@ class Tracer:
                 return
             if callee.co_filename.startswith(HOME) and not _kernel(callee.co_filename, caller):
                 return
-            if callee.co_filename.endswith(PLUMBING):
+            if callee.co_filename.endswith(PLUMBING + WITHIN_C):
                 return
             self._count(caller, callee.co_name)
         elif event == "c_call" and _ours(frame) and _does_something(argument):

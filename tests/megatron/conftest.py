@@ -24,5 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def megatron_ranks(built: None) -> Iterator[Callable[[int], RankPool]]:
-    """`megatron_ranks(n)`: a pool of n ranks."""
-    yield from pools_of_ranks()
+    """`megatron_ranks(n)`: a pool of n ranks.
+
+    A model with experts is never freed once Megatron has run it, and its 16 process groups, whose
+    threads poll, take a tenth of a processor: after some of them a pool is started anew.
+    """
+    yield from pools_of_ranks(threads=150)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ class Job:
     dropout: float = 0.0
     bias: bool = True
     dtype: str = "float32"
+    precision: str = "model"  # of the passes that measure
+    narrow_sums: bool = False  # of gradients in 16 bits
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -146,7 +149,9 @@ def groups_of(job: Job) -> Iterator[None]:
     """Megatron's process groups and random states for a job."""
     shim.install()
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
+    get_moe_layer_wise_logging_tracker().clear()  # what a job before has left
     parallel_state.initialize_model_parallel(
         job.tp,
         job.pp,
@@ -222,7 +227,7 @@ def build(job: Job) -> list[Any]:
         overlap_grad_reduce=job.overlap,
         overlap_param_gather=job.overlap and job.distributed,
         bucket_size=1500,
-        grad_reduce_in_fp32=job.dtype == "bfloat16",
+        grad_reduce_in_fp32=job.dtype == "bfloat16" and not job.narrow_sums,
     )
     chunks = [
         DistributedDataParallel(config, ddp, model, disable_bucketing=i > 0)
@@ -369,7 +374,8 @@ def hessian_of(chunks: list[Any], job: Job, **config: Any) -> Any:
     """The job's Hessian on its micro-batches."""
     from ds_hessian.megatron import MegatronHessian
 
-    hessian = MegatronHessian(chunks, {**QUIET, **config})
+    precision = {"finite_difference": {"precision": job.precision}}
+    hessian = MegatronHessian(chunks, {**QUIET, **precision, **config})
     return hessian.use(my_batches(), make_forward_step(job), **SIZES)
 
 
@@ -615,12 +621,12 @@ def run_schedule(job: Job, chunks: list[Any], batches: list[Any]) -> None:
     )
 
 
-def train(job: Job, measure: str = "", steps: int = 3, config: dict[str, Any] | None = None) -> Any:
+def train(job: Job, measure: str = "", steps: int = 2, config: dict[str, Any] | None = None) -> Any:
     """Train, with dropout if the job has some; what must be the same with and without `measure`.
 
     Args:
         job: The layout.
-        measure: "" for none, "spectrum" after every step, or where a measurement after step 1
+        measure: "" for none, "spectrum" after every step, or where a measurement after step 0
             fails on one rank alone: "batch" (before the model is called), "forward" (after it),
             "loss", "backward", "layer" and "experts" (inside of the model), "layer backward",
             "experts backward", "iterator" (a batch is given out) and "finalize" (gradients are
@@ -645,7 +651,7 @@ def train(job: Job, measure: str = "", steps: int = 3, config: dict[str, Any] | 
             if measure == "spectrum":
                 spectrum = hessian.spectrum(num_matvecs=2)
                 measured.append((spectrum.loss, spectrum.gradient_norm, spectrum.n))
-            elif measure and step == 1:
+            elif measure and step == 0:
                 errors.append(failing_spectrum(chunks, job, measure))
         return training_state(job, chunks, optimizer, norms), measured, errors
 
@@ -710,7 +716,7 @@ def failing_spectrum(chunks: list[Any], job: Job, stage: str) -> str:
         make_forward_step(job),
         dist.get_rank() == int(rank or dist.get_world_size() - 1),
     )
-    calls = [0]
+    calls, hooks = [0], contextlib.ExitStack()
 
     def inside(_: Any, __: Any, output: Any) -> Any:
         if not stage.endswith("backward"):
@@ -725,12 +731,14 @@ def failing_spectrum(chunks: list[Any], job: Job, stage: str) -> str:
         layer = unwrap(model).decoder.layers[0]
         places = {"layer": layer.self_attention, "experts": getattr(layer.mlp, "experts", None)}
         place = places.get(stage.split()[0]) if broken else None
-        handle = place.register_forward_hook(inside) if place else None
+        hooks.close()
+        if place:
+            hooks.callback(place.register_forward_hook(inside).remove)
         try:
             output, loss_func = inner(iterator, model)
         finally:
-            if handle:
-                handle.remove()
+            if not stage.endswith("backward"):  # which may compute the layer anew
+                hooks.close()
         if broken and stage == "forward":
             raise Broken("on purpose")
         if broken and stage == "backward":
@@ -757,7 +765,7 @@ def failing_spectrum(chunks: list[Any], job: Job, stage: str) -> str:
     hessian = hessian_of(chunks, job)
     try:
         hessian.use(my_batches(), forward_step, **SIZES)
-        with contextlib.ExitStack() as stack:
+        with hooks, contextlib.ExitStack() as stack:
             if stage == "iterator":
                 objective = hessian._objective
                 failing = failing_second(objective.iterator)
@@ -790,6 +798,7 @@ def compare_training(job: Job, measures: list[str], config: dict[str, Any]) -> l
     bare = train(job)[0]
     out = []
     for measure in measures:
+        gc.collect()  # the job before, whose process groups have threads that poll
         state, measured, errors = train(job, measure, config=config)
         differing = [name for name in bare if not same(bare[name], state[name])]
         out.append((differing, measured, errors))

@@ -29,7 +29,7 @@ Full = dict[str, Tensor]
 
 def products(job: Job, count: int = 2) -> Any:
     """(for each vector (v, {operator: (product, error, norm)}, |G + R - H|), outputs, forms,
-    whether the weights came back, spectra of G and R).
+    whether the weights came back, spectra of G and, with several vectors, of R).
     """
     with running(job) as chunks:
         before = [p.detach().clone() for c in chunks for p in c.parameters()]
@@ -52,7 +52,8 @@ def products(job: Job, count: int = 2) -> Any:
                 row = stored(backend, v), figures, space.norm(g + r - h), form - space.dot(v, g)
                 rows.append(row)
                 v = g / space.norm(g)
-        spectra = [hessian.spectrum(operator=name, num_matvecs=3) for name in ("ggn", "residual")]
+        names = ("ggn", "residual")[:count]
+        spectra = [hessian.spectrum(operator=name, num_matvecs=3) for name in names]
         after = [p.detach() for c in chunks for p in c.parameters()]
         back = all(map(torch.equal, before, after)) and forward_hooks(*chunks) == hooks
         return rows, found["ggn"].outputs, back, [(s.alphas[0], s.betas[0]) for s in spectra]

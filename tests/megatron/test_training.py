@@ -22,6 +22,13 @@ JOBS: dict[str, dict[str, Any]] = {
     "DP distributed optimizer overlap bf16": {**SHARDED, "dtype": "bfloat16"},
     "TP sequence parallel recompute": {"tp": 2, "sequence_parallel": True, "recompute": True},
     "TP bf16": {"tp": 2, "dtype": "bfloat16"},
+    "TP bf16, passes in fp32": {"tp": 2, "dtype": "bfloat16", "precision": "auto"},
+    "PP bf16, passes in fp32": {"pp": 2, "dtype": "bfloat16", "precision": "auto"},
+    "DP distributed optimizer overlap bf16, passes in fp32": {
+        **SHARDED,
+        "dtype": "bfloat16",
+        "precision": "auto",
+    },
     "PP": {"pp": 2},
     "PP interleaved": {"pp": 2, "vpp": 2},
 }
@@ -30,6 +37,7 @@ JOBS: dict[str, dict[str, Any]] = {
 QUICK = (
     *("DP", "DP distributed optimizer", "DP distributed optimizer overlap"),
     *("TP sequence parallel recompute", "PP interleaved"),
+    "DP distributed optimizer overlap bf16, passes in fp32",
 )
 
 

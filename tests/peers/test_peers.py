@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from scipy.sparse.linalg import LinearOperator, eigsh
 from torch import Tensor, nn
 
+import ds_hessian
 from ds_hessian.krylov import eigenpairs
 from ds_hessian.operators import FiniteDifferenceHessian
 from ds_hessian.vectors import random_vector
 from tests.operators.nets import Exact, backend_of, batches, loss_of, measuring, mlp, train
+from tests.plain.test_kronecker import factors_of, matrix_of
 
 K = 3
 
@@ -28,15 +30,20 @@ def trained() -> nn.Module:
     return train(mlp(), batches(), 30)
 
 
-def by_curvlinops(net: nn.Module) -> Any:
+def curvlinops_of(net: nn.Module, name: str, parameters: Any = None, **settings: Any) -> Any:
+    """A linear operator of curvlinops on the micro-batches in fp64."""
     curvlinops = pytest.importorskip(
         "curvlinops", reason="curvlinops is not installed (extra `peers`)"
     )
     data = [(x.double(), y) for x, y in batches()]
+    parameters = list(net.parameters()) if parameters is None else parameters
     # check_deterministic would evaluate everything twice more.
-    return curvlinops.HessianLinearOperator(
-        net, nn.CrossEntropyLoss(), list(net.parameters()), data, check_deterministic=False
-    )
+    settings |= {"check_deterministic": False}
+    return getattr(curvlinops, name)(net, nn.CrossEntropyLoss(), parameters, data, **settings)
+
+
+def by_curvlinops(net: nn.Module) -> Any:
+    return curvlinops_of(net, "HessianLinearOperator")
 
 
 def by_hessian_eigenthings(net: nn.Module) -> Any:
@@ -105,3 +112,34 @@ def test_the_largest_eigenvalues_agree_with_hessian_eigenthings_own_lanczos() ->
     backend = backend_of(net)
     expected = extreme(theirs, backend.space.n)
     assert np.allclose(found.eigenvalues.numpy(), expected, rtol=1e-6)
+
+
+def test_products_with_the_gauss_newton_matrix_agree() -> None:
+    net = trained()
+    theirs = curvlinops_of(copy.deepcopy(net).double(), "GGNLinearOperator")
+    settings = {"operator": "ggn", "progress": False}
+    hessian = ds_hessian.attach(net, config=settings).use(batches(), loss_of)
+    for seed in range(3):
+        v = hessian.random_vector(seed=seed)
+        product = hessian.matvec(v)
+        expected = (theirs @ v.double()).detach()
+        off = (product.vector.double() - expected).norm() / expected.norm()
+        assert product.error is not None and off <= 2 * product.error < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("kfac", "KFACLinearOperator"), ("ekfac", "EKFACLinearOperator")]
+)
+def test_kronecker_factors_agree(kind: str, name: str) -> None:
+    net = trained()
+    wide = copy.deepcopy(net).double()
+    weights = [p for p in wide.parameters() if p.ndim == 2]
+    theirs = curvlinops_of(wide, name, weights, fisher_type="empirical")
+    dense = (theirs @ torch.eye(sum(p.numel() for p in weights), dtype=torch.float64)).detach()
+    begin = 0
+    for found in factors_of(net, batches(), loss_of, kinds=(kind,)):
+        ours = matrix_of(found.forms[kind])
+        block = dense[begin : begin + len(ours), begin : begin + len(ours)]
+        assert (ours - block).norm() <= 1e-4 * block.norm()
+        begin += len(ours)
+    assert begin == len(dense)

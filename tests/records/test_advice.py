@@ -35,6 +35,18 @@ def test_one_poor_product_is_warned_of(name: str, value: float, text: str) -> No
     assert warning in spectrum.table()
 
 
+def test_products_beyond_a_tolerance_are_counted() -> None:
+    spectrum = spectrum_of(language_model_like(1000), m=10, noise=1e-3)
+    norms = np.hypot(spectrum.alphas, spectrum.betas)
+    poor = np.full_like(spectrum.product_errors, 1e-4 * norms.max())
+    poor[0, 3:5] = 0.02 * norms.max()
+    loose = dataclasses.replace(spectrum.provenance, tolerance=1e-2, scheme="auto")
+    spectrum = dataclasses.replace(spectrum, product_errors=poor, provenance=loose)
+    (warning,) = spectrum.warnings
+    assert re.search(r"2 of 10 products do not reach the tolerance of 0\.01, neither by", warning)
+    assert "0 one-sided and" in spectrum.table()
+
+
 def test_errors_are_relative_to_the_norms_of_the_products() -> None:
     """Column j of T has the betas on both sides of alpha j."""
     spectrum = spectrum_of(language_model_like(1000), m=4, probes=2, noise=1e-3)
@@ -65,6 +77,7 @@ def test_advice_names_the_cause_and_the_setting_that_cures_it() -> None:
     for changes, text in (
         ({"model_dtype": "bfloat16"}, '"precision": "fp32"'),
         ({"model_dtype": "bfloat16", "precision": "fp32"}, "more micro-batches"),
+        ({"precision_reason": "no room"}, "passes or weights in fp32 (no room)"),
         ({"displacement": 0.1}, '"displacement": "auto"'),
     ):
         provenance = dataclasses.replace(spectrum.provenance, **changes)

@@ -32,7 +32,8 @@ from ds_hessian.krylov import (
 from ds_hessian.operators import FiniteDifferenceHessian, LinearOperator, Product
 from ds_hessian.resume import Journal, SavedSpectrum, StateStore, identity_of, store
 from ds_hessian.resume.files import read_json, write_json
-from ds_hessian.vectors import VectorSpace, random_vector
+from ds_hessian.resume.generations import state_files
+from ds_hessian.vectors import Fragment, Layout, VectorSpace, random_vector
 from tests.krylov.matrices import SPECTRA, Matrix, layout_of
 from tests.nets import TinyGPT, batch
 
@@ -337,6 +338,26 @@ def matrix_run(folder: str, stop: int | None, steps: int = 25) -> Any:
         state.step()
         store.save(state.state_dict(), state.vectors())
     return resumed, np.array(state.alphas), np.array(state.betas)
+
+
+def unwritten(folder: str) -> tuple[str, int]:
+    """The error of a save in which a vector of rank 1 cannot be had, and the states there are."""
+    layout = Layout([Fragment(f"w{dist.get_rank()}", 0, 8, torch.Size([8]))])
+    saved = StateStore(Path(folder), layout, VectorSpace(layout.n_local, layout.n_owned), {})
+
+    def vector() -> Tensor:
+        if dist.get_rank() == 1:
+            raise OSError("no space left")
+        return torch.zeros(8)
+
+    error = ""
+    try:
+        saved.save({}, {"v": vector})
+    except HessianError as found:
+        error = str(found)
+    states = len(state_files(Path(folder)))
+    saved.clear()
+    return error, states
 
 
 _open: StateStore | None = None

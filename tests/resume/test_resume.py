@@ -16,6 +16,7 @@ from ds_hessian.errors import ConfigError, ResultError
 from ds_hessian.krylov import LanczosOptions, Storage
 from ds_hessian.resume import refuse_foreign
 from ds_hessian.resume.files import Origin, read_vector, write_vector
+from ds_hessian.resume.generations import Generation, still_whole
 from ds_hessian.resume.parts import overlaps
 from ds_hessian.vectors import Box, Fragment, Layout
 from tests.ranks import RankPool
@@ -267,6 +268,18 @@ def test_another_job_is_refused_the_folder_of_a_run(ranks: Ranks, tmp_path: Path
         assert re.match(r"ConfigError: .* is in use by process \d+ on .*, since", found), found
     assert set(ranks(2).run(jobs.keep_open, None)) == {"closed"}
     assert not isinstance(ranks(1).run(jobs.spectrum, str(tmp_path))[0], str)
+
+
+def test_no_state_names_a_vector_that_a_rank_could_not_write(ranks: Ranks, tmp_path: Path) -> None:
+    for error, states in ranks(2).run(jobs.unwritten, str(tmp_path)):
+        assert "rank 1: OSError: no space left" in error and states == 0
+
+
+def test_vectors_of_the_state_before_are_kept() -> None:
+    """Of a state that is damaged its vectors may be, and another run's may have the same names."""
+    needs = [("run", "a"), ("run", "b"), ("other", "b")]
+    kept = [Generation(k, run, frozenset([v])) for k, (run, v) in enumerate(needs)]
+    assert still_whole(kept) == kept[1:]
 
 
 def test_no_rank_lists_what_other_ranks_write(ranks: Ranks, tmp_path: Path) -> None:

@@ -507,13 +507,22 @@ def test_nothing_sticks_out_to_the_side(one: Path, tmp_path: Path, width: int) -
     outer = tmp_path / "outer.html"
     outer.write_text(f"<html><body><iframe src='page.html' width='{width}'></iframe></body></html>")
     inner = tmp_path / "page.html"
-    tell = "parent.postMessage(document.documentElement.scrollWidth, '*');"
+    tell = """addEventListener('message', async question => {
+      await drawn;
+      question.source.postMessage(document.documentElement.scrollWidth, '*');
+    });"""
     inner.write_text(
         inner.read_text(encoding="utf-8").replace("</body>", f"<script>{tell}</script></body>"),
         encoding="utf-8",
     )
-    listen = "return new Promise(done => addEventListener('message', e => done(e.data)));"
-    answer = ask(outer, listen, tmp_path)["answer"]
+    question = """
+      const frame = document.querySelector('iframe').contentWindow;
+      return new Promise(done => {
+        addEventListener('message', answer => done(answer.data));
+        setInterval(() => frame.postMessage('how wide?', '*'), 100);  // until it listens
+      });
+    """
+    answer = ask(outer, question, tmp_path)["answer"]
     assert answer == width
 
 

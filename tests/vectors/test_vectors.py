@@ -10,7 +10,15 @@ import torch
 
 from ds_hessian.errors import ConfigError, HessianError, MeasurementError
 from ds_hessian.ranks import together
-from ds_hessian.vectors import Box, Fragment, Layout, VectorSpace, probes, random_vector
+from ds_hessian.vectors import (
+    Box,
+    Fragment,
+    Layout,
+    Partition,
+    VectorSpace,
+    probes,
+    random_vector,
+)
 from tests.ranks import RankPool
 
 
@@ -96,3 +104,12 @@ def test_together_keeps_the_cause() -> None:
         with together("reading"):
             raise ValueError("bad")
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_replicas_do_not_count_in_the_sizes_of_blocks() -> None:
+    shape = torch.Size([4])
+    fragments = [Fragment(name, 0, 4, shape, name != "replica") for name in ("a", "b", "replica")]
+    layout = Layout(fragments)
+    space = VectorSpace(layout.n_local, layout.n_owned)
+    partition = Partition(layout, space, {"a": "first", "b": "second", "replica": "second"})
+    assert partition.sizes.tolist() == [4, 4]

@@ -27,9 +27,10 @@ from ds_hessian.backends.megatron.replicas import (
     refuse_uneven_copies,
     replicated_parameters,
 )
-from ds_hessian.backends.megatron.runs import runs_of, weights_of
+from ds_hessian.backends.megatron.runs import parameters_of, runs_of, weights_of
+from ds_hessian.backends.megatron.wide import WideWeights, accumulates_in_fp32, without_casts
 from ds_hessian.backends.names import require_same, trained_names
-from ds_hessian.backends.objective import reading
+from ds_hessian.backends.objective import common_number, reading
 from ds_hessian.backends.protocol import (
     DEFAULT_PASSES,
     AdamState,
@@ -42,9 +43,9 @@ from ds_hessian.backends.refusal import refuse_methods, training_refused
 from ds_hessian.backends.sharded import Shard, ShardedSession, ShardedWeights
 from ds_hessian.backends.weights import Weight
 from ds_hessian.errors import ConfigError, UnsupportedError
-from ds_hessian.memory import Item, tier_of
+from ds_hessian.memory import FP32, Item, tier_of
 from ds_hessian.optimizer import settings_of
-from ds_hessian.ranks import checkpoint, gather_objects, together
+from ds_hessian.ranks import checkpoint, together
 from ds_hessian.ranks.lockstep import Lockstep
 from ds_hessian.vectors import Layout, VectorSpace
 
@@ -79,19 +80,15 @@ class MegatronBackend:
         self.layout = Layout([run.fragment for run in runs])
         self.runs = [runs[i] for i in self.layout.order]
         self.space = VectorSpace(self.layout.n_local, self.layout.n_owned, self.device)
-        mine = {(f.name, tuple(f.shape)) for f in self.layout.fragments}
-        everyone = set().union(*gather_objects(mine))
-        self.parameters: Sequence[tuple[str, torch.Size]] = [
-            (name, torch.Size(shape)) for name, shape in sorted(everyone)
-        ]
+        self.parameters: Sequence[tuple[str, torch.Size]] = parameters_of(self.chunks, self.device)
         self._attached = trained_names(self.chunks)
         self.group = host.micro_batch_group(self.chunks)
         self.step = 0
-        narrow = self.dtype == torch.bfloat16
+        narrow = self.compute_dtype == torch.bfloat16 and not accumulates_in_fp32(self.chunks)
         self.precisions: tuple[Precision, ...] = ("model",) if narrow else ("model", "fp32")
 
     @property
-    def dtype(self) -> torch.dtype:
+    def compute_dtype(self) -> torch.dtype:
         """The dtype of the weights and of the passes."""
         return next(self.chunks[0].parameters()).dtype
 
@@ -124,25 +121,13 @@ class MegatronBackend:
             sizes = {**like.sizes, **{k: v for k, v in sizes.items() if v is not None}}
         with reading(batches, self.device):
             objective = PipelineObjective(batches, loss, sizes)
-        objective.num_micro_batches = self._common_number(len(objective.batches))
-        return objective
-
-    def _common_number(self, mine: int) -> int:
-        """Return the number of micro-batches, on which all ranks that have some must agree."""
-        counts = torch.zeros(self.space.world_size, dtype=torch.float64)
-        counts[self.space.rank] = mine
-        present = [int(c) for c in self.space.reduce(counts) if c > 0]
-        if not present or min(present) != max(present):
-            raise ConfigError(
-                "every rank that reads data needs the same number of micro-batches, at least 1, "
-                f"got {present or 0}; pass lists of equal length"
-            )
-        if present[0] % self.group:
+        common = objective.num_micro_batches = common_number(len(objective.batches), self.space)
+        if common % self.group:
             raise ConfigError(
                 f"the interleaved pipeline runs groups of {self.group} micro-batches, got "
-                f"{present[0]}; pass a multiple"
+                f"{common}; pass a multiple"
             )
-        return present[0]
+        return objective
 
     @contextmanager
     def measuring(
@@ -156,12 +141,13 @@ class MegatronBackend:
         assert isinstance(objective, PipelineObjective)
         if passes.precision not in self.precisions:
             raise UnsupportedError(
-                "ds_hessian does not support fp32 passes of a bf16 Megatron model, whose layers "
-                'cast by their own configuration; use finite_difference.precision "model"'
+                "ds_hessian does not support fp32 passes of a bf16 Megatron model whose gradients "
+                "are summed in bf16; set grad_reduce_in_fp32, or use finite_difference.precision "
+                '"model"'
             )
         refuse_uneven_copies(self.chunks, self.runs, self.parameters, self.space)
         finalize = host.model_config(self.chunks[0]).finalize_model_grads_func
-        lockstep = Lockstep(self.device, stage=host.pipeline_rank())
+        lockstep = Lockstep(self.device, peers=host.ranks_of_stage())
         with lockstep, ExitStack() as stack:
             with lockstep.together("saving the training state"):
                 require_same(self._attached, trained_names(self.chunks))
@@ -175,13 +161,33 @@ class MegatronBackend:
                 stack.callback(guard.attributes.restore)
                 host.quiet(self.chunks, guard.attributes)
                 stack.callback(_restore_gradients, self.chunks, _take_gradients(self.chunks))
-                parts = [Shard(run.weight, run.master) for run in self.runs]
-                weights = ShardedWeights(parts, self.layout, self.space, self._gather_parameters)
+                widen = passes.precision == "fp32" and self.compute_dtype == torch.bfloat16
+                weights = self._widened(guard, stack) if widen else self._sharded()
                 stack.callback(weights.restore)
                 step = objective.forward_step
                 forward = FixedForward(step, self.chunks, guard)
             with lockstep.guarded():
-                yield MegatronSession(self, objective, forward, guard, finalize, weights, lockstep)
+                yield MegatronSession(
+                    self, objective, forward, guard, finalize, weights, lockstep, passes
+                )
+
+    def _sharded(self) -> ShardedWeights:
+        parts = [Shard(run.weight, run.master) for run in self.runs]
+        return ShardedWeights(parts, self.layout, self.space, self._gather_parameters)
+
+    def _widened(self, guard: Guard, stack: ExitStack) -> ShardedWeights:
+        """Let the passes run on fp32 stand-ins of the parameters, made of the masters."""
+        wide = WideWeights(self.chunks)
+        without_casts(self.chunks, guard.attributes)
+        for buffers in guard.buffers:
+            buffers.wide = True
+        for run in self.runs:
+            if run.master is not None:
+                wide.weight(run).copy_(run.master)
+        wide.gather()
+        stack.enter_context(wide.taken())
+        parts = [Shard(wide.weight(run), run.master) for run in self.runs]
+        return ShardedWeights(parts, self.layout, self.space, wide.gather)
 
     def _refuse_training(self, guard: Guard, stack: ExitStack) -> None:
         models: list[nn.Module] = [host.unwrap(chunk) for chunk in self.chunks]
@@ -202,7 +208,7 @@ class MegatronBackend:
         kind = "distributed optimizer" if sharded else "DDP"
         return Description(
             layout=f"Megatron {sizes}, {kind}",
-            model_dtype=str(self.dtype).removeprefix("torch."),
+            model_dtype=str(self.compute_dtype).removeprefix("torch."),
             versions={"megatron-core": host.version()},
             optimizer=settings_of(self.optimizer),
         )
@@ -227,8 +233,13 @@ class MegatronBackend:
 
     def memory(self, precision: Precision = "model") -> list[Item]:
         """Return what a session of the job holds beyond training's memory."""
+        tier, narrow = tier_of(self.device), self.compute_dtype == torch.bfloat16
         alone = sum(run.weight.nbytes for run in self.runs if run.master is None)
-        return [Item("weights as they were", tier_of(self.device), alone)]
+        if precision == "fp32" and narrow:
+            whole = sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
+            copies = Item("weights in fp32", tier, FP32 * whole)
+            return [copies, Item("weights as they were", tier, 2 * alone)]
+        return [Item("weights as they were", tier, alone)]
 
 
 class MegatronSession(ShardedSession):
@@ -242,6 +253,7 @@ class MegatronSession(ShardedSession):
         finalize: The job's `finalize_model_grads_func`.
         weights: This rank's weights.
         lockstep: The lockstep of the measurement.
+        passes: How the passes run.
     """
 
     def __init__(
@@ -253,15 +265,19 @@ class MegatronSession(ShardedSession):
         finalize: Callable[..., None] | None,
         weights: ShardedWeights,
         lockstep: Lockstep,
+        passes: Passes,
     ) -> None:
         units = objective.num_micro_batches // backend.group
-        roundoff = torch.finfo(backend.dtype).eps / 2
+        dtype, widen = backend.compute_dtype, passes.precision == "fp32"
+        if widen and dtype == torch.bfloat16:
+            dtype = torch.float32
+        roundoff = torch.finfo(dtype).eps / 2
         head = host.head(backend.chunks, backend.group)
         super().__init__(weights, forward.function, units, head, roundoff)
         self._backend, self._objective = backend, objective
         self._forward, self._finalize, self._lockstep = forward, finalize, lockstep
         self._evaluated: set[int] = set()
-        self.watch_autocast(guard, widen=False)
+        self.watch_autocast(guard, widen)
         names = [name for name, _ in backend.parameters]
         self._replicas = Replicas(backend.chunks, backend.replicated, backend.runs, names)
 

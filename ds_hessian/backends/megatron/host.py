@@ -110,6 +110,14 @@ def pipeline_rank() -> int:
     return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
+def ranks_of_stage() -> list[int]:
+    """Return the ranks of this rank's pipeline stage."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return dist.get_process_group_ranks(group)
+
+
 def expert_tensor_parallel_size() -> int:
     """Return the tensor-parallel size of expert layers."""
     from megatron.core import parallel_state
@@ -372,25 +380,44 @@ def shards(chunk: Chunk) -> Iterator[tuple[nn.Parameter, int, int]]:
     It is all of it, or with the distributed optimizer the content of the rank's buckets.
     `bucket.param_to_index` ignores padding up to 0.16; `param_index_map` is right in all versions.
     """
+    for buffer, bucket in buckets(chunk):
+        first, last = 0, bucket.grad_data.numel()
+        if chunk.ddp_config.use_distributed_optimizer:
+            size = last // buffer.data_parallel_world_size
+            first = buffer.data_parallel_group.rank() * size
+            last = first + size
+        for parameter, start, stop in places(buffer, bucket):
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                yield parameter, low - start, high - start
+
+
+def buckets(chunk: Chunk) -> Iterator[tuple[Any, Any]]:
+    """Yield `(buffer, bucket)` of a chunk's gradients, Megatron's own, those of experts last."""
     for buffer in chunk.buffers + chunk.expert_parallel_buffers:
         for bucket in buffer.buckets:
-            first, last = 0, bucket.grad_data.numel()
-            if chunk.ddp_config.use_distributed_optimizer:
-                size = last // buffer.data_parallel_world_size
-                first = buffer.data_parallel_group.rank() * size
-                last = first + size
-            for parameter in bucket.params_list:
-                start, stop = (i - bucket.offset for i in buffer.param_index_map[parameter][:2])
-                low, high = max(start, first), min(stop, last)
-                if low < high:
-                    yield parameter, low - start, high - start
+            yield buffer, bucket
+
+
+def places(buffer: Any, bucket: Any) -> Iterator[tuple[nn.Parameter, int, int]]:
+    """Yield `(parameter, first, last)`: the place of each parameter in a bucket."""
+    for parameter in bucket.params_list:
+        start, stop = buffer.param_index_map[parameter][:2]
+        yield parameter, start - bucket.offset, stop - bucket.offset
+
+
+def buffered(chunk: Chunk) -> Iterator[nn.Parameter]:
+    """Yield the parameters that the chunk trains, on whichever ranks its shards of them are."""
+    for _, bucket in buckets(chunk):
+        yield from bucket.params_list
 
 
 def sharded_tensors(chunk: Chunk) -> Iterator[tuple[nn.Parameter, int, ShardedTensor]]:
     """Yield `(parameter, offset, sharded tensor)` from the model's checkpoint description.
 
     A parameter that a checkpoint stores as several tensors (the halves of a gated layer) comes
-    several times; `offset` is the index at which the tensor begins in the flattened parameter.
+    several times; `offset` is the index at which the tensor begins in the flattened parameter. The
+    data of these is a view of no values.
     """
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -405,9 +432,15 @@ def sharded_tensors(chunk: Chunk) -> Iterator[tuple[nn.Parameter, int, ShardedTe
         if not isinstance(entry, ShardedTensorFactory):
             yield parameter, 0, entry
             continue
-        # The factory splits whatever it holds: let it split the positions.
-        entry.data = torch.arange(parameter.numel()).view(parameter.shape)
+        # The factory splits whatever it holds: let it split a tensor without values, of which
+        # parts that are runs are views.
+        entry.data = whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         for part in entry.build():
-            where = part.data.reshape(-1)
-            if torch.equal(where, where[0] + torch.arange(where.numel())):
-                yield parameter, int(where[0]), part
+            if _is_run(part.data, whole):
+                yield parameter, part.data.storage_offset(), part
+
+
+def _is_run(part: Tensor, whole: Tensor) -> bool:
+    """Return whether a tensor is a view of elements of another that follow each other."""
+    same = part.untyped_storage()._cdata == whole.untyped_storage()._cdata
+    return same and part.is_contiguous()

@@ -34,7 +34,8 @@ def refuse_uneven_copies(
     parameters: Sequence[tuple[str, torch.Size]],
     space: VectorSpace,
 ) -> None:
-    """Raise if one rank trains, or keeps a master of, what another one does not.
+    """Raise if one rank trains, or keeps a master of, what another one does not, or if the
+    coordinates of a parameter do not count once each.
 
     Args:
         chunks: The model chunks.
@@ -48,20 +49,28 @@ def refuse_uneven_copies(
     Collective: one all-reduce.
     """
     place = {name: i for i, (name, _) in enumerate(parameters)}
-    sums = torch.zeros(len(parameters) + 1, 2, dtype=torch.float64)
+    sums = torch.zeros(len(parameters) + 1, 3, dtype=torch.float64)
     for run in runs:
-        sums[place[run.fragment.name], int(run.master is not None)] += run.fragment.numel
+        mine = sums[place[run.fragment.name]]
+        mine[int(run.master is not None)] += run.fragment.numel
+        mine[2] += run.fragment.numel * run.fragment.owned
     tied = [p for c in chunks for p in c.parameters() if host.is_tied_over_stages(p)]
     for p in tied:
         sums[-1, int(p.requires_grad)] += 1
-    *found, (frozen, trained) = space.reduce(sums.view(-1)).view(-1, 2).tolist()
+    *found, (frozen, trained, _) = space.reduce(sums.view(-1)).view(-1, 3).tolist()
     if frozen and trained:
         raise UnsupportedError(
             "ds_hessian does not support an embedding of which one pipeline stage trains its copy "
             "and another has it frozen: Megatron's sum over both would wait for ever; freeze it on "
             "all stages, or on none"
         )
-    for (without, masters), (name, _) in zip(found, parameters, strict=True):
+    for (without, masters, owned), (name, shape) in zip(found, parameters, strict=True):
+        if owned != shape.numel():
+            raise UnsupportedError(
+                f"ds_hessian does not support the parameter {name!r}, of whose {shape.numel()} "
+                f"coordinates {owned:.0f} count: ranks have different models, freeze different "
+                "parts of it, or their sharded_state_dict does not say who saves what"
+            )
         if without and masters:
             raise UnsupportedError(
                 f"ds_hessian does not support the parameter {name!r}, whose fp32 master only some "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from ds_hessian.backends.megatron import host
 from ds_hessian.backends.names import checkpoint_name
 from ds_hessian.backends.weights import Weight
 from ds_hessian.errors import UnsupportedError
+from ds_hessian.ranks import union
 from ds_hessian.vectors import Box, Fragment
 
 if TYPE_CHECKING:
@@ -70,11 +72,42 @@ def runs_of(chunks: Sequence[Chunk]) -> list[ParameterRun]:
     return [run for chunk in chunks for run in _runs(chunk)]
 
 
-def _runs(chunk: Chunk) -> list[ParameterRun]:
+def parameters_of(chunks: Sequence[Chunk], device: torch.device) -> list[tuple[str, torch.Size]]:
+    """Return names and unsharded shapes of all parameters of the job, sorted.
+
+    Collective: `ds_hessian.ranks.union`, to which each pipeline stage adds its own.
+
+    Raises:
+        UnsupportedError: ranks describe a parameter by different shapes.
+    """
+    mine: set[tuple[str, tuple[int, ...]]] = set()
+    for chunk in chunks:
+        tensors = _tensors(chunk)
+        for parameter in host.buffered(chunk):
+            for tensor in tensors.get(id(parameter), {}).values():
+                mine.add((checkpoint_name(tensor.key), tuple(tensor.global_shape)))
+    found = sorted(union(mine, device))
+    for (name, shape), (other, another) in pairwise(found):
+        if name == other:
+            raise UnsupportedError(
+                f"ds_hessian does not support the parameter {name!r}, whose whole shape is {shape} "
+                f"on some ranks and {another} on others, by their model's sharded_state_dict; all "
+                "ranks need the same model"
+            )
+    return [(name, torch.Size(shape)) for name, shape in found]
+
+
+def _tensors(chunk: Chunk) -> dict[int, dict[int, host.ShardedTensor]]:
+    """Return {id of a parameter: {offset in it: sharded tensor}}."""
     tensors: dict[int, dict[int, host.ShardedTensor]] = {}
     for parameter, offset, tensor in host.sharded_tensors(chunk):
         # A module that the model has under two names (T5's head) is in a checkpoint twice.
         tensors.setdefault(id(parameter), {}).setdefault(offset, tensor)
+    return tensors
+
+
+def _runs(chunk: Chunk) -> list[ParameterRun]:
+    tensors = _tensors(chunk)
     names = {id(p): name for name, p in host.unwrap(chunk).named_parameters()}
     sharded = chunk.ddp_config.use_distributed_optimizer
     first_instance = not sharded or host.first_optimizer_instance(chunk)

@@ -18,14 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_hessian import ops
 from ds_hessian.backends.adam import collect, moments
 from ds_hessian.backends.guard import Guard, guarded
-from ds_hessian.backends.names import require_same, trained
+from ds_hessian.backends.names import require_same, require_same_parameters, trained
 from ds_hessian.backends.objective import (
     LossFn,
     ModelObjective,
     Totals,
+    common_number,
     reading,
     refuse_sizes,
-    require_equal_numbers,
 )
 from ds_hessian.backends.plain.stand_ins import kept_attributes, stand_ins, transparent
 from ds_hessian.backends.plain.steps import StepCount
@@ -45,6 +45,7 @@ from ds_hessian.backends.weights import Weight, module_weights
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import FP32, Item, tier_of
 from ds_hessian.optimizer import settings_of
+from ds_hessian.ranks import Shared, balanced, imbalance
 from ds_hessian.ranks.lockstep import Lockstep
 from ds_hessian.vectors import Fragment, Layout, VectorSpace
 
@@ -85,8 +86,15 @@ class ModuleBackend:
         owned = not dist.is_initialized() or dist.get_rank() == 0
         self.layout = Layout([Fragment(n, 0, p.numel(), p.shape, owned) for n, p in named])
         self.space = VectorSpace(self.layout.n_local, self.layout.n_owned, named[0][1].device)
+        require_same_parameters(self.parameters, self.space)
         self.after_step: Callable[[], None] = lambda: None
         self._steps = 0
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype in which training's passes compute: the coarsest one of the weights."""
+        dtypes = [p.dtype for _, p in trained(self.model)]
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
     @property
     def step(self) -> StepCount:
@@ -115,7 +123,7 @@ class ModuleBackend:
             loss = like.loss_fn
         with reading(batches, self.space.device):
             objective = ModelObjective(batches, loss)
-        require_equal_numbers(objective, self.space)
+        common_number(objective.num_micro_batches, self.space)
         return objective
 
     @contextmanager
@@ -153,12 +161,12 @@ class ModuleBackend:
                 yield ModuleSession(self, objective, guard, copies, weights, lockstep, widen)
 
     def _require_equal_weights(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        squares = torch.zeros(self.space.world_size, dtype=torch.float64)
+        square = 0.0
         for _, p in named:
             wide = p.detach().reshape(-1).float()
-            squares[self.space.rank] += ops.dots([(wide, wide)], wide.numel()).cpu()[0]
-        squares = self.space.reduce(squares)
-        if squares.min() != squares.max():
+            square += float(ops.dots([(wide, wide)], wide.numel())[0])
+        shared = Shared(square, self.space.world_size, self.space.rank == 0)
+        if not balanced(self.space.reduce(imbalance([shared]))):
             raise UnsupportedError(
                 "ds_hessian does not support a module whose weights differ between the ranks of "
                 "the job; wrap it in DistributedDataParallel, or measure in a process of its own"

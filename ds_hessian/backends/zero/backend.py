@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from ds_hessian.backends.adam import collect
 from ds_hessian.backends.guard import Guard, guarded
-from ds_hessian.backends.names import require_same, trained, trained_names
+from ds_hessian.backends.names import require_same, require_same_parameters, trained, trained_names
 from ds_hessian.backends.objective import (
     LossFn,
     ModelObjective,
     Totals,
+    common_number,
     reading,
     refuse_sizes,
-    require_equal_numbers,
 )
 from ds_hessian.backends.protocol import (
     DEFAULT_PASSES,
@@ -50,7 +50,7 @@ from ds_hessian.backends.zero.tensor_parallel import Placement, Replicas, place
 from ds_hessian.errors import ConfigError, HessianError, UnsupportedError
 from ds_hessian.memory import Item, tier_of
 from ds_hessian.optimizer import settings_of
-from ds_hessian.ranks import gather_objects
+from ds_hessian.ranks import Shared, balanced, gather_objects, imbalance
 from ds_hessian.ranks.lockstep import Lockstep
 from ds_hessian.vectors import Fragment, Layout, VectorSpace
 
@@ -68,6 +68,7 @@ class ZeroBackend:
 
     Raises:
         UnsupportedError: it is not known which part of a tensor-parallel parameter a rank has.
+        ConfigError: ranks train different parameters.
 
     Collective: the constructor.
     """
@@ -87,6 +88,7 @@ class ZeroBackend:
         self._attached = trained_names(self.modules)
         self.layout, self.pieces = self._map()
         self.space = VectorSpace(self.layout.n_local, self.layout.n_owned, self.device)
+        require_same_parameters(self.parameters, self.space)
 
     def _place(self) -> dict[int, tuple[str, Placement]]:
         mesh = self.tensor_rank, self.tensor_ranks
@@ -109,6 +111,11 @@ class ZeroBackend:
         return layout, [pieces[i] for i in layout.order]
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype in which training's passes compute."""
+        return host.compute_dtype(self.engine)
+
+    @property
     def step(self) -> int:
         """Optimizer steps made so far."""
         return int(self.engine.global_steps)
@@ -129,22 +136,24 @@ class ZeroBackend:
             loss = like.loss_fn
         with reading(batches, self.device):
             objective = ModelObjective(batches, loss)
-        require_equal_numbers(objective, self.space)
+        common_number(objective.num_micro_batches, self.space)
         if self.tensor_ranks > 1:
             self._require_shared(objective)
         return objective
 
     def _require_shared(self, objective: ModelObjective) -> None:
         mine = host.data_parallel(self.engine)[0], objective.fingerprint()
+        shared = Shared(mine, self.tensor_ranks, self.tensor_rank == 0)
+        if balanced(self.space.reduce(imbalance([shared]))):
+            return
         found: dict[int, set[str]] = {}
         for row, fingerprint in gather_objects(mine):
             found.setdefault(row, set()).add(fingerprint)
         different = [row for row, fingerprints in sorted(found.items()) if len(fingerprints) > 1]
-        if different:
-            raise ConfigError(
-                "tensor-parallel ranks share their micro-batches, but those of data-parallel rank "
-                f"{different[0]} differ; pass the same list to all of them"
-            )
+        raise ConfigError(
+            "tensor-parallel ranks share their micro-batches, but those of data-parallel rank "
+            f"{different[0]} differ; pass the same list to all of them"
+        )
 
     @contextmanager
     def measuring(
@@ -171,7 +180,7 @@ class ZeroBackend:
             stack.callback(shards.publish)  # on all ranks, wherever one fails
             with lockstep.together("keeping the weights"):
                 shards.publish()
-                dtype, widen = host.compute_dtype(engine), passes.precision == "fp32"
+                dtype, widen = self.compute_dtype, passes.precision == "fp32"
                 if widen and dtype != torch.float32:
                     stack.enter_context(shards.in_fp32())
                     dtype = torch.float32
@@ -235,6 +244,7 @@ class ZeroBackend:
             n=sum(host.shape(p).numel() for _, p in trained(self.engine.module)),
             n_local=self.space.n_local,
             weight_bytes=max((w.element_size() for w in weights), default=0),
+            narrow=self.compute_dtype != torch.float32,
             gradient_bytes=0 if accumulated is None else accumulated.element_size(),
             has_masters=all(m is not None for m in masters),
             tier=tier_of(self.device),

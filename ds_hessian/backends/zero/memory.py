@@ -21,6 +21,7 @@ class ZeroFigures:
         n: Trainable parameters of the model, or of its part under tensor parallelism.
         n_local: Coordinates in this rank's vectors.
         weight_bytes: Size of one weight in the dtype of the passes.
+        narrow: Whether training's passes compute in 16 bits.
         gradient_bytes: Size of one gradient in the partition that accumulates them.
         has_masters: Whether the optimizer keeps fp32 masters (not at stage 0 in fp32).
         tier: The memory that holds vectors and runs the passes.
@@ -33,6 +34,7 @@ class ZeroFigures:
     n: int
     n_local: int
     weight_bytes: int
+    narrow: bool
     gradient_bytes: int
     has_masters: bool
     tier: Tier
@@ -64,7 +66,7 @@ def memory_of_zero(job: ZeroFigures, precision: Precision = "model") -> list[Ite
     items.append(Item("training's gradients, saved", masters, pending))
     if job.offloads_optimizer:
         items.append(Item("training's offloaded gradients, saved", "host", vector))
-    if precision == "fp32" and job.weight_bytes < FP32:
+    if precision == "fp32" and job.narrow:
         copied = job.n_local if job.stage == 3 else job.n
         items.append(Item("weights in fp32", weights, FP32 * copied))
         if job.stage == 3:

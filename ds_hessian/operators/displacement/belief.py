@@ -299,8 +299,8 @@ class Belief:
         noise, bend = (math.exp(logarithm) for logarithm in self.of_pilot())
         rounding = noise * change.rounding
         visible = VISIBLE * rounding < change.value < SATURATING * change.size
-        if visible and self._bent(change, noise) and not self.blind:
-            power = change.above.h**order - change.below.h**order
+        power = change.above.h**order - change.below.h**order  # 0: the function is not one
+        if visible and power > 0 and self._bent(change, noise) and not self.blind:
             seen = math.log(change.part(rounding) / power) - order * math.log(bend)
             self.kappa = self.kappa.corrected(seen, KAPPA_SCATTER)
             self.truncation_seen = True

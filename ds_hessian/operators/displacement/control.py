@@ -201,13 +201,7 @@ class StepController:
         if not last.finite:
             self.largest = last.h / AMPLIFY
             return self._advice(self.largest, last.h, final)
-        self.size, self.accepted = last.size, last
-        self.seen = max(trial.size for trial in trials if trial.usable)
-        self.belief = belief = self._observe(trials)
-        for count, trial in enumerate(trials, 1):
-            if self.products:
-                belief.observe_change(trials[:count])
-            belief.observe_removed(trial)
+        belief = self.learn(trials)
         outlook = belief.outlook(last, self._displacements(), of_pilot=True)
         lower = min(trial.h for trial in trials) / DECADE
         scan = self.products == 0 and len(trials) > 1 and lower > self.floor and not final
@@ -228,6 +222,17 @@ class StepController:
         if best == last.h and self.fixed is None and clear and last not in clear:
             return Advice(min(clear, key=lambda trial: trial.nonlinearity).h, False)
         return self._advice(best, last.h, len(trials) > MAX_TRIALS)
+
+    def learn(self, trials: Sequence[Trial]) -> Belief:
+        """Return what the current vector's trials tell; the last one is finite and not 0."""
+        self.size, self.accepted = trials[-1].size, trials[-1]
+        self.seen = max(trial.size for trial in trials if trial.usable)
+        self.belief = belief = self._observe(trials)
+        for count, trial in enumerate(trials, 1):
+            if self.products:
+                belief.observe_change(trials[:count])
+            belief.observe_removed(trial)
+        return belief
 
     def _advice(self, h: float, here: float, final: bool) -> Advice:
         h = self.fixed or h
@@ -282,16 +287,7 @@ class StepController:
         self.belief = self.outlook = None
         if belief is None or outlook is None or product.size == 0:
             return None, None
-        noise, bend = belief.estimates()
-        self.hidden, self.blind = belief.hidden, belief.blind
-        if belief.truncation_seen:
-            self.kappa = self.kappa.corrected(belief.kappa.mean, KAPPA_SPREAD)
-        memory = MEMORY if self.products else 1.0
-        unlike = min(max(bend.mean - belief.of_pilot()[1], -1.0), 1.0)
-        self.bend_unlike += MEMORY * (unlike - self.bend_unlike)
-        self.size_unlike += memory * (math.log(product.size / self.size) - self.size_unlike)
-        self.noise = Estimate(noise.mean, min(math.hypot(noise.spread, NOISE_DRIFT), NOISE_SPREAD))
-        self.bend = bend.widened(BEND_DRIFT)
+        _, bend = self._carry_over(belief, product)
         if self.fixed is None:
             self.h = outlook.h
         if self.products == 0:
@@ -302,6 +298,37 @@ class StepController:
         return outlook.noise, max(
             outlook.error, self._witnessed(product, outlook, belief.contradicted)
         )
+
+    def conclude_one_sided(self, product: Trial) -> None:
+        """Update the estimates by a product that has the gradient at w for one of its two, with
+        trials (`learn`) or without.
+        """
+        belief, self.belief, self.outlook = self.belief, None, None
+        if belief is not None:
+            assert self.accepted is not None
+            self._carry_over(belief, product)
+            self.h = belief.outlook(self.accepted, self._displacements(), of_pilot=True).h
+        elif self.noise is not None:
+            self._drift(self.noise, self.bend)
+        self.products += 1
+
+    def _carry_over(self, belief: Belief, product: Trial) -> tuple[Estimate, Estimate]:
+        """Keep what is known of noise and bend for the next vector; returns that of this one."""
+        noise, bend = belief.estimates()
+        self.hidden, self.blind = belief.hidden, belief.blind
+        if belief.truncation_seen:
+            self.kappa = self.kappa.corrected(belief.kappa.mean, KAPPA_SPREAD)
+        memory = MEMORY if self.products else 1.0
+        unlike = min(max(bend.mean - belief.of_pilot()[1], -1.0), 1.0)
+        self.bend_unlike += MEMORY * (unlike - self.bend_unlike)
+        self.size_unlike += memory * (math.log(product.size / self.size) - self.size_unlike)
+        self._drift(noise, bend)
+        return noise, bend
+
+    def _drift(self, noise: Estimate, bend: Estimate) -> None:
+        """Carry the estimates of a vector over to the next one."""
+        self.noise = Estimate(noise.mean, min(math.hypot(noise.spread, NOISE_DRIFT), NOISE_SPREAD))
+        self.bend = bend.widened(BEND_DRIFT)
 
     def _witnessed(self, product: Trial, outlook: Outlook, contradicted: bool) -> float:
         """Return the error that the product's own ratio shows by itself.

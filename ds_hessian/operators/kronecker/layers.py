@@ -22,7 +22,7 @@ from ds_hessian.backends.protocol import Backend
 from ds_hessian.backends.restricted import Choice, chosen
 from ds_hessian.backends.weights import Weight
 from ds_hessian.errors import ConfigError, UnsupportedError
-from ds_hessian.ranks import gather_objects
+from ds_hessian.ranks import union
 
 TRANSPOSED = ("Conv1D",)
 """Class names of layers that compute `y = a W`; of transformers (pytorch_utils.py)."""
@@ -76,11 +76,9 @@ def find_layers(backend: Backend, choice: Choice | None) -> tuple[list[Layer], d
     shapes = {name: shape for name, shape in backend.parameters if len(shape) == 2}
     names = list(shapes) if choice is None else chosen(list(shapes), choice)
     weights = {weight.name: weight for weight in backend.weights()}
-    mine = {name: (_no_layer(w.module), _transposed(w.module)) for name, w in weights.items()}
-    everywhere: dict[str, tuple[str, bool]] = {}
-    for found in gather_objects(mine):
-        for name, about in found.items():  # tied to an embedding of another stage, it is one
-            everywhere[name] = max(everywhere.get(name, about), about)
+    mine = {(n, (_no_layer(w.module), _transposed(w.module))) for n, w in weights.items()}
+    # Tied to an embedding of another stage, it is one.
+    everywhere = dict(sorted(union(mine, backend.space.device)))
     layers, others = list[Layer](), dict[str, str]()
     for name in names:
         reason, transposed = everywhere.get(name, ("it is no weight of a module", False))

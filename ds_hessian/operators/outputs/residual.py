@@ -63,6 +63,7 @@ def residual(
     displacement: float | Literal["auto"] = "auto",
     scheme: SchemeName = "central",
     outputs: str | None = None,
+    tolerance: float | None = None,
 ) -> FiniteDifferenceHessian:
     """Return R at the session's weights; the arguments are those of its `Curvature` and `outputs`.
 
@@ -71,6 +72,6 @@ def residual(
     session.displace(None, 0.0)
     tap = find_outputs(session, outputs, session.space.zeros())
     fixed: Any = FixedCotangents(session, tap)
-    operator = FiniteDifferenceHessian(fixed, displacement, scheme)
+    operator = FiniteDifferenceHessian(fixed, displacement, scheme, tolerance)
     operator.outputs = f"{tap.name}: cotangents held"
     return operator

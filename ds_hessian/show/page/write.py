@@ -117,7 +117,7 @@ def _head(run: Run, stops: Sequence[Label], sections: Sequence[Section]) -> str:
     if len(steps) > 1:
         when = f"{len(steps)} steps from {steps[0]:,} to {steps[-1]:,}"
     size = [f"{count(spectra[-1].n)} parameters"] if spectra else []
-    facts = [*size, when, source.layout, source.model_dtype, _plural(source.num_micro_batches)]
+    facts = [*size, when, source.layout, source.arithmetic, _plural(source.num_micro_batches)]
     lines = [f"<p>{escape(' · '.join(facts))}</p>"]
     if len(spectra) > 1:
         found = Comparison({str(number): s for number, s in enumerate(spectra)})

@@ -1,0 +1,143 @@
+"""Passes in fp32 of a Megatron model in 16 bits, whose own weights are neither written nor read.
+
+A parameter whose type changes loses its accumulator, and with it the hook by which Megatron's DDP
+takes its gradient. So for the measurement each parameter is replaced by a stand-in, an fp32 copy of
+its master with all of its attributes, `main_grad` among them: its gradient is added to Megatron's
+own buffer, whose reductions are those of training. Shards of the distributed optimizer are gathered
+in fp32.
+
+Megatron's layers cast by their configuration and by what they were built with: types of 16 bits
+among the attributes of modules and configurations become fp32, flags of them false, and the wrapper
+of models in 16 bits casts nothing.
+
+Memory: the weights of this rank's layers in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_hessian.backends.guard import Attributes
+from ds_hessian.backends.megatron import host
+from ds_hessian.backends.megatron.runs import ParameterRun
+from ds_hessian.memory import NARROW
+
+if TYPE_CHECKING:
+    from ds_hessian.backends.megatron.host import Chunk
+
+FLAGS = (
+    *("bf16", "fp16", "input_in_bf16", "input_in_fp16", "input_in_float16"),
+    "cross_entropy_loss_fusion",  # its backward returns bf16 (fusions/fused_cross_entropy.py)
+)
+"""Attributes by which modules and configurations choose 16 bits."""
+
+
+class WideWeights:
+    """fp32 stand-ins of all parameters of a rank's chunks.
+
+    Args:
+        chunks: The model chunks.
+
+    Collective: `gather`.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks = chunks
+        self._gathered: list[tuple[Tensor, Tensor, dist.ProcessGroup]] = []
+        values = self._buckets()
+        self.made: dict[int, nn.Parameter] = {}
+        for p in (p for chunk in chunks for p in chunk.parameters()):
+            if p.is_floating_point() and id(p) not in self.made:
+                self.made[id(p)] = _stand_in(p, values.get(id(p)))
+
+    def _buckets(self) -> dict[int, Tensor]:
+        """Return places of the parameters of which the distributed optimizer gathers shards."""
+        values: dict[int, Tensor] = {}
+        for chunk in self._chunks:
+            if not chunk.ddp_config.use_distributed_optimizer:
+                continue
+            for buffer, bucket in host.buckets(chunk):
+                group = buffer.data_parallel_group
+                whole = torch.zeros_like(bucket.param_data, dtype=torch.float32).view(-1)
+                mine = whole.chunk(buffer.data_parallel_world_size)[group.rank()]
+                self._gathered.append((whole, mine, group))
+                for p, start, stop in host.places(buffer, bucket):
+                    values[id(p)] = whole[start:stop]
+        return values
+
+    def weight(self, run: ParameterRun) -> Tensor:
+        """Return a view of the stand-in of a run."""
+        flat = self.made[id(run.parameter)].data.view(-1)
+        return flat.narrow(0, run.offset, run.fragment.numel)
+
+    def gather(self) -> None:
+        """Make every rank's next forward read the weights that were written."""
+        for whole, mine, group in self._gathered:
+            dist.all_gather_into_tensor(whole, mine, group=group)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Run the body with the stand-ins in the modules."""
+        kept = [
+            (module, name, p)
+            for chunk in self._chunks
+            for module in chunk.modules()
+            for name, p in module._parameters.items()
+            if p is not None and id(p) in self.made
+        ]
+        try:
+            for module, name, p in kept:
+                module._parameters[name] = self.made[id(p)]
+            yield
+        finally:
+            for module, name, p in kept:
+                module._parameters[name] = p
+
+
+def _stand_in(p: Any, place: Tensor | None) -> nn.Parameter:
+    values = torch.empty(p.shape, dtype=torch.float32, device=p.device)
+    if place is not None:
+        values = place.view(p.shape)
+    copy = nn.Parameter(values.copy_(p.detach()), requires_grad=p.requires_grad)
+    vars(copy).update(vars(p))
+    if p.requires_grad:
+        copy.register_post_accumulate_grad_hook(_accumulate)
+    return copy
+
+
+def _accumulate(p: Any) -> None:
+    """Add a gradient to Megatron's buffer, unless a fused kernel already has; as DDP's hook."""
+    added = getattr(p, "grad_added_to_main_grad", False)
+    if not added or getattr(p, "zero_out_wgrad", False):
+        p.main_grad.add_(p.grad)
+    p.grad, p.grad_added_to_main_grad = None, False
+
+
+def without_casts(chunks: Sequence[Chunk], attributes: Attributes) -> None:
+    """Keep what the modules compute in fp32, until `attributes.restore()`."""
+    modules = [m for chunk in chunks for m in chunk.modules()]
+    found = {id(c): c for c in (getattr(m, "config", None) for m in modules)}
+    for owner in (*modules, *found.values()):
+        for name, value in list(getattr(owner, "__dict__", {}).items()):
+            if isinstance(value, torch.dtype) and value in NARROW:
+                attributes.set(owner, name, torch.float32)
+            elif name in FLAGS and value is True:
+                attributes.set(owner, name, False)
+            elif name == "float16_convertor":
+                attributes.set(owner, name, _as_it_is)
+
+
+def _as_it_is(value: Tensor) -> Tensor:
+    return value
+
+
+def accumulates_in_fp32(chunks: Sequence[Chunk]) -> bool:
+    """Return whether gradients are summed in fp32, which those of fp32 passes need."""
+    trained = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
+    return all(p.main_grad.dtype == torch.float32 for p in trained)
