@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from contextlib import suppress
@@ -13,9 +14,13 @@ os.environ.update(
     TORCHDYNAMO_DISABLE="1",
 )
 
-import deepspeed  # noqa: E402, F401
+IMPORTED = """
+    deepspeed ds_hessian.checkpoints ds_hessian.hosts ds_hessian.schedule ds_hessian.show.page
+    ds_hessian.backends.zero ds_hessian.backends.plain ds_hessian.backends.megatron
+    ds_hessian.integrations.transformers ds_hessian.megatron
+    megatron.core.models.gpt.gpt_model
+"""
 
-import ds_hessian  # noqa: E402, F401
-
-with suppress(ImportError), warnings.catch_warnings(action="ignore"):  # what is not installed
-    from megatron.core.models.gpt import gpt_model  # noqa: F401
+for name in IMPORTED.split():
+    with suppress(ImportError), warnings.catch_warnings(action="ignore"):  # what is not installed
+        importlib.import_module(name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -162,3 +164,12 @@ def test_no_public_name_is_that_of_a_module() -> None:
 def test_krylov_never_sees_torch_distributed() -> None:
     for path in (PACKAGE / "krylov").glob("*.py"):
         assert not any(n.startswith("torch.distributed") for n in imports(path)), path
+
+
+@pytest.mark.parametrize("way_in", ["hosts", "megatron", "integrations", "checkpoints", "cli"])
+def test_a_way_in_imports_no_host_before_it_is_used(way_in: str) -> None:
+    """They take seconds and hundreds of megabytes on each rank, and may not be installed."""
+    hosts = ("deepspeed", "megatron", "transformers", "datasets")
+    code = f"import sys, ds_hessian.{way_in}; print([h for h in {hosts} if h in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
