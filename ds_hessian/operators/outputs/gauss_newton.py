@@ -360,11 +360,12 @@ class GaussNewton:
         error: float | None,
         trials: int,
     ) -> Product:
+        ratio = found.trial.nonlinearity
         return Product(
             vector=out,
             norm=found.trial.size,
             displacement=found.trial.h,
-            nonlinearity=found.trial.nonlinearity,
+            nonlinearity=None if math.isinf(ratio) else ratio,
             noise=noise,
             fidelity=found.fidelity,
             error=error,
