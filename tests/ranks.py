@@ -256,10 +256,11 @@ def pools_of_ranks(threads: int | None = None) -> Iterator[Callable[[int], RankP
     pools: dict[int, RankPool] = {}
 
     def get(world_size: int) -> RankPool:
-        pool = pools.get(world_size)
-        if pool is not None and threads is not None and pool.threads() > threads:
-            pool.close()
-        if pool is None or not all(p.is_alive() for p in pool.processes):
+        for size, pool in list(pools.items()):
+            busy = threads is not None and pool.threads() > threads
+            if busy or not all(p.is_alive() for p in pool.processes):
+                pools.pop(size).close()
+        if world_size not in pools:
             pools[world_size] = RankPool(world_size)
         return pools[world_size]
 

@@ -27,6 +27,6 @@ def megatron_ranks(built: None) -> Iterator[Callable[[int], RankPool]]:
     """`megatron_ranks(n)`: a pool of n ranks.
 
     A model with experts is never freed once Megatron has run it, and its 16 process groups, whose
-    threads poll, take a tenth of a processor: after some of them a pool is started anew.
+    threads poll, take a tenth of a processor: after one of them a pool is started anew.
     """
-    yield from pools_of_ranks(threads=150)
+    yield from pools_of_ranks(threads=80)

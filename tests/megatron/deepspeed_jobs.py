@@ -118,7 +118,7 @@ def measured(
         backend = hessian.backend
         before = state_of(engine, backend)
         v = hessian.random_vector(seed=5)
-        displacement = 1.0 if "bf16" in config and precision == "model" else 3e-2
+        displacement = 0.5 if "bf16" in config and precision == "model" else 2e-2
         with hessian.measuring(displacement=displacement):
             product, again = hessian.matvec(v).vector, hessian.matvec(v).vector
         spectrum = hessian.spectrum(num_matvecs=num_matvecs)

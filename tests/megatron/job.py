@@ -7,7 +7,7 @@ import copy
 import gc
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -31,6 +31,7 @@ class Job:
     tp: int = 1
     pp: int = 1
     vpp: int = 1
+    layers: int = 2  # at least one for each stage and chunk
     ep: int = 1
     etp: int = 1
     sequence_parallel: bool = False
@@ -59,6 +60,15 @@ class Job:
         dtype = getattr(torch, self.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
+
+    @property
+    def alone(self) -> Job:
+        """The same model and loss in one process."""
+        return replace(
+            self,
+            **dict.fromkeys(("tp", "pp", "vpp", "ep", "etp", "instances"), 1),
+            **dict.fromkeys(("sequence_parallel", "distributed", "overlap", "recompute"), False),
+        )
 
 
 def model_config(job: Job) -> Any:
@@ -105,7 +115,7 @@ def model_config(job: Job) -> Any:
             "rope_type": "rope",
         }
     return (MLATransformerConfig if job.latent else TransformerConfig)(
-        num_layers=4,
+        num_layers=job.layers,
         hidden_size=16,
         ffn_hidden_size=20,
         num_attention_heads=4,
@@ -425,7 +435,7 @@ def measured(
         hessian = hessian_of(chunks, job, **config)
         v = hessian.random_vector(seed=5)
         # A fixed displacement of both products: the automatic one learns from the first.
-        displacement = 1.0 if job.dtype == "bfloat16" else 3e-2
+        displacement = 0.5 if job.dtype == "bfloat16" else 2e-2
         with hessian.measuring(displacement=displacement):
             product, again = hessian.matvec(v), hessian.matvec(v)
         spectrum = hessian.spectrum(num_matvecs=num_matvecs)
@@ -854,7 +864,7 @@ def amid_training() -> tuple[Any, Any, list[str]]:
     timers, a scale of the loss, callbacks, logged losses, attention maxima, batches that are
     emptied as they are read; and what of it the measurement has touched.
     """
-    job = Job(pp=2, vpp=2)
+    job = Job(pp=2, vpp=2, layers=4)
     with running(job) as chunks:
         from megatron.core.timers import Timers
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -1034,7 +1044,7 @@ def interleaved_mistakes() -> list[str]:
     """The messages for 3 micro-batches in an interleaved pipeline of 2 stages, and one chunk."""
     import ds_hessian
 
-    job, said = Job(pp=2, vpp=2), list[str]()
+    job, said = Job(pp=2, vpp=2, layers=4), list[str]()
     with running(job) as chunks:
         for model, batches in ((chunks, my_batches()[:3]), (chunks[0], my_batches())):
             try:

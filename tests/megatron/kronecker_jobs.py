@@ -12,7 +12,7 @@ from tests.megatron import job
 from tests.megatron.job import Job
 from tests.nets import forward_hooks
 
-CHOICE = r"layers\.(0|3)\..*(qkv|proj|fc1|fc2)\.weight"
+CHOICE = r"layers\.(0|1)\..*(qkv|proj|fc1|fc2)\.weight"
 
 
 def factors(layout: Job, kinds: tuple[Any, ...] = ("kfac", "ekfac", "shampoo")) -> Any:
@@ -42,7 +42,7 @@ def record(layout: Job) -> Any:
     """The record of two layers, and whether hooks are left."""
     with job.running(layout) as chunks:
         hessian = job.hessian_of(chunks, layout)
-        choice = r"layers\.(0|3)\..*fc1\.weight"
+        choice = r"layers\.(0|1)\..*fc1\.weight"
         found = hessian.kronecker(["kfac", "shampoo"], choice, basis=6, probes=4, extremes=2)
         return found, forward_hooks(*chunks)
 

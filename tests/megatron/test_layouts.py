@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP": (2, {"tp": 2}),
     "TP sequence parallel": (2, {"tp": 2, "sequence_parallel": True}),
     "PP": (2, {"pp": 2}),
-    "PP interleaved": (2, {"pp": 2, "vpp": 2}),
+    "PP interleaved": (2, {"pp": 2, "vpp": 2, "layers": 4}),
     "TP x PP": (4, {"tp": 2, "pp": 2}),
     "TP x DP distributed optimizer": (4, {"tp": 2, "distributed": True}),
     "two optimizer instances": (4, {"distributed": True, "instances": 2}),
@@ -67,30 +69,26 @@ def assert_replicas_agree(ranks: list[Stored], tolerance: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def one(megatron_ranks: Ranks) -> Callable[[bool], Any]:
+def one(megatron_ranks: Ranks) -> Callable[..., Any]:
     """Of one process: v, exact gradient and product, and the spectrum in fp32."""
-    kept: dict[bool, Any] = {}
 
-    def get(per_token: bool) -> Any:
-        if per_token not in kept:
-            ranks = megatron_ranks(1)
-            (run,) = ranks.run(job.measured, Job(per_token=per_token))
-            v = whole([run[0]])
-            ((gradient, product),) = ranks.run(
-                job.reference, Job(per_token=per_token, dtype="float64"), v
-            )
-            kept[per_token] = v, gradient, product, run
-        return kept[per_token]
+    @functools.cache
+    def get(alone: Job) -> Any:
+        ranks = megatron_ranks(1)
+        (run,) = ranks.run(job.measured, alone)
+        v = whole([run[0]])
+        ((gradient, product),) = ranks.run(job.reference, replace(alone, dtype="float64"), v)
+        return v, gradient, product, run
 
-    return get
+    return lambda **layout: get(Job(**layout).alone)
 
 
 @pytest.mark.parametrize("name", cells(LAYOUTS, QUICK))
 def test_fp64_gradients_and_products_are_those_of_a_double_backward(
-    megatron_ranks: Ranks, one: Callable[[bool], Any], name: str
+    megatron_ranks: Ranks, one: Callable[..., Any], name: str
 ) -> None:
     size, layout = LAYOUTS[name]
-    v, gradient, product, _ = one(layout.get("per_token", False))
+    v, gradient, product, _ = one(**layout)
     runs = megatron_ranks(size).run(job.product_in_fp64, Job(**layout, dtype="float64"))
     assert error(whole([r[0] for r in runs]), v) == 0.0  # the same probe, bit for bit
     assert error(whole([r[1] for r in runs]), gradient) < 1e-14
@@ -101,10 +99,10 @@ def test_fp64_gradients_and_products_are_those_of_a_double_backward(
 
 @pytest.mark.parametrize("name", cells(LAYOUTS, QUICK_SPECTRA))
 def test_fp32_spectra_are_those_of_one_process(
-    megatron_ranks: Ranks, one: Callable[[bool], Any], name: str
+    megatron_ranks: Ranks, one: Callable[..., Any], name: str
 ) -> None:
     size, layout = LAYOUTS[name]
-    _, _, product, single = one(layout.get("per_token", False))
+    _, _, product, single = one(**layout)
     assert_spectra_are_those_of_one(
         megatron_ranks(size).run(job.measured, Job(**layout)), product, single
     )
@@ -132,10 +130,10 @@ def assert_spectra_are_those_of_one(
 
 @pytest.mark.parametrize("name", cells(["DP distributed optimizer overlap", "TP", "PP"], ["TP"]))
 def test_bf16_products_are_those_of_fp64_to_the_rounding_of_gradients(
-    megatron_ranks: Ranks, one: Callable[[bool], Any], name: str
+    megatron_ranks: Ranks, one: Callable[..., Any], name: str
 ) -> None:
     size, layout = LAYOUTS[name]
-    _, _, product, single = one(False)
+    _, _, product, single = one(**layout)
     runs = megatron_ranks(size).run(job.measured, Job(**layout, dtype="bfloat16"))
     assert error(whole([r[1] for r in runs]), product) < 0.15
     assert all(r[3] and r[4] for r in runs)
@@ -143,10 +141,15 @@ def test_bf16_products_are_those_of_fp64_to_the_rounding_of_gradients(
 
 
 @pytest.fixture(scope="module")
-def converged(megatron_ranks: Ranks) -> Any:
+def converged(megatron_ranks: Ranks) -> Callable[..., Any]:
     """A spectrum in fp32 of one process, with converged extremes."""
-    ((_, spectrum),) = megatron_ranks(1).run(job.chain, Job(), 0)
-    return spectrum
+
+    @functools.cache
+    def get(alone: Job) -> Any:
+        ((_, spectrum),) = megatron_ranks(1).run(job.chain, alone, 0)
+        return spectrum
+
+    return lambda **layout: get(Job(**layout).alone)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +165,7 @@ def converged(megatron_ranks: Ranks) -> Any:
     ),
 )
 def test_products_and_eigenvalues_know_their_own_error(
-    megatron_ranks: Ranks, converged: Any, name: str, dtype: str
+    megatron_ranks: Ranks, converged: Callable[..., Any], name: str, dtype: str
 ) -> None:
     """Products within a factor of 3, the step control's promise; eigenvalues within their bars of
     those of fp32.
@@ -176,7 +179,8 @@ def test_products_and_eigenvalues_know_their_own_error(
         assert true / 3 < products[0][2] < 3 * true
         assert dtype == "bfloat16" or true < 2e-4
     for of in ("eigenvalue_max", "eigenvalue_min"):
-        found, expected = (getattr(spectrum, of) for spectrum in (runs[0][1], converged))
+        spectra = runs[0][1], converged(**layout)
+        found, expected = (getattr(spectrum, of) for spectrum in spectra)
         assert abs(found.value - expected.value) < found.error + expected.error
 
 
@@ -189,23 +193,22 @@ QUICK_WIDE = ("PP",)
 
 @pytest.mark.parametrize("name", cells(WIDE, QUICK_WIDE))
 def test_fp32_passes_of_a_bf16_model_are_those_of_fp64_at_its_masters(
-    megatron_ranks: Ranks, converged: Any, name: str
+    megatron_ranks: Ranks, converged: Callable[..., Any], name: str
 ) -> None:
     """At the defaults; of masters that bf16 does not hold."""
     size, layout = WIDE[name]
     runs = megatron_ranks(size).run(job.chain, Job(**layout, dtype="bfloat16", precision="auto"), 2)
     for products in zip(*(r[0] for r in runs), strict=True):
         v, found = (whole([p[i] for p in products]) for i in (0, 1))
-        fp64 = Job(dtype="float64", per_token=layout.get("per_token", False))
+        fp64 = replace(Job(**layout).alone, dtype="float64")
         ((_, product),) = megatron_ranks(1).run(job.reference, fp64, v)
         true = error(found, product)
         assert true < 2e-4 and true / 3 < products[0][2]
     for spectrum in (r[1] for r in runs):
         assert spectrum.provenance.precision == "fp32" and spectrum.warnings == ()
         for of in ("eigenvalue_max", "eigenvalue_min"):
-            found, expected = getattr(spectrum, of), getattr(converged, of)
-            if not layout.get("per_token"):  # another loss
-                assert abs(found.value - expected.value) < found.error + expected.error
+            found, expected = getattr(spectrum, of), getattr(converged(**layout), of)
+            assert abs(found.value - expected.value) < found.error + expected.error
 
 
 def test_fp32_passes_whose_gradients_would_be_summed_in_bf16_are_refused(

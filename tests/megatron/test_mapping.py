@@ -15,7 +15,10 @@ from tests.tiers import cells
 Ranks = Callable[[int], RankPool]
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "PP interleaved, distributed optimizer": (4, {"pp": 2, "vpp": 2, "distributed": True}),
+    "PP interleaved, distributed optimizer": (
+        4,
+        {"pp": 2, "vpp": 2, "layers": 4, "distributed": True},
+    ),
     "TP x PP": (4, {"tp": 2, "pp": 2}),
     "TP x EP": (4, {**MOE, "tp": 2, "ep": 2, "sequence_parallel": True}),
     "one rank": (1, {}),

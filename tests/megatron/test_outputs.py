@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,32 +28,30 @@ EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def one(megatron_ranks: Ranks) -> Callable[[bool], Any]:
+def one(megatron_ranks: Ranks) -> Callable[..., Any]:
     """Of one process: vectors, exact products of G and of the Fisher matrix, and coefficients."""
-    kept: dict[bool, Any] = {}
 
-    def get(per_token: bool) -> Any:
-        if per_token not in kept:
-            ranks = megatron_ranks(1)
-            (run,) = ranks.run(output_jobs.products, Job(per_token=per_token))
-            vectors = [whole([row[0]]) for row in run[0]]
-            job = Job(per_token=per_token, dtype="float64")
-            exact = {
-                name: ranks.run(output_jobs.reference, job, vectors, name == "fisher")[0]
-                for name in ("ggn", "fisher")
-            }
-            kept[per_token] = vectors, exact, run[3]
-        return kept[per_token]
+    @functools.cache
+    def get(alone: Job) -> Any:
+        ranks = megatron_ranks(1)
+        (run,) = ranks.run(output_jobs.products, alone)
+        vectors = [whole([row[0]]) for row in run[0]]
+        job = replace(alone, dtype="float64")
+        exact = {
+            name: ranks.run(output_jobs.reference, job, vectors, name == "fisher")[0]
+            for name in ("ggn", "fisher")
+        }
+        return vectors, exact, run[3]
 
-    return get
+    return lambda **layout: get(Job(**layout).alone)
 
 
 @pytest.mark.parametrize("name", cells(LAYOUTS, QUICK))
 def test_products_and_spectra_are_those_of_one_process(
-    megatron_ranks: Ranks, one: Callable[[bool], Any], name: str
+    megatron_ranks: Ranks, one: Callable[..., Any], name: str
 ) -> None:
     size, layout = LAYOUTS[name]
-    vectors, exact, coefficients = one(layout.get("per_token", False))
+    vectors, exact, coefficients = one(**layout)
     count = 2 if name in QUICK else 1
     runs = megatron_ranks(size).run(output_jobs.products, Job(**layout), count)
     assert all(run[1] == "output_layer: cross entropy" and run[2] for run in runs)
@@ -80,10 +80,10 @@ def check(rows: list[Any]) -> None:
 @pytest.mark.parametrize("name", cells(EXPERTS, []))
 def test_experts(megatron_ranks: Ranks, name: str) -> None:
     size, layout = EXPERTS[name]
-    alone = {k: v for k, v in layout.items() if k not in ("ep", "tp", "sequence_parallel")}
-    (single,) = megatron_ranks(1).run(output_jobs.products, Job(**alone), 1)
+    alone = Job(**layout).alone
+    (single,) = megatron_ranks(1).run(output_jobs.products, alone, 1)
     runs = megatron_ranks(size).run(output_jobs.products, Job(**layout), 1)
-    v, of = [whole([single[0][0][0]])], Job(**alone, dtype="float64")
+    v, of = [whole([single[0][0][0]])], replace(alone, dtype="float64")
     for kind in ("ggn", "fisher"):
         found = whole([run[0][0][1][kind][0] for run in runs])
         (exact,) = megatron_ranks(1).run(output_jobs.reference, of, v, kind == "fisher")[0]
@@ -100,8 +100,8 @@ def test_several_predictions_for_a_token_are_refused(megatron_ranks: Ranks) -> N
 
 
 @pytest.mark.full
-def test_bf16(megatron_ranks: Ranks, one: Callable[[bool], Any]) -> None:
-    _, exact, _ = one(False)
+def test_bf16(megatron_ranks: Ranks, one: Callable[..., Any]) -> None:
+    _, exact, _ = one()
     runs = megatron_ranks(2).run(output_jobs.products, Job(tp=2, dtype="bfloat16"))
     rows = [run[0][0] for run in runs]
     found: dict[str, Tensor] = whole([row[1]["ggn"][0] for row in rows])

@@ -19,7 +19,7 @@ Ranks = Callable[[int], RankPool]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP sequence parallel": (2, {"tp": 2, "sequence_parallel": True}),
     "PP": (2, {"pp": 2}),
-    "PP interleaved": (2, {"pp": 2, "vpp": 2}),
+    "PP interleaved": (2, {"pp": 2, "vpp": 2, "layers": 4}),
     "DP distributed optimizer": (2, {"distributed": True}),
     "TP x PP": (4, {"tp": 2, "pp": 2}),
 }
@@ -29,7 +29,7 @@ CHOICES = ("linear_fc1.weight", "word_embeddings", "final_layernorm.weight")
 @pytest.mark.parametrize("name", cells(LAYOUTS, ()))
 def test_blocks_are_those_of_one_process(megatron_ranks: Ranks, name: str) -> None:
     size, layout = LAYOUTS[name]
-    (one,) = megatron_ranks(1).run(restricted_jobs.blocks, Job(), CHOICES)
+    (one,) = megatron_ranks(1).run(restricted_jobs.blocks, Job(**layout).alone, CHOICES)
     runs = megatron_ranks(size).run(restricted_jobs.blocks, Job(**layout), CHOICES)
     for rank in runs:
         for (n, names, alphas), (whole_n, whole_names, exact) in zip(rank, one, strict=True):

@@ -30,7 +30,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "precision": "auto",
     },
     "PP": {"pp": 2},
-    "PP interleaved": {"pp": 2, "vpp": 2},
+    "PP interleaved": {"pp": 2, "vpp": 2, "layers": 4},
 }
 
 
@@ -95,7 +95,7 @@ FAILURES: dict[str, tuple[int, dict[str, Any], list[str]]] = {
             "displace on 0",
         ],
     ),
-    "PP interleaved": (2, {"pp": 2, "vpp": 2}, ["layer on 0", *INSIDE]),
+    "PP interleaved": (2, {"pp": 2, "vpp": 2, "layers": 4}, ["layer on 0", *INSIDE]),
     "TP x PP": (4, {"tp": 2, "pp": 2}, ["batch on 0", "layer on 2", *INSIDE]),
     "TP x DP": (4, {"tp": 2, "distributed": True}, ["layer on 0", *INSIDE]),
     "EP": (2, {"ep": 2, **MOE}, ["layer on 0", "experts", "experts backward"]),
