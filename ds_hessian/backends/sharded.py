@@ -64,13 +64,14 @@ class ShardedWeights:
         self.layout, self.space, self.publish = layout, space, publish
         self.weights = [shard.weight for shard in shards]
         self.masters = [_master(shard) for shard in shards]
+        self._shards = ops.Shards(self.weights, self.masters)
 
     def displace(self, v: Tensor | None, h: float) -> Tensor:
         """Write `w + h v` into the weights of all ranks, as `Session.displace` specifies."""
         direction = self.space.zeros() if v is None else v
-        if self.weights:  # elsewhere than the vectors where parameters are offloaded
-            direction = direction.to(self.weights[0].device)
-        change = ops.displace(self.weights, self.masters, direction, h, self.space.n_owned)
+        # Elsewhere than the vectors where parameters are offloaded.
+        direction = direction.to(self._shards.device)
+        change = self._shards.displace(direction, h, self.space.n_owned)
         torch.clear_autocast_cache()
         self.publish()
         return change.to(self.space.device)

@@ -1,6 +1,7 @@
 """Fused vector kernels of this rank's shard; see `ds_hessian.ops.dispatch` for the contracts."""
 
 from ds_hessian.ops.dispatch import (
+    Shards,
     combine,
     curvature_ratio,
     difference,
@@ -18,6 +19,7 @@ from ds_hessian.ops.random import gaussian, rademacher
 from ds_hessian.ops.report import report
 
 __all__ = [
+    "Shards",
     "combine",
     "curvature_ratio",
     "difference",

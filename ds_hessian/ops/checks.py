@@ -5,6 +5,7 @@ A message says which kernel and argument, what is required, what came and what t
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -181,8 +182,14 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def apart(kernel: str, outputs: Iterable[Named], inputs: Iterable[Named]) -> None:
-    """Require that no output shares memory with another output or with an input."""
+Spans = list[tuple[int, int, str]]
+"""First and last + 1 byte of tensors that do not overlap, in order, and their names."""
+
+
+def apart(kernel: str, outputs: Iterable[Named], inputs: Iterable[Named]) -> Spans:
+    """Require that no output shares memory with another output or with an input; return the spans
+    of the outputs.
+    """
     spans = [(*_span(tensor), True, name) for name, tensor in outputs]
     spans += [(*_span(tensor), False, name) for name, tensor in inputs]
     spans = sorted(x for x in spans if x[0] < x[1])
@@ -191,13 +198,27 @@ def apart(kernel: str, outputs: Iterable[Named], inputs: Iterable[Named]) -> Non
     for start, end, is_output, name in spans:
         end_before, before = reach if is_output else output_reach
         if start < end_before:
-            raise refuse(
-                kernel,
-                name,
-                f"apart from {before} in memory",
-                f"shares {min(end, end_before) - start} bytes with it",
-                "write to a tensor of its own: reading what was just overwritten is wrong",
-            )
+            raise _shared(kernel, name, before, min(end, end_before) - start)
         reach = max(reach, (end, name))
         if is_output:
             output_reach = max(output_reach, (end, name))
+    return [(start, end, name) for start, end, is_output, name in spans if is_output]
+
+
+def apart_from(kernel: str, name: str, tensor: Tensor, outputs: Spans) -> None:
+    """Require that an input shares no memory with any of the outputs."""
+    start, end = _span(tensor)
+    place = bisect.bisect_left(outputs, (end,))  # outputs before it begin below the end
+    if start < end and place and start < outputs[place - 1][1]:
+        below, above, before = outputs[place - 1]
+        raise _shared(kernel, name, before, min(end, above) - max(start, below))
+
+
+def _shared(kernel: str, name: str, other: str, shared: int) -> KernelError:
+    return refuse(
+        kernel,
+        name,
+        f"apart from {other} in memory",
+        f"shares {shared} bytes with it",
+        "write to a tensor of its own: reading what was just overwritten is wrong",
+    )

@@ -92,7 +92,83 @@ def dots(pairs: Sequence[tuple[Tensor, Tensor]], owned: int) -> Tensor:
     return call.sums
 
 
-@torch.no_grad()
+class Shards:
+    """Matching lists of flat shards of weights and masters, in the vector's order.
+
+    Each may be fp32, bf16 or fp16; their lengths add up to `n_local`. They are checked here, once
+    for all displacements: a model has thousands.
+
+    Attributes:
+        n: The length of the vector that they make up.
+        device: Where they are.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+        if len(weights) != len(masters):
+            raise checks.refuse(
+                "displace",
+                "masters",
+                f"a list of {len(weights)}, one for each shard of the weights",
+                f"has {len(masters)}",
+                "pass matching lists",
+            )
+        self.weights, self.masters = weights, masters
+        self.device = weights[0].device if weights else torch.device("cpu")
+        self.n = 0
+        for i, (w, m) in enumerate(zip(weights, masters, strict=True)):
+            checks.vector("displace", f"weights[{i}]", w, None, self.device, WEIGHTS)
+            checks.vector("displace", f"masters[{i}]", m, w.shape[0], self.device, WEIGHTS)
+            self.n += w.shape[0]
+        self._place()
+
+    def _place(self) -> None:
+        """Require memory of its own for each of the weights, and note where everything is."""
+        named = [(f"weights[{i}]", w) for i, w in enumerate(self.weights)]
+        self._spans = checks.apart(
+            "displace", named, [(f"masters[{i}]", m) for i, m in enumerate(self.masters)]
+        )
+        self._addresses = self._find()
+        self._table = [
+            (w.data_ptr(), m.data_ptr(), w.shape[0], DTYPE_CODES[w.dtype], DTYPE_CODES[m.dtype])
+            for w, m in zip(self.weights, self.masters, strict=True)
+        ]
+
+    def _find(self) -> list[int]:
+        return [t.data_ptr() for shards in (self.weights, self.masters) for t in shards]
+
+    @torch.no_grad()
+    def displace(self, v: Tensor | None, h: float, owned: int) -> Tensor:
+        """Write `w = cast(master + h * v)` shard by shard; never accumulates. `h = 0` restores.
+
+        The sum is formed in fp32 and rounded once, to nearest even. With `h = 0`,
+        `w = cast(master)` bit for bit: `v`, which may then be None, takes no part in it, even where
+        it is not finite.
+
+        Returns:
+            `(2,)`: `<change, v>` (0 without v) and `<change, change>` over the owned prefix, where
+            `change` is what this call did to the stored weights (new minus old). Going from +h to
+            -h, these give the fidelity of the realised displacement. R weights, masters, v; W
+            weights.
+        """
+        if self._addresses != self._find():  # a host may give its tensors other memory
+            self._place()
+        if v is not None:
+            checks.vector("displace", "v", v, self.n, self.device)
+            checks.apart_from("displace", "v", v, self._spans)
+        elif h != 0:
+            raise checks.refuse(
+                *("displace", "v", "a vector unless h is 0", f"is None with h = {h}"),
+                "pass the direction",
+            )
+        checks.owned("displace", owned, self.n)
+        module = _module(self.device)
+        if module is None:
+            return reference.displace(self.weights, self.masters, v, h, owned)
+        call = _Call(module, self.device, 2)
+        module.displace(self._table, _address(v), h, owned, call.out, call.context)
+        return call.wrote(*self.weights)
+
+
 def displace(
     weights: Sequence[Tensor],
     masters: Sequence[Tensor],
@@ -100,62 +176,8 @@ def displace(
     h: float,
     owned: int,
 ) -> Tensor:
-    """Write `w = cast(master + h * v)` shard by shard; never accumulates. `h = 0` restores.
-
-    `weights` and `masters` are matching lists of flat shards whose lengths add up to `n_local`, in
-    the vector's order; each may be fp32, bf16 or fp16. The sum is formed in fp32 and rounded once,
-    to nearest even.
-
-    With `h = 0`, `w = cast(master)` bit for bit: `v`, which may then be None, takes no part in it,
-    even where it is not finite.
-
-    Returns:
-        `(2,)`: `<change, v>` (0 without v) and `<change, change>` over the owned prefix, where
-        `change` is what this call did to the stored weights (new minus old). Going from +h to -h,
-        these give the fidelity of the realised displacement. R weights, masters, v; W weights.
-    """
-    n, device = _check_shards(weights, masters, v, h)
-    checks.owned("displace", owned, n)
-    module = _module(device)
-    if module is None:
-        return reference.displace(weights, masters, v, h, owned)
-    call = _Call(module, device, 2)
-    table = [
-        (w.data_ptr(), m.data_ptr(), w.shape[0], DTYPE_CODES[w.dtype], DTYPE_CODES[m.dtype])
-        for w, m in zip(weights, masters, strict=True)
-    ]
-    module.displace(table, _address(v), h, owned, call.out, call.context)
-    return call.wrote(*weights)
-
-
-def _check_shards(
-    weights: Sequence[Tensor], masters: Sequence[Tensor], v: Tensor | None, h: float
-) -> tuple[int, torch.device]:
-    """Return the length of the vector that the shards make up, and their device."""
-    if len(weights) != len(masters):
-        raise checks.refuse(
-            "displace",
-            "masters",
-            f"a list of {len(weights)}, one for each shard of the weights",
-            f"has {len(masters)}",
-            "pass matching lists",
-        )
-    anchor = v if v is not None else weights[0] if weights else torch.empty(0)
-    device, n = anchor.device, 0
-    for i, (w, m) in enumerate(zip(weights, masters, strict=True)):
-        checks.vector("displace", f"weights[{i}]", w, None, device, WEIGHTS)
-        checks.vector("displace", f"masters[{i}]", m, w.shape[0], device, WEIGHTS)
-        n += w.shape[0]
-    inputs = [(f"masters[{i}]", m) for i, m in enumerate(masters)]
-    if v is not None:
-        checks.vector("displace", "v", v, n, device)
-        inputs.append(("v", v))
-    elif h != 0:
-        raise checks.refuse(
-            "displace", "v", "a vector unless h is 0", f"is None with h = {h}", "pass the direction"
-        )
-    checks.apart("displace", [(f"weights[{i}]", w) for i, w in enumerate(weights)], inputs)
-    return n, device
+    """Displace shards that are used once: `Shards(weights, masters).displace(v, h, owned)`."""
+    return Shards(weights, masters).displace(v, h, owned)
 
 
 @torch.no_grad()

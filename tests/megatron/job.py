@@ -781,8 +781,8 @@ def failing_spectrum(chunks: list[Any], job: Job, stage: str) -> str:
                 failing = failing_second(objective.iterator)
                 stack.enter_context(mock.patch.object(objective, "iterator", failing))
             if stage == "displace":
-                failing = failing_second(ops.displace)
-                stack.enter_context(mock.patch.object(ops, "displace", failing))
+                failing = failing_second(ops.Shards.displace)
+                stack.enter_context(mock.patch.object(ops.Shards, "displace", failing))
             if stage == "finalize":
                 config = host.model_config(chunks[0])
                 function = config.finalize_model_grads_func or finalize_model_grads
