@@ -17,6 +17,8 @@ from typing import Literal
 
 import torch
 
+from ds_hessian.table import Table
+
 Tier = Literal["accelerator", "host", "disk", "resume"]
 Moment = Literal["passes", "trials", "orthogonalization", "storing"]
 
@@ -85,17 +87,15 @@ class MemoryPlan:
             for moment in MOMENTS
         )
 
-    def table(self) -> str:
-        """Return items and sums as lines of text."""
+    def table(self) -> Table:
+        """Return items and sums as text."""
         peaks = [Item(f"peak on the {tier}", tier, self.peak(tier)) for tier in TIERS]
-        rows = [*self.items, *(item for item in peaks if item.size)]
-        width = max((len(item.name) for item in rows), default=0)
-        lines = [
-            f"  {item.name:<{width}}{shown(item.size):>12}  {item.tier:<11}  {when(item)}".rstrip()
-            for item in rows
+        rows = [
+            (item.name, f"{shown(item.size):>10}", f"{item.tier:<11}", when(item))
+            for item in [*self.items, *(item for item in peaks if item.size)]
         ]
         head = "memory per rank beyond training's, whose recomputation of activations is repeated:"
-        return "\n".join([*filter(None, [self.passes]), head, *lines])
+        return Table("\n".join([*filter(None, [self.passes]), head]), rows)
 
 
 def in_stage(stage: str, items: Iterable[Item]) -> list[Item]:

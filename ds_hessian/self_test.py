@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ds_hessian.launch import run_script
+from ds_hessian.table import echo
 
 if TYPE_CHECKING:
     from ds_hessian.backends.zero.host import DeepSpeedEngine
@@ -51,7 +52,7 @@ def _test_at_a_step(engine: DeepSpeedEngine) -> None:
             hessian = getattr(engine, "hessian", None) or hessian_of(engine, section)
             verdict = hessian.use(captured.calls).self_test()
             if hessian.rank == 0:
-                print(verdict.table(), flush=True)
+                echo(verdict.table())
             sys.exit(0 if verdict.passed else 1)
         return out
 

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "ds_hessian"
 # From the ground up. A file imports files of its own room and of the rooms below, wherever in the
 # file the import stands. torch, numpy and the standard library are free for all.
 ROOMS = (
-    ("errors", "version", "display"),
+    ("errors", "version", "display", "table"),
     ("config",),
     ("memory", "optimizer"),
     ("ops",),

@@ -8,6 +8,7 @@ import os
 import platform
 import shlex
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import DTYPES
 from ds_hessian.ops import extension_locks
+from ds_hessian.table import Table
 from ds_hessian.version import __version__
 
 PACKAGES = ("torch", "deepspeed", "numpy", "scipy", "pydantic", "matplotlib", "plotly")
@@ -54,18 +56,18 @@ class Diagnosis:
         """True if nothing prevents a measurement."""
         return all(finding.works for finding in self.findings)
 
-    def table(self) -> str:
-        """Return the findings by topic, and the verdict."""
-        lines, topic = list[str](), ""
-        for finding in self.findings:
-            if finding.topic != topic:
-                topic = finding.topic
-                lines.append(topic)
-            mark = "" if finding.works else "WILL NOT WORK: "
-            lines.append(f"  {finding.name:<24}  {mark}{finding.text}")
+    def tables(self) -> list[str]:
+        """Return the findings, a table for each topic, and the verdict."""
+        tables = list[str]()
+        for topic, findings in groupby(self.findings, lambda finding: finding.topic):
+            rows = [
+                (finding.name, finding.text if finding.works else f"WILL NOT WORK: {finding.text}")
+                for finding in findings
+            ]
+            tables.append(Table(topic, rows, first=26))
         failed = [finding.name for finding in self.findings if not finding.works]
         verdict = f"in the way: {', '.join(failed)}" if failed else "all is well"
-        return "\n".join([*lines, f"verdict: {verdict}"])
+        return [*tables, f"verdict: {verdict}"]
 
 
 def examine(config: Path | None = None) -> Diagnosis:

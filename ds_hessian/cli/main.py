@@ -16,6 +16,7 @@ from ds_hessian.cli.measure import measure
 from ds_hessian.cli.options import ANALYSIS, COUNT, DTYPE, PATH, SETTINGS
 from ds_hessian.errors import HessianError
 from ds_hessian.memory import TIERS, Tier
+from ds_hessian.table import echo
 from ds_hessian.version import __version__
 
 BROKEN_INPUT = 2
@@ -40,7 +41,7 @@ def main() -> NoReturn:
 
 def _refuse(message: str) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":  # of several ranks, which have the same to say
-        click.echo("ds-hessian: " + " ".join(message.split()), err=True)
+        echo("ds-hessian: " + " ".join(message.split()), error=True)
     sys.exit(BROKEN_INPUT)
 
 
@@ -65,7 +66,7 @@ def table(folder: Path) -> None:
     from ds_hessian.cli.folders import spectra_in
 
     for path, spectrum in spectra_in(folder).items():
-        click.echo(f"{click.format_filename(path)}\n{spectrum.table()}\n")
+        echo(click.format_filename(path), spectrum.table(), "")
 
 
 @commands.command(hidden=True)
@@ -91,7 +92,7 @@ def plot(folder: Path, kind: str) -> None:
     from ds_hessian.cli.folders import spectra_in
 
     for path, spectrum in spectra_in(folder).items():
-        click.echo(click.format_filename(spectrum.plot(path / f"spectrum.{kind}")))
+        echo(click.format_filename(spectrum.plot(path / f"spectrum.{kind}")))
 
 
 @commands.command()
@@ -112,8 +113,8 @@ def compare(folders: tuple[Path, ...], output: Path) -> None:
     if output.suffix not in (".png", ".svg", ".pdf"):
         raise click.UsageError(f"--output must end in .png, .svg or .pdf, got {output}")
     comparison = Comparison(named_spectra(folders))
-    click.echo(comparison.table())
-    click.echo(f"picture: {click.format_filename(comparison.plot(output))}")
+    echo(comparison.table())
+    echo(f"picture: {click.format_filename(comparison.plot(output))}")
 
 
 @commands.command()
@@ -129,7 +130,7 @@ def page(folder: Path, output: Path | None) -> None:
     from ds_hessian.show.page import page_of, run_in, write_page
 
     written = write_page(run_in(folder), output or page_of(folder))
-    click.echo(click.format_filename(written))
+    echo(click.format_filename(written))
 
 
 @commands.command()
@@ -143,7 +144,7 @@ def doctor(config: Path | None) -> int:
     from ds_hessian.cli.doctor import examine
 
     diagnosis = examine(config)
-    click.echo(diagnosis.table())
+    echo(*diagnosis.tables())
     return 0 if diagnosis.healthy else 1
 
 
@@ -152,7 +153,7 @@ def schema() -> None:
     """Print the JSON schema of the "hessian" section, for editors that complete and check it."""
     from ds_hessian.config import schema
 
-    click.echo(json.dumps(schema(), indent=2))
+    echo(json.dumps(schema(), indent=2))
 
 
 POSITIVE = click.FloatRange(min=0, min_open=True)
@@ -271,7 +272,7 @@ def plan(
         price_per_hour=price,
         free=dict(free),
     )
-    click.echo(found.table())
+    echo(*found.tables())
     return 0 if found.missing is None else 1
 
 

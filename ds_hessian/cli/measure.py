@@ -20,6 +20,7 @@ from ds_hessian.cli.finished import Source, is_finished, note_finished, require_
 from ds_hessian.cli.options import ANALYSIS, COUNT, DTYPE, PATH, SETTINGS
 from ds_hessian.cli.request import Request, Work, checked
 from ds_hessian.errors import ConfigError
+from ds_hessian.table import echo
 
 if TYPE_CHECKING:
     from ds_hessian.checkpoints import Checkpoint, Loading
@@ -174,7 +175,13 @@ def _states(work: Work) -> list[_State]:
 @contextmanager
 def _progress_shown() -> Iterator[None]:
     """Show the lines of progress, and warnings, on stderr."""
-    handler = logging.StreamHandler()
+    handler: logging.Handler = logging.StreamHandler()
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.logging import RichHandler
+
+        console = Console(stderr=True)
+        handler = RichHandler(console=console, show_time=False, show_path=False)
     handler.setFormatter(logging.Formatter("%(message)s"))
     ours, progress = (logging.getLogger(f"ds_hessian{part}") for part in ("", ".show.progress"))
     before = ours.propagate, progress.level
@@ -240,7 +247,7 @@ def _one(
                 if hessian.rank == 0:
                     note_finished(folder, source, record.kind)
         if hessian.rank == 0:
-            click.echo(f"{click.format_filename(folder)}\n{record.table()}\n")
+            echo(click.format_filename(folder), record.table(), "")
     finally:
         close(hessian)
 
@@ -272,23 +279,22 @@ def _announce(work: Work, hessian: Hessian) -> None:
     analysis, share = work.analysis.prepared(backend, config), share_of(backend)
     with hessian.measuring() as operator:
         gradient = operator.cost.gradient_seconds
-    lines = [plan_here(analysis, backend, config).table()]
+    parts: list[str] = [plan_here(analysis, backend, config).table()]
     machine = times.CPU if share.tier == "host" else times.ACCELERATOR
     try:
         count = analysis.products(config)
-        lines.append(times.plan_time(gradient, share, machine, config, count).table())
+        parts.append(times.plan_time(gradient, share, machine, config, count).table())
     except ConfigError:  # the number of products depends on the model
-        lines.append(
+        parts.append(
             f"time: {times.spelled(gradient)} for one gradient; two and more for a product"
         )
     number = len(work.series)
-    lines.append(f"each of {number} checkpoints" if number > 1 else "")
-    _say("\n".join(filter(None, lines)))
+    _say(*parts, *([f"each of {number} checkpoints"] if number > 1 else []))
 
 
-def _say(text: str) -> None:
+def _say(*texts: str) -> None:
     if _first():
-        click.echo(text, err=True)
+        echo(*texts, error=True)
 
 
 def _first() -> bool:

@@ -102,20 +102,14 @@ class Forecast:
     price: float | None
     missing: str | None
 
-    def table(self) -> str:
-        """Return all of it as lines of text."""
-        lines = [f"{self.analysis} of {described(self.job)}", self.memory.table()]
-        if self.time is None:
-            lines.append(
-                "time: give --seconds-per-micro-batch, or --tokens and --tflops, to have it here"
-            )
-        else:
-            lines.append(self.time.table())
+    def tables(self) -> list[str]:
+        """Return all of it, part by part."""
+        unknown = "time: give --seconds-per-micro-batch, or --tokens and --tflops, to have it here"
+        parts = [f"{self.analysis} of {described(self.job)}", self.memory.table()]
+        parts.append(unknown if self.time is None else self.time.table())
         if self.price is not None:
-            lines.append(f"price: {self.price:.2f}")
-        if self.missing is not None:
-            lines.append(self.missing)
-        return "\n".join(lines)
+            parts.append(f"price: {self.price:.2f}")
+        return parts if self.missing is None else [*parts, self.missing]
 
 
 def forecast(

@@ -23,6 +23,7 @@ from ds_hessian.config import HessianConfig
 from ds_hessian.memory import Tier
 from ds_hessian.operators import expected_evaluations
 from ds_hessian.planning.share import Share
+from ds_hessian.table import Table
 
 PRODUCT_BYTES = 100
 """Read and written for a coordinate of a central difference: two displacements (28), sums of two
@@ -77,17 +78,16 @@ class TimePlan:
         """The seconds of the whole measurement, with the gradient at the weights."""
         return self.gradient + self.products * (self.product + self.lanczos)
 
-    def table(self) -> str:
-        """Return the times as lines of text."""
+    def table(self) -> Table:
+        """Return the times as text."""
         ratio = self.product / self.gradient
-        rows = {
-            "gradient": spelled(self.gradient),
-            "product": f"{spelled(self.product)} = {ratio:.3g} gradients",
-            "Lanczos step beside it": spelled(self.lanczos),
-            f"measurement, {self.products} products": spelled(self.total),
-        }
-        width = max(map(len, rows))
-        return "\n".join(["time:", *(f"  {name:<{width}}  {row}" for name, row in rows.items())])
+        rows = [
+            ("gradient", spelled(self.gradient)),
+            ("product", f"{spelled(self.product)} = {ratio:.3g} gradients"),
+            ("Lanczos step beside it", spelled(self.lanczos)),
+            (f"measurement, {self.products} products", spelled(self.total)),
+        ]
+        return Table("time:", rows)
 
 
 def spelled(seconds: float) -> str:

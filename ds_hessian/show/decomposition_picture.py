@@ -25,7 +25,7 @@ def decomposition_picture(parts: HessianDecomposition, path: Path) -> Path:
     traces = ", ".join(
         f"tr {name} {s.trace}" for name, s in zip("HGR", parts.spectra.values(), strict=True)
     )
-    negative = f"negative eigenvalues: {parts.negative('hessian')} in H, "
+    negative = f"sum of the negative eigenvalues: {parts.negative('hessian')} in H, "
     negative += f"{parts.negative('residual')} in R"
     figure.supxlabel(f"{traces}\n{negative}", x=0.01, ha="left", fontsize=8.5, color=INK)
     title = f"H = G + R, {count(parts.hessian.n)} parameters, step {source.step:,}"

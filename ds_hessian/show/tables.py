@@ -1,4 +1,4 @@
-"""Records as lines of text: a headline, and a row for each figure."""
+"""Records as tables: a headline, and a row for each figure."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from ds_hessian.records.verdict import SelfTest
 from ds_hessian.show.layers import layer_shares
 from ds_hessian.show.spectrum_table import of_block, of_sides, spectrum_headline, spectrum_rows
 from ds_hessian.show.style import MATRICES, PHRASES
+from ds_hessian.table import Table
 
 Rows = list[tuple[str, str]]
 
@@ -43,8 +44,8 @@ MOST_LAYERS = 3
 """Layers that are named for each eigenvector."""
 
 
-def table(record: Record) -> str:
-    """Return the record as lines of text.
+def table(record: Record) -> Table:
+    """Return the table of a record, which is text.
 
     Raises:
         TypeError: there is no table of this class of records.
@@ -55,18 +56,17 @@ def table(record: Record) -> str:
     return make(record)
 
 
-def lined(headline: str, rows: Rows) -> str:
+def lined(headline: str, rows: Rows) -> Table:
     """Return a headline, and a line for each row."""
-    width = max(20, *(len(name) + 1 for name, _ in rows))
-    return "\n".join([headline, *(f"  {name:<{width}}{text}" for name, text in rows)])
+    return Table(headline, rows, first=20, gap=1)
 
 
-def _measured(title: str, rows: Callable[[Any], Rows]) -> Callable[[Any], str]:
+def _measured(title: str, rows: Callable[[Any], Rows]) -> Callable[[Any], Table]:
     """Return a function that tabulates a record: the step in the first line, the cost in the last
     rows. The title has `{0}` or `{1}` for the name of the matrix, in a title or in a sentence.
     """
 
-    def make(record: Measured) -> str:
+    def make(record: Measured) -> Table:
         source = record.provenance
         name = title.format(MATRICES[source.operator], PHRASES[source.operator])
         last = [("cost", _price(record)), ("measured on", _measured_on(record))]
@@ -91,7 +91,7 @@ def _measured_on(record: Measured) -> str:
     return where + of_block(source)
 
 
-def _spectrum(spectrum: HessianSpectrum) -> str:
+def _spectrum(spectrum: HessianSpectrum) -> Table:
     return lined(spectrum_headline(spectrum), spectrum_rows(spectrum))
 
 
@@ -176,7 +176,7 @@ def _influence(influence: HessianInfluence) -> Rows:
     ]
 
 
-def _sharpness(sharpness: HessianSharpness) -> str:
+def _sharpness(sharpness: HessianSharpness) -> Table:
     text = f"largest eigenvalue {sharpness.eigenvalue_max}"
     if sharpness.preconditioned is not None:
         text += f", preconditioned {sharpness.preconditioned}"
@@ -184,23 +184,21 @@ def _sharpness(sharpness: HessianSharpness) -> str:
         text += f" ({_missed(sharpness.limited)})"
     step = sharpness.provenance.step
     matrix = MATRICES[sharpness.provenance.operator]
-    return f"{matrix} sharpness at step {step}: {text}; {sharpness.num_matvecs} products"
+    return Table(f"{matrix} sharpness at step {step}: {text}; {sharpness.num_matvecs} products")
 
 
-def _block_coupling(coupling: HessianBlockCoupling) -> str:
+def _block_coupling(coupling: HessianBlockCoupling) -> Table:
     """Tabulate each block, and the mean."""
-    c = coupling
-    width = max(len("mean"), *(len(name) for name in c.names))
-    source = c.provenance
+    c, source = coupling, coupling.provenance
     title = f"Coupling of the blocks of {PHRASES[source.operator]} at step {source.step}"
-    head = f"{'block':<{width}}  relative error   null  cosine   null"
     columns = (c.relative_errors, c.null_relative_errors, c.cosines, c.null_cosines)
-    means = [float(np.mean(column)) for column in columns]
-    rows = [*zip(c.names, *columns, strict=True), ("mean", *means)]
-    return "\n".join(
-        [title, head]
-        + [f"{n:<{width}}  {e:14.3f} {e0:6.3f} {c:7.3f} {c0:6.3f}" for n, e, e0, c, c0 in rows]
-        + [f"{c.share:.3f} of |Hv|^2 is made by off-diagonal blocks; {_measured_on(c)}"]
+    figures = np.column_stack(columns)
+    cells = [[f"{value:.3f}" for value in row] for row in [*figures, figures.mean(0)]]
+    return Table(
+        title,
+        [(name, *row) for name, row in zip([*c.names, "mean"], cells, strict=True)],
+        head=("block", "relative error", " null", "cosine", " null"),
+        notes=[f"{c.share:.3f} of |Hv|^2 is made by off-diagonal blocks; {_measured_on(c)}"],
     )
 
 
@@ -225,31 +223,32 @@ def block_spectra_rows(spectra: HessianBlockSpectra) -> Rows:
     ]
 
 
-def _kronecker(found: HessianKronecker) -> str:
+def _kronecker(found: HessianKronecker) -> Table:
     """Tabulate each layer and kind."""
-    k = found
-    width = max(len("layer"), *(len(_ended(name)) for name in k.layers))
-    head = (
-        f"{'layer':<{width}}  kind          cosine        best scale  diagonal share"
-        "    largest   solve   samples"
-    )
-    source = k.provenance
-    lines = [f"Kronecker factors beside {PHRASES[source.operator]} at step {source.step}", head]
+    k, source, rows = found, found.provenance, list[tuple[str, ...]]()
     for i, name in enumerate(k.layers):
         for j, kind in enumerate(k.kinds):
-            cosine = f"{k.cosines[i, j]:6.3f} ± {k.cosine_errors[i, j]:.3f}"
-            share = f"{k.shares[i, j]:.3f} ± {k.share_errors[i, j]:.3f}"
-            lines.append(
-                f"{_ended(name) if j == 0 else '':<{width}}  {kind:<11}{cosine}  "
-                f"{k.scales[i, j]:10.3g}   {share}  {k.extremes[i, j]:9.3g}  {k.solves[i, j]:6.3f}"
-                f"  {k.samples[i, j]:8,d}"
+            figures = (
+                f"{k.cosines[i, j]:.3f} ± {k.cosine_errors[i, j]:.3f}",
+                f"{k.scales[i, j]:.3g}",
+                f"{k.shares[i, j]:.3f} ± {k.share_errors[i, j]:.3f}",
+                *(f"{k.extremes[i, j]:.3g}", f"{k.solves[i, j]:.3f}", f"{k.samples[i, j]:,d}"),
             )
+            rows.append((_ended(name) if j == 0 else "", f"{kind:<11}", *figures))
         plain = f"{k.plain_shares[i]:.3f} ± {k.plain_share_errors[i]:.3f}"
-        lines.append(f"{'':<{width}}  in the parameters' own basis          {plain}")
+        rows.append(("", "parameters ", "", "", plain, "", "", ""))
     without = [f"left out: {_ended(name)}, {reason}" for name, reason in k.left_out.items()]
     if len(without) > MOST_ROWS:
         without[MOST_ROWS:] = [f"left out: {len(without) - MOST_ROWS} others"]
-    return "\n".join([*lines, f"{_price(k)}; {_measured_on(k)}", *without])
+    return Table(
+        f"Kronecker factors beside {PHRASES[source.operator]} at step {source.step}",
+        rows,
+        head=(
+            *("layer", "kind       ", "cosine", "best scale"),
+            *("diagonal share", "largest", "solve", "samples"),
+        ),
+        notes=[f"{_price(k)}; {_measured_on(k)}", *without],
+    )
 
 
 def _ended(name: str) -> str:
@@ -274,41 +273,37 @@ def _sweep(sweep: DisplacementSweep) -> Rows:
     return [*rows, ("displacements", f"{len(sweep.displacements)}: {low:.2g} .. {high:.2g}")]
 
 
-def _comparison(comparison: Comparison) -> str:
+def _comparison(comparison: Comparison) -> Table:
     """Tabulate each spectrum, extreme eigenvalues and trace with their errors, then notes."""
-    rows = [("", "step", "loss", "largest", "smallest", "trace", "outliers")]
+    head, rows = ("", "step", "loss", "largest", "smallest", "trace", "outliers"), []
     for name, s in comparison.spectra.items():
         loss = "-" if s.loss is None else f"{s.loss:.4g}"
         extremes = (str(s.eigenvalue_max), str(s.eigenvalue_min), str(s.trace))
         number = str(len(s.outlier_eigenvalues()))
         rows.append((name, str(s.provenance.step), loss, *extremes, number))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    ]
-    return "\n".join([*lines, *(f"note: {note}" for note in comparison.notes())])
+    return Table("", rows, head=head, notes=[f"note: {note}" for note in comparison.notes()])
 
 
-def _self_test(verdict: SelfTest) -> str:
+def _self_test(verdict: SelfTest) -> Table:
     failed = sum(not check.passed for check in verdict.checks)
     text = "all is well" if not failed else f"{failed} of {len(verdict.checks)} checks failed"
-    lines = [f"Hessian self-test: {text}"]
+    rows = []
     for check in verdict.checks:
         mark = "ok    " if check.passed else "FAILED"
-        lines.append(f"  {mark} {check.name:<14}{check.value:9.1e}  (limit {check.limit:.1e})")
+        rows.append((f"{mark} {check.name}", f"{check.value:.1e}  (limit {check.limit:.1e})"))
         if not check.passed:
-            lines.append(f"         {check.meaning}")
-    lines.append(
-        f"  products of random vectors: error {verdict.error:.1e} at h = {verdict.displacement:.2e}"
-    )
-    return "\n".join(lines + [f"  suggestion: {text}" for text in verdict.suggestions])
+            rows.append(("", check.meaning))
+    error = f"error {verdict.error:.1e} at h = {verdict.displacement:.2e}"
+    notes = [f"  products of random vectors: {error}"]
+    notes += [f"  suggestion: {text}" for text in verdict.suggestions]
+    return Table(f"Hessian self-test: {text}", rows, notes=notes, first=23)
 
 
 def _curvatures(record: HessianCurvatures) -> Rows:
     return [(name, str(record.along(name))) for name in record.directions]
 
 
-def _decomposition(parts: HessianDecomposition) -> str:
+def _decomposition(parts: HessianDecomposition) -> Table:
     rows = [
         (
             f"{MATRICES[name]}",
@@ -353,7 +348,7 @@ def _shortened(rows: Rows, what: str) -> Rows:
     return rows if left <= 0 else [*rows[:MOST_ROWS], (f"other {what}", str(left))]
 
 
-TABLES: dict[type[Record], Callable[[Any], str]] = {
+TABLES: dict[type[Record], Callable[[Any], Table]] = {
     HessianSpectrum: _spectrum,
     HessianEigenpairs: _measured("{0} eigenpairs", _eigenpairs),
     HessianTrace: _measured("{0} trace", _trace),

@@ -402,17 +402,17 @@ def test_the_page_refers_to_nothing_but_the_files_of_its_run(one: Path, tmp_path
     text = write_page(run_in(one), tmp_path / "page.html").read_text(encoding="utf-8")
     assert not re.search(r"https?:|//\w+\.|@import|url\(", text)
     assert not re.search(r"<(link|iframe|img|base|object|embed)\b|\ssrc=", text)
-    links = re.findall(r"\shref='([^'#][^']*)'", text)
+    links = re.findall(r'\shref="([^"#][^"]*)"', text)
     assert len(links) == len(run_in(one).records)
     assert all((tmp_path / unquote(link)).resolve().parent == one for link in links)
-    inside = re.findall(r"\shref='#([^']*)'", text)
-    assert inside and all(f"id='{name}'" in text for name in inside)
+    inside = re.findall(r'\shref="#([^"]*)"', text)
+    assert inside and all(f'id="{name}"' in text for name in inside)
 
 
 def test_the_page_of_a_folder_has_its_name_and_lies_in_it(fifty: Path) -> None:
     assert page_of(fifty) == fifty / f"{fifty.name}.html"
     text = write_page(run_in(fifty), page_of(fifty)).read_text(encoding="utf-8")
-    assert f"<h1>{fifty.name}</h1>" in text and "href='step_000020/spectrum.json'" in text
+    assert f"<h1>{fifty.name}</h1>" in text and 'href="step_000020/spectrum.json"' in text
 
 
 @pytest.mark.full
@@ -548,7 +548,27 @@ def test_sections_are_there_for_what_was_measured_only(tmp_path: Path) -> None:
     assert titles(tmp_path / "plain") == ["Spectrum", "Products"]
     for step in (100, 200):
         analyses(step)[-1].save(tmp_path / "sharp" / f"step_{step}")
-    assert titles(tmp_path / "sharp") == ["Over training"]
+    assert titles(tmp_path / "sharp") == ["Over training", "Sharpness"]
+
+
+def test_records_without_a_picture_have_their_figures_on_the_page(tmp_path: Path) -> None:
+    """At one step, of a trace of no blocks and of eigenvectors of no layers too."""
+    pairs, trace, *_, sharpness = analyses(500)
+    nothing = {"blocks": (), "block_values": np.zeros(0), "block_errors": np.zeros(0)}
+    for record in (
+        dataclasses.replace(pairs, concentrations={}),
+        dataclasses.replace(trace, **nothing),
+        sharpness,
+    ):
+        record.save(tmp_path / "run")
+    sections = {section.title: section for section in sections_of(run_in(tmp_path / "run"))}
+    assert list(sections) == ["Sharpness", "Eigenvalues", "Trace"]
+    assert ("trace", "290 ± 20") in sections["Trace"].states[0].rows
+    page = write_page(run_in(tmp_path / "run"), tmp_path / "page.html")
+    assert all(
+        text in page.read_text(encoding="utf-8")
+        for text in ("89.5 ± 2.0", "290 ± 20", "85.00 ± 0.10")
+    )
 
 
 def test_a_folder_with_nothing_to_show_is_refused(tmp_path: Path) -> None:

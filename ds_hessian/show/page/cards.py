@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import NamedTuple
 
 import numpy as np
@@ -27,16 +26,6 @@ Cards = tuple[Card, ...]
 def cards_of(run: Run) -> list[tuple[Label, Cards]]:
     """Return the cards of each spectrum of the run."""
     return [(label, _cards(s)) for label, s in run.labelled(HessianSpectrum)]
-
-
-def cards_html(cards: Cards) -> str:
-    """Return cards as HTML."""
-    texts = (
-        f"<div><h3>{escape(card.name)}</h3><strong>{escape(card.value)}</strong>"
-        f"<p>{escape(card.meaning)}</p></div>"
-        for card in cards
-    )
-    return f"<div class='cards'>{''.join(texts)}</div>"
 
 
 def _cards(s: HessianSpectrum) -> Cards:

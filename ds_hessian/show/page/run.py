@@ -193,3 +193,8 @@ class Section:
     title: str
     text: str
     states: tuple[State, ...]
+
+    @property
+    def slots(self) -> int:
+        """Return the number of figures that there is room for."""
+        return max(len(state.charts) for state in self.states)

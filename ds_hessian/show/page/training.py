@@ -36,7 +36,7 @@ MAP = "eigenvalues over training: how many lie where"
 CURVATURE = "loss per squared parameter"
 EDGE = "edge of stability"
 COUNTS = [[0.0, "#D6E9F3"], [0.5, "#56A7D2"], [1.0, "#08306B"]]
-"""Colour scale of the number of eigenvalues in a cell, from one to all."""
+"""Colour scale of the number of eigenvalues in a cell, one to all; the page has its dark one."""
 
 Curved = HessianSpectrum | HessianSharpness
 

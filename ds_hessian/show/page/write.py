@@ -11,36 +11,39 @@ import gzip
 import json
 import os
 from collections.abc import Iterable, Sequence
-from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ds_hessian.records.base import Measured
 from ds_hessian.records.comparison import Comparison
 from ds_hessian.records.fields import Array
 from ds_hessian.records.files import replacing
-from ds_hessian.records.provenance import Cost
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.show.page.accuracy import accuracy, costs
 from ds_hessian.show.page.blocks import blocks
-from ds_hessian.show.page.cards import Cards, cards_html, cards_of
+from ds_hessian.show.page.cards import Cards, cards_of
 from ds_hessian.show.page.density import TITLE as SPECTRUM
 from ds_hessian.show.page.density import spectra
+from ds_hessian.show.page.figures import figures
 from ds_hessian.show.page.layers import layers
-from ds_hessian.show.page.run import SHOWN, Label, Run, Section, State, step_of
+from ds_hessian.show.page.run import SHOWN, Label, Run, Section, step_of
 from ds_hessian.show.page.style import TEMPLATE
 from ds_hessian.show.page.sweeps import sweeps
 from ds_hessian.show.page.systems import systems
 from ds_hessian.show.page.training import training
 from ds_hessian.show.style import count
 
-MOST_LINKS = 8
-"""Steps with warnings that are named at the top of the page."""
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+)
+"""All HTML is in them; what is put in is escaped."""
 
 
 def write_page(run: Run, path: Path) -> Path:
@@ -51,23 +54,21 @@ def write_page(run: Run, path: Path) -> Path:
     """
     from plotly.offline import get_plotlyjs
 
-    sections, found = sections_of(run), cards_of(run)
-    stops = _stops(sections)
-    page = Template(
-        files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    ).substitute(
-        title=escape(run.name),
-        head=_head(run, stops, sections),
-        slider=_slider(stops),
-        cards=cards_html(found[-1][1]) if found else "",
-        contents="".join(
-            f"<a href='#section-{number}'>{escape(section.title)}</a>"
-            for number, section in enumerate(sections)
-        ),
-        sections="\n".join(_html(number, section) for number, section in enumerate(sections)),
+    sections, cards = sections_of(run), cards_of(run)
+    stops, measured = _stops(sections), run.labelled(HessianSpectrum)
+    page = TEMPLATES.get_template("page.html").render(
+        run=run,
+        facts=_facts(run),
+        notes=_notes(run),
+        num_spectra=len(measured),
+        warned=[label for label, spectrum in measured if spectrum.warnings],
+        spectrum_title=SPECTRUM,
+        stops=stops,
+        cards=cards,
+        sections=sections,
         records=_records(run, path),
         plotly=_packed(get_plotlyjs()),
-        data=_packed(_data(sections, found, stops)),
+        data=_packed(_data(sections, cards, stops)),
     )
     with replacing(path) as file:
         file.write(page.encode())
@@ -76,7 +77,7 @@ def write_page(run: Run, path: Path) -> Path:
 
 def sections_of(run: Run) -> list[Section]:
     """Return all sections of the page, from top to bottom."""
-    parts = (training, spectra, layers, blocks, systems, sweeps, costs, accuracy)
+    parts = (training, spectra, figures, layers, blocks, systems, sweeps, costs, accuracy)
     return [section for part in parts for section in part(run)]
 
 
@@ -91,91 +92,62 @@ def _stops(sections: Sequence[Section]) -> list[Label]:
     return sorted(labels, key=lambda label: label.step)
 
 
-def _slider(stops: Sequence[Label]) -> str:
-    if not stops:
-        return ""
-    if len(stops) == 1:
-        return f"<p class='at'>{escape(stops[0])}</p>"
-    last = len(stops) - 1
-    return (
-        f"<div id='steps'><input type='range' min='0' max='{last}' value='{last}' "
-        f"aria-label='training step'><output>{escape(stops[-1])}</output></div>"
-    )
-
-
 def _packed(text: str) -> str:
     """Return a text as base64 of its gzip: a third of its size, and safe inside of an element."""
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
-def _head(run: Run, stops: Sequence[Label], sections: Sequence[Section]) -> str:
-    """Return the model, the steps and the layout, and a note for each warning."""
+def _facts(run: Run) -> list[str]:
+    """Return the model, the steps and the layout."""
     records = [record for _, record in run.records if isinstance(record, SHOWN)]
     steps, source = sorted({step_of(r) for r in records}), records[-1].provenance
-    spectra = run.of(HessianSpectrum)
+    spectra, micro_batches = run.of(HessianSpectrum), source.num_micro_batches
     when = f"step {steps[0]:,}"
     if len(steps) > 1:
         when = f"{len(steps)} steps from {steps[0]:,} to {steps[-1]:,}"
     size = [f"{count(spectra[-1].n)} parameters"] if spectra else []
-    facts = [*size, when, source.layout, source.arithmetic, _plural(source.num_micro_batches)]
-    lines = [f"<p>{escape(' · '.join(facts))}</p>"]
-    if len(spectra) > 1:
-        found = Comparison({str(number): s for number, s in enumerate(spectra)})
-        lines += [f"<p class='note'>Note: {escape(note)}</p>" for note in found.notes()]
-    every = run.labelled(HessianSpectrum)
-    warned = [label for label, s in every if s.warnings]
-    if warned:
-        shown = [section.title for section in sections].index(SPECTRUM)
-        links = [
-            f"<a href='#section-{shown}' data-stop='{stops.index(label)}'>{escape(label)}</a>"
-            for label in warned[:MOST_LINKS]
-        ]
-        more = ", ..." if len(warned) > MOST_LINKS else ""
-        text = f"Warnings at {len(warned)} of {len(every)} spectra: {', '.join(links)}{more}"
-        lines.append(f"<p class='warning'>{text}</p>")
-    return "\n".join(lines)
+    data = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
+    return [*size, when, source.layout, source.arithmetic, data]
 
 
-def _plural(micro_batches: int) -> str:
-    return f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
+def _notes(run: Run) -> tuple[str, ...]:
+    """Return in what else than the weights the spectra differ."""
+    spectra = run.of(HessianSpectrum)
+    if len(spectra) < 2:
+        return ()
+    return Comparison({str(number): s for number, s in enumerate(spectra)}).notes()
 
 
-def _html(number: int, section: Section) -> str:
-    """Return a section without its figures, which the script draws."""
-    slots = max(len(state.charts) for state in section.states)
-    last = section.states[-1]
-    at = f"<p class='at'>{escape(last.label)}</p>" if last.label else ""
-    return (
-        f"<section id='section-{number}'><h2>{escape(section.title)}</h2>"
-        f"<p class='about'>{escape(section.text)}</p>{at}"
-        f"<div class='rows'>{_rows(last)}</div>"
-        f"<div class='figures'>{'<div></div>' * slots}</div></section>"
-    )
-
-
-def _rows(state: State) -> str:
-    if not state.rows:
-        return ""
-    rows = [
-        f"<div class='{'warning' if name == 'warning' else 'row'}'>"
-        f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
-        for name, text in state.rows
+def _records(run: Run, path: Path) -> list[tuple[str, Measured, str]]:
+    """Return folder, record and the path of its file from the page's; empty if on no disk."""
+    return [
+        (name, record, _link(run, path, name, record))
+        for name, record in run.records
+        if isinstance(record, SHOWN)
     ]
-    return f"<dl>{''.join(rows)}</dl>"
+
+
+def _link(run: Run, path: Path, name: str, record: Measured) -> str:
+    if run.folder is None:
+        return ""
+    place = run.folder if name == run.folder.resolve().name else run.folder / name
+    target = (place / f"{record.kind}.json").resolve()
+    return quote(os.path.relpath(target, path.resolve().parent))
 
 
 def _data(
     sections: Iterable[Section], cards: Sequence[tuple[Label, Cards]], stops: Sequence[Label]
 ) -> str:
     """Return all states as JSON."""
+    parts: Any = TEMPLATES.get_template("parts.html").module
     content = {
         "template": TEMPLATE,
         "stops": [{"label": label, "step": label.step} for label in stops],
         "cards": [
-            {"label": label, "step": label.step, "html": cards_html(found)}
+            {"label": label, "step": label.step, "html": parts.cards(found)}
             for label, found in cards
         ],
-        "sections": [_states(section) for section in sections],
+        "sections": [_states(section, parts) for section in sections],
     }
     return json.dumps(content, default=_typed, allow_nan=False, separators=(",", ":"))
 
@@ -187,12 +159,13 @@ def _typed(array: Array) -> dict[str, str]:
     return {"dtype": kind, "bdata": text, "shape": ", ".join(map(str, array.shape))}
 
 
-def _states(section: Section) -> list[dict[str, Any]]:
+def _states(section: Section, parts: Any) -> list[dict[str, Any]]:
+    """Return what the page's script draws for each state; `parts` makes its rows."""
     return [
         {
             "label": state.label,
             "step": state.label.step if isinstance(state.label, Label) else None,
-            "rows": _rows(state),
+            "rows": parts.rows(state.rows),
             "figures": [
                 {
                     "data": chart.figure["data"],
@@ -204,41 +177,3 @@ def _states(section: Section) -> list[dict[str, Any]]:
         }
         for state in section.states
     ]
-
-
-def _records(run: Run, path: Path) -> str:
-    """Return a row for each record, with its cost and links to its files."""
-    titles = ("step", "record", "folder", "products", "gradients each", "seconds each", "seconds")
-    shown = [(name, record) for name, record in run.records if isinstance(record, SHOWN)]
-    rows = [
-        (f"{step_of(r):,}", _linked(run, path, name, r), escape(name), *_cost(r.cost))
-        for name, r in shown
-    ]
-    versions = {record.provenance.ds_hessian_version for _, record in shown}
-    head = "".join(f"<th>{title}</th>" for title in titles)
-    cells = ("".join(f"<td>{cell}</td>" for cell in row) for row in rows)
-    body = "".join(f"<tr>{row}</tr>" for row in cells)
-    return (
-        f"<details><summary>Records: {len(shown)}</summary><div class='scroll'><table>"
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></details>"
-        f"<p class='about'>ds_hessian {escape(', '.join(sorted(versions)))}</p>"
-    )
-
-
-def _linked(run: Run, path: Path, name: str, record: Measured) -> str:
-    """Return the name of a record as a link to its file, from where the page is."""
-    text = escape(record.kind.replace("_", " "))
-    if run.folder is None:
-        return text
-    place = run.folder if name == run.folder.resolve().name else run.folder / name
-    target = os.path.relpath((place / f"{record.kind}.json").resolve(), path.resolve().parent)
-    return f"<a href='{escape(quote(target))}'>{text}</a>"
-
-
-def _cost(cost: Cost) -> tuple[str, ...]:
-    return (
-        f"{cost.products:,}",
-        f"{cost.gradients_per_product:.2f}",
-        f"{cost.seconds_per_product:.3g}",
-        f"{cost.seconds_total:.3g}",
-    )

@@ -1,0 +1,88 @@
+"""Tables on a terminal: no wider than that, in colours, and with every letter of the plain text."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import termios
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_cli import COMMAND, ROOT, at_step, installed
+from tests.records.makers import language_model_like, spectrum_of
+
+COLOUR = re.compile(r"\x1b\[[\d;]*3[0-7][\d;]*m")
+
+
+def on_terminal(*arguments: str, columns: int, cwd: Path, **variables: str) -> str:
+    """What the installed command writes to a terminal of so many columns."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, columns))
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    environment |= {"TERM": "xterm", **variables}
+    for name in {"COLUMNS", "NO_COLOR", "FORCE_COLOR"} - set(variables):
+        environment.pop(name, None)
+    command = [COMMAND, *arguments]
+    with subprocess.Popen(
+        command, cwd=cwd, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+    ):
+        os.close(theirs)
+        written = b""
+        try:
+            while chunk := os.read(ours, 4096):
+                written += chunk
+        except OSError:  # Linux: the other end is closed
+            pass
+    os.close(ours)
+    return written.decode().replace("\r\n", "\n")
+
+
+def letters(text: str) -> Counter[str]:
+    """Without spaces and escapes."""
+    return Counter(re.sub(r"\x1b\[[\d;]*m|\s", "", text))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run of two steps, one of them with a name that rich could take for markup."""
+    for name, step in (("s20", 20), ("[red]s30", 30)):
+        values = language_model_like(500) * (1 + step / 1000)
+        spectrum = spectrum_of(values, m=15, probes=2, noise=1e-3)
+        at_step(spectrum, step).save(tmp_path / "run" / name)
+    return tmp_path
+
+
+PLAN = ("plan", "-n", "7B", "-r", "64", "--seconds-per-micro-batch", "1.5")
+
+
+@pytest.mark.parametrize(
+    "command", [("table", "run"), ("compare", "run"), PLAN], ids=lambda c: c[0]
+)
+@pytest.mark.parametrize("columns", [40, 200])
+def test_a_table_is_as_wide_as_its_terminal(
+    folder: Path, command: tuple[str, ...], columns: int
+) -> None:
+    found = on_terminal(*command, columns=columns, cwd=folder)
+    assert COLOUR.search(found)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", found).splitlines()
+    tabulated = [line for line in lines if not line.startswith("spectrum of 7,000")]
+    assert max(map(len, tabulated)) <= columns
+    plain = installed(*command, cwd=folder).stdout
+    assert letters(plain) <= letters(found)  # a list of each row repeats the names of columns
+    figures = re.findall(r"\d\S*", plain)
+    assert command[0] != "compare" or all(figure in found for figure in figures)
+
+
+def test_no_color_and_dumb_terminals_are_respected(folder: Path) -> None:
+    assert not COLOUR.search(on_terminal("table", "run", columns=80, cwd=folder, NO_COLOR="1"))
+    assert "\x1b" not in on_terminal("table", "run", columns=80, cwd=folder, TERM="dumb")
+
+
+def test_a_locale_without_the_letters_gets_others(folder: Path) -> None:
+    done = installed("table", "run", cwd=folder, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"largest eigenvalue\s+\d+\.\d+ \? 0\.\d+", done.stdout)
