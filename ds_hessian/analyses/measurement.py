@@ -24,7 +24,7 @@ from ds_hessian.config import HessianConfig, OperatorName
 from ds_hessian.errors import ConfigError, HessianError, MeasurementError, UnsupportedError
 from ds_hessian.operators import Curvature, OperatorCost, curvature
 from ds_hessian.operators.sampling import require_several
-from ds_hessian.planning import Choice, in_precision, precision_of
+from ds_hessian.planning import ChosenPrecision, in_precision, precision_of
 from ds_hessian.ranks import gather_objects
 from ds_hessian.records import Cost, Provenance
 from ds_hessian.resume import SavedRun, identity_of, retire, settings_of
@@ -54,7 +54,7 @@ class Subject:
     objective: Objective
     config: HessianConfig
     retires: bool = False
-    choice: Choice = field(default_factory=Choice)
+    choice: ChosenPrecision = field(default_factory=ChosenPrecision)
 
     @property
     def passes(self) -> Passes:
@@ -140,7 +140,7 @@ class Subject:
 
     def as_training_runs(self, why: str) -> Subject:
         """Return the subject with the passes that training has."""
-        return replace(self, config=in_precision(self.config, "model"), choice=Choice(why))
+        return replace(self, config=in_precision(self.config, "model"), choice=ChosenPrecision(why))
 
     def curvature(self, session: Session, operator: OperatorName | None = None) -> Curvature:
         """Return the curvature of a name in an open session, that of the settings if None.

@@ -25,14 +25,14 @@ from ds_hessian.planning.fit import (
     surely_fits,
     way_out,
 )
-from ds_hessian.planning.precision import Choice, chosen, in_precision, in_words
+from ds_hessian.planning.precision import ChosenPrecision, chosen, in_precision, in_words
 from ds_hessian.planning.share import Job, Share
 
 __all__ = [
     "ELSEWHERE",
     "FEWEST",
     "Alternative",
-    "Choice",
+    "ChosenPrecision",
     "Job",
     "Needs",
     "Planned",

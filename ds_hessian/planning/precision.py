@@ -23,7 +23,7 @@ WIDE = torch.finfo(torch.float32).eps
 
 
 @dataclass
-class Choice:
+class ChosenPrecision:
     """The choice of a measurement's precision.
 
     Attributes:
@@ -37,7 +37,7 @@ class Choice:
 
 def chosen(
     share: Share, config: HessianConfig, needs: Callable[[HessianConfig], Sequence[Needs]]
-) -> tuple[HessianConfig, Choice]:
+) -> tuple[HessianConfig, ChosenPrecision]:
     """Return the settings with one of the two precisions, and why it is the one.
 
     Args:
@@ -48,20 +48,20 @@ def chosen(
             free. It is called on all ranks or on none.
     """
     if config.finite_difference.precision != "auto":
-        return config, Choice()
+        return config, ChosenPrecision()
     if torch.finfo(share.compute_dtype).eps <= WIDE:
-        return in_precision(config, "model"), Choice()
+        return in_precision(config, "model"), ChosenPrecision()
     dtype = str(share.compute_dtype).removeprefix("torch.")
     if "fp32" not in share.precisions:
         why = f"this host has no fp32 passes of a model in {dtype}"
-        return in_precision(config, "model"), Choice(why)
+        return in_precision(config, "model"), ChosenPrecision(why)
     wide = in_precision(config, "fp32")
     ranks = needs(wide)
     short = shortage(ranks)
     if short is not None:
-        return in_precision(config, "model"), Choice(f"fp32 passes would need {short}")
+        return in_precision(config, "model"), ChosenPrecision(f"fp32 passes would need {short}")
     known = "and" if any(rank.free for rank in ranks) else "if"
-    return wide, Choice(f"the model computes in {dtype}, {known} fp32 copies fit")
+    return wide, ChosenPrecision(f"the model computes in {dtype}, {known} fp32 copies fit")
 
 
 def in_precision(config: HessianConfig, precision: Precision) -> HessianConfig:
@@ -69,7 +69,7 @@ def in_precision(config: HessianConfig, precision: Precision) -> HessianConfig:
     return config.with_overrides(precision=precision)
 
 
-def in_words(config: HessianConfig, choice: Choice) -> str:
+def in_words(config: HessianConfig, choice: ChosenPrecision) -> str:
     """Return how the passes run, and why; nothing where nothing was chosen."""
     text = passes_in_words(precision_of(config), choice.why)
     return f"passes {text}" if text else ""
