@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 CAPTION = 150
 """Characters of a line of the caption."""
+MOST_TICKS = 5
+"""Numbers along the narrow axes of the bulk, where more would overlap."""
 
 
 def spectrum_picture(spectrum: HessianSpectrum, path: Path) -> Path:
@@ -130,6 +132,7 @@ def _draw_below(axes: Axes, view: SpectrumView) -> None:
     axes.set_title("the bulk: share of the eigenvalues at or below", loc="left", fontsize=10)
     _draw_zero_and_noise(axes, view, view.bulk)
     axes.set_xlim(*view.bulk)
+    axes.locator_params(axis="x", nbins=MOST_TICKS)
     tidy(axes)
 
 
@@ -149,6 +152,7 @@ def _draw_density(axes: Axes, view: SpectrumView) -> None:
         axes.set_title(view.bin_widths, loc="left", fontsize=10)
     _draw_zero_and_noise(axes, view, view.bulk)
     axes.set_xlim(*view.bulk)
+    axes.locator_params(axis="x", nbins=MOST_TICKS)
     axes.set_xlabel("eigenvalue; ticks: Ritz values")
     tidy(axes)
 

@@ -22,6 +22,7 @@ SPECTRA = {
     "tiny": (language_model_like(2000) * 1e-9, 20, 1),
     "bulk": (semicircle(500), 20, 1),
     "zero": (np.zeros(50), 5, 1),
+    "long numbers": (np.append(np.linspace(-0.0012, 0.0022, 400), [0.044, 0.066]), 30, 1),
     "identity": (np.ones(50), 5, 2),
     "one product": (semicircle(100), 1, 1),
     "sixty": (np.concatenate([0.3 * semicircle(3000), np.geomspace(2, 900, 60)]), 110, 1),
