@@ -10,6 +10,7 @@ Memory: a copy of the weights without a master.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -64,7 +65,10 @@ class ShardedWeights:
         self.layout, self.space, self.publish = layout, space, publish
         self.weights = [shard.weight for shard in shards]
         self.masters = [_master(shard) for shard in shards]
-        self._shards = ops.Shards(self.weights, self.masters)
+
+    @functools.cached_property
+    def _shards(self) -> ops.Shards:
+        return ops.Shards(self.weights, self.masters)
 
     def displace(self, v: Tensor | None, h: float) -> Tensor:
         """Write `w + h v` into the weights of all ranks, as `Session.displace` specifies."""

@@ -77,11 +77,17 @@ def check(rows: list[Any]) -> None:
     assert abs(form) < SLACK * figures["ggn"][1] * figures["ggn"][2]
 
 
+@pytest.fixture(scope="module")
+def experts(megatron_ranks: Ranks) -> Callable[[Job], Any]:
+    """What one process finds."""
+    return functools.cache(lambda job: megatron_ranks(1).run(output_jobs.products, job, 1))
+
+
 @pytest.mark.parametrize("name", cells(EXPERTS, []))
-def test_experts(megatron_ranks: Ranks, name: str) -> None:
+def test_experts(megatron_ranks: Ranks, experts: Callable[[Job], Any], name: str) -> None:
     size, layout = EXPERTS[name]
     alone = Job(**layout).alone
-    (single,) = megatron_ranks(1).run(output_jobs.products, alone, 1)
+    (single,) = experts(alone)
     runs = megatron_ranks(size).run(output_jobs.products, Job(**layout), 1)
     v, of = [whole([single[0][0][0]])], replace(alone, dtype="float64")
     for kind in ("ggn", "fisher"):

@@ -3,6 +3,7 @@ the block's coordinates."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,12 +27,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 CHOICES = ("linear_fc1.weight", "word_embeddings", "final_layernorm.weight")
 
 
+@pytest.fixture(scope="module")
+def one(megatron_ranks: Ranks) -> Callable[[Job], Any]:
+    """The blocks of one process."""
+    return functools.cache(lambda job: megatron_ranks(1).run(restricted_jobs.blocks, job, CHOICES))
+
+
 @pytest.mark.parametrize("name", cells(LAYOUTS, ()))
-def test_blocks_are_those_of_one_process(megatron_ranks: Ranks, name: str) -> None:
+def test_blocks_are_those_of_one_process(
+    megatron_ranks: Ranks, one: Callable[[Job], Any], name: str
+) -> None:
     size, layout = LAYOUTS[name]
-    (one,) = megatron_ranks(1).run(restricted_jobs.blocks, Job(**layout).alone, CHOICES)
+    (alone,) = one(Job(**layout).alone)
     runs = megatron_ranks(size).run(restricted_jobs.blocks, Job(**layout), CHOICES)
     for rank in runs:
-        for (n, names, alphas), (whole_n, whole_names, exact) in zip(rank, one, strict=True):
+        for (n, names, alphas), (whole_n, whole_names, exact) in zip(rank, alone, strict=True):
             assert n == whole_n and names == whole_names
             assert np.allclose(alphas, exact, atol=2e-3 * abs(exact).max())

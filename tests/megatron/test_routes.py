@@ -109,28 +109,20 @@ ANALYSED: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def analysed(megatron_ranks: Ranks) -> Callable[[bool], dict[str, Any]]:
-    """Figures of one process, with experts and without."""
-    known: dict[bool, dict[str, Any]] = {}
-
-    def get(experts: bool) -> dict[str, Any]:
-        if experts not in known:
-            layout = Job(**MOE) if experts else Job()
-            (known[experts],) = megatron_ranks(1).run(routes_jobs.analyses, layout)
-        return known[experts]
-
-    return get
+def analysed(megatron_ranks: Ranks) -> Callable[[Job], Any]:
+    """Figures of one process."""
+    return functools.cache(lambda job: megatron_ranks(1).run(routes_jobs.analyses, job))
 
 
 @pytest.mark.parametrize("name", cells(ANALYSED, ["DP distributed optimizer overlap"]))
 def test_all_analyses_are_those_of_one_process(
-    megatron_ranks: Ranks, analysed: Callable[[bool], dict[str, Any]], name: str
+    megatron_ranks: Ranks, analysed: Callable[[Job], Any], name: str
 ) -> None:
     """After a step of Adam, whose state preconditions. Its first step divides each gradient by its
     own size, so that signs of the smallest ones, which are rounding, differ.
     """
     size, layout = ANALYSED[name]
-    expected = analysed("experts" in layout)
+    (expected,) = analysed(Job(**layout).alone)
     runs = megatron_ranks(size).run(routes_jobs.analyses, Job(**layout))
     assert all(run == runs[0] for run in runs)
     for kind, figures in expected.items():
@@ -176,11 +168,18 @@ def test_the_rounding_of_autocast_on_one_stage_is_that_of_all(megatron_ranks: Ra
     assert megatron_ranks(2).run(routes_jobs.autocast_on_the_last_stage) == [2.0**-8] * 2
 
 
+@pytest.fixture(scope="module")
+def influences(megatron_ranks: Ranks) -> Callable[[Job], Any]:
+    """Those of one process."""
+    return functools.cache(lambda job: megatron_ranks(1).run(routes_jobs.influences, job))
+
+
 @pytest.mark.parametrize("name", cells(ANALYSED, ["PP"]))
-def test_influences_are_those_of_one_process(megatron_ranks: Ranks, name: str) -> None:
+def test_influences_are_those_of_one_process(
+    megatron_ranks: Ranks, influences: Callable[[Job], Any], name: str
+) -> None:
     size, layout = ANALYSED[name]
-    experts = MOE if "experts" in layout else {}
-    ((expected, loss),) = megatron_ranks(1).run(routes_jobs.influences, Job(**experts))
+    ((expected, loss),) = influences(Job(**layout).alone)
     for scores, query in megatron_ranks(size).run(routes_jobs.influences, Job(**layout)):
         assert query == pytest.approx(loss, rel=1e-5)
         mine = expected.reshape(scores.shape[0], scores.shape[1], -1).mean(-1)

@@ -65,8 +65,8 @@ def killed(step: int, act: Callable[[], object]) -> bool:
     [
         pytest.param(ONE_ARRAY, 4, id="arrays, one call of 4"),
         pytest.param(ONE_ARRAY, 1, id="arrays", marks=pytest.mark.full),
-        pytest.param(NO_ARRAY, 1, id="json", marks=pytest.mark.full),
-        pytest.param(LARGER, 1, id="all", marks=pytest.mark.full),
+        pytest.param(NO_ARRAY, 3, id="json, one call of 3", marks=pytest.mark.full),
+        pytest.param(LARGER, 5, id="all, one call of 5", marks=pytest.mark.full),
     ],
 )
 def test_a_record_is_the_old_or_the_new_one_wherever_its_writer_is_killed(
