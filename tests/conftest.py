@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import RankPool, pools_of_ranks
+from tests.ranks import RankPool, pools_of_ranks, remove_buffers
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache" / "tests"  # kept from run to run
@@ -38,6 +38,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def pytest_sessionfinish() -> None:
+    remove_buffers()
 
 
 @pytest.fixture(scope="session")

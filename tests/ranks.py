@@ -26,6 +26,7 @@ from typing import Any
 
 READY = "ready"  # what a rank sends when it has joined the job
 STARTS = 3  # attempts to start the ranks of a pool
+PORTS = set[int]()  # that jobs of this process were given
 
 
 def free_port() -> int:
@@ -34,7 +35,15 @@ def free_port() -> int:
         port = random.randrange(20000, 32000)
         with socket.socket() as s, suppress(OSError):
             s.bind(("127.0.0.1", port))
+            PORTS.add(port)
             return port
+
+
+def remove_buffers() -> None:
+    """Remove the shared memory of jobs that have ended: DeepSpeed leaves 69 MiB for each rank."""
+    for port in PORTS:
+        for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+            path.unlink(missing_ok=True)
 
 
 def context() -> Any:
