@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_hessian import ops
+from ds_hessian.errors import KernelError
 from ds_hessian.ops import reference
 from tests.ops.cases import (
     DTYPES,
@@ -115,6 +116,21 @@ def test_shards_of_mixed_dtypes_are_displaced_in_their_order(device) -> None:
     got = ops.displace(weights, masters, v, 0.25, n - 3)
     assert all(torch.equal(w, e) for w, e in zip(weights, expected, strict=True))
     assert torch.allclose(got, sums, rtol=1e-11)
+
+
+def test_shards_are_written_where_they_are_now(device) -> None:
+    """A host may give its tensors other memory between two displacements."""
+    master, v = vector(5000, 1, device), vector(5000, 2, device)
+    w = master.clone()
+    shards = ops.Shards([w], [master])
+    shards.displace(v, 0.5, 5000)
+    w.data = (before := w.detach()).clone()
+    kept = before.clone()
+    shards.displace(v, 0.25, 5000)
+    assert torch.equal(w, torch.add(master, v, alpha=0.25)) and torch.equal(before, kept)
+    w.data = v
+    with pytest.raises(KernelError, match="v must be apart from"):
+        shards.displace(v, 0.25, 5000)
 
 
 @relaxed
