@@ -38,7 +38,7 @@ from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError, NumericsError, UnsupportedError
 from ds_hessian.krylov.records import Array
 from ds_hessian.memory import Item
-from ds_hessian.operators import LinearOperator, Product
+from ds_hessian.operators import LinearOperator, Product, Watched
 from ds_hessian.planning import Settings, Share, storage_of
 from ds_hessian.records import Bounded, Estimate, HessianAlignment
 from ds_hessian.vector_files import load_vectors
@@ -218,6 +218,11 @@ class Complement:
         if error is not None and norm > 0:
             error *= product.norm / norm
         return replace(product, vector=w, norm=norm, error=error)
+
+    def contradicted(self) -> None:
+        """Tell the operator. Collective."""
+        if isinstance(self.operator, Watched):
+            self.operator.contradicted()
 
 
 def _searched(

@@ -54,7 +54,7 @@ class Congruent:
         scale: S.
         shift: The shift of H, in its units.
 
-    One product of H and one small all-reduce a product.
+    One product of H and one small all-reduce a product, two with a shift.
     """
 
     def __init__(self, operator: LinearOperator, scale: Scale, shift: float = 0.0) -> None:
@@ -62,15 +62,18 @@ class Congruent:
         self.space = operator.space
 
     def matvec(self, v: Tensor) -> Product:
-        """Return the product with `v` `(n_local,)`. The relative error is that of the product of H,
-        whose error is assumed to be scaled by S like the product.
+        """Return the product with `v` `(n_local,)`. The error is that of the product of H, which is
+        assumed to be scaled by S like `(H + shift I) S v`.
         """
         inner = scaled(v, self.scale)
         product = self.operator.matvec(inner)
-        w = product.vector.add_(inner, alpha=self.shift)
+        w, error = product.vector.add_(inner, alpha=self.shift), product.error
+        if self.shift and error is not None:  # of the sum, which may be far shorter
+            plain, length = self.space.dots([(w, w), (inner, inner)]).tolist()
+            error *= product.norm * (length / plain) ** 0.5 if plain > 0 else 1.0
         w = scaled_in_place(w, self.scale)
         squares = self.space.dots([(w, w), (v, v)]).tolist()
-        return replace(product, vector=w, norm=(squares[0] / squares[1]) ** 0.5)
+        return replace(product, vector=w, norm=(squares[0] / squares[1]) ** 0.5, error=error)
 
     def contradicted(self) -> None:
         """Tell the operator. Collective."""

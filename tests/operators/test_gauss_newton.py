@@ -153,6 +153,60 @@ def test_fisher_is_the_sum_over_tokens(gpt: nn.Module, loss: Callable[..., Tenso
             assert relative(product.vector, truth) < min(3e-4, SLACK * product.error)
 
 
+def _poisson(f: Tensor, y: Tensor) -> Tensor:
+    return (f.exp() - y * f).mean()
+
+
+def _focal(f: Tensor, y: Tensor) -> Tensor:
+    likelihood = f.log_softmax(-1).gather(-1, y[:, None])
+    return (-((1 - likelihood.exp()) ** 2) * likelihood).mean()
+
+
+def _binary(f: Tensor, y: Tensor) -> Tensor:
+    return functional.binary_cross_entropy_with_logits(f[:, 0], (y % 2).to(f.dtype))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "outer"),
+    cells([(1, _poisson), (1, _binary), (3, _focal)], [(1, _poisson), (3, _focal)]),
+    ids=lambda part: getattr(part, "__name__", str(part)).strip("_"),
+)
+def test_a_loss_that_looks_quadratic_or_entropic_at_one_point_is_neither(
+    outputs: int, outer: Callable[..., Tensor]
+) -> None:
+    """One slope of scalar outputs is any; a focal loss has the cotangent of a weighted entropy."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(10, 6), nn.Tanh(), nn.Linear(6, outputs))
+    data = batches(3)
+
+    def loss(net: nn.Module, b: Any) -> Tensor:
+        x, y = b
+        f = net(x.to(next(net.parameters()).dtype))
+        return outer(f, y[:, None].to(f.dtype) if outer is _poisson else y)
+
+    wide = copy.deepcopy(net).double()
+    parameters = list(wide.parameters())
+    exact = torch.zeros(1)
+    for x, y in data:
+        f = wide(x.double())
+        rows = [torch.autograd.grad(e, parameters, retain_graph=True) for e in f.flatten()]
+        jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+        target = y[:, None].double() if outer is _poisson else y
+        inner = torch.autograd.functional.hessian(
+            lambda z, target=target: outer(z, target), f.detach()
+        ).reshape(f.numel(), -1)
+        exact = exact + jacobian.T @ inner @ jacobian / len(data)
+    hessian = ds_hessian.attach(net, None, {"progress": False}).use(data, loss)
+    with hessian.measuring(operator="ggn") as operator:
+        for seed in range(3):
+            v = hessian.random_vector(seed)
+            product, truth = operator.matvec(v), exact @ v.double()
+            error = relative(product.vector, truth)
+            assert error < 1e-3 and (product.error or 0.0) > LEAST * error
+    largest = hessian.spectrum(operator="ggn", num_matvecs=20).eigenvalue_max
+    assert abs(largest.value - float(torch.linalg.eigvalsh(exact)[-1])) <= largest.error
+
+
 def test_fisher_of_another_loss_is_refused(gpt: nn.Module) -> None:
     with (
         pytest.raises(UnsupportedError, match="empirical Fisher matrix of another loss"),

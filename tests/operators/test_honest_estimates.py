@@ -12,11 +12,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds_hessian.backends.plain import ModuleBackend
+from ds_hessian.backends.restricted import Restricted
 from ds_hessian.krylov import lanczos, ritz
 from ds_hessian.operators import FiniteDifferenceHessian, Product
 from ds_hessian.operators.displacement.schemes import SchemeName
 from ds_hessian.vectors import random_vector
-from tests.operators.nets import Batch, Exact, backend_of, batches, measuring, mlp, relative, train
+from tests.operators.nets import (
+    Batch,
+    Exact,
+    backend_of,
+    batches,
+    loss_of,
+    measuring,
+    mlp,
+    relative,
+    train,
+)
 
 FULL = pytest.mark.full
 OPEN = pytest.mark.xfail(reason="estimates down to 0.15 of the error (docs/numerics.md, Limits)")
@@ -214,3 +225,34 @@ def test_a_hessian_of_zero_shows_no_nonlinearity() -> None:
     with measuring(backend, data, lambda m, b: m(b[0]).sum()) as session:
         product = FiniteDifferenceHessian(session).matvec(torch.ones(backend.layout.n_local))
     assert product.norm == 0 and product.nonlinearity == 0
+
+
+class Pairs(nn.Module):
+    """A net of pairs of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(30, 5)
+        self.up, self.down = nn.Linear(10, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(b, 10)`, whose signs make two tokens, to `(b, 3)`."""
+        tokens = ((x > 0).view(-1, 2, 5) * torch.tensor([1, 2, 4, 8, 16])).sum(-1) % 30
+        return self.down(torch.tanh(self.up(self.embedding(tokens).flatten(1))))
+
+
+def test_the_first_product_learns_from_the_change_between_its_displacements() -> None:
+    """Its ratio r says little of the truncation of a block whose third derivative is small."""
+    data = batches(3)
+    net = train(Pairs(), data, 20)
+    backend, exact, told = backend_of(net), Exact(net, data), list[tuple[float, float]]()
+    for name, _ in backend.parameters:
+        inside = Restricted(backend, [name])
+        with inside.measuring(inside.objective(data, loss_of)) as session:
+            for seed in range(4):
+                v = random_vector(inside.layout, inside.space, seed=seed)
+                truth = inside.select(exact(inside.embed(v)))
+                told.append(told_of(FiniteDifferenceHessian(session).matvec(v), truth))  # type: ignore[arg-type]
+    _, ratios = figures(iter(told))
+    assert ratios.min() > 0.2, ratios

@@ -224,6 +224,7 @@ class Belief:
         contradicted: Whether the last trial's change is more than r lets expect.
         hidden: The ratio of N to the noise that r shows, as far as changes tell.
         truncation_seen: Whether a change has shown kappa.
+        truncation: The relative error over h^p that the last such change shows; 0 for none.
     """
 
     def __init__(
@@ -236,7 +237,7 @@ class Belief:
     ) -> None:
         self.around, self.kappa, self.truncation_seen = around, kappa, False
         self.blind, self.hidden = around.blind, around.hidden
-        self.contradicted = False
+        self.contradicted, self.truncation = False, 0.0
         rows, columns = (_offsets(estimate.spread) for estimate in (noise, bend))
         self.noise, self.bend = noise.mean + rows, bend.mean + columns
         normal = -0.5 * (rows / noise.spread) ** 2
@@ -291,8 +292,14 @@ class Belief:
         shown = math.sqrt(3) * noise / (self.hidden * change.above.h * change.size)
         return change.above.nonlinearity > 2 * shown
 
-    def observe_change(self, trials: Sequence[Trial]) -> None:
-        """Learn kappa from the last trial's change, if r and truncation are seen in it."""
+    def observe_change(self, trials: Sequence[Trial], learns: bool = True) -> None:
+        """Learn kappa from the last trial's change, if r and truncation are seen in it.
+
+        Args:
+            trials: The trials up to it.
+            learns: False for a first vector, whose trials are far apart: then the change is no
+                more than a witness.
+        """
         change, order = _change_of(trials), self.around.order
         if change is None:
             return
@@ -301,9 +308,12 @@ class Belief:
         visible = VISIBLE * rounding < change.value < SATURATING * change.size
         power = change.above.h**order - change.below.h**order  # 0: the function is not one
         if visible and power > 0 and self._bent(change, noise) and not self.blind:
-            seen = math.log(change.part(rounding) / power) - order * math.log(bend)
-            self.kappa = self.kappa.corrected(seen, KAPPA_SCATTER)
-            self.truncation_seen = True
+            if change.above.nonlinearity <= SATURATING:
+                self.truncation = change.part(rounding) / power
+            if learns:
+                seen = math.log(change.part(rounding) / power) - order * math.log(bend)
+                self.kappa = self.kappa.corrected(seen, KAPPA_SCATTER)
+                self.truncation_seen = True
 
     def observe_removed(self, trial: Trial) -> None:
         """Learn kappa of the fourth order from what extrapolation removed of the second."""

@@ -229,8 +229,7 @@ class StepController:
         self.seen = max(trial.size for trial in trials if trial.usable)
         self.belief = belief = self._observe(trials)
         for count, trial in enumerate(trials, 1):
-            if self.products:
-                belief.observe_change(trials[:count])
+            belief.observe_change(trials[:count], learns=self.products > 0)
             belief.observe_removed(trial)
         return belief
 
@@ -288,16 +287,16 @@ class StepController:
         if belief is None or outlook is None or product.size == 0:
             return None, None
         _, bend = self._carry_over(belief, product)
+        error = max(outlook.error, self._witnessed(product, outlook, belief.contradicted))
         if self.fixed is None:
             self.h = outlook.h
         if self.products == 0:
+            error = max(error, min(belief.truncation * product.h**self.order, LARGEST[0]))
             jump = Estimate(bend.mean + AFTER_PROBE.mean, bend.spread)
             self.bend = jump.widened(AFTER_PROBE.spread)
             self.h = self.fixed or self._clamp(outlook.h / FIRST_STEP)
         self.products += 1
-        return outlook.noise, max(
-            outlook.error, self._witnessed(product, outlook, belief.contradicted)
-        )
+        return outlook.noise, error
 
     def conclude_one_sided(self, product: Trial) -> None:
         """Update the estimates by a product that has the gradient at w for one of its two, with

@@ -5,9 +5,10 @@
 Two forwards over all micro-batches, two thirds of a gradient; nothing is kept for a backward. The
 form is that of a square, so that rounding of the outputs enters it in second order, and the first
 order of what is left falls as h^2: between the two it hardly depends on h, and the change from one
-displacement to another is the error. It is measured on the first micro-batch, at a ladder of
-displacements for the first vector and at one beside the best for others. Two forms may agree by
-chance, so no error is stated that is less than is usual among the vectors so far.
+displacement to another is the error. It is measured on the micro-batch with the largest form, of
+which the sum is mostly made: at a ladder of displacements for the first vector and at one beside
+the best for others. Two forms may agree by chance, so no error is stated that is less than is usual
+among the vectors so far.
 """
 
 from __future__ import annotations
@@ -16,15 +17,23 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
+
+Forms = Callable[[float, range | None], NDArray[np.float64]]
+"""The forms of a vector at a displacement, of each of some micro-batches (None for all); not finite
+where the outputs are not."""
 
 STEP = 3.0
 """Ratio of the displacements that are compared."""
 
+TRUNCATION = STEP**2 / (STEP**2 - 1)
+"""Truncation of a form in units of its change to the displacement below."""
+
 RUNGS = 6
-"""Displacements of a first vector."""
+"""Displacements of a first vector, at least."""
 
 SMALL = 1e-2
-"""A later vector whose form changes by more goes down the ladder too."""
+"""A form that changes by more is looked for further down the ladder."""
 
 
 class Ladder:
@@ -34,34 +43,59 @@ class Ladder:
         self._h = 0.0
         self._errors = list[float]()  # of the vectors so far, each by its own forms
 
-    def settled(self, form: Callable[[float], float], first: float) -> tuple[float, float]:
-        """Return the displacement for the form of a vector, and the relative error there.
+    def settled(self, forms: Forms, first: float, least: float) -> tuple[float, float, float]:
+        """Return the mean form of all micro-batches, its error and its displacement.
 
         Args:
-            form: The form on the first micro-batch, as a function of the displacement. Collective.
+            forms: The forms of the vector. Collective.
             first: A displacement for a vector of which nothing is known.
+            least: A displacement that rounding of the weights loses.
         """
-        relative = math.inf
+        found, relative = forms(self._h or first, None), math.inf
+        largest = int(abs(found).argmax())
         if self._h:
-            # Not over STEP^2, though truncation falls so: other micro-batches may bend more.
-            relative = _change(form(self._h), form(self._h * STEP))
+            relative = self._change_above(forms, found, largest)
         if relative > SMALL:
-            relative = self._descend(form, STEP * first)
+            relative = self._descend(forms, range(largest, largest + 1), STEP * first, least)
+            found, before = forms(self._h, None), largest
+            largest = int(abs(found).argmax())
+            if largest != before:  # which may bend more
+                relative = max(relative, self._change_above(forms, found, largest))
         self._errors.append(relative)
-        return self._h, max(relative, float(np.median(self._errors)))
+        error = max(relative, float(np.median(self._errors))) * float(abs(found).mean())
+        return float(found.mean()), error, self._h
 
-    def _descend(self, form: Callable[[float], float], top: float) -> float:
+    def _change_above(self, forms: Forms, found: NDArray[np.float64], one: int) -> float:
+        """Return by how much the form of one micro-batch changes from a larger displacement.
+
+        Not over STEP^2, though truncation falls so: other micro-batches may bend more.
+        """
+        return _change(float(found[one]), float(forms(STEP * self._h, range(one, one + 1))[0]))
+
+    def _descend(self, forms: Forms, one: range, top: float, least: float) -> float:
         """Take the displacement where the form changes least; return the change."""
-        heights = [top / STEP**k for k in range(RUNGS)]
-        found = [form(h) for h in heights]
-        changes = [_change(a, b) for a, b in zip(found, found[1:], strict=False)]
+        heights, found, changes = [top], [float(forms(top, one)[0])], list[float]()
+        # The curvature can be that of parameters far smaller than the norm of all: then forms fall
+        # as 1 / h^2 at every height so far.
+        while len(heights) < RUNGS or (_falling(changes) and heights[-1] > least):
+            heights.append(heights[-1] / STEP)
+            found.append(float(forms(heights[-1], one)[0]))
+            changes.append(_change(found[-2], found[-1]))
         best = int(np.argmin(changes))
         self._h = heights[best]  # the noise of the lower one is larger
-        # Two that agree by chance have neighbours that do not.
-        near = [changes[i] for i in (best - 1, best + 1) if 0 <= i < len(changes)]
-        return max(changes[best], min(near, default=0.0) / STEP**2)
+        # Two that agree by chance have neighbours that do not: of these the lower one has the noise
+        # of this height, STEP^2 times as large.
+        beside = changes[best + 1 : best + 2] or changes[max(best - 1, 0) : best]
+        return max(TRUNCATION * changes[best], *(change / STEP**2 for change in beside))
+
+
+def _falling(changes: list[float]) -> bool:
+    """Return whether a smaller change may be below: the last is the least, or none is small."""
+    return min(changes) > SMALL or changes[-1] < min(changes[:-1])
 
 
 def _change(a: float, b: float) -> float:
-    size = max(abs(a), abs(b))
-    return abs(a - b) / size if size > 0 else 0.0
+    """Return the distance of two forms in units of the first, whose error it is."""
+    if not math.isfinite(a - b):
+        return math.inf
+    return abs(a - b) / abs(a) if a else (math.inf if b else 0.0)

@@ -112,7 +112,7 @@ class GaussNewton:
         self._around = self._gradient_around(reading)
         self._before: _Before | None = None
         self._ladder = Ladder()
-        self._choices = (0.0, 0.0)  # held, and changed, at the last form's displacement
+        self._choices = (0.0, 0.0)  # held, and changed, at that of the last forms of all
         self._steps = OutputSteps(
             session.unit_roundoff,
             session.weight_norm(),
@@ -225,6 +225,16 @@ class GaussNewton:
         Raises:
             NumericsError: v is zero or not finite, or a form is not finite.
         """
+        found = self._forms(v, h, micro_batches)
+        if not np.isfinite(found).all():
+            raise NumericsError(
+                f"a quadratic form at displacement {h:.3e} is not finite: the outputs are not "
+                "finite there; use a smaller displacement"
+            )
+        return found
+
+    def _forms(self, v: Tensor, h: float, micro_batches: range | None) -> NDArray[np.float64]:
+        """Return the forms, finite or not."""
         length, every = length_of(v, self.space), micro_batches or range(self._count)
         unit, total = self._count * self.scale / (2 * h) ** 2, Sums()
         if self._passes.product is not None:
@@ -238,24 +248,24 @@ class GaussNewton:
                 total.choices += sums.choices
         parts = [torch.tensor(mine, dtype=torch.float64), total.choices]
         *forms, held, flips = self.space.reduce(torch.cat(parts)).tolist()
-        self._choices, found = (held, flips), unit * np.array(forms)
-        if not np.isfinite(found).all():
-            raise NumericsError(
-                f"a quadratic form at displacement {h:.3e} is not finite: the outputs are not "
-                "finite there; use a smaller displacement"
-            )
-        return np.asarray(found)
+        if micro_batches is None:
+            self._choices = held, flips
+        return np.asarray(unit * np.array(forms))
 
     def along(self, v: Tensor) -> Form:
         """Return the curvature along `v` by its forms, at the displacement where these change least
         (`ds_hessian.operators.outputs.forms`).
         """
-        h, relative = self._ladder.settled(
-            lambda h: float(self.forms(v, h, self._pilot).mean()), self._steps.learnt.h
+        steps = self._steps
+        value, error, h = self._ladder.settled(
+            lambda h, some: self._forms(v, h, some), steps.learnt.h, steps.rounding / 64
         )
-        value = float(self.forms(v, h).mean())
+        if not math.isfinite(value):
+            raise NumericsError(
+                f"the curvature at displacement {h:.3e} is not finite: neither are the outputs"
+            )
         self._note_product(self._choices)
-        return Form(value, relative * abs(value), h)
+        return Form(value, error, h)
 
     def _evaluate(self, out: Tensor, v: Tensor, step: float, some: range, first: bool) -> Sums:
         sums = self._passes.evaluate(out, v, step, some, first)

@@ -132,6 +132,36 @@ def read_cross_entropy(
     return None
 
 
+def keeps_weights(tokens: Tokens, f: Tensor, c: Tensor, added: Tensor, roundoff: float) -> bool:
+    """Return whether the weights of tokens are the same at other outputs.
+
+    Those of a loss of the label's probability that is no cross entropy (focal loss) are functions
+    of it, and no single cotangent shows that.
+
+    Args:
+        tokens: What was read at `f - added`.
+        f: The outputs.
+        c: The cotangent there, in the units of the weights.
+        added: What was added to the outputs.
+        roundoff: That of the outputs as they were read.
+
+    Collective in the group.
+    """
+    dim, group, weights = tokens.dim, tokens.group, tokens.weights
+    given, here, before = (
+        _rows(c, dim),
+        *(_less_labels(_softmax(_rows(x, dim), group), tokens.labels) for x in (f, f - added)),
+    )
+    rest = given - weights[:, None] * here
+    squares = [x.square().sum(-1) for x in (rest, here, before)]
+    known = [(tokens.labels >= 0).float()]
+    off, now, then, labelled = _summed(torch.stack(squares + known), group)
+    then = then.sqrt()
+    sure = (then <= ROUNDING * roundoff) | (labelled == 0)
+    bound = ROUNDING * roundoff * weights * (1 + now.sqrt() / then)
+    return bool(((off.sqrt() <= bound) | sure).all())
+
+
 def _read(f: Tensor, c: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tokens | None:
     roundoff = max(torch.finfo(t.dtype).eps / 2 for t in (f, c))
     given = _rows(c, dim)
@@ -187,23 +217,44 @@ def _summed(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return x
 
 
-def read_squares(before: Tensor, after: Tensor, added: Tensor) -> Squares | None:
-    """Return what two cotangents say of a loss that is quadratic in the outputs; None for others.
+@dataclass(frozen=True)
+class Secant:
+    """The slope of a cotangent between the outputs and others.
+
+    Attributes:
+        slopes: `(..., classes)` change of each entry over that of the output.
+        doubt: What rounding of the two cotangents makes of a slope, at most.
+    """
+
+    slopes: Tensor
+    doubt: float
+
+    @classmethod
+    def of(cls, before: Tensor, after: Tensor, added: Tensor) -> Secant:
+        """Return the slope of two cotangents, where `added`, of entries +-a, lies between them."""
+        roundoff = max(torch.finfo(t.dtype).eps / 2 for t in (before, after))
+        most = float(before.float().abs().max() + after.float().abs().max())
+        scale = most / float(added.abs().max())
+        return cls((after.float() - before.float()) / added, ROUNDING * roundoff * scale)
+
+
+def read_squares(near: Secant, far: Secant) -> Squares | None:
+    """Return what two secants of one micro-batch say of a loss that is quadratic in the outputs;
+    None for others.
+
+    A loss of scalar outputs has one slope in each row, whatever it is: only that the two are equal
+    shows a quadratic one.
 
     Args:
-        before: The cotangent at the outputs.
-        after: The cotangent with `added` added to them, whose entries are +-a.
-        added: What was added.
+        near: One secant.
+        far: Another, to the other side and farther, so that its slope is more exact.
     """
-    roundoff = max(torch.finfo(t.dtype).eps / 2 for t in (before, after))
-    found = ((after.float() - before.float()) / added).reshape(-1, added.shape[-1])
-    weights = found.mean(-1, keepdim=True)
-    scale = float(before.float().abs().max() + after.float().abs().max()) / float(added.abs().max())
-    if not float((found - weights).abs().max()) <= ROUNDING * roundoff * scale:
-        return None
-    if not bool((weights >= 0).all()) or not math.isfinite(scale):
-        return None
-    return Squares(weights.reshape(*added.shape[:-1], 1))
+    weights = far.slopes.mean(-1, keepdim=True)
+    for secant in (near, far):
+        apart = float((secant.slopes - weights).abs().max())
+        if not apart <= secant.doubt + far.doubt or not math.isfinite(secant.doubt):
+            return None
+    return Squares(weights) if bool((weights >= 0).all()) else None
 
 
 def _rows(x: Tensor, dim: int) -> Tensor:

@@ -125,6 +125,7 @@ class OutputSteps:
         self.quiet = pilot**INDEPENDENT
         self.learnt = Learnt(fixed or 3 * unit_roundoff ** (1 / 3) * scale, 3 * scale)
         self._bend = 0.0  # of the present vector
+        self._seen = 0.0  # the largest |P| of its trials
         self._kappa = self._noise = 0.0  # as the present vector's trials have it
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,6 +155,7 @@ class OutputSteps:
         With a fixed displacement the first vector has a trial beside it, for its error.
         """
         last, count = trials[-1], len(trials)
+        self._seen = max((t.size for t in trials if t.finite), default=0.0)
         if last.size == 0 or count > MOST:
             return last.h, True
         if not last.finite:
@@ -191,6 +193,10 @@ class OutputSteps:
             if len(changes) < 2:
                 return here / LADDER, False
             low, high = min(changes, key=lambda pair: changes[pair])
+            # Far above the bend, and far below the noise, all changes are LADDER - 1: the curvature
+            # can be that of parameters far smaller than the norm of all.
+            if changes[low, high] > 1 and min(heights) / LADDER > self.rounding / 64:
+                return min(heights) / LADDER, False
             if low == min(heights) and low / LADDER > self.rounding / 64:
                 return low / LADDER, False
             if high == max(heights) and high * LADDER**2 <= self.learnt.largest:
@@ -304,7 +310,8 @@ class OutputSteps:
         noise = math.hypot(self.quiet * self._noise / (product.h * product.size), back)
         error = math.hypot(self.error(product.h, product.size, self.quiet), back)
         if product.nonlinearity > 0.5:  # no ratio above it tells how far the outputs bend
-            error = max(error, product.nonlinearity)
+            # Nor does the product's length, of which the trials may have shown more.
+            error = max(error, product.nonlinearity, self._seen / product.size)
         error = max(error, mismatch / product.size)
         first = found.products == 0
         found.noise = self._noise if first else math.sqrt(found.noise * self._noise)

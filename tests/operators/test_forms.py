@@ -1,0 +1,77 @@
+"""Curvatures by forwards: a displacement that no scale misleads, and errors that hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ds_hessian
+from ds_hessian.operators.outputs.forms import Ladder
+
+LEAST = 1e-9
+ROUNDOFF = 1e-9
+
+
+def bending(*lengths: float, sizes: tuple[float, ...] = (1.0, 1.0, 1.0)) -> Callable[..., object]:
+    """Forms of tanh outputs: each is its size where h is far below its length, and falls above."""
+
+    def forms(h: float, some: range | None) -> NDArray[np.float64]:
+        found = [s * (np.tanh(h / d) * d / h) ** 2 for s, d in zip(sizes, lengths, strict=False)]
+        return np.array(found if some is None else [found[i] for i in some])
+
+    return forms
+
+
+@pytest.mark.parametrize(
+    ("forms", "exact"),
+    [
+        (bending(1e-5, 1e-5), 1.0),  # curvature of parameters far smaller than the norm of all
+        (bending(1.0, 1e-3), 1.0),  # a micro-batch that bends more than the first
+        (bending(1.0, 1e-3, sizes=(0.0, 2.0)), 1.0),  # the first has no part in it
+    ],
+    ids=["small parameters", "unlike micro-batches", "the first is flat"],
+)
+def test_the_error_of_a_form_holds(forms: Callable[..., object], exact: float) -> None:
+    ladder = Ladder()
+    for _ in range(3):
+        value, error, _ = ladder.settled(forms, 1e-1, LEAST)  # type: ignore[arg-type]
+        assert abs(value - exact) <= 1.01 * error + ROUNDOFF and error < 0.05
+
+
+def test_displacements_at_which_nothing_is_finite_are_left() -> None:
+    def forms(h: float, some: range | None) -> NDArray[np.float64]:
+        return np.array([np.inf if h > 1e-6 else 1 + h**2])
+
+    value, error, h = Ladder().settled(forms, 1.0, LEAST)
+    assert h <= 1e-6 and abs(value - 1) <= error < 1e-3
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(12, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def _loss(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(net(batch[0]), batch[1])
+
+
+def test_a_direction_that_the_first_micro_batch_does_not_have_is_measured() -> None:
+    net = _net()
+    data = [(torch.full((4,), token), torch.arange(4) % 3) for token in range(6)]
+    hessian = ds_hessian.attach(net, None, {"progress": False}).use(data, _loss)
+    v = torch.zeros(sum(p.numel() for p in net.parameters()))
+    v[4 * 5 : 4 * 6] = 1.0  # the vector of the last token
+    found = hessian.curvatures((), {"token": v}, operator="ggn").along("token")
+    wide = _net().double()
+    point, tangent = wide[0].weight[5].detach(), torch.ones(4, dtype=torch.float64)
+    f, slope = torch.func.jvp(lambda e: wide[2](torch.tanh(e)), (point,), (tangent,))
+    p = f.detach().softmax(-1)
+    exact = float(slope.detach() @ (torch.diag(p) - torch.outer(p, p)) @ slope) / 4 / 6
+    assert found.error < 1e-3 * exact
+    assert abs(found.value - exact) <= 3 * found.error + 1e-4 * exact
