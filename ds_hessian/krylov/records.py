@@ -64,12 +64,14 @@ class RitzDecomposition:
         values: `(m,)` Ritz values, ascending.
         weights: `(m,)` squared first components of T's eigenvectors: quadrature weights, sum 1.
         errors: `(m,)` a bound on the distance to the nearest eigenvalue: the residual norm of the
-            Ritz pair: `|beta_m s_m|` and twice the errors of products and rounding, in quadrature.
+            Ritz pair: `|beta_m s_m|` and `inexact`, in quadrature.
+        inexact: `(m,)` the part of it that errors of products and rounding make, `COVERAGE` times.
     """
 
     values: Array
     weights: Array
     errors: Array
+    inexact: Array
 
 
 def ritz(run: LanczosRun) -> RitzDecomposition:
@@ -86,4 +88,4 @@ def ritz(run: LanczosRun) -> RitzDecomposition:
     residual = abs(run.betas[-1] * vectors[-1])
     errors = COVERAGE * np.hypot(run.product_errors, run.rounding_errors)
     inexact = np.sqrt(errors**2 @ vectors**2)
-    return RitzDecomposition(values, vectors[0] ** 2, np.hypot(residual, inexact))
+    return RitzDecomposition(values, vectors[0] ** 2, np.hypot(residual, inexact), inexact)

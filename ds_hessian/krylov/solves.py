@@ -30,7 +30,7 @@ from torch import Tensor
 from ds_hessian.errors import NumericsError
 from ds_hessian.krylov.basis import Storage
 from ds_hessian.krylov.lanczos import LanczosOptions, LanczosState, Progress, absolute_error
-from ds_hessian.krylov.records import COVERAGE, Array, ritz
+from ds_hessian.krylov.records import COVERAGE, Array, RitzDecomposition, ritz
 from ds_hessian.operators import Congruent, LinearOperator, Metric, Scale, scaled, scaled_in_place
 
 SolveMethod = Literal["cg", "minres"]
@@ -208,20 +208,22 @@ def _solve(
         small=systems,
         products=state.products,
         lowest=(float(pairs.values[0]), float(pairs.errors[0])),
-        gaps=[_gap(pairs.values, float(shift), state) for shift in shifts],
+        gaps=[_gap(pairs, float(shift), state) for shift in shifts],
         unexplained=state.unexplained,
     )
     return space, state.combine(coefficients)
 
 
-def _gap(values: Array, shift: float, state: LanczosState) -> float:
-    """Return the distance of -shift to the nearest eigenvalue, from ascending Ritz values.
+def _gap(pairs: RitzDecomposition, shift: float, state: LanczosState) -> float:
+    """Return the distance of -shift to the nearest eigenvalue, from ascending Ritz values; 0 where
+    it may be less than what errors of products make of them.
 
     Inside of the spectrum Ritz values do not tell where eigenvalues are, unless the Krylov space is
     exhausted: the nearest of n evenly spread ones is expected at 1/n of the distance between those
     to both sides.
     """
-    nearest, above = float(abs(values + shift).min()), int(np.searchsorted(values, -shift))
+    values, above = pairs.values, int(np.searchsorted(pairs.values, -shift))
+    nearest = max(float((abs(values + shift) - pairs.inexact).min()), 0.0)
     if state.betas[-1] == 0 or not 0 < above < len(values):
         return nearest
     return min(nearest, float(values[above] - values[above - 1]) / state.space.n)

@@ -67,6 +67,20 @@ def test_the_error_of_a_solution_knows_how_near_its_shift_is_to_an_eigenvalue() 
         assert (errors <= found.errors).all() and (found.errors < 10 * errors + 1e-5).all()
 
 
+def test_a_system_that_is_singular_to_the_errors_of_products_has_no_finite_bar() -> None:
+    """The Ritz value at -1 is off by some 1e-5: its distance from the shift says nothing."""
+    values = np.r_[np.linspace(1.0, 3.0, 40), -1.0]
+    for seed in range(10):
+        operator = Matrix.of(values, noise=1e-4, seed=seed)
+        b = operator.fresh(7)(0)
+        found = solve(operator, b, [1 + 1e-7, 1.5], operator.fresh(), "minres", num_matvecs=41)
+        exact = torch.linalg.solve(
+            operator.matrix + 1.5 * torch.eye(41, dtype=torch.float64), operator.full(b)
+        )
+        assert found.errors[0] == np.inf
+        assert (operator.full(found.x[1]) - exact).norm() <= found.errors[1] < 0.1 * exact.norm()
+
+
 @pytest.mark.parametrize("num_matvecs", [10, 50])
 @pytest.mark.parametrize("damping", [0.01, 0.1])
 def test_bars_of_indefinite_solutions_hold_what_ritz_values_do_not_show(
