@@ -120,20 +120,30 @@ def test_a_loss_without_third_derivative_is_measured_and_not_averaged(
     assert told.min() > 1 / 3 and told.max() < 5, told
 
 
-@pytest.mark.parametrize("count", [1, 16])
-def test_eigenvalues_of_logistic_regression_at_zero_are_within_their_bars(count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "seeds"),
+    [(1, 1), (16, 1), pytest.param(1, 40, marks=FULL), pytest.param(16, 40, marks=FULL)],
+)
+def test_eigenvalues_of_logistic_regression_at_zero_are_within_their_bars(
+    count: int, seeds: int
+) -> None:
+    """Truncation errors of all products point the same way."""
     data, net = halves(count), logistic()
     backend, exact = backend_of(net), Exact(net, data)
     n = backend.layout.n_local
     true = torch.linalg.eigvalsh(torch.stack([exact(e) for e in torch.eye(n)])).numpy()
-    with measuring(backend, data) as session:
-        operator = FiniteDifferenceHessian(session)
+    held = []
+    for seed in range(seeds):
+        with measuring(backend, data) as session:
+            operator = FiniteDifferenceHessian(session)
 
-        def fresh(k: int) -> Tensor:
-            return random_vector(backend.layout, backend.space, seed=k)
+            def fresh(k: int, seed: int = seed) -> Tensor:
+                return random_vector(backend.layout, backend.space, seed=1000 * seed + k)
 
-        pairs = ritz(lanczos(operator, fresh(0), 12, fresh))
-    assert abs(pairs.values[-1] - true[-1]) <= pairs.errors[-1] < 1e-2 * true[-1]
+            pairs = ritz(lanczos(operator, fresh(0), 12, fresh))
+        assert pairs.errors[-1] < 1e-2 * true[-1]
+        held.append(abs(pairs.values[-1] - true[-1]) <= pairs.errors[-1])
+    assert np.mean(held) >= 0.95
 
 
 @pytest.mark.parametrize(
