@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -12,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ds_hessian
-from ds_hessian.operators.outputs.forms import Ladder
+from ds_hessian.operators.outputs.forms import Forms, Ladder
 
 LEAST = 1e-9
 ROUNDOFF = 1e-9
 
 
-def bending(*lengths: float, sizes: tuple[float, ...] = (1.0, 1.0, 1.0)) -> Callable[..., object]:
+def bending(*lengths: float, sizes: tuple[float, ...] = (1.0, 1.0, 1.0)) -> Forms:
     """Forms of tanh outputs: each is its size where h is far below its length, and falls above."""
 
     def forms(h: float, some: range | None) -> NDArray[np.float64]:
@@ -37,10 +35,10 @@ def bending(*lengths: float, sizes: tuple[float, ...] = (1.0, 1.0, 1.0)) -> Call
     ],
     ids=["small parameters", "unlike micro-batches", "the first is flat"],
 )
-def test_the_error_of_a_form_holds(forms: Callable[..., object], exact: float) -> None:
+def test_the_error_of_a_form_holds(forms: Forms, exact: float) -> None:
     ladder = Ladder()
     for _ in range(3):
-        value, error, _ = ladder.settled(forms, 1e-1, LEAST)  # type: ignore[arg-type]
+        value, error, _ = ladder.settled(forms, 1e-1, LEAST)
         assert abs(value - exact) <= 1.01 * error + ROUNDOFF and error < 0.05
 
 

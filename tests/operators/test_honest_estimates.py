@@ -263,6 +263,7 @@ def test_the_first_product_learns_from_the_change_between_its_displacements() ->
             for seed in range(4):
                 v = random_vector(inside.layout, inside.space, seed=seed)
                 truth = inside.select(exact(inside.embed(v)))
-                told.append(told_of(FiniteDifferenceHessian(session).matvec(v), truth))  # type: ignore[arg-type]
+                product = FiniteDifferenceHessian(session).matvec(v)
+                told.append(told_of(product, truth))
     _, ratios = figures(iter(told))
     assert ratios.min() > 0.2, ratios

@@ -308,10 +308,11 @@ class Belief:
         visible = VISIBLE * rounding < change.value < SATURATING * change.size
         power = change.above.h**order - change.below.h**order  # 0: the function is not one
         if visible and power > 0 and self._bent(change, noise) and not self.blind:
+            truncation = change.part(rounding) / power
             if change.above.nonlinearity <= SATURATING:
-                self.truncation = change.part(rounding) / power
+                self.truncation = truncation
             if learns:
-                seen = math.log(change.part(rounding) / power) - order * math.log(bend)
+                seen = math.log(truncation) - order * math.log(bend)
                 self.kappa = self.kappa.corrected(seen, KAPPA_SCATTER)
                 self.truncation_seen = True
 

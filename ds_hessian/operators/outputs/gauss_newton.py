@@ -258,7 +258,7 @@ class GaussNewton:
         """
         steps = self._steps
         value, error, h = self._ladder.settled(
-            lambda h, some: self._forms(v, h, some), steps.learnt.h, steps.rounding / 64
+            lambda h, some: self._forms(v, h, some), steps.learnt.h, steps.least
         )
         if not math.isfinite(value):
             raise NumericsError(

@@ -122,6 +122,7 @@ class OutputSteps:
     ) -> None:
         scale = weight_norm if weight_norm > 0 else 1.0
         self.rounding, self.fixed = unit_roundoff * scale, fixed
+        self.least = self.rounding / 64  # which rounding of the weights loses
         self.quiet = pilot**INDEPENDENT
         self.learnt = Learnt(fixed or 3 * unit_roundoff ** (1 / 3) * scale, 3 * scale)
         self._bend = 0.0  # of the present vector
@@ -195,9 +196,9 @@ class OutputSteps:
             low, high = min(changes, key=lambda pair: changes[pair])
             # Far above the bend, and far below the noise, all changes are LADDER - 1: the curvature
             # can be that of parameters far smaller than the norm of all.
-            if changes[low, high] > 1 and min(heights) / LADDER > self.rounding / 64:
+            if changes[low, high] > 1 and min(heights) / LADDER > self.least:
                 return min(heights) / LADDER, False
-            if low == min(heights) and low / LADDER > self.rounding / 64:
+            if low == min(heights) and low / LADDER > self.least:
                 return low / LADDER, False
             if high == max(heights) and high * LADDER**2 <= self.learnt.largest:
                 return high * LADDER**2, False
