@@ -98,6 +98,8 @@ def _serve(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    # As in a job of a terminal: a background process of a shell begins with this signal ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     import logging
 
     import deepspeed

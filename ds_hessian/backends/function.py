@@ -13,6 +13,10 @@ next one counts that the same line of the model has made. In a backward, a choic
 where activations are recomputed; it is recognised by its input, since schedules of pipelines have
 several micro-batches and layers under way.
 
+An embedding with a `padding_idx` reads that row, and gives it no gradient: to training it is a
+constant. It is held as well, at its value at the weights, so that gradients at displaced weights
+are those of one function, masked or not, and where an output's row is tied to it.
+
 Memory: the recorded indices, in one byte for each chosen expert of at most 256.
 """
 
@@ -158,7 +162,8 @@ class FixedFunction(TorchFunctionMode):
         self._latest: _Choice | None = None
         self._since = 0
         self._tallies: dict[Hashable, Tensor] = {}
-        self._seen = False  # whether a function has chosen, or was to drop
+        self._padding: dict[int, Tensor] = {}  # rows for padding, by the embedding's weight
+        self._seen = False  # whether a function has chosen, was to drop, or has read padding
 
     # ---- evaluations
 
@@ -168,7 +173,7 @@ class FixedFunction(TorchFunctionMode):
 
         Args:
             keys: The forwards, where these are known. Once all have been evaluated, and have
-                neither chosen nor dropped anything, functions are called as they are.
+                not chosen or dropped anything, or read padding, functions are called as they are.
         """
         self._latest, self._since = None, 0
         given = list(keys)
@@ -221,6 +226,8 @@ class FixedFunction(TorchFunctionMode):
         elif name in DIMS and self._key is not None and _chooses(name, args, kwargs):
             self._seen = True
             return self._choose(func, name, args, kwargs)
+        elif func is functional.embedding and self._key is not None:
+            return self._embed(func, args, kwargs)
         elif func in COMPOSED:
             with self:
                 return _undispatched(func)(*args, **kwargs)
@@ -242,6 +249,21 @@ class FixedFunction(TorchFunctionMode):
         choice = self._next(recorded, now)
         self._note(choice, x, choice.changes(indices))
         return choice.result(x)
+
+    def _embed(
+        self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Return the embeddings, with the row for padding as it is at the weights."""
+        read = func(*args, **kwargs)
+        padding = _argument(args, kwargs, 2, "padding_idx")
+        if padding is None:
+            return read
+        tokens, weight = (_argument(args, kwargs, i, n) for i, n in enumerate(("input", "weight")))
+        padded = tokens == (padding if padding >= 0 else weight.shape[0] + padding)
+        if self._first and id(weight) not in self._padding and padded.any():
+            self._padding[id(weight)], self._seen = read[padded][0].detach().clone(), True
+        row = self._padding.get(id(weight))
+        return read if row is None else torch.where(padded.unsqueeze(-1), row, read)
 
     def _next(self, recorded: list[_Choice], now: _Choice) -> _Choice:
         if not torch.is_grad_enabled():

@@ -25,8 +25,12 @@ from ds_hessian.ranks.exchange import Shared, balanced, imbalance
 EXCHANGES = ("all_to_all_single", "alltoall_base")
 """Methods of `ProcessGroup` in which every rank says how much it sends to each of the others."""
 
+ROOTED = ("gather", "scatter")
+"""Methods of `ProcessGroup` in which one rank, the root, has a tensor for each of the others."""
+
 COLLECTIVES = (
     *EXCHANGES,
+    *ROOTED,
     "_allgather_base",
     "_reduce_scatter_base",
     "all_gather_single",
@@ -47,7 +51,7 @@ COLLECTIVES = (
 """Methods of `ProcessGroup`, by their names in all versions of torch, that all ranks of the group
 call with tensors of the same shapes."""
 
-OTHERS = ("alltoall", "gather", "monitored_barrier", "recv", "recv_anysource", "scatter", "send")
+OTHERS = ("alltoall", "monitored_barrier", "recv", "recv_anysource", "send")
 """Methods of `ProcessGroup` that are point-to-point, or of sizes that each rank alone knows."""
 
 SHARED_MEMORY = "inference_all_reduce"
@@ -142,7 +146,23 @@ def exchanged(each: Sequence[Collective | None], number: int) -> Collective:
     return leader._replace(args=[*tensors, received, sent, *options])
 
 
+def with_root(line: Collective, number: int) -> Collective:
+    """Return this rank's part in a gather or scatter that another rank of the group has recorded.
+
+    Args:
+        line: The collective as the other rank has recorded it.
+        number: The number of this rank in the group.
+    """
+    one, each = (_INPUT, _OUTPUT) if line.name == "gather" else (_OUTPUT, _INPUT)
+    options = line.args[_OPTIONS] if len(line.args) > _OPTIONS else line.kwargs["opts"]
+    args = list(line.args)
+    is_root = number == options.values["rootRank"]
+    args[each] = [args[one] * line.group.size] if is_root else []
+    return line._replace(args=args)
+
+
 _OUTPUT, _INPUT, _SPLITS = 0, 1, 2
+_OPTIONS = 2
 
 
 def _rows(args: list[Any], of: int, ranks: int) -> list[int]:

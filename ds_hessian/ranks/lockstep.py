@@ -68,10 +68,12 @@ from ds_hessian.ranks.collectives import (
     COLLECTIVES,
     EXCHANGES,
     OTHERS,
+    ROOTED,
     SHARED_MEMORY,
     Collective,
     exchanged,
     mesh_of,
+    with_root,
     written_down,
 )
 from ds_hessian.ranks.exchange import first_of
@@ -121,6 +123,8 @@ class Lockstep(Follower):
         self._paused = False  # while another lockstep in its body is entered
         self._ended: BaseException | None = None  # by which all ranks have left that one
         self._last = 0  # number of the last pass before the end
+        # Why this rank cannot go on with the others, who wait until it has left the job.
+        self._lost: LockstepError | None = None
         if self.world_size == 1:
             return
         self.rank = dist.get_rank()
@@ -359,7 +363,8 @@ class Lockstep(Follower):
                 f"in what the other ranks wait for: {why}; end the job"
             )
             logger.error(message)
-            raise LockstepError(message) from error
+            self._lost = LockstepError(message)
+            raise self._lost from error
 
     def _follow_to_meeting(self, current: Pass) -> None:
         """Take part in the rest of this pass, and in a reduction at its end."""
@@ -410,8 +415,10 @@ class Lockstep(Follower):
             collective, finished = self._line(current, leader, number, segment.made)
             if collective is None:
                 return finished
-            if collective.name in EXCHANGES:
-                ranks = dist.get_process_group_ranks(collective.own_group(self._meshed))
+            ranks = dist.get_process_group_ranks(collective.own_group(self._meshed))
+            if collective.name in ROOTED:
+                collective = with_root(collective, ranks.index(self.rank))
+            elif collective.name in EXCHANGES:
                 each = [
                     None if r == self.rank else self._line(current, r, number, segment.made)[0]
                     for r in ranks
@@ -493,6 +500,8 @@ class Lockstep(Follower):
     def _recorded(self, name: str, method: Callable[..., T]) -> Callable[..., T]:
         @functools.wraps(method)
         def call(group: dist.ProcessGroup, *args: object, **kwargs: object) -> T:
+            if self._lost is not None and threading.get_ident() == self._thread:
+                raise self._lost
             if not self._records():
                 return method(group, *args, **kwargs)
             line = written_down(name, group, args, kwargs)

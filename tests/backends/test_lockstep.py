@@ -45,6 +45,9 @@ def operations() -> list[Callable[[], Any]]:
         lambda: dist.all_to_all_single(
             torch.ones(sum(received), 2), torch.ones(sum(sent), 2), received, sent
         ),
+        lambda: dist.scatter(x(2), [x(2)] * world if rank == 1 else None, src=1),
+        lambda: dist.gather(x(), [x() for _ in range(world)] if rank == 0 else None, dst=0),
+        lambda: dist.scatter(x(), [x()] * world if rank == 2 % world else None, src=2 % world),
     ]
 
 
@@ -383,8 +386,7 @@ def unfollowed(subgroup: bool) -> str:
         if subgroup:
             comm.all_reduce(torch.ones(1), group=group)
         else:
-            x = torch.ones(1)
-            dist.gather(x, [x, x, x] if dist.get_rank() == 1 else None, dst=1)
+            dist.monitored_barrier()
 
     try:
         with (
@@ -410,7 +412,7 @@ def unfollowed(subgroup: bool) -> str:
 @pytest.mark.parametrize(
     ("subgroup", "reason"),
     [
-        (False, "gather, number 0 of the step"),
+        (False, "monitored_barrier, number 0 of the step"),
         (True, "a group of 2 ranks, and the job's groups"),
     ],
 )

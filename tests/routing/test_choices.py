@@ -295,3 +295,47 @@ def test_products_of_experts_under_zero_are_those_of_a_double_backward(
     true = float((product.double() - expected).norm() / expected.norm())
     assert true < 1e-3
     assert true < 5 * error
+
+
+class Padded(nn.Module):
+    """Unmasked padding, whose row is also one of the head's if `tied`."""
+
+    def __init__(self, tied: bool, padding: int) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed = nn.Embedding(6, 5, padding_idx=padding)
+        nn.init.normal_(self.embed.weight)
+        self.mix, self.head = nn.Linear(5, 5), nn.Linear(5, 6, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.row: Tensor | None = None  # for padding, where the reference reads it
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if self.row is not None:
+            padded = (tokens == self.embed.padding_idx).unsqueeze(-1)
+            x = torch.where(padded, self.row, functional.embedding(tokens, self.embed.weight))
+        x = x + torch.tanh(self.mix(x.cumsum(1)))
+        logits = self.head(x[:, :-1]).flatten(0, 1)
+        return functional.cross_entropy(logits, tokens[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("tied, padding", cells([(False, 0), (True, 0), (True, -2)], [(True, -2)]))
+def test_the_row_of_padding_is_the_constant_that_it_is_to_training(
+    tied: bool, padding: int
+) -> None:
+    """Where it is not masked: the products of the function that has a constant there, in fp64."""
+    batches = [torch.tensor([[0, 1, 4, 3], [4, 0, 2, 0]]), torch.tensor([[1, 2, 3, 5]])]
+    net = Padded(tied, padding)
+    hessian = ds_hessian.attach(net, config=ds_hessian.HessianConfig.parse(QUIET)).use(batches)
+    v = hessian.random_vector(seed=3)
+    found, along = hessian.gather(hessian.matvec(v).vector), hessian.gather(v)
+    wide = Padded(tied, padding).double()
+    wide.row = wide.embed.weight[padding].detach().clone()
+    names, parameters = zip(*wide.named_parameters(), strict=True)
+    loss = torch.stack([wide(batch) for batch in batches]).mean()
+    gradient = torch.autograd.grad(loss, parameters, create_graph=True)
+    exact = torch.autograd.grad(gradient, parameters, [along[name].double() for name in names])
+    pairs = [(found[name], t) for name, t in zip(names, exact, strict=True)]
+    off = sum(float((a - b).square().sum()) for a, b in pairs)
+    assert off < 2e-4**2 * sum(float(b.square().sum()) for _, b in pairs)

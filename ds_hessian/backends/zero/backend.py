@@ -9,6 +9,7 @@ fp32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -44,6 +45,7 @@ from ds_hessian.backends.zero.flat import BF16Shards, FlatShards
 from ds_hessian.backends.zero.host import Engine
 from ds_hessian.backends.zero.memory import ZeroFigures, memory_of_zero
 from ds_hessian.backends.zero.replicated import ReplicatedShards
+from ds_hessian.backends.zero.sequence import factor_of_gradients
 from ds_hessian.backends.zero.shards import Piece, Shards
 from ds_hessian.backends.zero.stage3 import Stage3Shards
 from ds_hessian.backends.zero.tensor_parallel import Placement, Replicas, place
@@ -81,6 +83,7 @@ class ZeroBackend:
         self.device = torch.device(engine.device)
         self.shards = _shards_of(engine)
         self.tensor_rank, self.tensor_ranks = host.tensor_parallel(engine)
+        self.sequence_ranks = host.sequence_parallel_size(engine)
         self.placements = self._place()
         self.parameters: Sequence[tuple[str, torch.Size]] = [
             (name, place.shape) for name, place in self.placements.values()
@@ -190,7 +193,10 @@ class ZeroBackend:
                 stack.callback(shards.clear_gradients)
             try:
                 with lockstep.guarded():
-                    yield ZeroSession(self, objective, guard, weights, lockstep, dtype, widen)
+                    session = ZeroSession(self, objective, guard, weights, lockstep, dtype, widen)
+                    if self.sequence_ranks > 1:
+                        session.find_share(self.sequence_ranks)
+                    yield session
             except BaseException:
                 shards.abandon()  # ranks may have failed in and outside of a pass
                 raise
@@ -204,6 +210,7 @@ class ZeroBackend:
         ranks, engine = self.space.world_size, self.engine
         stage = engine.zero_optimization_stage()
         mesh = f", TP {self.tensor_ranks}" * (self.tensor_ranks > 1)
+        mesh += f", SP {self.sequence_ranks}" * (self.sequence_ranks > 1)
         return Description(
             layout=f"ZeRO-{stage}, {ranks} rank{'s' * (ranks > 1)}{mesh}",
             model_dtype=str(next(engine.module.parameters()).dtype).removeprefix("torch."),
@@ -284,6 +291,7 @@ class ZeroSession(ShardedSession):
         self._lockstep, self._widen = lockstep, widen
         self._states = [guard.initial]  # before micro-batch 0, 1, ...
         self._totals = Totals()
+        self._share = 1.0
         self._replicas_checked = backend.tensor_ranks == 1
         self.watch_autocast(guard, widen)
 
@@ -303,6 +311,40 @@ class ZeroSession(ShardedSession):
         for index in micro_batches:
             with torch.no_grad(), self._evaluating(index):
                 self._loss(index)
+
+    def find_share(self, ranks: int) -> None:
+        """Find the factor with which gradients are those of the loss, where `ranks` ranks share a
+        sequence: one gradient and two forward passes (see `sequence`). Collective.
+        """
+        everything, gradient = range(self.num_micro_batches), self.space.zeros()
+        self.add_gradient(gradient, everything)
+        assert self.gradient_scale is not None
+        norm = self.space.norm(gradient) * self.gradient_scale
+        if norm == 0:
+            return
+        gradient.mul_(self.gradient_scale / norm)
+        # Rounding over a change of the loss by its part u^(1/3) is as small as the third
+        # derivative's share of it (Gill, Murray, Saunders and Wright, 1983), within the weights.
+        part = self.unit_roundoff ** (1 / 3)
+        h = part * min(abs(self.loss) / norm or math.inf, self.weight_norm())
+        values = []
+        for side in (h, -h):
+            self.displace(gradient, side)
+            values.append(self._value(everything))
+        self.displace(None, 0.0)
+        slope = (values[0] - values[1]) / (2 * h)
+        noise = self.unit_roundoff * abs(self.loss) / h
+        self._share = factor_of_gradients(slope, norm, noise, ranks)
+
+    def _value(self, micro_batches: range) -> float:
+        """Return the loss at the displaced weights."""
+        total = 0.0
+        for index in micro_batches:
+            with torch.no_grad(), self._evaluating(index):
+                total += float(self._loss(index)[0])
+        assert self.gradient_scale is not None
+        summed = self.space.reduce(torch.tensor([total], dtype=torch.float64))
+        return float(summed[0]) * self.gradient_scale / self.space.world_size
 
     @contextmanager
     def _evaluating(self, index: int) -> Iterator[None]:
@@ -335,8 +377,8 @@ class ZeroSession(ShardedSession):
             self._totals.add(index, float(loss.detach()), count)
         if self.gradient_scale is None and len(self._totals) == self.num_micro_batches:
             self.gradient_scale, self.loss = self._totals.reduce(self.space)
-        self.cotangent_scale = 1 / (scale * self.space.world_size)
-        return host.averaging_factor(engine) / scale
+        self.cotangent_scale = self._share / (scale * self.space.world_size)
+        return self._share * host.averaging_factor(engine) / scale
 
     def _collect(self, out: Tensor, factor: float) -> None:
         backend, first = self._backend, not self._replicas_checked

@@ -235,7 +235,14 @@ def averaging_factor(engine: Engine) -> float:
 
 
 def data_parallel(engine: Engine) -> tuple[int, int]:
-    """Return `(rank, size)` among the ranks that have the same part of the model."""
+    """Return `(rank, size)` among the ranks that have the same part of the model, those that share
+    a sequence included.
+    """
+    from deepspeed.utils import groups
+
+    if sequence_parallel_size(engine) > 1:
+        rank, ranks = groups._get_sequence_data_parallel_rank, dist.get_world_size
+        return int(rank()), int(ranks(groups._get_sequence_data_parallel_group()))
     mpu = getattr(engine, "mpu", None)
     if mpu is None:
         return dist.get_rank(), dist.get_world_size()
@@ -247,6 +254,8 @@ def tensor_parallel(engine: Engine) -> tuple[int, int]:
     from deepspeed.utils import bwc
 
     mpu = getattr(engine, "mpu", None)
+    if hasattr(mpu, "initialize_sequence_parallel"):  # its "model-parallel" ranks share sequences
+        return 0, 1
     rank = bwc.bwc_tensor_model_parallel_rank(mpu)
     return int(rank), int(bwc.bwc_tensor_model_parallel_world_size(mpu))
 
@@ -265,13 +274,6 @@ def of_first_tensor_rank(engine: Engine, value: T) -> T:
 def other_parallel_size(engine: Engine) -> int:
     """Return the product of the other parallel sizes: of pipelines and contexts."""
     return int(dist.get_world_size() // (data_parallel(engine)[1] * tensor_parallel(engine)[1]))
-
-
-def has_auto_tp(engine: Engine) -> bool:
-    """Return whether DeepSpeed itself has split the layers, in its own way."""
-    from deepspeed.utils import groups
-
-    return getattr(engine, "mpu", None) is groups
 
 
 def sequence_parallel_size(engine: Engine) -> int:

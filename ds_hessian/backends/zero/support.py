@@ -71,26 +71,29 @@ def _findings(engine: Engine) -> list[tuple[str, bool, str]]:
             bool(getattr(engine, "has_moe_layers", False)),
             "measure a job without deepspeed.moe",
         ),
-        (
-            "sequence parallelism (Ulysses)",
-            host.sequence_parallel_size(engine) > 1,
-            "set sequence_parallel_size to 1 for the measurement",
-        ),
     ]
 
 
 def _model_parallel_findings(engine: Engine) -> list[tuple[str, bool, str]]:
     instead = "measure a job on megatron-core (ds_hessian.megatron), or a data-parallel one"
+    sequences = host.sequence_parallel_size(engine) > 1
+    split = host.tensor_parallel(engine)[1] > 1
     other = host.other_parallel_size(engine) > 1
-    several = other or host.tensor_parallel(engine)[1] > 1
+    several = other or split
     parameters = list(engine.module.parameters()) if several else []
     configs = [getattr(m, "config", None) for m in engine.module.modules()] if several else []
     gated = any(getattr(config, "gated_linear_unit", False) is True for config in configs)
     return [
         (
-            "AutoTP (tensor_parallel in the configuration)",
-            several and host.has_auto_tp(engine),
-            "measure a data-parallel job, of which a checkpoint has the same Hessian",
+            "sequence parallelism over ranks whose gradients the engine does not add up",
+            sequences and other,
+            "pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp, or that of "
+            "UlyssesSPAttentionHF.register_with_transformers, to deepspeed.initialize",
+        ),
+        (
+            "sequence parallelism together with tensor parallelism",
+            sequences and split,
+            "use one of them",
         ),
         ("pipeline or context parallelism of an mpu", other, instead),
         (

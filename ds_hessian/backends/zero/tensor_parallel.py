@@ -1,16 +1,19 @@
 """The parts of the unsharded model that a tensor-parallel rank's parameters are.
 
-Read off the attributes that Megatron's layers set (`tensor_model_parallel`, `partition_dim`,
-`partition_stride`: tensor_parallel/layers.py of megatron-core, and of Megatron-DeepSpeed), under
-ZeRO-3 too, whose parameters have no data to look at. A rank stores `stride` blocks of a dim, every
-`ranks`-th one of the whole: the halves of a gated layer are two of them. What has no such attribute
-is replicated; it counts on the first tensor-parallel rank.
+Read off what the layers say of their parameters, under ZeRO-3 too, whose parameters have no data to
+look at. Megatron's layers set `tensor_model_parallel`, `partition_dim` and `partition_stride`
+(tensor_parallel/layers.py of megatron-core, and of Megatron-DeepSpeed): a rank stores `stride`
+blocks of a dim, every `ranks`-th one of the whole; the halves of a gated layer are two of them.
+DeepSpeed's own layers (AutoTP) have a map of the blocks that each rank stores, for their universal
+checkpoints. What says nothing is replicated; it counts on the first tensor-parallel rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +21,9 @@ from torch import Tensor
 from ds_hessian.backends.checksums import checksums, sign
 from ds_hessian.errors import UnsupportedError
 from ds_hessian.vectors import Box, Fragment, VectorSpace
+
+DS_AUTOTP_META = "ds_autotp_universal_checkpoint_meta"
+"""The attribute of a parameter by which DeepSpeed's universal checkpoints know its layout."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,8 @@ def place(name: str, p: Tensor, shape: torch.Size, rank: int, ranks: int) -> Pla
     if ranks == 1 or not is_split(p):
         whole = Run(0, shape.numel(), Box((0,) * len(shape), tuple(shape)))
         return Placement(shape, (whole,), rank == 0, ranks > 1)
+    if hasattr(p, DS_AUTOTP_META):
+        return _mapped(name, getattr(p, DS_AUTOTP_META), shape, rank)
     dim, stride = getattr(p, "partition_dim", -1), getattr(p, "partition_stride", 1)
     if not 0 <= dim < len(shape) or shape[dim] % stride or (stride > 1 and dim > 0):
         raise UnsupportedError(
@@ -95,6 +103,44 @@ def place(name: str, p: Tensor, shape: torch.Size, rank: int, ranks: int) -> Pla
     whole_shape = list(shape)
     whole_shape[dim] *= ranks
     return Placement(torch.Size(whole_shape), tuple(runs), True, False)
+
+
+def _mapped(name: str, said: Mapping[str, Any], shape: torch.Size, rank: int) -> Placement:
+    """Locate the part by DeepSpeed's map of it (checkpoint/affine.py): blocks of the whole.
+
+    Raises:
+        UnsupportedError: there is no map, or a block is not one run of the flattened part.
+    """
+    layout = said.get("conversion", {}).get("affine_map")
+    if layout is None:
+        why = said.get("conversion", {}).get("unsupported_reason") or "it does not say how"
+        raise _not_mapped(name, shape, str(why))
+    whole, mine = torch.Size(layout["logical_shape"]), layout["ranks"][rank]
+    if tuple(mine["shard_shape"]) != tuple(shape):
+        raise _not_mapped(name, shape, f"its map is of a part of shape {mine['shard_shape']}")
+    runs = []
+    for piece in mine["pieces"]:
+        block, (source, strides), (start, steps) = piece["shape"], piece["source"], piece["dest"]
+        plain = list(strides) == _strides(whole) and list(steps) == _strides(block)
+        if not plain or len(piece["locations"]) > 1 or piece.get("scale", 1.0) != 1.0:
+            raise _not_mapped(name, shape, "it is more than blocks of whole rows")
+        offset = [source // stride % size for stride, size in zip(strides, whole, strict=True)]
+        runs.append(Run(start, math.prod(block), Box(tuple(offset), tuple(block))))
+    runs.sort(key=lambda run: run.start)
+    return Placement(whole, tuple(runs), True, False)
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+
+
+def _not_mapped(name: str, shape: torch.Size, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"ds_hessian does not support the part {tuple(shape)} of the parameter {name!r} that "
+        f"DeepSpeed's AutoTP has split: {why}; leave its layer whole (tensor_parallel."
+        "partition_config), or measure a data-parallel job, of which a checkpoint has the same "
+        "Hessian"
+    )
 
 
 class Replicas:

@@ -1,0 +1,101 @@
+"""Engines whose ranks share sequences (Ulysses): the Hessian of whole sequences, on their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ds_hessian
+from ds_hessian.backends.zero.sequence import factor_of_gradients
+from ds_hessian.errors import UnsupportedError
+from tests.backends import auto_tp_jobs
+from tests.backends import sequence_jobs as jobs
+from tests.backends.test_auto_tp import Ranks, error, split_ranks
+from tests.tiers import cells
+
+__all__ = ["split_ranks"]  # pools of their own: attention stays replaced, for the process
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Any]:
+    """Lanczos coefficients of each operator on whole sequences, on plain torch in one process."""
+
+    def of(operator: str) -> tuple[Any, Any, float]:
+        settings = {**auto_tp_jobs.QUIET, "operator": operator}
+        model = auto_tp_jobs.llama(num_key_value_heads=4)
+        hessian = ds_hessian.attach(model, config=ds_hessian.HessianConfig.parse(settings))
+        spectrum = hessian.spectrum(
+            auto_tp_jobs.micro_batches(), auto_tp_jobs.loss_of, num_matvecs=4
+        )
+        return spectrum.alphas[0], spectrum.betas[0], spectrum.loss
+
+    yield of
+
+
+@pytest.mark.parametrize(
+    "size, stage, loss, config",
+    cells(
+        [
+            (2, 0, "replicated", {}),
+            (2, 1, "pair", {}),
+            (2, 2, "gathered", {}),
+            (2, 3, "replicated", {}),
+            (2, 2, "pair", {"gradient_allreduce_op": "sum"}),
+            (4, 1, "replicated", {}),
+            (4, 3, "gathered", {}),
+        ],
+        [(2, 2, "gathered", {}), (2, 3, "replicated", {})],
+    ),
+)
+def test_products_are_those_of_whole_sequences(
+    split_ranks: Ranks, one: Any, size: int, stage: int, loss: str, config: dict[str, Any]
+) -> None:
+    """In fp64, and with the coefficients of one process, however the loss adds its parts up."""
+    v, product, spectrum = split_ranks(size).run(jobs.measured, stage, loss, **config)[0]
+    assert error(product, auto_tp_jobs.reference(v, num_key_value_heads=4)) < 2e-4
+    alphas, betas, value = one("hessian")
+    scale = 2e-3 * abs(alphas).max()  # products are right to some 1e-4
+    assert np.allclose(spectrum.alphas[0], alphas, rtol=0, atol=scale)
+    assert np.allclose(spectrum.betas[0], betas, rtol=0, atol=scale)
+    assert spectrum.loss == pytest.approx(value, rel=1e-5)
+    assert spectrum.provenance.layout == f"ZeRO-{stage}, {size} ranks, SP 2"
+
+
+@pytest.mark.parametrize("loss", cells(["pair", "replicated"], ["replicated"]))
+def test_the_gauss_newton_matrix_is_that_of_whole_sequences(
+    split_ranks: Ranks, one: Any, loss: str
+) -> None:
+    _, _, spectrum = split_ranks(2).run(jobs.measured, 1, loss, "ggn")[0]
+    alphas, betas, _ = one("ggn")
+    assert np.allclose(spectrum.alphas[0], alphas, rtol=0, atol=1e-3 * abs(alphas).max())
+    assert np.allclose(spectrum.betas[0], betas, rtol=0, atol=1e-3 * abs(alphas).max())
+
+
+def test_a_loss_that_is_not_the_integral_of_its_gradient_is_refused(split_ranks: Ranks) -> None:
+    for text in split_ranks(2).run(jobs.measured, 1, "wrong"):
+        assert text.startswith("ds_hessian cannot measure this loss under sequence parallelism")
+
+
+@pytest.mark.parametrize(
+    "size, stage, config",
+    cells([(2, 1, {}), (2, 2, {"bf16": {"enabled": True}}), (4, 3, {})], [(2, 1, {})]),
+)
+def test_training_is_bitwise_the_same_with_spectra_and_with_those_that_fail_on_one_rank(
+    split_ranks: Ranks, size: int, stage: int, config: dict[str, Any]
+) -> None:
+    for found, errors in split_ranks(size).run(jobs.compare_training, stage, **config):
+        assert found == [True, True]
+        assert len(errors) == 2
+        assert all(f"rank {size - 1}: Broken: on purpose" in text for text in errors)
+
+
+def test_the_factor_is_found_where_rounding_allows_it() -> None:
+    assert factor_of_gradients(1.1, 1.0, 0.01, 4) == 1.0
+    assert factor_of_gradients(3.8, 1.0, 0.01, 4) == 4.0
+    assert factor_of_gradients(0.24, 1.0, 0.01, 4) == 0.25
+    for slope, noise in ((2.0, 0.01), (-1.0, 0.01), (1.0, 0.2), (0.0, 0.0), (float("nan"), 0.0)):
+        with pytest.raises(UnsupportedError, match="under sequence parallelism"):
+            factor_of_gradients(slope, 1.0, noise, 4)
