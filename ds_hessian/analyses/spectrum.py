@@ -87,7 +87,6 @@ class OfSpectra(Analysis[R]):
         steps, options = min(config.num_matvecs, share.n), lanczos_options(config)
         return [
             *memory_of_lanczos(share.n_local, share.tier, steps, options),
-            # Where each micro-batch's gradient takes the place of the trial before.
             share.vectors(
                 "extreme Ritz vectors", 2 * config.sampling, ("passes",), stage="sampling"
             ),

@@ -246,13 +246,14 @@ class FiniteDifferenceHessian:
     def forms(self, v: Tensor, h: float, micro_batches: range | None = None) -> NDArray[np.float64]:
         """Return `v'H_i v / v'v` for micro-batch i of all ranks, `(G,)`, from slopes along v.
 
-        Cost: two gradients over all micro-batches; two small all-reduces; one vector.
+        Cost: two gradients over all micro-batches; two small all-reduces. The gradients are in the
+        memory of a product's.
 
         Raises:
             NumericsError: v is zero or not finite, or a slope is not finite.
         """
         session, space, every = self.session, self.space, micro_batches or self._all
-        length, gradient, slopes = length_of(v, space), space.zeros(), list[Tensor]()
+        length, gradient, slopes = length_of(v, space), self._gradients[-1], list[Tensor]()
         for sign in (1.0, -1.0):
             session.displace(v, sign * h / length)
             for i in every:

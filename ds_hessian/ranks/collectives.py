@@ -154,10 +154,9 @@ def with_root(line: Collective, number: int) -> Collective:
         number: The number of this rank in the group.
     """
     one, each = (_INPUT, _OUTPUT) if line.name == "gather" else (_OUTPUT, _INPUT)
-    options = line.args[_OPTIONS] if len(line.args) > _OPTIONS else line.kwargs["opts"]
-    args = list(line.args)
-    is_root = number == options.values["rootRank"]
-    args[each] = [args[one] * line.group.size] if is_root else []
+    args, options = list(line.args), [*line.args[_OPTIONS:], *line.kwargs.values()]
+    (root,) = (o.values["rootRank"] for o in options if isinstance(o, _Options))
+    args[each] = [args[one] * line.group.size] if number == root else []
     return line._replace(args=args)
 
 
