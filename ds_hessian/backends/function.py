@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ds_hessian.errors import MeasurementError
+from ds_hessian.errors import MeasurementError, UnsupportedError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -253,7 +253,16 @@ class FixedFunction(TorchFunctionMode):
     def _embed(
         self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
-        """Return the embeddings, with the row for padding as it is at the weights."""
+        """Return the embeddings, with the row for padding as it is at the weights.
+
+        Raises:
+            UnsupportedError: the function rescales rows of the weights in place.
+        """
+        if _argument(args, kwargs, 3, "max_norm") is not None:
+            raise UnsupportedError(
+                "ds_hessian does not support embeddings with max_norm, whose forward rescales rows "
+                "of the weights in place, without a gradient; leave max_norm out"
+            )
         read = func(*args, **kwargs)
         padding = _argument(args, kwargs, 2, "padding_idx")
         if padding is None:

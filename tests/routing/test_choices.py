@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import ds_hessian
 from ds_hessian.backends.function import FixedFunction
 from ds_hessian.config import OperatorName
-from ds_hessian.errors import MeasurementError
+from ds_hessian.errors import HessianError, MeasurementError
 from tests.routing import jobs, models
 from tests.routing.models import MODELS
 from tests.tiers import cells
@@ -339,3 +339,13 @@ def test_the_row_of_padding_is_the_constant_that_it_is_to_training(
     pairs = [(found[name], t) for name, t in zip(names, exact, strict=True)]
     off = sum(float((a - b).square().sum()) for a, b in pairs)
     assert off < 2e-4**2 * sum(float(b.square().sum()) for _, b in pairs)
+
+
+def test_an_embedding_that_rescales_its_rows_is_refused() -> None:
+    net = Padded(tied=False, padding=0)
+    net.embed.max_norm = 1.0
+    before = net.embed.weight.detach().clone()
+    hessian = ds_hessian.attach(net, config=ds_hessian.HessianConfig.parse(QUIET))
+    with pytest.raises(HessianError, match="embeddings with max_norm"):
+        hessian.use([torch.tensor([[0, 1, 4, 3]])]).matvec(hessian.random_vector())
+    assert torch.equal(net.embed.weight, before)
