@@ -17,7 +17,8 @@ def train(folder: Path, measured: bool, steps: int = 4, **options: Any) -> dict[
         folder: Where results go.
         measured: Whether the callback is added.
         steps: How many.
-        options: Of the callback; `settings` over those of its configuration.
+        options: Of the callback; `settings` over those of its configuration, which is given as a
+            `kind`.
     """
     from transformers import Trainer, TrainingArguments
 
@@ -37,7 +38,8 @@ def train(folder: Path, measured: bool, steps: int = 4, **options: Any) -> dict[
         disable_tqdm=True,
     )
     own = {"sharpness_interval": 3, "output_path": str(folder / "out")}
-    settings = HessianConfig(**{**jobs.SECTION, **own, **options.pop("settings", {})})
+    kind = options.pop("kind", HessianConfig)
+    settings = kind(**{**jobs.SECTION, **own, **options.pop("settings", {})})
     model = jobs.make_model("gpt2", attn_implementation="eager")
     trainer = Trainer(model=model, args=arguments, train_dataset=jobs.text(32))
     callback = HessianCallback(trainer, settings, **options)

@@ -158,7 +158,7 @@ def test_step_0_of_a_trainer_is_measured_on_given_data(
 ) -> None:
     options: dict[str, Any] = {"dataset": jobs.text(32)} if given else {}
     settings = {"interval": 0, "sharpness_interval": 0, "steps": [0, 1]}
-    found = plain_jobs.train(tmp_path, True, steps=1, settings=settings, **options)
+    found = plain_jobs.train(tmp_path, True, steps=1, settings=settings, kind=dict, **options)
     callback = found["callback"]
     assert callback.failures == {} and list(callback.spectra) == ([0, 1] if given else [1])
     assert ("give HessianCallback its batches or a dataset" in caplog.text) is not given
