@@ -129,13 +129,20 @@ def _samples(
                 )
             ids = list(tokenize(row[wanted.column]))
             yield from _cut({"input_ids": ids, "labels": ids}, length)
-        elif row and not any(isinstance(value, (str, bytes, Mapping)) for value in row.values()):
+        elif row and all(map(_is_of_numbers, row.values())):
             yield row
         else:
+            kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items())
             raise ConfigError(
-                f"{path} has the columns {', '.join(row)}: expected input_ids, a text in column "
-                f"{wanted.column!r}, or numbers alone; name the column of text"
+                f"{path}, row {number}, has the columns {kinds}: expected input_ids, a text in "
+                f"column {wanted.column!r}, or numbers alone; name the column of text"
             )
+
+
+def _is_of_numbers(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_of_numbers, value))
+    return isinstance(value, (int, float))
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -152,19 +159,21 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         ) from error
     if not path.exists():
         raise ConfigError(f"no such data: {path}")
-    if path.is_file() and path.suffix not in READERS:
-        raise ConfigError(f"{path} ends in none of {', '.join(READERS)}")
+    name = path.with_suffix("") if path.suffix == ".gz" else path  # datasets unpacks it
+    suffix = name.suffix.lower()
+    if path.is_file() and suffix not in READERS:
+        raise ConfigError(f"{path} ends in none of {', '.join(READERS)}, with or without .gz")
     with reading(path, ConfigError):
         if path.is_dir():
             found = datasets.load_from_disk(str(path))
         else:
-            kind, options = READERS[path.suffix]
+            kind, options = READERS[suffix]
             found = datasets.load_dataset(
                 kind, data_files=str(path.resolve()), split="train", streaming=True, **options
             )
         if isinstance(found, Mapping):
             raise ConfigError(f"{path} holds several splits: name the folder of one")
-        for row in found:
+        for row in found.with_format(None):  # a folder may say that its rows are tensors
             yield dict(row)
 
 

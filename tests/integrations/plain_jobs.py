@@ -18,7 +18,7 @@ def train(folder: Path, measured: bool, steps: int = 4, **options: Any) -> dict[
         measured: Whether the callback is added.
         steps: How many.
         options: Of the callback; `settings` over those of its configuration, which is given as a
-            `kind`.
+            `kind`; and `report_to`, a tool that the Trainer reports to.
     """
     from transformers import Trainer, TrainingArguments
 
@@ -32,7 +32,7 @@ def train(folder: Path, measured: bool, steps: int = 4, **options: Any) -> dict[
         max_steps=steps,
         learning_rate=1e-2,
         use_cpu=True,
-        report_to="none",
+        report_to=options.pop("report_to", "none"),
         save_strategy="no",
         logging_steps=2,
         disable_tqdm=True,

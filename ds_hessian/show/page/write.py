@@ -71,7 +71,7 @@ def write_page(run: Run, path: Path) -> Path:
         data=_packed(_data(sections, cards, stops)),
     )
     with replacing(path) as file:
-        file.write(page.encode())
+        file.write(page.encode(errors="replace"))  # a folder's name may be no text
     return path
 
 
@@ -130,9 +130,10 @@ def _records(run: Run, path: Path) -> list[tuple[str, Measured, str]]:
 def _link(run: Run, path: Path, name: str, record: Measured) -> str:
     if run.folder is None:
         return ""
-    place = run.folder if name == run.folder.resolve().name else run.folder / name
-    target = (place / f"{record.kind}.json").resolve()
-    return quote(os.path.relpath(target, path.resolve().parent))
+    file = f"{record.kind}.json"
+    below = run.folder / name / file
+    target = below if below.exists() else run.folder / file
+    return quote(os.fsencode(os.path.relpath(target, path.resolve().parent)))
 
 
 def _data(
