@@ -220,6 +220,23 @@ def _collated(group: Sequence[Mapping[str, Any]], path: Path) -> MicroBatch:
     return batch
 
 
+def require_known_tokens(batches: Sequence[MicroBatch], count: int, source: object) -> None:
+    """Refuse tokens, or labels that count, which are not below the number that a model knows.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for batch in batches:
+        labels = batch["labels"]
+        for found in (batch["input_ids"], labels[labels != IGNORED]):
+            unknown = found[(found < 0) | (found >= count)]
+            if unknown.numel():
+                raise ConfigError(
+                    f"{source} has the token {int(unknown[0])}, the model knows 0 to {count - 1}: "
+                    "take the tokenizer that it was trained with"
+                )
+
+
 def token_mean(model: Callable[..., Any], batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Return the summed loss of a causal language model, and the number of predicted tokens.
 
