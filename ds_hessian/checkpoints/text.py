@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -163,7 +164,9 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
     suffix = name.suffix.lower()
     if path.is_file() and suffix not in READERS:
         raise ConfigError(f"{path} ends in none of {', '.join(READERS)}, with or without .gz")
-    with reading(path, ConfigError):
+    if path.is_file() and path.stat().st_size == 0:
+        raise ConfigError(f"{path} is empty")
+    with reading(path, ConfigError), _quiet(datasets.utils.logging):
         if path.is_dir():
             found = datasets.load_from_disk(str(path))
         else:
@@ -175,6 +178,17 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             raise ConfigError(f"{path} holds several splits: name the folder of one")
         for row in found.with_format(None):  # a folder may say that its rows are tensors
             yield dict(row)
+
+
+@contextmanager
+def _quiet(logging: Any) -> Iterator[None]:
+    """Keep back what datasets logs of an error that it raises too."""
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def _token_row(row: Mapping[str, Any], place: str) -> dict[str, Sequence[int]]:

@@ -119,13 +119,17 @@ def test_masked_tokens_and_given_labels_keep_their_weights(tmp_path: Path) -> No
         ("a.jsonl", '{"x": [1.0]}\n{"x": [1.0, 2.0]}\n', "same columns and sizes"),
         ("a.parquet", "no parquet", "cannot read"),
         ("a.xyz", "1 2", "ends in none of"),
-        ("a.txt", "", "no sequence of two tokens"),
+        ("a.txt", " ", "no sequence of two tokens"),
+        ("a.jsonl", "", "is empty"),
     ],
 )
-def test_unusable_data_is_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_unusable_data_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, text: str, message: str
+) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_micro_batches(tmp_path / name, tokenize=tokenize)
+    assert capfd.readouterr().err == ""
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
