@@ -35,7 +35,7 @@ from ds_hessian.show.page.style import TEMPLATE
 from ds_hessian.show.page.sweeps import sweeps
 from ds_hessian.show.page.systems import systems
 from ds_hessian.show.page.training import training
-from ds_hessian.show.style import count
+from ds_hessian.show.style import count, micro_batches
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
@@ -101,12 +101,12 @@ def _facts(run: Run) -> list[str]:
     """Return the model, the steps and the layout."""
     records = [record for _, record in run.records if isinstance(record, SHOWN)]
     steps, source = sorted({step_of(r) for r in records}), records[-1].provenance
-    spectra, micro_batches = run.of(HessianSpectrum), source.num_micro_batches
+    spectra = run.of(HessianSpectrum)
     when = f"step {steps[0]:,}"
     if len(steps) > 1:
         when = f"{len(steps)} steps from {steps[0]:,} to {steps[-1]:,}"
     size = [f"{count(spectra[-1].n)} parameters"] if spectra else []
-    data = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
+    data = micro_batches(source.num_micro_batches)
     return [*size, when, source.layout, source.arithmetic, data]
 
 
