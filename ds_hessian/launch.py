@@ -33,8 +33,21 @@ def main(arguments: Sequence[str]) -> NoReturn:
         ConfigError: the "hessian" section of the script's configuration is wrong, or schedules
             no measurement.
     """
+    show_log()
     run_script("ds_hessian.launch", arguments, attach_scheduled)
     sys.exit(0)
+
+
+def show_log() -> None:
+    """Show what ds_hessian logs, tables included, on stderr of a script that shows no log itself.
+
+    A script that knows nothing of ds_hessian may still set up logging: its handlers then get the
+    messages, and they are shown once.
+    """
+    ours, handler = logging.getLogger("ds_hessian"), logging.StreamHandler()
+    handler.addFilter(lambda _: not logging.getLogger().handlers)
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
 
 
 def attach_scheduled(engine: DeepSpeedEngine) -> None:

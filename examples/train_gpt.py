@@ -5,6 +5,9 @@ downloaded. All that concerns ds_hessian is `ds_hessian.initialize` in place of
 `deepspeed.initialize`, and the "hessian" section of ds_config.json.
 
     deepspeed --num_accelerators 2 examples/train_gpt.py --deepspeed_config examples/ds_config.json
+
+With `--save FOLDER` it leaves checkpoints, which `ds-hessian measure` measures with the functions
+`gpt` and `micro_batches`.
 """
 
 from __future__ import annotations
@@ -81,14 +84,29 @@ def sample(text: Tensor, size: int, context: int, generator: torch.Generator) ->
     return [rows[:, :-1].contiguous(), rows[:, 1:].contiguous()]
 
 
+WIDTH, LAYERS, HEADS, CONTEXT, DROPOUT = 96, 3, 4, 96, 0.1
+
+
+def gpt() -> GPT:
+    """Return the model that the options make if they are left."""
+    return GPT(WIDTH, LAYERS, HEADS, CONTEXT, DROPOUT)
+
+
+def micro_batches() -> list[list[Tensor]]:
+    """Return micro-batches on which to measure checkpoints."""
+    text, generator = standard_library(), torch.Generator().manual_seed(0)
+    return [sample(text, 4, CONTEXT, generator) for _ in range(8)]
+
+
 def main() -> None:
     """Train; with the given config, spectra are taken and written on the way."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--width", type=int, default=96)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--context", type=int, default=96)
-    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--context", type=int, default=CONTEXT)
+    parser.add_argument("--dropout", type=float, default=DROPOUT)
+    parser.add_argument("--save", help="A folder for a checkpoint after every 40th step.")
     parser.add_argument("--local_rank", type=int, default=-1)
     parser = deepspeed.add_config_arguments(parser)
     args = parser.parse_args()
@@ -96,7 +114,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     deepspeed.utils.logger.setLevel(logging.WARNING)
     torch.manual_seed(0)
-    model = GPT(args.width, args.layers, 4, args.context, args.dropout)
+    model = GPT(args.width, args.layers, HEADS, args.context, args.dropout)
     engine, *_ = ds_hessian.initialize(args=args, model=model, model_parameters=model.parameters())
 
     text = standard_library()
@@ -110,6 +128,8 @@ def main() -> None:
             engine.step()
         if dist.get_rank() == 0 and (step + 1) % 10 == 0:
             logging.info("step %4d  loss %.3f", step + 1, loss.item())
+        if args.save and (step + 1) % 40 == 0:
+            engine.save_checkpoint(args.save)
     if dist.get_rank() == 0:
         folder = engine.hessian.config.output_path if hasattr(engine, "hessian") else None
         logging.info(

@@ -24,7 +24,12 @@ from ds_hessian.analyses import ANALYSES
 from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.checkpoints.models import CAUSAL, Factory, language_of, module_of
 from ds_hessian.checkpoints.sources import Checkpoint, checkpoint_of
-from ds_hessian.checkpoints.text import Sequences, read_micro_batches, token_mean
+from ds_hessian.checkpoints.text import (
+    Sequences,
+    read_micro_batches,
+    require_known_tokens,
+    token_mean,
+)
 from ds_hessian.checkpoints.weights import require_finite
 from ds_hessian.config import SECTION, HessianConfig
 from ds_hessian.errors import ConfigError
@@ -241,14 +246,16 @@ def use_file(
 
     Collective.
     """
-    space = hessian.backend.space
+    space, (model,) = hessian.backend.space, hessian.modules
     with together(f"reading {data}", device=space.device):
         language = language_of(checkpoint.config if checkpoint else None, tokenizer)
         batches = read_micro_batches(
             data, sequences, language.tokenize, language.context, space.rank, space.world_size
         )
-    (model,) = hessian.modules
-    if loss_fn is None and "input_ids" in batches[0] and _is_causal(model):
+        of_tokens = "input_ids" in batches[0] and _is_causal(model)
+        if of_tokens:
+            require_known_tokens(batches, int(model.get_input_embeddings().num_embeddings), data)
+    if loss_fn is None and of_tokens:
         loss_fn = token_mean
     hessian.use(batches, loss_fn)
 

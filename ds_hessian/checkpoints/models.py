@@ -78,7 +78,7 @@ def module_of(checkpoint: Checkpoint, factory: Factory | None = None) -> nn.Modu
         if checkpoint.config is None:
             raise ConfigError(
                 f"{checkpoint.path} has weights alone: name a function that makes the model, "
-                "module:function"
+                "--model module:function"
             )
         module = _untrained(checkpoint.config)
     else:

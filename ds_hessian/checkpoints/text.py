@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -129,13 +130,20 @@ def _samples(
                 )
             ids = list(tokenize(row[wanted.column]))
             yield from _cut({"input_ids": ids, "labels": ids}, length)
-        elif row and not any(isinstance(value, (str, bytes, Mapping)) for value in row.values()):
+        elif row and all(map(_is_of_numbers, row.values())):
             yield row
         else:
+            kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items())
             raise ConfigError(
-                f"{path} has the columns {', '.join(row)}: expected input_ids, a text in column "
-                f"{wanted.column!r}, or numbers alone; name the column of text"
+                f"{path}, row {number}, has the columns {kinds}: expected input_ids, a text in "
+                f"column {wanted.column!r}, or numbers alone; name the column of text"
             )
+
+
+def _is_of_numbers(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_of_numbers, value))
+    return isinstance(value, (int, float))
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -152,20 +160,35 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         ) from error
     if not path.exists():
         raise ConfigError(f"no such data: {path}")
-    if path.is_file() and path.suffix not in READERS:
-        raise ConfigError(f"{path} ends in none of {', '.join(READERS)}")
-    with reading(path, ConfigError):
+    name = path.with_suffix("") if path.suffix == ".gz" else path  # datasets unpacks it
+    suffix = name.suffix.lower()
+    if path.is_file() and suffix not in READERS:
+        raise ConfigError(f"{path} ends in none of {', '.join(READERS)}, with or without .gz")
+    if path.is_file() and path.stat().st_size == 0:
+        raise ConfigError(f"{path} is empty")
+    with reading(path, ConfigError), _quiet(datasets.utils.logging):
         if path.is_dir():
             found = datasets.load_from_disk(str(path))
         else:
-            kind, options = READERS[path.suffix]
+            kind, options = READERS[suffix]
             found = datasets.load_dataset(
                 kind, data_files=str(path.resolve()), split="train", streaming=True, **options
             )
         if isinstance(found, Mapping):
             raise ConfigError(f"{path} holds several splits: name the folder of one")
-        for row in found:
+        for row in found.with_format(None):  # a folder may say that its rows are tensors
             yield dict(row)
+
+
+@contextmanager
+def _quiet(logging: Any) -> Iterator[None]:
+    """Keep back what datasets logs of an error that it raises too."""
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def _token_row(row: Mapping[str, Any], place: str) -> dict[str, Sequence[int]]:
@@ -209,6 +232,23 @@ def _collated(group: Sequence[Mapping[str, Any]], path: Path) -> MicroBatch:
             values = row.get(name, [1] * count)  # a mask that is not given
             batch[name][i, :count] = torch.tensor(values)
     return batch
+
+
+def require_known_tokens(batches: Sequence[MicroBatch], count: int, source: object) -> None:
+    """Refuse tokens, or labels that count, which are not below the number that a model knows.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for batch in batches:
+        labels = batch["labels"]
+        for found in (batch["input_ids"], labels[labels != IGNORED]):
+            unknown = found[(found < 0) | (found >= count)]
+            if unknown.numel():
+                raise ConfigError(
+                    f"{source} has the token {int(unknown[0])}, the model knows 0 to {count - 1}: "
+                    "take the tokenizer that it was trained with"
+                )
 
 
 def token_mean(model: Callable[..., Any], batch: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from ds_hessian.version import __version__
 PACKAGES = ("torch", "deepspeed", "numpy", "scipy", "pydantic", "matplotlib", "plotly")
 OPTIONAL = (
     *("megatron-core", "transformers", "accelerate", "datasets", "pandas"),
-    *("tensorboard", "wandb"),
+    *("tensorboard", "wandb", "comet-ml"),
 )
 
 

@@ -277,8 +277,9 @@ def _announce(work: Work, hessian: Hessian) -> None:
     config = hessian.config
     backend = restricted(hessian.backend, config.parameters)
     analysis, share = work.analysis.prepared(backend, config), share_of(backend)
-    with hessian.measuring() as operator:
-        gradient = operator.cost.gradient_seconds
+    for _ in range(2):  # the first one in a process is slow, and would be off by much
+        with hessian.measuring() as operator:
+            gradient = operator.cost.gradient_seconds
     parts: list[str] = [plan_here(analysis, backend, config).table()]
     machine = times.CPU if share.tier == "host" else times.ACCELERATOR
     try:

@@ -61,8 +61,8 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
 
     Args:
         trainer: The Trainer to which the callback is added.
-        config: The settings; None for the "hessian" section of the Trainer's DeepSpeed config.
-            Needed where the Trainer runs without DeepSpeed.
+        config: The settings, or a dictionary of them; None for the "hessian" section of the
+            Trainer's DeepSpeed config. Needed where the Trainer runs without DeepSpeed.
         batches: This rank's micro-batches: what the Trainer gives its model, each a mapping; None
             for the first ones of training, which a job that is resumed measures again.
         dataset: Instead of `batches`, a dataset whose first samples are measured, by the Trainer's
@@ -72,7 +72,7 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         micro_batches: The micro-batches that are measured, or captured so far.
 
     Raises:
-        ConfigError: both `batches` and `dataset` are given.
+        ConfigError: both `batches` and `dataset` are given, or a setting is wrong.
     """
 
     before_start = "give HessianCallback its batches or a dataset"
@@ -80,14 +80,15 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
     def __init__(
         self,
         trainer: Trainer,
-        config: HessianConfig | None = None,
+        config: HessianConfig | Mapping[str, object] | None = None,
         batches: Iterable[Mapping[str, object]] | None = None,
         dataset: Sequence[object] | None = None,
     ) -> None:
         super().__init__()
         if batches is not None and dataset is not None:
             raise ConfigError("HessianCallback takes batches or a dataset, not both")
-        self.trainer, self._given = trainer, config
+        self.trainer = trainer
+        self._given = HessianConfig.parse(config) if isinstance(config, Mapping) else config
         self._batches, self._dataset = batches, dataset
         self.micro_batches: list[_MicroBatch] = []
         self._resumed = False

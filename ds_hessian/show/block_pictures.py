@@ -14,7 +14,16 @@ from ds_hessian.records.base import Measured
 from ds_hessian.records.estimate import Estimate
 from ds_hessian.show.canvas import Style, new_figure, save_figure, tidy, write_title
 from ds_hessian.show.layers import layer_shares
-from ds_hessian.show.style import BLUE, GREY, INK, MATRICES, PHRASES, VERMILLION, short
+from ds_hessian.show.style import (
+    BLUE,
+    GREY,
+    INK,
+    MATRICES,
+    PHRASES,
+    VERMILLION,
+    micro_batches,
+    short,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +44,7 @@ def about(record: Measured) -> str:
     source = record.provenance
     return (
         f"step {source.step:,}   |   {source.layout}, {source.arithmetic}, "
-        f"{source.num_micro_batches} micro-batches"
+        f"{micro_batches(source.num_micro_batches)}"
     )
 
 

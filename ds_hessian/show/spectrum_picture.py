@@ -21,7 +21,17 @@ from ds_hessian.show.spectrum_view import (
     SpectrumView,
     Stem,
 )
-from ds_hessian.show.style import BLUE, EIGENVALUE, GREY, INK, MATRICES, VERMILLION, count, short
+from ds_hessian.show.style import (
+    BLUE,
+    EIGENVALUE,
+    GREY,
+    INK,
+    MATRICES,
+    VERMILLION,
+    count,
+    micro_batches,
+    short,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,7 +72,7 @@ def spectrum_picture(spectrum: HessianSpectrum, path: Path) -> Path:
         figure,
         f"{MATRICES[source.operator]} spectrum",
         f"{count(spectrum.n)} parameters, step {source.step:,}{loss}   |   {source.layout}, "
-        f"{source.arithmetic}, {source.num_micro_batches} micro-batches",
+        f"{source.arithmetic}, {micro_batches(source.num_micro_batches)}",
     )
     handles, labels = whole.get_legend_handles_labels()
     figure.legend(

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from ds_hessian.records.provenance import Cost, Provenance
 from ds_hessian.records.spectrum import HessianSpectrum
-from ds_hessian.show.style import MATRICES
+from ds_hessian.show.style import MATRICES, micro_batches
 
 Array = NDArray[np.float64]
 
@@ -82,7 +82,7 @@ def _rows(spectrum: HessianSpectrum) -> list[tuple[str, str]]:
         *([("passes", source.passes)] if source.passes else []),
         (
             "measured on",
-            f"{source.layout}, {source.arithmetic}, {source.num_micro_batches} micro-batches, "
+            f"{source.layout}, {source.arithmetic}, {micro_batches(source.num_micro_batches)}, "
             f"{source.probe} probes, seed {source.seed}{of_block(source)}",
         ),
     ]

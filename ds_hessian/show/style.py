@@ -37,3 +37,8 @@ def count(n: int) -> str:
 def short(value: float) -> str:
     """Return a value to three digits."""
     return f"{value:.3g}" if abs(value) < 100 or abs(value) >= 1e5 else f"{value:.0f}"
+
+
+def micro_batches(number: int) -> str:
+    """Return a number of micro-batches in words: `1 micro-batch`, `8 micro-batches`."""
+    return f"{number} micro-batch" + "es" * (number != 1)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ds_hessian.records.sweep import DisplacementSweep
 from ds_hessian.show.canvas import Style, new_figure, save_figure, tidy, write_title
-from ds_hessian.show.style import COLORS, GREY
+from ds_hessian.show.style import COLORS, GREY, micro_batches
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +37,7 @@ def sweep_picture(sweep: DisplacementSweep, path: Path) -> Path:
         figure,
         "Curvature against scale",
         f"{sweep.n:,} parameters, step {source.step:,}{loss}   |   {source.layout}, "
-        f"{source.arithmetic}, {source.num_micro_batches} micro-batches, {source.scheme}",
+        f"{source.arithmetic}, {micro_batches(source.num_micro_batches)}, {source.scheme}",
     )
     return save_figure(figure, path)
 

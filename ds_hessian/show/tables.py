@@ -31,7 +31,7 @@ from ds_hessian.records.sweep import DisplacementSweep
 from ds_hessian.records.verdict import SelfTest
 from ds_hessian.show.layers import layer_shares
 from ds_hessian.show.spectrum_table import of_block, of_sides, spectrum_headline, spectrum_rows
-from ds_hessian.show.style import MATRICES, PHRASES
+from ds_hessian.show.style import MATRICES, PHRASES, micro_batches
 from ds_hessian.table import Table
 
 Rows = list[tuple[str, str]]
@@ -87,7 +87,7 @@ def _price(record: Measured) -> str:
 
 def _measured_on(record: Measured) -> str:
     source = record.provenance
-    where = f"{source.layout}, {source.arithmetic}, {source.num_micro_batches} micro-batches"
+    where = f"{source.layout}, {source.arithmetic}, {micro_batches(source.num_micro_batches)}"
     return where + of_block(source)
 
 

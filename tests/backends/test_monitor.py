@@ -98,8 +98,31 @@ def wandb_rows(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def comet_content(folder: Path) -> tuple[dict[str, dict[int, float]], dict[str, list[int]]]:
+    """What the only offline experiment in a folder has: `{name: {step: value}}`, `{kind: steps}`.
+
+    The second are its histograms and pictures.
+    """
+    (archive,) = folder.glob("*.zip")
+    with zipfile.ZipFile(archive) as file:
+        messages = [json.loads(line) for line in file.read("messages.json").splitlines()]
+    logged: dict[str, dict[int, float]] = {}
+    for message in messages:
+        if message["type"] == "metric_msg":
+            metric = message["payload"]["metric"]
+            logged.setdefault(metric["metricName"], {})[metric["step"]] = metric["metricValue"]
+    files: dict[str, list[int]] = {}
+    for payload in (m["payload"] for m in messages if m["type"] == "file_upload"):
+        if payload["upload_type"] in ("histogram3d", "visualization"):
+            steps = files.setdefault(payload["upload_type"], [])
+            steps.append(payload["additional_params"]["step"])
+    return logged, files
+
+
 @pytest.mark.full
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("wandb") is None, reason="wandb is not installed (extra: monitors)"
+)
 def test_wandb_offline_has_every_figure_over_the_optimizer_step(tmp_path: Path) -> None:
     pool = RankPool(2)  # of its own: W&B keeps a run for the process
     try:
@@ -122,7 +145,10 @@ def test_wandb_offline_has_every_figure_over_the_optimizer_step(tmp_path: Path) 
 
 
 @pytest.mark.full
-@pytest.mark.skipif(importlib.util.find_spec("comet_ml") is None, reason="Comet is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("comet_ml") is None,
+    reason="comet_ml is not installed (extra: monitors)",
+)
 def test_comet_offline_has_every_figure_at_its_step(tmp_path: Path) -> None:
     pool = RankPool(2)  # of its own: Comet keeps an experiment for the process
     try:
@@ -130,17 +156,7 @@ def test_comet_offline_has_every_figure_at_its_step(tmp_path: Path) -> None:
         spectra = pool.run(jobs.monitored, str(tmp_path / "out"), tools, str(tmp_path))[0]
     finally:
         pool.close()
-    (archive,) = tmp_path.glob("*.zip")
-    with zipfile.ZipFile(archive) as file:
-        messages = [json.loads(line) for line in file.read("messages.json").splitlines()]
-    logged: dict[str, dict[int, float]] = {}
-    for message in messages:
-        if message["type"] == "metric_msg":
-            metric = message["payload"]["metric"]
-            logged.setdefault(metric["metricName"], {})[metric["step"]] = metric["metricValue"]
+    logged, files = comet_content(tmp_path)
     for name, values in expected(spectra).items():
         assert logged[f"Train/Hessian/{name}"] == pytest.approx(values, rel=1e-12)
-    files = [m["payload"] for m in messages if m["type"] == "file_upload"]
-    for kind in ("histogram3d", "visualization"):
-        of_kind = [f["additional_params"]["step"] for f in files if f["upload_type"] == kind]
-        assert of_kind == [2, 4]
+    assert files == {"histogram3d": [2, 4], "visualization": [2, 4]}

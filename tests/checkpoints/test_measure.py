@@ -399,6 +399,9 @@ def test_a_tokenizer_is_read_only_where_there_is_text(tmp_path: Path) -> None:
     command = (*command, "-o", tmp_path / "run", "--data")
     refused_in_one_line(call(*command, texts), "cannot read the tokenizer in")
     assert call(*command, tokens).returncode == 0
+    for row in ({"input_ids": [1, 999]}, {"input_ids": [1, 2], "labels": [1, -7]}):
+        unknown = jobs.write_lines(tmp_path / "c.jsonl", [row])
+        refused_in_one_line(call(*command, unknown), "has the token .*, the model knows 0 to")
 
 
 def test_the_step_of_a_checkpoint_is_in_its_name_or_its_place(files: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -30,9 +31,12 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
         table.to_parquet(str(path))
     elif path.suffix == ".csv":
         table.to_csv(str(path))
-    elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif ".jsonl" in path.name.lower():
+        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
     else:
+        if "input_ids" in table.column_names:
+            table.set_format("torch")
         table.save_to_disk(str(path))
     return path
 
@@ -48,10 +52,11 @@ def test_every_kind_of_file_gives_the_same_sequences(tmp_path: Path) -> None:
     texts = [{"text": " ".join(map(str, tokens))} for tokens in TOKENS]
     found = [
         read_micro_batches(write(tmp_path / name, texts), tokenize=tokenize, context=4)
-        for name in ("a.jsonl", "a.parquet", "a.csv", "folder")
+        for name in ("a.jsonl", "A.JSONL", "a.jsonl.gz", "a.parquet", "a.csv", "folder")
     ]
-    ids = write(tmp_path / "ids.jsonl", [{"input_ids": tokens} for tokens in TOKENS])
-    found.append(read_micro_batches(ids, context=4))
+    for name in ("ids.jsonl", "ids"):
+        ids = write(tmp_path / name, [{"input_ids": tokens} for tokens in TOKENS])
+        found.append(read_micro_batches(ids, context=4))
     assert all(same(found[0], each) for each in found[1:])
     # Cut at 4 tokens; a sequence of a single token has nothing to predict.
     kept = [[1, 2, 3, 4], [1, 2], [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11], [1, 2, 3]]
@@ -97,20 +102,34 @@ def test_masked_tokens_and_given_labels_keep_their_weights(tmp_path: Path) -> No
     ("name", "text", "message"),
     [
         ("a.jsonl", '{"text": "1 2"}\n{"text', "cannot read"),
-        ("a.jsonl", '{"prompt": "1 2", "answer": "3"}\n', "has the columns prompt, answer"),
+        (
+            "a.jsonl",
+            '{"prompt": "1 2", "answer": "3"}\n',
+            r"has the columns prompt \(str\), answer",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "1 2"}\n{"text": null}\n',
+            r"row 1, has the columns text \(NoneType\)",
+        ),
+        ("a.jsonl", '{"messages": [{"content": "1 2"}]}\n', r"columns messages \(list\)"),
         ("a.jsonl", '{"text": "1"}\n', "no sequence of two tokens"),
         ("a.jsonl", '{"input_ids": [1, 2], "labels": [1]}\n', "labels must be a list of 2"),
         ("a.jsonl", '{"input_ids": ["a", "b"]}\n', "must hold integers"),
         ("a.jsonl", '{"x": [1.0]}\n{"x": [1.0, 2.0]}\n', "same columns and sizes"),
         ("a.parquet", "no parquet", "cannot read"),
         ("a.xyz", "1 2", "ends in none of"),
-        ("a.txt", "", "no sequence of two tokens"),
+        ("a.txt", " ", "no sequence of two tokens"),
+        ("a.jsonl", "", "is empty"),
     ],
 )
-def test_unusable_data_is_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_unusable_data_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, text: str, message: str
+) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_micro_batches(tmp_path / name, tokenize=tokenize)
+    assert capfd.readouterr().err == ""
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ def train(folder: Path, measured: bool, steps: int = 4, **options: Any) -> dict[
         folder: Where results go.
         measured: Whether the callback is added.
         steps: How many.
-        options: Of the callback; `settings` over those of its configuration.
+        options: Of the callback; `settings` over those of its configuration, which is given as a
+            `kind`; and `report_to`, a tool that the Trainer reports to.
     """
     from transformers import Trainer, TrainingArguments
 
@@ -31,13 +32,14 @@ def train(folder: Path, measured: bool, steps: int = 4, **options: Any) -> dict[
         max_steps=steps,
         learning_rate=1e-2,
         use_cpu=True,
-        report_to="none",
+        report_to=options.pop("report_to", "none"),
         save_strategy="no",
         logging_steps=2,
         disable_tqdm=True,
     )
     own = {"sharpness_interval": 3, "output_path": str(folder / "out")}
-    settings = HessianConfig(**{**jobs.SECTION, **own, **options.pop("settings", {})})
+    kind = options.pop("kind", HessianConfig)
+    settings = kind(**{**jobs.SECTION, **own, **options.pop("settings", {})})
     model = jobs.make_model("gpt2", attn_implementation="eager")
     trainer = Trainer(model=model, args=arguments, train_dataset=jobs.text(32))
     callback = HessianCallback(trainer, settings, **options)

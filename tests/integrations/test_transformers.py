@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ds_hessian.show.monitor import HISTOGRAM, PICTURE, STEP
+from tests.backends.test_monitor import comet_content, wandb_rows
 from tests.integrations import jobs, plain_jobs
 from tests.nets import DenseHessian
 from tests.ranks import RankPool
-from tests.tiers import needs
+from tests.tiers import cells, needs
 
 pytestmark = needs("transformers", "accelerate")
 Ranks = Callable[[int], RankPool]
@@ -158,7 +160,7 @@ def test_step_0_of_a_trainer_is_measured_on_given_data(
 ) -> None:
     options: dict[str, Any] = {"dataset": jobs.text(32)} if given else {}
     settings = {"interval": 0, "sharpness_interval": 0, "steps": [0, 1]}
-    found = plain_jobs.train(tmp_path, True, steps=1, settings=settings, **options)
+    found = plain_jobs.train(tmp_path, True, steps=1, settings=settings, kind=dict, **options)
     callback = found["callback"]
     assert callback.failures == {} and list(callback.spectra) == ([0, 1] if given else [1])
     assert ("give HessianCallback its batches or a dataset" in caplog.text) is not given
@@ -167,6 +169,48 @@ def test_step_0_of_a_trainer_is_measured_on_given_data(
         assert before.provenance.data_fingerprint == after.provenance.data_fingerprint
         assert before.loss != after.loss
         assert [entry["step"] for entry in found["logged"]] == [0, 1]
+
+
+TOOLS = ("tensorboard", "wandb", "comet_ml")
+
+
+@pytest.mark.parametrize("tool", cells(TOOLS, ["tensorboard"]))
+def test_a_tool_of_the_trainer_gets_figures_histograms_and_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str
+) -> None:
+    module = pytest.importorskip(tool, reason=f"{tool} is not installed (extra: dev, or monitors)")
+    for name, value in (
+        ("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board")),
+        *(("WANDB_MODE", "offline"), ("WANDB_DIR", str(tmp_path)), ("WANDB_SILENT", "true")),
+        *(("COMET_START_ONLINE", "0"), ("COMET_OFFLINE_DIRECTORY", str(tmp_path))),
+    ):
+        monkeypatch.setenv(name, value)
+    settings = {"sharpness_interval": 0, "plot": True}
+    found = plain_jobs.train(tmp_path / "job", True, report_to=tool, settings=settings)
+    assert found["callback"].failures == {} and [e["step"] for e in found["logged"]] == [2, 4]
+    figures = {e["step"]: e["hessian/eigenvalue_max"] for e in found["logged"]}
+    if tool == "tensorboard":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        board = EventAccumulator(str(tmp_path / "board"), {"histograms": 0}).Reload()  # 0 for all
+        scalars = board.Scalars("train/hessian/eigenvalue_max")
+        assert {e.step: e.value for e in scalars} == pytest.approx(figures, rel=1e-6)  # fp32
+        media = [board.Histograms(HISTOGRAM), board.Images(PICTURE)]
+        assert [[e.step for e in events] for events in media] == [[2, 4], [2, 4]]
+    elif tool == "wandb":
+        module.finish()
+        rows = wandb_rows(tmp_path / "wandb")
+        name = "train/hessian/eigenvalue_max"
+        assert {r["train/global_step"]: r[name] for r in rows if name in r} == figures
+        assert [r[STEP] for r in rows if HISTOGRAM in r] == [2, 4]
+        assert (
+            len(list(tmp_path.glob(f"wandb/offline-run-*/files/media/images/{PICTURE}_*.png"))) == 2
+        )
+    else:
+        module.get_running_experiment().end()
+        logged, files = comet_content(tmp_path)
+        assert logged["train/hessian/eigenvalue_max"] == pytest.approx(figures, rel=1e-12)
+        assert files == {"histogram3d": [2, 4], "visualization": [2, 4]}
 
 
 @pytest.mark.full

@@ -36,8 +36,8 @@ CONFIG = {
 }
 
 
-def deepspeed(folder: Path, *command: str, config: dict[str, Any] = CONFIG) -> None:
-    """Run the real launcher on two ranks in a folder with a configuration."""
+def deepspeed(folder: Path, *command: str, config: dict[str, Any] = CONFIG) -> str:
+    """Run the real launcher on two ranks in a folder with a configuration; returns what it says."""
     folder.mkdir(exist_ok=True)
     (folder / "ds_config.json").write_text(json.dumps(config))
     launcher = [
@@ -59,6 +59,7 @@ def deepspeed(folder: Path, *command: str, config: dict[str, Any] = CONFIG) -> N
         timeout=400,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 SCRIPT = (str(HERE / "plain_script.py"), "--steps", "7", "--result", "result.json")
@@ -79,7 +80,8 @@ def test_an_unmodified_script_gets_its_spectra_and_trains_bitwise_the_same(tmp_p
     without = RankPool(2)
     without.run(run_script, tmp_path / "plain")
     without.close()
-    deepspeed(tmp_path / "launched", "--module", "ds_hessian.launch", *SCRIPT, *ARGUMENTS)
+    said = deepspeed(tmp_path / "launched", "--module", "ds_hessian.launch", *SCRIPT, *ARGUMENTS)
+    assert [said.count(f"Hessian spectrum at step {step}:") for step in (3, 6)] == [1, 1]
     plain, launched = (
         json.loads((tmp_path / name / "result.json").read_text()) for name in ("plain", "launched")
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, unquote_to_bytes
 
 import numpy as np
 import pytest
@@ -413,6 +414,23 @@ def test_the_page_of_a_folder_has_its_name_and_lies_in_it(fifty: Path) -> None:
     assert page_of(fifty) == fifty / f"{fifty.name}.html"
     text = write_page(run_in(fifty), page_of(fifty)).read_text(encoding="utf-8")
     assert f"<h1>{fifty.name}</h1>" in text and 'href="step_000020/spectrum.json"' in text
+
+
+@pytest.mark.parametrize("name", [b"run \xff", "50 % #1?é".encode(), b"same", b"link"])
+def test_links_of_a_page_lead_to_records_whatever_their_folders_are_called(
+    tmp_path: Path, name: bytes
+) -> None:
+    run, below = tmp_path / os.fsdecode(name), "same" if name == b"same" else "step #1"
+    spectrum(20).save(tmp_path / "elsewhere" / "step")
+    if name == b"link":
+        run.mkdir()
+        (run / below).symlink_to(tmp_path / "elsewhere" / "step")
+    else:
+        spectrum(20).save(run / below)
+    text = write_page(run_in(run), page_of(run)).read_text(encoding="utf-8")
+    (link,) = re.findall(r'\shref="([^"#][^"]*)"', text)
+    assert (run / os.fsdecode(unquote_to_bytes(link))).samefile(run / below / "spectrum.json")
+    assert unquote(link) == f"{below}/spectrum.json"
 
 
 @pytest.mark.full

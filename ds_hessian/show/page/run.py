@@ -120,7 +120,7 @@ def run_in(folder: Path) -> Run:
         ResultError: there is no such folder, nothing to show in it, or a record in it is broken.
     """
     records = [
-        (found.resolve().name, record)
+        ((found.resolve() if found == folder else found).name, record)
         for kind in SHOWN
         for found, record in records_in(folder, kind).items()
     ]

@@ -35,7 +35,7 @@ from ds_hessian.show.page.style import TEMPLATE
 from ds_hessian.show.page.sweeps import sweeps
 from ds_hessian.show.page.systems import systems
 from ds_hessian.show.page.training import training
-from ds_hessian.show.style import count
+from ds_hessian.show.style import count, micro_batches
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
@@ -71,7 +71,7 @@ def write_page(run: Run, path: Path) -> Path:
         data=_packed(_data(sections, cards, stops)),
     )
     with replacing(path) as file:
-        file.write(page.encode())
+        file.write(page.encode(errors="replace"))  # a folder's name may be no text
     return path
 
 
@@ -101,12 +101,12 @@ def _facts(run: Run) -> list[str]:
     """Return the model, the steps and the layout."""
     records = [record for _, record in run.records if isinstance(record, SHOWN)]
     steps, source = sorted({step_of(r) for r in records}), records[-1].provenance
-    spectra, micro_batches = run.of(HessianSpectrum), source.num_micro_batches
+    spectra = run.of(HessianSpectrum)
     when = f"step {steps[0]:,}"
     if len(steps) > 1:
         when = f"{len(steps)} steps from {steps[0]:,} to {steps[-1]:,}"
     size = [f"{count(spectra[-1].n)} parameters"] if spectra else []
-    data = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
+    data = micro_batches(source.num_micro_batches)
     return [*size, when, source.layout, source.arithmetic, data]
 
 
@@ -130,9 +130,10 @@ def _records(run: Run, path: Path) -> list[tuple[str, Measured, str]]:
 def _link(run: Run, path: Path, name: str, record: Measured) -> str:
     if run.folder is None:
         return ""
-    place = run.folder if name == run.folder.resolve().name else run.folder / name
-    target = (place / f"{record.kind}.json").resolve()
-    return quote(os.path.relpath(target, path.resolve().parent))
+    file = f"{record.kind}.json"
+    below = run.folder / name / file
+    target = below if below.exists() else run.folder / file
+    return quote(os.fsencode(os.path.relpath(target, path.resolve().parent)))
 
 
 def _data(
