@@ -1,18 +1,23 @@
 """What a product and a Lanczos run cost, in gradients of the same engine measured in the same run.
 
     deepspeed --num_accelerators 2 benchmarks/cost.py
+    deepspeed --num_accelerators 2 benchmarks/cost.py --operator ggn
 
 Prints, for a GPT of about 5 million parameters under ZeRO-3: a plain gradient evaluation (forward
 and backward of the engine on the same micro-batches, nothing of ds_hessian in between), a product
 averaged over 20 Lanczos vectors with all trials, the rest of Lanczos as a share of the products,
-and the peak memory of each rank over that of training. Gradients and spectra take turns, since a
-machine's speed changes from minute to minute.
+and the peak memory of each rank over that of training. Of the Gauss-Newton matrix also v'Gv by
+forwards alone, and Kronecker factors of all layers: K-FAC and Shampoo in one pass, EK-FAC in one
+more. Gradients and measurements take turns, since a machine's speed changes from minute to minute.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
+from collections.abc import Iterable, Sequence
 from statistics import fmean
+from typing import Any
 
 import deepspeed
 import torch
@@ -21,6 +26,7 @@ from measuring import peak_bytes, plain_gradient
 from train_gpt import GPT, sample, standard_library
 
 import ds_hessian
+from ds_hessian.operators.kronecker import Kind, Settings, estimate, find_layers
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
@@ -37,6 +43,27 @@ def peak_megabytes() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     return peak_bytes() / 2**20
+
+
+def form_seconds(engine: Any, batches: Iterable[object], count: int = 4) -> list[float]:
+    """The time of v'Gv for vectors after the first, whose displacement they share."""
+    hessian, found = engine.hessian.use(batches), list[float]()
+    with hessian.measuring(operator="ggn") as operator:
+        for seed in range(count + 1):
+            v, began = hessian.random_vector(seed=seed), time.perf_counter()
+            operator.along(v)
+            found.append(time.perf_counter() - began)
+    return found[1:]
+
+
+def factor_seconds(engine: Any, batches: Iterable[object], kinds: Sequence[Kind]) -> float:
+    """The time of Kronecker factors of all linear layers, their decompositions included."""
+    backend = engine.hessian.backend
+    layers, _ = find_layers(backend, None)
+    with backend.measuring(backend.objective(batches)) as session:
+        began = time.perf_counter()
+        estimate(session, backend, layers, Settings(kinds, required=False))
+        return time.perf_counter() - began
 
 
 def main() -> None:
@@ -71,6 +98,23 @@ def main() -> None:
         spectra.append(engine.hessian_spectrum(batches, **settings))
         gradients += [plain_gradient(engine, batches) for _ in range(8)]
     report(engine, spectra, gradients[:-4], trained)
+    if args.operator == "ggn":
+        factors: dict[str, tuple[Kind, ...]] = {
+            "K-FAC": ("kfac",),
+            "K-FAC and Shampoo": ("kfac", "shampoo"),
+            "EK-FAC": ("ekfac",),
+        }
+        beside = [plain_gradient(engine, batches) for _ in range(4)]
+        seconds: dict[str, list[float]] = {name: [] for name in ("v'Gv", *factors)}
+        for _ in range(args.rounds):
+            seconds["v'Gv"] += form_seconds(engine, batches)
+            for name, kinds in factors.items():
+                seconds[name].append(factor_seconds(engine, batches, kinds))
+            beside += [plain_gradient(engine, batches) for _ in range(4)]
+        if dist.get_rank() == 0:
+            for name, found in seconds.items():
+                ratio = fmean(found) / fmean(beside)
+                print(f"{name:33} {fmean(found):8.3f} s  = {ratio:.3f} gradients")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -198,7 +198,8 @@ class JobMeasuring(JobVectors):
         """
         found, overrides = analysis_of(analysis, settings)
         config = self.config.with_overrides(**overrides)
-        return plan_here(found, restricted(self.backend, config.parameters), config)
+        backend = restricted(self.backend, config.parameters)
+        return plan_here(found, backend, config, self._objective)
 
     def _measure(self, analysis: Analysis[R], overrides: Mapping[str, object]) -> R:
         return measure(analysis, self._subject(overrides))

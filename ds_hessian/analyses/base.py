@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from ds_hessian.analyses.measurement import Measurement, Subject, with_fallback
-from ds_hessian.backends.protocol import Backend
+from ds_hessian.backends.protocol import Backend, Objective
 from ds_hessian.backends.restricted import Restricted
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.memory import Item, MemoryPlan, tier_of
-from ds_hessian.operators import LinearOperator
+from ds_hessian.operators import LinearOperator, outputs_of
 from ds_hessian.planning import (
     Needs,
     Settings,
@@ -219,7 +219,7 @@ def decided(analysis: Analysis[Any] | None, subject: Subject) -> Subject:
 
     Collective.
     """
-    share, space = share_of(subject.backend), subject.backend.space
+    share, space = _share(subject), subject.backend.space
 
     def needs(config: HessianConfig) -> list[Needs]:
         with together("planning the memory", device=space.device):
@@ -232,12 +232,17 @@ def decided(analysis: Analysis[Any] | None, subject: Subject) -> Subject:
     return replace(subject, config=config, choice=choice)
 
 
-def plan_here(analysis: Analysis[Any], backend: Backend, config: HessianConfig) -> MemoryPlan:
+def plan_here(
+    analysis: Analysis[Any],
+    backend: Backend,
+    config: HessianConfig,
+    objective: Objective | None = None,
+) -> MemoryPlan:
     """Return the memory plan of an analysis on this rank.
 
     Of passes whose precision is `auto`, those that this rank alone would choose. Not collective.
     """
-    share, device = share_of(backend), backend.space.device
+    share, device = share_of(backend, objective, config.outputs), backend.space.device
     config, choice = chosen(share, config, lambda c: [_wide_needs(analysis, share, c, device)])
     return plan(analysis, share, config, in_words(config, choice))
 
@@ -263,7 +268,7 @@ def plan_or_refuse(analysis: Analysis[R], subject: Subject) -> None:
 
     Collective.
     """
-    share, space, config = share_of(subject.backend), subject.backend.space, subject.config
+    share, space, config = _share(subject), subject.backend.space, subject.config
     with together("planning the memory", device=space.device):
         free = free_memory(config.basis.folder, space.device, config.resume)
         needs = needs_of(analysis, share, config, free)
@@ -274,9 +279,22 @@ def plan_or_refuse(analysis: Analysis[R], subject: Subject) -> None:
         refuse_too_large(analysis, config, gather_objects(needs))
 
 
-def share_of(backend: Backend) -> Share:
-    """Return this rank's share of the job, for memory plans."""
+def _share(subject: Subject) -> Share:
+    return share_of(subject.backend, subject.objective, subject.config.outputs)
+
+
+def share_of(
+    backend: Backend, objective: Objective | None = None, outputs: str | None = None
+) -> Share:
+    """Return this rank's share of the job, for memory plans.
+
+    Args:
+        backend: The job.
+        objective: Its micro-batches; None where they are not known.
+        outputs: The name of the module that returns the model's outputs; None if it is to be found.
+    """
     space = backend.space
+    foreseen = outputs_of(backend.modules, objective.batches if objective else (), outputs)
     whole = backend.whole.space.n_local if isinstance(backend, Restricted) else 0
     return Share(
         space.n,
@@ -286,6 +304,7 @@ def share_of(backend: Backend) -> Share:
         backend.precisions,
         backend.compute_dtype,
         whole,
+        foreseen,
     )
 
 

@@ -271,24 +271,25 @@ def _to(value: Any, device: torch.device, widen: bool) -> Any:
 
 def _digest(batches: Sequence[object]) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for tensor in _tensors(batches):
+    for tensor in tensors_of(batches):
         digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
         raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         digest.update(raw.numpy().tobytes())
     return digest.hexdigest()
 
 
-def _tensors(value: object) -> Iterable[Tensor]:
+def tensors_of(value: object) -> Iterable[Tensor]:
+    """Yield the tensors in a micro-batch, or in nested containers of them."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Call):
-        yield from _tensors((value.args, value.kwargs))
+        yield from tensors_of((value.args, value.kwargs))
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
 
 
 def _kind(value: object) -> str:

@@ -6,6 +6,7 @@ from ds_hessian.operators.evaluations import expected_evaluations
 from ds_hessian.operators.finite_difference import FiniteDifferenceHessian
 from ds_hessian.operators.memory import memory_of_operator, memory_of_sweep
 from ds_hessian.operators.outputs.gauss_newton import GaussNewton
+from ds_hessian.operators.outputs.planned import Outputs, outputs_of
 from ds_hessian.operators.protocol import (
     Curvature,
     LinearOperator,
@@ -26,6 +27,7 @@ __all__ = [
     "LinearOperator",
     "Metric",
     "OperatorCost",
+    "Outputs",
     "Product",
     "Scale",
     "Scheme",
@@ -37,6 +39,7 @@ __all__ = [
     "expected_evaluations",
     "memory_of_operator",
     "memory_of_sweep",
+    "outputs_of",
     "scaled",
     "scaled_in_place",
     "sweep",

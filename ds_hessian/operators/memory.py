@@ -5,6 +5,7 @@ from __future__ import annotations
 from ds_hessian.config import OUTPUT_MATRICES, OperatorName
 from ds_hessian.memory import FP32, Item, Tier
 from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
+from ds_hessian.operators.outputs.planned import Outputs
 
 
 def memory_of_operator(
@@ -12,21 +13,28 @@ def memory_of_operator(
     tier: Tier,
     scheme: SchemeName = "central",
     operator: OperatorName = "hessian",
+    outputs: Outputs | None = None,
 ) -> list[Item]:
     """Return the items of a curvature.
 
-    A Gauss-Newton or Fisher matrix also holds the outputs of a micro-batch, fp32 and two of them,
-    where these are larger than a vector; a residual holds the cotangents of all micro-batches.
+    A residual also holds the cotangents of all micro-batches, as wide as fp32 at most.
 
     Args:
         n_local: Coordinates on this rank.
         tier: The memory that holds its vectors.
         scheme: The difference formula.
         operator: The curvature.
+        outputs: The model's outputs, which a Gauss-Newton or Fisher matrix and a residual hold;
+            None where they are not foreseen.
     """
+    outputs = outputs or Outputs()
     if operator in OUTPUT_MATRICES:
-        return _of_gauss_newton(FP32 * n_local, tier)
+        return _of_gauss_newton(FP32 * n_local, tier, outputs)
     formula, vector = SCHEMES[scheme], FP32 * n_local
+    held = [
+        Item("cotangents at the weights", tier, outputs.count * outputs.size),
+        Item("outputs of a micro-batch", tier, outputs.size, ("passes",)),
+    ]
     # A trial is compared with the one before; several differences need one more to be added up.
     compared = 2 if len(formula.differences) == 1 else 3
     return [
@@ -35,14 +43,15 @@ def memory_of_operator(
         Item("trial before, or product made again", tier, vector, ("passes",)),
         Item("trials being compared", tier, compared * vector, ("trials",)),
         Item("product", tier, vector, ("orthogonalization", "storing")),
+        *(held if operator == "residual" else []),
     ]
 
 
-def _of_gauss_newton(vector: int, tier: Tier) -> list[Item]:
+def _of_gauss_newton(vector: int, tier: Tier, outputs: Outputs) -> list[Item]:
     return [
         Item("gradient at the weights", tier, vector),
         Item("product, and trial before", tier, 2 * vector, ("passes",)),
-        Item("outputs of some micro-batches", tier, 2 * vector, ("passes",)),
+        Item("outputs of some micro-batches", tier, outputs.peak(vector), ("passes",)),
         Item("product", tier, vector, ("trials", "orthogonalization", "storing")),
     ]
 

@@ -122,7 +122,7 @@ def plan(
             size = share.vectors("", count).size
             items.append(Item(f"state of the run, {count}", "resume", size))
     scheme = config.finite_difference.formula
-    operator = memory_of_operator(share.n_local, share.tier, scheme, config.operator)
+    operator = memory_of_operator(share.n_local, share.tier, scheme, config.operator, share.outputs)
     return MemoryPlan.of(share.backend(precision_of(config)), operator, items, passes=passes)
 
 

@@ -12,6 +12,7 @@ import torch
 from ds_hessian.backends.protocol import Precision
 from ds_hessian.backends.zero.memory import ZeroFigures, memory_of_zero
 from ds_hessian.memory import DTYPES, FP32, Item, Moment, Tier
+from ds_hessian.operators import Outputs
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Share:
         precisions: The precisions that the host supports.
         compute_dtype: The dtype in which training's passes compute.
         whole: Coordinates of all parameters on this rank, if the job is restricted to some; else 0.
+        outputs: What is foreseen of the model's outputs.
     """
 
     n: int
@@ -35,6 +37,7 @@ class Share:
     precisions: tuple[Precision, ...] = ("model",)
     compute_dtype: torch.dtype = torch.float32
     whole: int = 0
+    outputs: Outputs = Outputs()
 
     def vectors(
         self, name: str, count: int, moments: tuple[Moment, ...] = (), stage: str = ""

@@ -58,9 +58,9 @@ def make_engine(
 QUIET = {"progress": False, "plot": False}
 
 
-def my_batches() -> list[Any]:
-    """This rank's part of the `TOTAL` micro-batches."""
-    return [batch(500 + i, 0) for i in range(dist.get_rank(), TOTAL, dist.get_world_size())]
+def my_batches(total: int = TOTAL) -> list[Any]:
+    """This rank's part of the micro-batches of all."""
+    return [batch(500 + i, 0) for i in range(dist.get_rank(), total, dist.get_world_size())]
 
 
 def full_weights(engine: Any) -> dict[str, Tensor] | None:

@@ -17,7 +17,7 @@ from ds_hessian.ops import async_io
 from ds_hessian.planning import free_memory
 from tests.backends.peaks import peaks
 
-WIDTH, DEPTH = 512, 4
+WIDTH, DEPTH, CLASSES = 512, 4, 2048
 
 
 class Tower(nn.Module):
@@ -34,7 +34,20 @@ class Tower(nn.Module):
         return x.pow(2).mean()
 
 
-def make_engine(stage: int, dtype: str = "fp32") -> Any:
+class Words(nn.Module):
+    """A cross entropy of more outputs than a rank has weights, or of fewer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        """The mean over tokens."""
+        logits = self.head(torch.tanh(self.body(x)))
+        return nn.functional.cross_entropy(logits.float(), labels)
+
+
+def make_engine(stage: int, dtype: str = "fp32", tokens: int = 0) -> Any:
     """An engine that has made a training step, so that training's own memory is there."""
     torch.manual_seed(0)
     config: dict[str, Any] = {
@@ -54,19 +67,21 @@ def make_engine(stage: int, dtype: str = "fp32") -> Any:
     }
     if dtype != "fp32":
         config[dtype] = {"enabled": True}
-    model = Tower()
+    model = Words() if tokens else Tower()
     engine = ds_hessian.initialize(model=model, model_parameters=model.parameters(), config=config)[
         0
     ]
-    engine.backward(engine(batches(dtype_of(engine))[0]))
+    engine.backward(engine(*batches(dtype_of(engine), tokens)[0]))
     engine.step()
     return engine
 
 
-def batches(dtype: torch.dtype) -> list[Tensor]:
-    """Two micro-batches."""
+def batches(dtype: torch.dtype, tokens: int = 0) -> list[tuple[Tensor, ...]]:
+    """Two micro-batches of `Tower`, or of `Words` with so many tokens."""
     generator = torch.Generator().manual_seed(3)
-    return [torch.randn(2, WIDTH, generator=generator).to(dtype) for _ in range(2)]
+    found = [torch.randn(tokens or 2, WIDTH, generator=generator).to(dtype) for _ in range(2)]
+    labels = torch.arange(tokens) % CLASSES
+    return [(x, labels) if tokens else (x,) for x in found]
 
 
 def dtype_of(engine: Any) -> torch.dtype:
@@ -76,21 +91,21 @@ def dtype_of(engine: Any) -> torch.dtype:
 
 
 def measured_and_planned(
-    stage: int, dtype: str, cases: list[tuple[str, dict[str, Any]]]
+    stage: int, dtype: str, cases: list[tuple[str, dict[str, Any]]], tokens: int = 0
 ) -> list[tuple[list[int], list[int], float]]:
     """For each case ([measured host, disk, resume], the same planned, bytes of a vector).
 
     What forward and backward need in training is measured too, and added to the plan's passes:
     twice that where training's are in 16 bits and those of the measurement in fp32.
     """
-    engine = make_engine(stage, dtype)
-    data = batches(dtype_of(engine))
+    engine = make_engine(stage, dtype, tokens)
+    data = batches(dtype_of(engine), tokens)
     hessian = engine.hessian.use(data[:1])
     hessian.spectrum(num_matvecs=2, mode="selective")  # modules are imported, kernels loaded
     hessian.trace("hutchinson", 2)
     hessian.eigenpairs(1, max_matvecs=2)
     with peaks() as training:
-        engine.backward(engine(data[0]))
+        engine.backward(engine(*data[0]))
     engine.step()
     needed = training[0] * (1 if dtype == "fp32" else 2)
     passes = Item("a training pass", "host", needed, ("passes",))

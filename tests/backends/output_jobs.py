@@ -12,7 +12,7 @@ from torch import Tensor
 import ds_hessian
 from ds_hessian.config import FiniteDifferenceConfig, OperatorName
 from ds_hessian.operators import curvature
-from tests.backends.jobs import QUIET, full_weights, make_engine, my_batches
+from tests.backends.jobs import QUIET, TOTAL, full_weights, make_engine, my_batches
 from tests.nets import TinyGPT, forward_hooks
 
 
@@ -42,11 +42,11 @@ def products(config: dict[str, Any], precision: str = "model", count: int = 3) -
     return out
 
 
-def spectra(config: dict[str, Any], operators: Sequence[OperatorName]) -> Any:
+def spectra(config: dict[str, Any], operators: Sequence[OperatorName], total: int = TOTAL) -> Any:
     """Lanczos coefficients of each operator in the same session's weights."""
     torch.manual_seed(0)
     engine = make_engine(TinyGPT(dropout=0.1), hessian=QUIET, **config)
-    hessian = engine.hessian.use(my_batches())
+    hessian = engine.hessian.use(my_batches(total))
     found = [hessian.spectrum(operator=name, num_matvecs=6) for name in operators]
     engine.destroy()
     return [(s.alphas[0], s.betas[0]) for s in found]

@@ -103,6 +103,21 @@ def test_the_measured_peak_of_every_analysis_is_within_a_tenth_of_its_plan(
     compare(fresh(2), 3, "fp32", ANALYSES)
 
 
+OUTPUTS = [
+    ("spectrum", {"num_matvecs": 3, "operator": name}) for name in ("ggn", "fisher", "residual")
+]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("tokens", cells([1024, 300, 16], [300]))
+def test_the_outputs_of_a_micro_batch_are_in_the_plan(
+    fresh: Callable[[int], RankPool], tokens: int
+) -> None:
+    """3.2 vectors of outputs, 0.9, and next to none."""
+    for found in fresh(2).run(jobs.measured_and_planned, 3, "fp32", OUTPUTS, tokens, timeout=600):
+        within_a_tenth(OUTPUTS, found)
+
+
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_resume_keeps_is_within_a_tenth_of_the_plan(

@@ -91,11 +91,23 @@ def test_spectra_do_not_depend_on_the_layout(
 ) -> None:
     config = {"zero_optimization": {"stage": stage}}
     for found in ranks(size).run(output_jobs.spectra, config, OPERATORS):
-        for (alphas, betas), (a, b) in zip(found, on_two, strict=True):
-            scale = abs(a).max()
-            # Random directions have the largest relative errors: 3e-4 of |Gv|.
-            assert np.abs(alphas - a).max() < 1e-3 * scale
-            assert np.abs(betas - b).max() < 1e-3 * scale
+        assert_same(found, on_two)
+
+
+@pytest.mark.full
+def test_spectra_of_four_ranks_are_those_of_one(ranks: Ranks) -> None:
+    (one,) = ranks(1).run(output_jobs.spectra, ENGINES["0"], OPERATORS, 4)
+    for found in ranks(4).run(output_jobs.spectra, ENGINES["3"], OPERATORS, 4):
+        assert_same(found, one)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Coefficients of each operator."""
+    for (alphas, betas), (a, b) in zip(found, expected, strict=True):
+        scale = abs(a).max()
+        # Random directions have the largest relative errors: 3e-4 of |Gv|.
+        assert np.abs(alphas - a).max() < 1e-3 * scale
+        assert np.abs(betas - b).max() < 1e-3 * scale
 
 
 TRAINED = {

@@ -48,6 +48,17 @@ def llama() -> Made:
     )
 
 
+def qwen2() -> Made:
+    config = transformers.Qwen2Config(**SMALL, **HEADS, num_key_value_heads=1)
+    labels = words().clone()
+    labels[1, 3:] = -100
+    return (
+        transformers.Qwen2ForCausalLM(config),
+        {"input_ids": words(), "labels": labels},
+        "lm_head",
+    )
+
+
 def mixtral() -> Made:
     config = transformers.MixtralConfig(
         **SMALL,
@@ -99,7 +110,7 @@ def vit() -> Made:
 
 
 @pytest.mark.parametrize(
-    "make", cells([gpt2, llama, mixtral, bert, t5, vit], [gpt2]), ids=lambda f: f.__name__
+    "make", cells([gpt2, llama, qwen2, mixtral, bert, t5, vit], [gpt2]), ids=lambda f: f.__name__
 )
 def test_outputs_are_found_and_products_are_exact(make: Callable[[], Made]) -> None:
     torch.manual_seed(0)

@@ -49,6 +49,7 @@ class Job:
     dispatcher: str = "allgather"
     capacity: float | None = None  # of experts; the tokens beyond it are dropped
     latent: bool = False  # multi-latent attention
+    query_groups: int = 2  # of attention's heads; tensor-parallel ranks must divide them
     dropout: float = 0.0
     bias: bool = True
     dtype: str = "float32"
@@ -119,7 +120,7 @@ def model_config(job: Job) -> Any:
         hidden_size=16,
         ffn_hidden_size=20,
         num_attention_heads=4,
-        num_query_groups=None if job.latent else 2,
+        num_query_groups=None if job.latent else job.query_groups,
         gated_linear_unit=True,
         activation_func=functional.silu,
         add_bias_linear=job.bias,

@@ -14,7 +14,7 @@ from tests.megatron.job import QUIET, Job, groups_of, make_optimizer, wrap
 
 def forward_step(iterator: Any, model: Any) -> Any:
     """The tower's loss."""
-    return model(next(iterator)), lambda loss: (loss.float(), {})
+    return model(*next(iterator)), lambda loss: (loss.float(), {})
 
 
 def measured_and_planned(

@@ -46,11 +46,14 @@ def one(megatron_ranks: Ranks) -> Callable[..., Any]:
     return lambda **layout: get(Job(**layout).alone)
 
 
-@pytest.mark.parametrize("name", cells(LAYOUTS, QUICK))
+TP_4 = {"TP 4": (4, {"tp": 4, "query_groups": 4})}
+
+
+@pytest.mark.parametrize("name", cells([*LAYOUTS, *TP_4], QUICK))
 def test_products_and_spectra_are_those_of_one_process(
     megatron_ranks: Ranks, one: Callable[..., Any], name: str
 ) -> None:
-    size, layout = LAYOUTS[name]
+    size, layout = (LAYOUTS | TP_4)[name]
     vectors, exact, coefficients = one(**layout)
     count = 2 if name in QUICK else 1
     runs = megatron_ranks(size).run(output_jobs.products, Job(**layout), count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ds_hessian.backends import Passes
 from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.config import FiniteDifferenceConfig, OperatorName
 from ds_hessian.errors import ConfigError, UnsupportedError
+from ds_hessian.krylov import lanczos
 from ds_hessian.operators import Curvature, FiniteDifferenceHessian, curvature
 from ds_hessian.vectors import random_vector
 from tests.nets import TinyGPT, batch
@@ -252,6 +254,64 @@ def test_narrow_passes(gpt: nn.Module, dtype: torch.dtype, precision: Any) -> No
             error = relative(product.vector, truth)
             limit = (3e-4 if precision == "fp32" else 0.2) if k == 0 else 0.05
             assert error < min(limit, product.error / LEAST), k
+
+
+class Passing:
+    """A session that counts the gradients and the forwards of single micro-batches."""
+
+    def __init__(self, session: Any) -> None:
+        self._session, self.gradients, self.forwards = session, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def add_gradient(self, out: Tensor, micro_batches: range) -> None:
+        """Of the session."""
+        self.gradients += len(micro_batches)
+        self._session.add_gradient(out, micro_batches)
+
+    def forward(self, micro_batches: range) -> None:
+        """Of the session."""
+        self.forwards += len(micro_batches)
+        self._session.forward(micro_batches)
+
+    def spent(self) -> float:
+        """Passes since the last call, a forward as a third of a gradient."""
+        found, self.gradients, self.forwards = self.gradients + self.forwards / 3, 0, 0
+        return found
+
+
+EXTRA = {tokens: (1, 1), squared: (3, 1), smooth: (1, 3)}
+"""Passes of every micro-batch in which the loss is recognised, and further ones of the first."""
+
+
+@pytest.mark.parametrize("loss", cells(EXTRA, [tokens]), ids=lambda f: f.__name__)
+def test_the_cost_is_that_of_the_passes_that_are_made(
+    gpt: nn.Module, loss: Callable[..., Tensor]
+) -> None:
+    data = [batch(500 + i, 0) for i in range(8)]
+    backend, (every, first) = ModuleBackend(gpt), EXTRA[loss]
+    least = 8 / 3 if loss is smooth else 5 / 3
+    with backend.measuring(backend.objective(data, loss)) as session:
+        passing: Any = Passing(session)
+        g = curvature(passing, FiniteDifferenceConfig(), "ggn")
+        assert passing.spent() == every * len(data) + first
+        fresh = partial(random_vector, backend.layout, backend.space)
+        lanczos(g, fresh(0), 20, fresh)
+        assert g.cost.products == 20
+        mean = passing.spent() / len(data) / 20
+        assert mean == pytest.approx(g.cost.gradient_evaluations / 20)
+        assert least <= mean <= (1.05 if loss is tokens else 1.1) * least
+        forms = curvature(passing, FiniteDifferenceConfig(), "ggn")
+        passing.spent()
+        found = list[float]()
+        for seed in range(3):
+            forms.along(fresh(seed))
+            found.append(passing.spent() / len(data))
+        # All micro-batches at one displacement, and the largest at another one.
+        each = 2 / 3 if loss is not smooth else 8 / 3
+        assert found[1:] == pytest.approx([each * 9 / 8] * 2)
+        assert found[0] <= each * 18 / 8
 
 
 # ---- outputs

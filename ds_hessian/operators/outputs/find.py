@@ -1,9 +1,10 @@
 """Finding the outputs of a model: the module from whose output on the loss is a known function.
 
-A module that is named is taken. Otherwise the modules are watched in one gradient: where the
-cotangent at a module's output is that of cross entropy, the output is the logits; where this is so
-at none, the outputs are those of the module that transformers call the output embeddings, or of the
-last that was called. Two different outputs with a cross entropy are two heads, which are refused.
+A module that the host or the user names is taken. Otherwise the modules are watched in one
+gradient: where the cotangent at a module's output is that of cross entropy, the output is the
+logits; where this is so at none, the outputs are those of the module that transformers call the
+output embeddings, or of the last that was called. Two different outputs with a cross entropy are
+two heads, which are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from ds_hessian.backends.function import beside
 from ds_hessian.backends.protocol import Session
 from ds_hessian.errors import ConfigError, UnsupportedError
-from ds_hessian.operators.outputs.losses import read_cross_entropy
+from ds_hessian.operators.outputs.losses import Tokens, read_cross_entropy
 from ds_hessian.operators.outputs.tap import Tap, in_backward, tensor_of
 
 CALLED, ELSEWHERE, SEEN, OTHER, ORDER = range(5)
@@ -34,7 +35,7 @@ class _Watch:
     def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
         self.named = named
         self.table = torch.zeros(len(named), 5, dtype=torch.float64)
-        self.outputs: dict[int, Tensor] = {}  # of cross entropies
+        self.outputs: dict[int, tuple[Tensor, Tokens]] = {}  # of cross entropies
         self._ended = 0
 
     @contextmanager
@@ -63,14 +64,44 @@ class _Watch:
     def _judge(self, number: int, f: Tensor, version: int, c: Tensor) -> None:
         if not bool(c.any()):
             return
-        if f._version != version or read_cross_entropy(f, c) is None:
+        found = None if f._version != version else read_cross_entropy(f, c)
+        if found is None:
             self.table[number, OTHER] += 1
         else:
             self.table[number, SEEN] += 1
-            self.outputs[number] = f
+            self.outputs[number] = f, found
 
 
-def find_outputs(session: Session, name: str | None, out: Tensor) -> Tap:
+def known_outputs(session: Session, name: str | None) -> Tap | None:
+    """Return the tap at the outputs that the host names; None where they are to be found.
+
+    Args:
+        session: The measurement.
+        name: The module's name, or None.
+
+    Raises:
+        ConfigError: the host has another name for it.
+        UnsupportedError: no rank has the module.
+
+    Collective: one small all-reduce.
+    """
+    head = session.head
+    if head.name is None:
+        return None
+    if name not in (None, head.name):
+        raise ConfigError(
+            f"outputs: on this host they are those of {head.name!r}, got {name!r}; leave it out"
+        )
+    have = torch.tensor([head.module is not None], dtype=torch.float64)
+    if not session.space.reduce(have)[0]:
+        raise UnsupportedError(
+            f"ds_hessian does not support operators of the outputs of a model without a "
+            f"{head.name!r} on any rank"
+        )
+    return Tap(head.name, head.module, head.per_unit)
+
+
+def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, Tokens | None]:
     """Return the tap at the outputs, and add the gradient of the first micro-batch to `out`.
 
     Args:
@@ -78,26 +109,17 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> Tap:
         name: The module's name, or None.
         out: `(n_local,)` fp32.
 
+    Returns:
+        The tap, and the cross entropy of the first micro-batch, in units of its cotangents, if it
+        was seen on every rank.
+
     Raises:
         ConfigError: there is no module of that name, or none that could be taken.
         UnsupportedError: there are several heads.
 
-    Collective: the gradient, and one small all-reduce.
+    Collective: the gradient, and two small all-reduces.
     """
     head = session.head
-    if head.name is not None and name in (None, head.name):
-        session.add_gradient(out, range(1))
-        have = torch.tensor([head.module is not None], dtype=torch.float64)
-        if not session.space.reduce(have)[0]:
-            raise UnsupportedError(
-                f"ds_hessian does not support operators of the outputs of a model without a "
-                f"{head.name!r} on any rank"
-            )
-        return Tap(head.name, head.module, head.per_unit)
-    if head.name is not None:
-        raise ConfigError(
-            f"outputs: on this host they are those of {head.name!r}, got {name!r}; leave it out"
-        )
     if not head.modules:
         raise UnsupportedError(
             "ds_hessian does not support operators of the outputs of this tensor-parallel model, "
@@ -112,7 +134,10 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> Tap:
     table = session.space.reduce(mine.reshape(-1)).reshape(mine.shape)
     chosen = _named(name, named) if name is not None else _chosen(session, named, table)
     _refuse_other_heads(session, named, table, watch, chosen)
-    return Tap(named[chosen][0] or "the model itself", named[chosen][1])
+    tap = Tap(named[chosen][0] or "the model itself", named[chosen][1])
+    once = table[chosen, [CALLED, ELSEWHERE, SEEN]].tolist()
+    everywhere = once == [session.space.world_size, 0, session.space.world_size]
+    return tap, watch.outputs[chosen][1] if everywhere else None
 
 
 def _named(name: str, named: Sequence[tuple[str, nn.Module]]) -> int:
@@ -153,8 +178,8 @@ def _refuse_other_heads(
 ) -> None:
     """Raise if the outputs of another module, other numbers, have a cross entropy too."""
     different = torch.zeros(len(named), dtype=torch.float64)
-    mine = watch.outputs.get(chosen)
-    for number, f in watch.outputs.items():
+    mine, _ = watch.outputs.get(chosen, (None, None))
+    for number, (f, _) in watch.outputs.items():
         different[number] = not _same(f, mine)
     different = session.space.reduce(different)
     heads = [n for (n, _), other in zip(named, different, strict=True) if other]

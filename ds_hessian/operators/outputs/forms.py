@@ -6,8 +6,9 @@ Two forwards over all micro-batches, two thirds of a gradient; nothing is kept f
 form is that of a square, so that rounding of the outputs enters it in second order, and the first
 order of what is left falls as h^2: between the two it hardly depends on h, and the change from one
 displacement to another is the error. It is measured on the micro-batch with the largest form, of
-which the sum is mostly made: at a ladder of displacements for the first vector and at one beside
-the best for others. Two forms may agree by chance, so no error is stated that is less than is usual
+which the sum is mostly made, at one displacement beside the best; that is found for the first
+vector, at a ladder of displacements of the first micro-batch, and anew where the largest one says
+something else. Two forms may agree by chance, so no error is stated that is less than is usual
 among the vectors so far.
 """
 
@@ -51,15 +52,18 @@ class Ladder:
             first: A displacement for a vector of which nothing is known.
             least: A displacement that rounding of the weights loses.
         """
-        found, relative = forms(self._h or first, None), math.inf
+        one, relative = None, 0.0
+        if not self._h:
+            one, relative = 0, self._descend(forms, 0, STEP * first, least)
+        found = forms(self._h, None)
         largest = int(abs(found).argmax())
-        if self._h:
-            relative = self._change_above(forms, found, largest)
-        if relative > SMALL:
-            relative = self._descend(forms, range(largest, largest + 1), STEP * first, least)
-            found, before = forms(self._h, None), largest
+        if largest != one:  # which may bend more
+            relative = max(relative, self._change_above(forms, found, largest))
+        if relative > SMALL and largest != one:
+            one, relative = largest, self._descend(forms, largest, STEP * first, least)
+            found = forms(self._h, None)
             largest = int(abs(found).argmax())
-            if largest != before:  # which may bend more
+            if largest != one:
                 relative = max(relative, self._change_above(forms, found, largest))
         self._errors.append(relative)
         error = max(relative, float(np.median(self._errors))) * float(abs(found).mean())
@@ -72,8 +76,11 @@ class Ladder:
         """
         return _change(float(found[one]), float(forms(STEP * self._h, range(one, one + 1))[0]))
 
-    def _descend(self, forms: Forms, one: range, top: float, least: float) -> float:
-        """Take the displacement where the form changes least; return the change."""
+    def _descend(self, forms: Forms, number: int, top: float, least: float) -> float:
+        """Take the displacement where the form of one micro-batch changes least; return by how
+        much.
+        """
+        one = range(number, number + 1)
         heights, found, changes = [top], [float(forms(top, one)[0])], list[float]()
         # The curvature can be that of parameters far smaller than the norm of all: then forms fall
         # as 1 / h^2 at every height so far.

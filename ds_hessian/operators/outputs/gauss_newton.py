@@ -109,7 +109,7 @@ class GaussNewton:
             session.unit_roundoff ** (1 / 3),
             *self._room(reading.largest),
         )
-        self._around = self._gradient_around(reading)
+        self._around = self._gradient_around() if reading.passes_by else None
         self._before: _Before | None = None
         self._ladder = Ladder()
         self._choices = (0.0, 0.0)  # held, and changed, at that of the last forms of all
@@ -140,21 +140,16 @@ class GaussNewton:
         found = self.space.reduce(mine.reshape(-1)).reshape(2, -1)
         return int(found[0].max()), int(found[1].min())
 
-    def _gradient_around(self, reading: Reading) -> tuple[Tensor, Tensor] | None:
-        """Return the gradients of pilot and rest that do not pass the outputs; None for none.
+    def _gradient_around(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of pilot and rest that do not pass the outputs.
 
         Differences of two evaluations do not have them.
         """
-        if self._passes.product is None:
-            return None
-        around = self.space.zeros()
-        self._passes.around(around, self._pilot)
-        if not self.space.norm(around):
-            return None
-        rest = self.space.zeros()
+        pilot, rest = self.space.zeros(), self.space.zeros()
+        self._passes.around(pilot, self._pilot)
         if self._rest:
             self._passes.around(rest, self._rest)
-        return around, rest
+        return pilot, rest
 
     @property
     def gradient_norm(self) -> float:
@@ -256,7 +251,7 @@ class GaussNewton:
         """Return the curvature along `v` by its forms, at the displacement where these change least
         (`ds_hessian.operators.outputs.forms`).
         """
-        steps = self._steps
+        steps, started = self._steps, time.perf_counter()
         value, error, h = self._ladder.settled(
             lambda h, some: self._forms(v, h, some), steps.learnt.h, steps.least
         )
@@ -265,6 +260,7 @@ class GaussNewton:
                 f"the curvature at displacement {h:.3e} is not finite: neither are the outputs"
             )
         self._note_product(self._choices)
+        self.cost.product_seconds += time.perf_counter() - started
         return Form(value, error, h)
 
     def _evaluate(self, out: Tensor, v: Tensor, step: float, some: range, first: bool) -> Sums:
@@ -357,7 +353,7 @@ class GaussNewton:
         self._passes.repeat(again, v, self._steps.rounding / length, self._pilot)
         if self._around is not None:
             again.sub_(self._around[0])
-        self.cost.gradient_evaluations += self._passes.gradients / self._count
+        self.cost.gradient_evaluations += self._passes.backwards / self._count
         apart = self.space.norm(again.sub_(out)) * self._unit(trial.h) / share
         self._steps.note_backward(apart, trial)
 

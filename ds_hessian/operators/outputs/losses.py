@@ -10,12 +10,14 @@ and so is the empirical Fisher matrix of tokens, `omega (p - y) <p - y, u>`.
 
 A loss whose cotangent is linear in the outputs (mean squared error) has `H_out u = omega u`.
 
-Memory: a weight, and for the Fisher matrix a label, for each token.
+Memory: a weight, and for the Fisher matrix a label, for each token; beside the outputs and what is
+returned, a block of tokens at a time.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,6 +33,10 @@ where label smoothing and mean squared error are off by 0.25 - 1 (docs/gauss_new
 COHERENT, BIAS = 6.0, 4.0
 """Largest sum of all entries of the cotangents: in standard deviations of their rounding, and in
 roundings of each token, since a softmax in 16 bits does not sum to 1 without bias."""
+
+BLOCKS, LEAST = 16, 2**18
+"""Outputs are worked on in so many blocks of tokens, or in fewer that have so many entries: little
+memory beside the outputs, and work enough for an accelerator."""
 
 
 @dataclass(frozen=True)
@@ -56,22 +62,37 @@ class Tokens:
 
     def hessian(self, f: Tensor, u: Tensor) -> Tensor:
         """Return `H_out u`, in the shape of the outputs, fp32."""
-        p, rows = _softmax(_rows(f, self.dim), self.group), _rows(u, self.dim)
-        mean = _summed((p * rows).sum(-1, keepdim=True), self.group)
-        return _shaped(p * (rows - mean) * self.weights[:, None], f, self.dim)
+        classes, rows = _Classes(f, self.dim, self.group), _rows(u, self.dim)
+        means = classes.new_zeros()
+        for some in classes.blocks():
+            means[some] = (classes.probabilities(some) * rows[some]).sum(-1)
+        means = _summed(means, self.group)
+        out = torch.empty_like(rows, dtype=torch.float32)
+        for some in classes.blocks():
+            p = classes.probabilities(some).mul_(rows[some] - means[some, None])
+            out[some] = p.mul_(self.weights[some, None])
+        return _shaped(out, f, self.dim)
 
     def fisher(self, f: Tensor, u: Tensor) -> Tensor:
         """Return the empirical Fisher matrix of the tokens times u, fp32."""
-        d = _less_labels(_softmax(_rows(f, self.dim), self.group), self.labels)
-        along = _summed((d * _rows(u, self.dim)).sum(-1, keepdim=True), self.group)
-        return _shaped(d * along * self.weights[:, None], f, self.dim)
+        classes, rows = _Classes(f, self.dim, self.group, self.labels), _rows(u, self.dim)
+        along = classes.new_zeros()
+        for some in classes.blocks():
+            along[some] = (classes.less_labels(some) * rows[some]).sum(-1)
+        along = _summed(along, self.group)
+        out = torch.empty_like(rows, dtype=torch.float32)
+        for some in classes.blocks():
+            d = classes.less_labels(some).mul_(along[some, None])
+            out[some] = d.mul_(self.weights[some, None])
+        return _shaped(out, f, self.dim)
 
     def sampled(self, f: Tensor, seed: int) -> Tensor:
         """Return `sqrt(omega) (p - y)` with labels y drawn from the model, fp32.
 
         The mean of its outer products over all draws is `H_out`. Collective in the group.
         """
-        p = _softmax(_rows(f, self.dim), self.group)
+        classes = _Classes(f, self.dim, self.group)
+        p = classes.probabilities(slice(None))
         generator = torch.Generator().manual_seed(seed)
         u = torch.rand(len(p), generator=generator, dtype=torch.float64).to(p.device, p.dtype)
         first, last = _place(self.group)
@@ -132,7 +153,9 @@ def read_cross_entropy(
     return None
 
 
-def keeps_weights(tokens: Tokens, f: Tensor, c: Tensor, added: Tensor, roundoff: float) -> bool:
+def keeps_weights(
+    tokens: Tokens, f: Tensor, c: Tensor, scale: float, added: Tensor, roundoff: float
+) -> bool:
     """Return whether the weights of tokens are the same at other outputs.
 
     Those of a loss of the label's probability that is no cross entropy (focal loss) are functions
@@ -141,21 +164,26 @@ def keeps_weights(tokens: Tokens, f: Tensor, c: Tensor, added: Tensor, roundoff:
     Args:
         tokens: What was read at `f - added`.
         f: The outputs.
-        c: The cotangent there, in the units of the weights.
+        c: The cotangent there.
+        scale: The factor from its units to those of the weights.
         added: What was added to the outputs.
         roundoff: That of the outputs as they were read.
 
     Collective in the group.
     """
     dim, group, weights = tokens.dim, tokens.group, tokens.weights
-    given, here, before = (
-        _rows(c, dim),
-        *(_less_labels(_softmax(_rows(x, dim), group), tokens.labels) for x in (f, f - added)),
-    )
-    rest = given - weights[:, None] * here
-    squares = [x.square().sum(-1) for x in (rest, here, before)]
-    known = [(tokens.labels >= 0).float()]
-    off, now, then, labelled = _summed(torch.stack(squares + known), group)
+    given = _rows(c, dim)
+    here = _Classes(f, dim, group, tokens.labels)
+    before = _Classes(f, dim, group, tokens.labels, less=added)
+    squares = torch.zeros(4, len(given), device=f.device)
+    squares[3] = (tokens.labels >= 0).float()
+    for some in here.blocks():
+        d = here.less_labels(some)
+        squares[1, some] = d.square().sum(-1)
+        squares[2, some] = before.less_labels(some).square_().sum(-1)
+        d.mul_(weights[some, None]).sub_(given[some].float(), alpha=scale)
+        squares[0, some] = d.square_().sum(-1)
+    off, now, then, labelled = _summed(squares, group)
     then = then.sqrt()
     sure = (then <= ROUNDING * roundoff) | (labelled == 0)
     bound = ROUNDING * roundoff * weights * (1 + now.sqrt() / then)
@@ -164,25 +192,33 @@ def keeps_weights(tokens: Tokens, f: Tensor, c: Tensor, added: Tensor, roundoff:
 
 def _read(f: Tensor, c: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tokens | None:
     roundoff = max(torch.finfo(t.dtype).eps / 2 for t in (f, c))
-    given = _rows(c, dim)
-    negative = given < 0
-    found = _summed(negative.sum(-1).float(), group)
+    given, classes = _rows(c, dim), _Classes(f, dim, group)
+    found, labels = classes.new_zeros(), torch.empty(len(given), dtype=torch.int64, device=f.device)
+    for some in classes.blocks():
+        negative = given[some] < 0
+        found[some] = negative.sum(-1).float()
+        labels[some] = torch.where(negative.any(-1), given[some].argmin(-1), -1)
+    found = _summed(found, group)
     if bool(found.gt(1).any()):  # enough for most other losses
         return None
-    labels = torch.where(negative.any(-1), given.argmin(-1), -1)
-    d = _less_labels(_softmax(_rows(f, dim), group), labels)
-    sums = [(d * d).sum(-1), (given * d).sum(-1), given.sum(-1), given.square().sum(-1)]
-    squares, along, total, seen = _summed(torch.stack(sums), group)
+    classes.labels, sums = labels, torch.zeros(4, len(given), device=f.device)
+    for some in classes.blocks():
+        d, cotangents = classes.less_labels(some), given[some].float()
+        parts = (d * d, cotangents * d, cotangents, cotangents.square())
+        sums[:, some] = torch.stack([part.sum(-1) for part in parts])
+    squares, along, total, seen = _summed(sums, group)
     weights = along / squares.clamp_min(torch.finfo(torch.float32).tiny)
     # The cotangent of a sure token is all rounding, of entries that were near 1, and so is omega;
     # in 16 bits its label may not show. Without a loss it is zero.
     sure = (squares.sqrt() <= ROUNDING * roundoff) | (found == 0)
     largest = weights.masked_fill(sure, 0.0).max()
     bound = ROUNDING * roundoff * torch.where(sure, largest, weights)
-    rest = torch.where(sure[:, None], given, given - weights[:, None] * d)
-    off = _summed(rest.square().sum(-1), group).sqrt()
-    if not bool((off <= bound).all()):  # not for a negative or infinite weight, nor NaN
-        return None
+    removed, off = weights.masked_fill(sure, 0.0), classes.new_zeros()
+    for some in classes.blocks():
+        rest = given[some].float() - removed[some, None] * classes.less_labels(some)
+        off[some] = rest.square_().sum(-1)
+    if not bool((_summed(off, group).sqrt() <= bound).all()):
+        return None  # for a negative or infinite weight, or NaN, too
     allowed = COHERENT * bound.norm() + BIAS * bound.sum()
     if bool(ROUNDING * total.sum().abs() > allowed):
         return None  # such as a z-loss, which is lost in the rounding of one token
@@ -190,13 +226,66 @@ def _read(f: Tensor, c: Tensor, dim: int, group: dist.ProcessGroup | None) -> To
     return Tokens(kept, labels, dim, group)
 
 
-def _softmax(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    if group is None:
-        return rows.softmax(-1)
-    highest = rows.amax(-1, keepdim=True)
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group)
-    p = (rows - highest).exp_()
-    return p.div_(_summed(p.sum(-1, keepdim=True), group))
+class _Classes:
+    """The softmax of outputs, some tokens at a time.
+
+    Args:
+        f: The outputs.
+        dim: Their dimension of classes.
+        group: The ranks over which these are split; None if they are not.
+        labels: `(T,)`, of this rank's classes; -1 for others, or none.
+        less: What is taken from the outputs; None for nothing.
+
+    Collective in the group: the constructor.
+    """
+
+    def __init__(
+        self,
+        f: Tensor,
+        dim: int,
+        group: dist.ProcessGroup | None,
+        labels: Tensor | None = None,
+        less: Tensor | None = None,
+    ) -> None:
+        self._rows, self.labels = _rows(f, dim), labels
+        self._less = None if less is None else _rows(less, dim)
+        self._split: tuple[Tensor, Tensor] | None = None
+        if group is None:
+            return
+        highest, total = self.new_zeros(), self.new_zeros()
+        for some in self.blocks():
+            highest[some] = self._outputs(some).amax(-1)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+        for some in self.blocks():
+            total[some] = (self._outputs(some) - highest[some, None]).exp_().sum(-1)
+        self._split = highest, _summed(total, group)
+
+    def blocks(self) -> Iterator[slice]:
+        """Yield the tokens in blocks."""
+        size = max(1, max(LEAST, self._rows.numel() // BLOCKS) // self._rows.shape[1])
+        for start in range(0, len(self._rows), size):
+            yield slice(start, start + size)
+
+    def new_zeros(self) -> Tensor:
+        """Return a zero for each token, fp32."""
+        return torch.zeros(len(self._rows), device=self._rows.device)
+
+    def probabilities(self, some: slice) -> Tensor:
+        """Return p of some tokens, `(t, classes)`."""
+        rows = self._outputs(some)
+        if self._split is None:
+            return rows.softmax(-1)
+        highest, total = self._split
+        return (rows - highest[some, None]).exp_().div_(total[some, None])
+
+    def less_labels(self, some: slice) -> Tensor:
+        """Return p - y of some tokens, `(t, classes)`."""
+        assert self.labels is not None
+        return _less_labels(self.probabilities(some), self.labels[some])
+
+    def _outputs(self, some: slice) -> Tensor:
+        rows = self._rows[some].float()
+        return rows if self._less is None else rows - self._less[some]
 
 
 def _less_labels(p: Tensor, labels: Tensor) -> Tensor:
@@ -258,7 +347,7 @@ def read_squares(near: Secant, far: Secant) -> Squares | None:
 
 
 def _rows(x: Tensor, dim: int) -> Tensor:
-    return x.float().movedim(dim, -1).reshape(-1, x.shape[dim])
+    return x.movedim(dim, -1).reshape(-1, x.shape[dim])
 
 
 def _shaped(rows: Tensor, like: Tensor, dim: int) -> Tensor:

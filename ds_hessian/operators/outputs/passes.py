@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ds_hessian import ops
 from ds_hessian.backends.protocol import Session
 from ds_hessian.operators.outputs.tap import Tap
 
@@ -83,7 +84,7 @@ class _Known:
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
         u = self.group.differences[index]
         found = self.product(index, f, u)
-        self.sums.form += float((found * u).sum(dtype=torch.float64))
+        self.sums.form += _dot(found, u)
         return found.div_(self.session.cotangent_scale).to(c.dtype)
 
 
@@ -99,8 +100,8 @@ class _Shifted:
         return self.rho * self.group.differences[index]
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> None:
-        along = (c.float() * self.group.differences[index]).sum(dtype=torch.float64)
-        self.sums.form += float(along) * self.session.cotangent_scale / (2 * self.rho)
+        along = _dot(c.float(), self.group.differences[index])
+        self.sums.form += along * self.session.cotangent_scale / (2 * self.rho)
 
 
 class Group:
@@ -158,9 +159,14 @@ class Passes:
         self._last: Group | None = None  # while there may be a `repeat`
 
     @property
+    def backwards(self) -> int:
+        """Passes with a backward of one evaluation."""
+        return 1 if self.product else 2
+
+    @property
     def gradients(self) -> float:
         """Gradients of one evaluation: a forward is a third of one."""
-        return 2 / 3 + (1 if self.product else 2)
+        return 2 / 3 + self.backwards
 
     @property
     def factor(self) -> float:
@@ -267,7 +273,7 @@ class Passes:
                 for i in self.tap.calls(range(unit, unit + 1)):
                     if i in above:
                         delta, middle = above[i] - below[i], above[i].add_(below[i]).div_(2)
-                        form += float((product(i, middle, delta) * delta).double().sum())
+                        form += _dot(product(i, middle, delta), delta)
                 found.append(form)
         return found
 
@@ -283,4 +289,10 @@ def _sample(x: Tensor) -> Tensor:
 
 
 def _square(x: Tensor) -> float:
-    return float(x.square().sum(dtype=torch.float64))
+    return _dot(x, x)
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    """Return the inner product of two fp32 tensors of one shape, in fp64."""
+    flat = [x.reshape(-1).contiguous() for x in (a, b)]
+    return float(ops.dots([(flat[0], flat[1])], len(flat[0])))

@@ -1,15 +1,17 @@
 """What a Gauss-Newton operator reads in the gradient at the weights: outputs and loss.
 
-The outputs are found and the gradient is taken in one evaluation of all micro-batches. The first
-is evaluated once more with something added to the outputs, since a cotangent like that of a cross
-entropy may be one of a loss whose weights of tokens depend on the outputs (focal loss). Where the
-loss is no cross entropy, each micro-batch is evaluated three times more, with something added to
-the outputs in two of them, to see whether the loss is quadratic in them.
+Outputs and loss are read in the one gradient that an operator needs anyway. Beside it, the first
+micro-batch of a cross entropy is evaluated once more, with something added to the outputs, since a
+cotangent like that of a cross entropy may be one of a loss whose weights of tokens depend on the
+outputs (focal loss). Where the loss is no cross entropy, each micro-batch is evaluated twice more
+with something added to the outputs, to see whether the loss is quadratic in them, and the first one
+once more as it is where the outputs had to be found; none is after one that shows that it is not.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch import Tensor
 from ds_hessian.backends.protocol import Session
 from ds_hessian.memory import FP32
 from ds_hessian.operators.clock import add_gradient
-from ds_hessian.operators.outputs.find import find_outputs
+from ds_hessian.operators.outputs.find import find_outputs, known_outputs
 from ds_hessian.operators.outputs.losses import (
     Secant,
     Squares,
@@ -28,68 +30,107 @@ from ds_hessian.operators.outputs.losses import (
     read_squares,
 )
 
+Read = TypeVar("Read", Tokens, Squares)
+
 FAR = 2.0**10
 """The farther of the two displacements of the outputs, in units of the nearer one, at most."""
 
+GOLDEN = 0.6180339887
+"""The golden ratio's fraction, of which multiples are spread evenly."""
 
-class _Reader:
-    """Reads the loss at the outputs."""
+
+class _Listener:
+    """Reads something at the outputs.
+
+    Attributes:
+        failed: Micro-batches whose loss is not of the kind that is read.
+        largest: Bytes of the largest outputs, in fp32.
+    """
+
+    def __init__(self) -> None:
+        self.failed = self.largest = 0
+
+    def outputs(self, index: int, f: Tensor) -> Tensor | None:
+        self.largest = max(self.largest, FP32 * f.numel())
+        return self._addend(index, f)
+
+    def _addend(self, index: int, f: Tensor) -> Tensor | None:
+        return None
+
+
+class _Reader(_Listener):
+    """Reads cross entropies, in units of the cotangents.
+
+    Attributes:
+        others: The cotangents of other losses; None if they are not kept.
+    """
 
     def __init__(self, session: Session) -> None:
-        self.head, self.largest = session.head, 0
+        super().__init__()
+        self.head = session.head
         self.tokens: dict[int, Tokens] = {}
-        self.failed = 0
-
-    def outputs(self, index: int, f: Tensor) -> None:
-        self.largest = max(self.largest, FP32 * f.numel())
+        self.others: dict[int, Tensor] | None = {}
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> None:
         found = read_cross_entropy(f, c, group_of(f, self.head))
-        if found is None:
-            self.failed += 1
-        else:
+        if found is not None:
             self.tokens[index] = found
+            return
+        self.failed += 1
+        if self.others is not None:
+            self.others[index] = c.clone()
 
 
-class _Verifier:
-    """Reads whether the weights of a cross entropy's tokens are those of other outputs, too."""
+class _Verifier(_Listener):
+    """Reads whether the weights of a cross entropy's tokens are those of other outputs, too.
+
+    Only the gradient that does not pass the outputs goes on into the model.
+    """
 
     def __init__(self, session: Session, tokens: dict[int, Tokens]) -> None:
-        self.session, self.tokens, self.failed = session, tokens, 0
+        super().__init__()
+        self.session, self.tokens = session, tokens
         self._added: dict[int, tuple[Tensor, float]] = {}
 
-    def outputs(self, index: int, f: Tensor) -> Tensor:
+    def _addend(self, index: int, f: Tensor) -> Tensor:
         self._added[index] = _beside(f), torch.finfo(f.dtype).eps / 2
         return self._added[index][0]
 
-    def cotangent(self, index: int, f: Tensor, c: Tensor) -> None:
-        wide = c.float() * self.session.cotangent_scale
-        self.failed += not keeps_weights(self.tokens[index], f, wide, *self._added.pop(index))
+    def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
+        scale, added = self.session.cotangent_scale, self._added.pop(index)
+        self.failed += not keeps_weights(self.tokens[index], f, c, scale, *added)
+        return torch.zeros_like(c)
 
 
-class _Prober:
+class _Prober(_Listener):
     """Reads whether the loss is quadratic: passes as it is, and with something added on each side.
+
+    In these two only the gradient that does not pass the outputs goes on into the model.
+
+    Args:
+        before: The cotangents of micro-batches that have had the first pass, which are used up.
 
     Attributes:
         passes: Passes of the micro-batch so far.
     """
 
-    def __init__(self) -> None:
-        self.passes, self.failed = 0, 0
+    def __init__(self, before: dict[int, Tensor]) -> None:
+        super().__init__()
+        self.passes = 0
         self.squares: dict[int, Squares] = {}
-        self._before: dict[int, Tensor] = {}
+        self._before = before
         self._added: dict[int, Tensor] = {}
         self._near: dict[int, Secant] = {}
 
-    def outputs(self, index: int, f: Tensor) -> Tensor | None:
+    def _addend(self, index: int, f: Tensor) -> Tensor | None:
         if self.passes == 1:
             self._added[index] = _beside(f)
         return self._added.get(index)
 
-    def cotangent(self, index: int, f: Tensor, c: Tensor) -> None:
+    def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor | None:
         if self.passes == 0:
             self._before[index] = c.clone()
-            return
+            return None
         secant = Secant.of(self._before[index], c, self._added[index])
         if self.passes == 1:
             self._near[index] = secant
@@ -98,21 +139,25 @@ class _Prober:
             reach = self._before[index].float().abs().max() / secant.slopes.abs().max()
             ratio = (reach / self._added[index].abs().max()).nan_to_num(2.0).clamp(2.0, FAR)
             self._added[index] = -ratio * self._added[index]
-            return
-        del self._before[index], self._added[index]
-        found = read_squares(self._near.pop(index), secant)
-        if found is None:
-            self.failed += 1
         else:
-            self.squares[index] = found
+            del self._before[index], self._added[index]
+            found = read_squares(self._near.pop(index), secant)
+            if found is None:
+                self.failed += 1
+            else:
+                self.squares[index] = found
+        return torch.zeros_like(c)
 
 
 def _beside(f: Tensor) -> Tensor:
     """Return something as large as the outputs, of entries +-a, to be added to them."""
     # Signs that alternate, but not with a period of the data.
-    signs = torch.frac(torch.arange(f.numel(), device=f.device) * 0.6180339887) - 0.5
-    size = f.float().square().mean().sqrt().clamp_min(1e-3)
-    return size * torch.where(signs < 0, -1.0, 1.0).reshape(f.shape)
+    last = f.shape[-1]
+    parts = (torch.arange(count, device=f.device) for count in (f.numel() // last, last))
+    rows, columns = (torch.frac(part * GOLDEN) for part in parts)
+    signs = (rows[:, None] + columns).frac_().ge_(0.5).mul_(2).sub_(1)
+    size = f.norm(dtype=torch.float32) / math.sqrt(f.numel())
+    return signs.mul_(size.clamp_min(1e-3)).reshape(f.shape)
 
 
 class Reading:
@@ -129,7 +174,8 @@ class Reading:
             gradient; else empty.
         squares: The same where the loss is quadratic in the outputs.
         kind: Which of the two, on all ranks; None for another loss.
-        seconds: The time of one gradient over all micro-batches.
+        passes_by: Whether a part of such a loss does not pass the outputs.
+        seconds: The time of one gradient over all micro-batches, without what the first builds.
         largest: Bytes of the largest outputs of a micro-batch, in fp32.
 
     Collective: the constructor.
@@ -140,40 +186,83 @@ class Reading:
         self.tokens: dict[int, Tokens] = {}
         self.squares: dict[int, Squares] = {}
         self.kind: Literal["cross entropy", "squares"] | None = None
+        self.passes_by, self.largest, self.seconds = False, 0, 0.0
         session.displace(None, 0.0)
         self.gradient = self.space.zeros()
-        self.tap = find_outputs(session, outputs, self.gradient)
         reader, every = _Reader(session), range(session.num_micro_batches)
-        # The first micro-batch again, now that it is known where to listen.
-        again = self.space.zeros()
-        self.seconds = 0.0
-        for out, some in ((again, every[:1]), (self.gradient, every[1:])):
-            with self.tap.listening(some, reader):
-                self.seconds += add_gradient(session, out, some)
-            for i in set(self.tap.calls(some)) & reader.tokens.keys():
-                reader.tokens[i] = reader.tokens[i].scaled(session.cotangent_scale)
-        del again
-        self.largest = reader.largest
-        waste = self.space.zeros()
-        if not self._failed(reader.failed):
-            verifier = _Verifier(session, reader.tokens)
-            with self.tap.listening(every[:1], verifier):
-                session.add_gradient(waste, every[:1])
-            if not self._failed(verifier.failed):
-                self.tokens, self.kind = reader.tokens, "cross entropy"
-                return
-        prober = _Prober()
-        for i in every:
-            for prober.passes in range(3):
-                with self.tap.listening(range(i, i + 1), prober):
-                    session.add_gradient(waste, range(i, i + 1))
-            if self._failed(prober.failed):
-                return
-            for k in set(self.tap.calls(range(i, i + 1))) & prober.squares.keys():
-                prober.squares[k] = prober.squares[k].scaled(session.cotangent_scale)
-        self.squares, self.kind = prober.squares, "squares"
+        self._read_first(outputs, reader)
+        others, reader.others = reader.others, None
+        if self._failed(reader):
+            done, entropic = self._probe(every, others or {}), False
+        else:
+            done, entropic = 1, self._verify(reader)
+        self.seconds += self._pass(reader, self.gradient, every[done:])
+        self._scale(reader.tokens, every[done:])
+        if entropic and not self._failed(reader):
+            self.tokens, self.kind = reader.tokens, "cross entropy"
+        self.passes_by &= self.kind is not None
 
-    def _failed(self, count: int) -> bool:
+    def _read_first(self, outputs: str | None, reader: _Reader) -> None:
+        """Find the outputs, and read the first micro-batch, whose gradient is added."""
+        known, first, out = known_outputs(self.session, outputs), range(1), self.gradient
+        self.tap, tokens = (known, None) if known else find_outputs(self.session, outputs, out)
+        if tokens is not None:
+            reader.tokens[0] = tokens
+        else:  # where the tap was not known, the gradient has been added
+            self._pass(reader, out if known else self.space.zeros(), first)
+        self._scale(reader.tokens, first)
+
+    def _verify(self, reader: _Reader) -> bool:
+        """Return whether the first micro-batch has a cross entropy at other outputs, too."""
+        verifier, waste = _Verifier(self.session, reader.tokens), self.space.zeros()
+        self.seconds += self._pass(verifier, waste, range(1))
+        self.passes_by = bool(self.space.norm(waste))
+        return not self._failed(verifier)
+
+    def _probe(self, every: range, before: dict[int, Tensor]) -> int:
+        """Read squares, unit by unit as long as they are; return how many units have been.
+
+        Args:
+            every: All units.
+            before: The cotangents of the first one's micro-batches that are no cross entropy.
+        """
+        here = set() if self.tap.module is None else set(self.tap.calls(range(1)))
+        lacking = self._anywhere(len(here - before.keys()))
+        prober, waste = _Prober(before), self.space.zeros()
+        for i in every:
+            unit, times = every[i : i + 1], list[float]()
+            prober.passes = 0
+            if i or lacking:  # the gradient of the first has been added
+                out = self.gradient if i else self.space.zeros()
+                times.append(self._pass(prober, out, unit))
+            for prober.passes in (1, 2):
+                times.append(self._pass(prober, waste, unit))
+            self.seconds += times[0]
+            if self._failed(prober):
+                return i + 1
+            self._scale(prober.squares, unit)
+        self.squares, self.kind = prober.squares, "squares"
+        self.passes_by = bool(self.space.norm(waste))
+        return len(every)
+
+    def _pass(self, listener: _Reader | _Verifier | _Prober, out: Tensor, some: range) -> float:
+        """Add the gradient of some units to `out` with a listener; return the seconds."""
+        with self.tap.listening(some, listener):
+            seconds = add_gradient(self.session, out, some)
+        self.largest = max(self.largest, listener.largest)
+        return seconds
+
+    def _scale(self, kept: dict[int, Read], some: range) -> None:
+        """Bring what was read in some units from units of cotangents to those of the gradient."""
+        for i in set(self.tap.calls(some)) & kept.keys():
+            kept[i] = kept[i].scaled(self.session.cotangent_scale)
+
+    def _failed(self, listener: _Listener) -> bool:
+        """Return whether the loss is of another kind on some rank."""
+        return self._anywhere(listener.failed)
+
+    def _anywhere(self, count: int) -> bool:
+        """Return whether a count is not 0 on some rank."""
         return bool(self.space.reduce(torch.tensor([float(count)], dtype=torch.float64))[0])
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_hessian.backends.protocol import Session
 from ds_hessian.operators.displacement.schemes import SchemeName
 from ds_hessian.operators.finite_difference import FiniteDifferenceHessian
-from ds_hessian.operators.outputs.find import find_outputs
+from ds_hessian.operators.outputs.find import find_outputs, known_outputs
 from ds_hessian.operators.outputs.tap import Tap
 
 
@@ -67,10 +67,13 @@ def residual(
 ) -> FiniteDifferenceHessian:
     """Return R at the session's weights; the arguments are those of its `Curvature` and `outputs`.
 
-    Collective: it evaluates the gradient once, and that of the first micro-batch.
+    Collective: it evaluates the gradient once, and that of the first micro-batch once more where
+    the outputs are to be found.
     """
     session.displace(None, 0.0)
-    tap = find_outputs(session, outputs, session.space.zeros())
+    tap = known_outputs(session, outputs)
+    if tap is None:
+        tap, _ = find_outputs(session, outputs, session.space.zeros())
     fixed: Any = FixedCotangents(session, tap)
     operator = FiniteDifferenceHessian(fixed, displacement, scheme, tolerance)
     operator.outputs = f"{tap.name}: cotangents held"

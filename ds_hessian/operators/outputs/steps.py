@@ -41,7 +41,8 @@ ACCEPT, REPEAT = 1.5, 2.5
 which a product is made again."""
 
 SELDOM = 16
-"""One vector in so many has a second trial, so that kappa and N are measured anew."""
+"""One vector in so many, the second first, has a second trial, so that kappa and N are measured
+anew."""
 
 ABOVE = 2.5
 """Ratio of the displacement of that trial to the best one."""
@@ -148,7 +149,7 @@ class OutputSteps:
     @property
     def _due(self) -> bool:
         count = self.learnt.products
-        return self.fixed is None and count > 0 and (count == 1 or count % SELDOM == 2)
+        return self.fixed is None and count % SELDOM == 1
 
     def advise(self, trials: list[Trial]) -> tuple[float, bool]:
         """Return the displacement to use next, and whether it is that of the last trial, accepted.
