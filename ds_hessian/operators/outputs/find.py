@@ -3,7 +3,8 @@
 A module that is named is taken. Otherwise the modules are watched in one gradient: where the
 cotangent at a module's output is that of cross entropy, the output is the logits; where this is so
 at none, the outputs are those of the module that transformers call the output embeddings, or of the
-last that was called. Two different outputs with a cross entropy are two heads, which are refused.
+last that was called. Two different outputs with a cross entropy are two heads, which are refused;
+outputs that differ by a number in each row have the same softmax, and are one head.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from ds_hessian.backends.function import beside
 from ds_hessian.backends.protocol import Session
 from ds_hessian.errors import ConfigError, UnsupportedError
-from ds_hessian.operators.outputs.losses import read_cross_entropy
+from ds_hessian.operators.outputs.losses import Tokens, read_cross_entropy
 from ds_hessian.operators.outputs.tap import Tap, in_backward, tensor_of
 
 CALLED, ELSEWHERE, SEEN, OTHER, ORDER = range(5)
@@ -34,7 +35,7 @@ class _Watch:
     def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
         self.named = named
         self.table = torch.zeros(len(named), 5, dtype=torch.float64)
-        self.outputs: dict[int, Tensor] = {}  # of cross entropies
+        self.outputs: dict[int, tuple[Tensor, Tokens]] = {}  # of cross entropies
         self._ended = 0
 
     @contextmanager
@@ -63,11 +64,12 @@ class _Watch:
     def _judge(self, number: int, f: Tensor, version: int, c: Tensor) -> None:
         if not bool(c.any()):
             return
-        if f._version != version or read_cross_entropy(f, c) is None:
+        found = None if f._version != version else read_cross_entropy(f, c)
+        if found is None:
             self.table[number, OTHER] += 1
         else:
             self.table[number, SEEN] += 1
-            self.outputs[number] = f
+            self.outputs[number] = f, found
 
 
 def find_outputs(session: Session, name: str | None, out: Tensor) -> Tap:
@@ -166,10 +168,16 @@ def _refuse_other_heads(
         )
 
 
-def _same(a: Tensor, b: Tensor | None) -> bool:
-    """Return whether two outputs are the same numbers, maybe in another shape or dtype."""
-    if b is None or a.numel() != b.numel():
+def _same(a: tuple[Tensor, Tokens], b: tuple[Tensor, Tokens] | None) -> bool:
+    """Return whether two outputs are the same numbers but for one in each row, maybe in another
+    shape or dtype.
+    """
+    if b is None:
         return False
-    roundoff = max(torch.finfo(t.dtype).eps for t in (a, b))
-    difference = (a.float().reshape(-1) - b.float().reshape(-1)).abs().max()
-    return bool(difference <= roundoff * b.float().abs().max())
+    x, y = (f.float().movedim(t.dim, -1).reshape(-1, f.shape[t.dim]) for f, t in (a, b))
+    if x.shape != y.shape:
+        return False
+    roundoff = max(torch.finfo(f.dtype).eps for f, _ in (a, b))
+    apart = x - y
+    rest = (apart - apart.mean(-1, keepdim=True)).abs().max()
+    return bool(rest <= 2 * roundoff * torch.maximum(x.abs().max(), y.abs().max()))
