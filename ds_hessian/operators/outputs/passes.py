@@ -7,7 +7,7 @@ with `H_out delta` in place of the cotangent where the loss in the outputs is kn
 job's own loss at `f +- rho delta`, two forwards and backwards at w.
 
 Memory: the differences of a group of micro-batches, fp32: as many as fit into one vector, and one
-at least.
+at least; where the loss is known by its values, two cotangents of the first micro-batch.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class OutputSteps:
         self.rounding, self.fixed = unit_roundoff * scale, fixed
         self.least = self.rounding / 64  # which rounding of the weights loses
         self.quiet = pilot**INDEPENDENT
-        self.thirds = products_of_a_third(pilot)
+        self.thirds = products_of_a_third(pilot, 0)  # no trials above h
         self.learnt = Learnt(fixed or 3 * unit_roundoff ** (1 / 3) * scale, 3 * scale)
         self._bend = 0.0  # of the present vector
         self._seen = 0.0  # the largest |P| of its trials
