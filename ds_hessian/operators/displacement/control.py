@@ -310,17 +310,13 @@ class StepController:
         if belief is None or outlook is None or product.size == 0:
             return None, None
         _, bend = self._carry_over(belief, product)
-        noise = outlook.noise
-        if self.accepted is not None and (belief.blind or belief.shows_noise(self.accepted)):
-            # Its r is noise: that of the slice tells how much of it micro-batches share.
-            shared = belief.hidden * product.nonlinearity / math.sqrt(3)
-            noise = max(noise, min(shared, noise / self.quiet))
         truncated = belief.truncation * product.h**self.order * (1.0 if self.whole else LARGER)
-        shown = min(math.hypot(noise, truncated), LARGEST[0])
-        shown = max(shown, self._witnessed(product, outlook, belief))
-        error = max(outlook.error, shown)
+        witnessed = self._witnessed(product, outlook, belief)
+        noise = self._noise_of_slice(product, outlook, belief)
+        error = max(outlook.error, witnessed, min(math.hypot(noise, truncated), LARGEST[0]))
         if self.accepted is not None and self.accepted.third is not None:
-            surprising = self.products == 0 or shown > UNEXPECTED * self.expected
+            unexpected = max(witnessed, truncated) > UNEXPECTED * self.expected
+            surprising = self.products == 0 or unexpected
             self.next_third = self.products + (1 if surprising else self.thirds)
         if self.fixed is None:
             self.h = outlook.h
@@ -361,6 +357,22 @@ class StepController:
         """Carry the estimates of a vector over to the next one."""
         self.noise = Estimate(noise.mean, min(math.hypot(noise.spread, NOISE_DRIFT), NOISE_SPREAD))
         self.bend = bend.widened(BEND_DRIFT)
+
+    def _noise_of_slice(self, product: Trial, outlook: Outlook, belief: Belief) -> float:
+        """Return the relative noise of a product, of which micro-batches may share some.
+
+        If r is noise, that of the slice tells. Else it is between the share `quiet` of the pilot's,
+        if they share little, and all of it: the geometric mean is within a factor 1.6 of both.
+        """
+        assert self.accepted is not None
+        accepted, pilot = self.accepted, outlook.noise / self.quiet
+        if accepted.third is not None and math.isfinite(accepted.third):
+            here = accepted.third / accepted.size * accepted.h / product.h
+            pilot = max(pilot, min(here, UNEXPECTED * pilot))
+        shown = belief.hidden * product.nonlinearity / math.sqrt(3)
+        alike = belief.blind or belief.shows_noise(accepted)
+        most = pilot if alike else pilot * math.sqrt(self.quiet)
+        return max(outlook.noise, min(shown, most))
 
     def _witnessed(self, product: Trial, outlook: Outlook, belief: Belief) -> float:
         """Return the error that the product's own ratio shows by itself.
