@@ -6,7 +6,11 @@ import math
 from typing import Literal
 
 from ds_hessian.config import OUTPUT_MATRICES, OperatorName
-from ds_hessian.operators.displacement.control import ALWAYS, SELDOM
+from ds_hessian.operators.displacement.control import (
+    ALWAYS,
+    SELDOM,
+    products_of_a_third,
+)
 from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
 from ds_hessian.operators.finite_difference import PILOT
 
@@ -65,4 +69,6 @@ def expected_evaluations(
         repeated = REPEATED if pilot < 1 else 0.0
     # The far side of a one-sided formula's trial is no part of the product.
     extra = thrown * of_trial / num_products + (of_trial - nodes)
+    if formula.order == 2:
+        extra += 1 / products_of_a_third(pilot, num_micro_batches)
     return nodes * (1 + repeated) + pilot * extra

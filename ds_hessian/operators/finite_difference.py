@@ -5,13 +5,14 @@
     fourth_order   H v = (8 (g(w + h v) - g(w - h v)) - (g(w + 2 h v) - g(w - 2 h v))) / 12h
 
 Cost of a product, in gradients over all micro-batches: 2 (forward 1, fourth_order 4) and, for
-trials of the displacement on a *pilot* of one micro-batch in eight, some 0.1 - 0.2 more; rarely a
+trials of the displacement on a *pilot* of one micro-batch in eight, some 0.2 - 0.4 more; rarely a
 second product, where the pilot turns out to differ from the rest. Each trial costs three small
-all-reduces, a product four. Memory per rank, in vectors of `n_local` fp32: one for each gradient of
-a trial, two for those at w (of all micro-batches and of the pilot) and two for the products of
-trials: forward and central 6, fourth_order 8, which has one more for a moment in each trial. A
-finished product overwrites its first gradient. With a tolerance, central differences become
-one-sided ones where these are good enough: 1.0 - 1.2 gradients, in the same memory.
+all-reduces, a third difference of the pilot one, a product four. Memory per rank, in vectors of
+`n_local` fp32: one for each gradient of a trial, two for those at w (of all micro-batches and of
+the pilot) and two for the products of trials, or one of them and a third difference: forward and
+central 6, fourth_order 8, which has one more for a moment in each trial. A finished product
+overwrites its first gradient. With a tolerance, central differences become one-sided ones where
+these are good enough: 1.0 - 1.2 gradients, in the same memory.
 
 Source: the paper's equation (1); `ds_hessian.operators.displacement.schemes`; the step is that of
 `ds_hessian.operators.displacement.control`; the sides, `ds_hessian.operators.displacement.sides`.
@@ -188,7 +189,13 @@ class FiniteDifferenceHessian:
         (better,) = self.space.of_rank_0(self._controller.judge(self._outcome(raw)))
         if better != h:
             del raw  # its vector, before that of another displacement
-            raw = self._difference(line, better)
+            trials.append(self._try(line, better, self._trial_points))
+            self._witness(line, trials)
+            if trials[-1].usable:
+                self._controller.learn(trials)
+            self._trial = None
+            self._evaluate(line, better, self._rest, self._points)
+            raw = self._assemble(line, better, self.scheme)
             self._controller.judge(self._outcome(raw))
         noise, error = self._controller.conclude(self._outcome(raw))
         if self._sides is not None and not self._sides.conclude_both(raw.norm, error):
@@ -328,16 +335,39 @@ class FiniteDifferenceHessian:
         while True:
             advice = self._controller.advise(trials)
             h, accept = self.space.of_rank_0(advice.h, advice.accept)
-            if accept:
+            if not accept:
+                trials.append(self._try(line, h, self._trial_points))
+            elif not self._witness(line, trials):
                 self._trial = None
                 return h
-            trials.append(self._try(line, h, self._trial_points))
 
     def _try(self, line: _Line, h: float, points: Sequence[int]) -> Trial:
         """Return the pilot's product at displacement h, whose gradients stay."""
         self._restart()
         self._evaluate(line, h, self._pilot, points)
         return self._judge(line, h)
+
+    def _witness(self, line: _Line, trials: list[Trial]) -> bool:
+        """Add its third difference to the last trial, unless that has one or needs none; return
+        whether it was added.
+        """
+        if not self._controller.doubts(trials[-1]):
+            return False
+        third = self._third_difference(line, trials[-1].h)
+        trials[-1] = replace(trials[-1], third=third)
+        return True
+
+    def _third_difference(self, line: _Line, h: float) -> float:
+        """Return `Trial.third` of the pilot's product, after one more gradient."""
+        third = self.space.zeros()
+        line.move(2 * h / line.length, inner=False)
+        self._add_gradient(third, self._pilot)
+        self.cost.gradient_evaluations += len(self._pilot) / len(self._all)
+        third.add_(self._gradients[1], alpha=-3).add_(self._pilot_gradient, alpha=3)
+        third.sub_(self._gradients[-1])
+        unit = self.scale * len(self._all) / (6 * h * len(self._pilot))
+        norm = self.space.norm(third) * unit
+        return norm if math.isfinite(norm) else math.inf
 
     def _judge(self, line: _Line, h: float) -> Trial:
         """Return the trial of the pilot's product, compared with an earlier one."""

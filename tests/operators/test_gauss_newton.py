@@ -367,6 +367,33 @@ def test_outputs_without_a_matrix_are_refused_by_name(
         pass
 
 
+class Centred(nn.Module):
+    """Logits less their mean, after a layer that adds a large number to all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(10, 8), nn.Linear(8, 3)
+        nn.init.constant_(self.head.bias, 64.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(b, 10)` to `(b, 3)`."""
+        logits = self.head(torch.tanh(self.body(x)))
+        return logits - logits.mean(-1, keepdim=True)
+
+
+def test_outputs_that_differ_by_a_number_in_each_row_are_one_head() -> None:
+    torch.manual_seed(0)
+    net, data = Centred(), batches(2)
+    exact = ExactGaussNewton(net, "head", loss_of, data)
+    with operators(net, data, loss_of, "ggn") as (backend, (g,)):
+        assert g.outputs == "head: cross entropy"
+        v = random_vector(backend.layout, backend.space, seed=0)
+        truth, product = exact(v), g.matvec(v)
+    error = relative(product.vector, truth)
+    assert product.error is not None
+    assert error < 1e-2 and LEAST * error < product.error < 5 * error
+
+
 class Auxiliary(nn.Module):
     """A part of the loss that does not pass the outputs."""
 

@@ -37,6 +37,12 @@ STEP, REACH = 0.25, 5.0
 standard deviations (at least 7, a factor of 1000).
 """
 
+ROUNDOFF = 2.0**-24
+"""Unit roundoff of fp32, in which w + h v is formed, and products are, whatever the dtype of the
+passes: a step below this share of |w| is lost (parameters may be far smaller than |w|), and no
+ratio, change or error is known to be less.
+"""
+
 SATURATION = 1.1
 """The nonlinearity ratio where h is far too large."""
 
@@ -47,6 +53,14 @@ SATURATING = 0.4
 
 UNEXPECTED = math.exp(2.57 * SCATTER)
 """A change this much larger than r lets expect of noise is none: 95 % of the distribution."""
+
+THIRD = math.sqrt(20 / 18)
+"""Noise of the third difference in units of that of D: g's counts 1 + 9 + 9 + 1 times over 36, in D
+twice over 4."""
+
+KINK = 0.25
+"""Third over second difference, from which on differences do not fall with their order. A kink
+between w - hv and w + hv makes 1/3 or 2/3 of it, many 0.58; a smooth function kappa b h."""
 
 VISIBLE, KAPPA_SCATTER = 3.0, 0.35
 """A change above VISIBLE times what noise makes shows truncation; the error of ln kappa from it."""
@@ -101,6 +115,8 @@ class Trial:
         off: The tangent of the angle between v and the realised step.
         removed: The second-order part of the difference that Richardson's extrapolation removes,
             relative to |D|; 0 with a formula that removes none.
+        third: |g(w + 2hv) - 3 g(w + hv) + 3 g(w) - g(w - hv)| / 6h, the third difference; inf where
+            it is not finite, None where it was not evaluated.
     """
 
     h: float
@@ -110,6 +126,7 @@ class Trial:
     since: float | None = None
     off: float = 0.0
     removed: float = 0.0
+    third: float | None = None
 
     @property
     def finite(self) -> bool:
@@ -138,16 +155,22 @@ class Trial:
 
 @dataclass(frozen=True)
 class _Change:
-    """The change of D between two trials.
+    """The change of D between two trials, or from one trial to no truncation (`Trial.third`).
 
     Attributes:
-        above, below: The trials with the larger and the smaller displacement.
+        above, below: The trials with the larger and the smaller displacement; the same one for a
+            third difference.
         value: The norm of the change.
     """
 
     above: Trial
     below: Trial
     value: float
+
+    @property
+    def alone(self) -> bool:
+        """True for the third difference of one trial."""
+        return self.above is self.below
 
     @property
     def size(self) -> float:
@@ -157,12 +180,18 @@ class _Change:
     @property
     def rounding(self) -> float:
         """The noise in the change, in units of N."""
-        return math.hypot(1 / self.above.h, 1 / self.below.h)
+        above, below = 1 / self.above.h, 1 / self.below.h
+        return THIRD * above if self.alone else math.hypot(above, below)
 
     @property
     def lost(self) -> float:
         """The most that steps along something else than v can make of the change."""
-        return math.hypot(*(trial.off * trial.size for trial in (self.above, self.below)))
+        trials = (self.above,) if self.alone else (self.above, self.below)
+        return math.hypot(*(trial.off * trial.size for trial in trials))
+
+    def power(self, order: int) -> float:
+        """Return what the truncation is proportional to."""
+        return self.above.h**order - (0.0 if self.alone else self.below.h**order)
 
     def part(self, rounding: float) -> float:
         """Return the share of |D| that is truncation, if noise makes `rounding`."""
@@ -225,6 +254,7 @@ class Belief:
         hidden: The ratio of N to the noise that r shows, as far as changes tell.
         truncation_seen: Whether a change has shown kappa.
         truncation: The relative error over h^p that the last such change shows; 0 for none.
+        kinked: Whether the third difference of the last trial is as large as the second.
     """
 
     def __init__(
@@ -237,7 +267,7 @@ class Belief:
     ) -> None:
         self.around, self.kappa, self.truncation_seen = around, kappa, False
         self.blind, self.hidden = around.blind, around.hidden
-        self.contradicted, self.truncation = False, 0.0
+        self.contradicted, self.truncation, self.kinked = False, 0.0, False
         rows, columns = (_offsets(estimate.spread) for estimate in (noise, bend))
         self.noise, self.bend = noise.mean + rows, bend.mean + columns
         normal = -0.5 * (rows / noise.spread) ** 2
@@ -245,18 +275,17 @@ class Belief:
         self._pilot = np.zeros_like(self._expected)  # of the trials; columns: the pilot's b
         self._slice = np.zeros_like(self._expected)  # of the products
         self._bend_of_pilot = bend.mean
-        found = [_change_of(trials[: i + 1]) for i in range(len(trials))]
-        changes = [change for change in found if change is not None]
+        changes = [change for i in range(len(trials)) for change in _changes_of(trials[: i + 1])]
         trials = [trial for trial in trials if trial.usable]
         self._learn(trials)
         for change in changes:
             self.contradicted = self._doubt(change)
         if (self.blind, self.hidden) != (around.blind, around.hidden):
             self._learn(trials)
-        if self.blind:
-            for change in changes:
+        for change in changes:
+            if self.blind or change.alone:
                 self._pilot += self._likelihood_of_change(change)
-            self._find_bend_of_pilot()
+        self._find_bend_of_pilot()
 
     def _learn(self, trials: Sequence[Trial]) -> None:
         """Learn from products of the pilot by themselves."""
@@ -300,18 +329,22 @@ class Belief:
             learns: False for a first vector, whose trials are far apart: then the change is no
                 more than a witness.
         """
-        change, order = _change_of(trials), self.around.order
-        if change is None:
-            return
-        noise, bend = (math.exp(logarithm) for logarithm in self.of_pilot())
-        rounding = noise * change.rounding
-        visible = VISIBLE * rounding < change.value < SATURATING * change.size
-        power = change.above.h**order - change.below.h**order  # 0: the function is not one
-        if visible and power > 0 and self._bent(change, noise) and not self.blind:
-            truncation = change.part(rounding) / power
-            if change.above.nonlinearity <= SATURATING:
+        order = self.around.order
+        for change in _changes_of(trials):
+            noise, bend = (math.exp(logarithm) for logarithm in self.of_pilot())
+            rounding = noise * change.rounding
+            clear = change.value < SATURATING * change.size
+            visible = change.value > (UNEXPECTED if change.alone else VISIBLE) * rounding
+            if change.alone:
+                self.truncation = 0.0  # whatever it was farther out
+            if not visible or change.power(order) <= 0:  # 0: the function is not one
+                continue
+            truncation = change.part(rounding) / change.power(order)
+            if change.alone and self._bent(change, noise):
+                self.kinked = change.part(rounding) > KINK * change.above.nonlinearity
+            if change.alone or (clear and change.above.nonlinearity <= SATURATING):
                 self.truncation = truncation
-            if learns:
+            if learns and clear and self._bent(change, noise) and not self.blind:
                 seen = math.log(truncation) - order * math.log(bend)
                 self.kappa = self.kappa.corrected(seen, KAPPA_SCATTER)
                 self.truncation_seen = True
@@ -384,7 +417,7 @@ class Belief:
         def errors(h: Array) -> tuple[Array, Array]:
             rounding = np.minimum(around.quiet * noise / (h * signal), LARGEST[0])
             reached = np.minimum(mixed * h, LARGEST[1]) ** around.order
-            return rounding, np.hypot(rounding, self._kappa_of_slice * reached)
+            return rounding, np.hypot(rounding + ROUNDOFF, self._kappa_of_slice * reached)
 
         means, smallest = list[Array](), np.full(len(weight), np.inf)
         for h in _blocks(displacements):
@@ -411,21 +444,29 @@ class Belief:
         return math.exp(self.kappa.mean) * (LARGER if self.around.spread else 1.0)
 
     def _likelihood(self, trial: Trial, quiet: float) -> Array:
-        if not (trial.finite and trial.size > 0 and trial.nonlinearity > 0):
+        if not trial.usable:
             return np.zeros_like(self._expected)
+        seen = max(trial.nonlinearity, ROUNDOFF)
         noise, bend = np.exp(self.noise)[:, None], (not self.blind) * np.exp(self.bend)
         shown = quiet * noise / self.hidden
-        off = np.log(trial.nonlinearity / _ratio(shown, bend, trial.h, trial.size))
+        off = np.log(seen / np.maximum(_ratio(shown, bend, trial.h, trial.size), ROUNDOFF))
         wide = 2.0 if trial.nonlinearity > SATURATING else 1.0
         return _student(off / (SCATTER * wide), FREEDOM)
 
     def _likelihood_of_change(self, change: _Change) -> Array:
-        """Return the likelihood of a change, where r says nothing of b."""
+        """Return the likelihood of a change: of b where r says nothing of it, else of N, which is
+        no more than what it shows.
+        """
         noise, bend = np.exp(self.noise)[:, None], np.exp(self.bend)
-        order, above, below = self.around.order, change.above.h, change.below.h
+        rounding, least = noise * change.rounding, ROUNDOFF * change.size
+        if not self.blind:
+            off = np.log(np.maximum(rounding, least) / change.value)
+            return _student(np.maximum(off, 0.0) / SCATTER, FREEDOM) + np.zeros_like(bend)
+        order, above = self.around.order, change.above.h
         reached = np.minimum(bend * above, LARGEST[1]) ** order
-        truncated = math.exp(self.kappa.mean) * reached * (1 - (below / above) ** order)
-        off = np.log(change.value / np.hypot(noise * change.rounding, change.size * truncated))
+        truncated = math.exp(self.kappa.mean) * reached * change.power(order) / above**order
+        total = np.hypot(rounding, change.size * truncated)
+        off = np.log(change.value / np.maximum(total, least))
         return _student(off / KAPPA_SCATTER, FREEDOM)
 
     def _table(self) -> Array:
@@ -446,16 +487,19 @@ class Belief:
         return _estimate(self.bend, np.exp(table - table.max()).sum(axis=0))
 
 
-def _change_of(trials: Sequence[Trial]) -> _Change | None:
-    """Return the change of the last trial; None where one of its two trials shows nothing."""
+def _changes_of(trials: Sequence[Trial]) -> list[_Change]:
+    """Return the change to the last trial, and its third difference, where they show something."""
     *before, last = trials
-    found = [t for t in before if last.since in (None, t.h)][-1:]
-    if not (found and found[0].usable and last.usable and 0 < last.change < math.inf):
-        return None
-    if found[0].lost or last.lost:
-        return None
-    above, below = sorted((found[0], last), key=lambda trial: -trial.h)
-    return _Change(above, below, last.change)
+    if not last.usable or last.lost:
+        return []
+    changes = list[_Change]()
+    for earlier in [t for t in before if last.since in (None, t.h)][-1:]:
+        if earlier.usable and not earlier.lost and 0 < last.change < math.inf:
+            above, below = sorted((earlier, last), key=lambda trial: -trial.h)
+            changes.append(_Change(above, below, last.change))
+    if last.third is not None and math.isfinite(last.third):
+        changes.append(_Change(last, last, max(last.third, ROUNDOFF * last.size)))
+    return changes
 
 
 def _ratio(noise: Array, bend: Array, h: Array | float, size: Array | float) -> Array:

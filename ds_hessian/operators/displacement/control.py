@@ -10,6 +10,9 @@ determine the rounding noise N and the bend b, a measure of the gradient's nonli
   accepted unless it shows that another h is expected to be much better.
 * With many micro-batches (ALWAYS) a trial above h comes first: there the truncation error shows in
   the change to the next trial, and with it kappa, its size in units of (b h)^p.
+* An accepted trial has a third difference, which is what its error is, noise and truncation alike
+  (`Belief`): of all vectors where the pilot is small and no trial above h is a witness, and of all
+  after one that was a surprise.
 * A finished product that turns out to be far from its best h is repeated.
 
 Everything here is arithmetic on numbers that all ranks share; the displacements used are rank 0's.
@@ -25,9 +28,12 @@ from typing import Any
 import numpy as np
 
 from ds_hessian.operators.displacement.belief import (
+    LARGER,
     LARGEST,
+    ROUNDOFF,
     SATURATING,
     STEP,
+    UNEXPECTED,
     UNLIKE,
     VISIBLE,
     Array,
@@ -38,10 +44,6 @@ from ds_hessian.operators.displacement.belief import (
     Trial,
 )
 from ds_hessian.operators.displacement.schemes import Scheme
-
-ROUNDOFF = 2.0**-24
-"""Unit roundoff of w + h v, which is formed in fp32 from fp32 masters: a step below this share of
-|w| is lost, whatever the dtype of the passes. Parameters may be far smaller than |w|."""
 
 NOISE = Estimate(1.5, 2.0)
 """Prior of N in units of u |w| |Hv|, v random: rounding changes each weight by u of itself."""
@@ -94,6 +96,10 @@ ALWAYS, SELDOM = 16, 16
 """With ALWAYS micro-batches or more, each vector but the first has a trial above h; with fewer,
 where a trial costs more, one vector in SELDOM."""
 
+SPENT, OFTEN = 0.25, 4
+"""Gradients that a product spends on its third difference on average, while no such difference is
+more than expected. With trials above h, which are witnesses too, one vector in OFTEN has one."""
+
 AMPLIFY = 8.0
 """The trial above h has this many times the truncation error."""
 
@@ -104,10 +110,15 @@ MAX_TRIALS = 7
 
 LEARNT = (
     *("h", "largest", "products", "size", "bend_unlike", "size_unlike"),
-    *("hidden", "blind", "rough"),
+    *("hidden", "blind", "rough", "next_third"),
 )
 ESTIMATES = ("noise", "bend", "kappa")
 """Attributes of a `StepController` that change from product to product."""
+
+
+def products_of_a_third(pilot: float, num_micro_batches: int) -> int:
+    """Return how many products share a third difference, from the pilot's share of the slice."""
+    return OFTEN if num_micro_batches >= ALWAYS else max(1, round(pilot / SPENT))
 
 
 @dataclass(frozen=True)
@@ -149,6 +160,9 @@ class StepController:
         self.narrow = unit_roundoff > ROUNDOFF
         # What extrapolation removes tells more in each trial.
         self.interval = 1 if num_micro_batches >= ALWAYS and scheme.order <= 2 else SELDOM
+        self.thirds = products_of_a_third(pilot / num_micro_batches, num_micro_batches)
+        self.next_third = 0  # the next product that has one
+        self.expected = 0.0  # error before it
         self.noise: Estimate | None = None
         self.bend = Estimate(BEND.mean - math.log(scale), BEND.spread)
         self.kappa = Estimate(math.log(scheme.truncation), scheme.truncation_spread)
@@ -188,7 +202,7 @@ class StepController:
     @property
     def _is_due(self) -> bool:
         seldom = (self.products - 1) % self.interval == 0
-        return self.fixed is None and self.products > 0 and (self.blind or seldom)
+        return self.fixed is None and self.products > 0 and seldom
 
     def advise(self, trials: list[Trial]) -> Advice:
         """Judge the trials made for the current vector so far."""
@@ -203,6 +217,8 @@ class StepController:
             return self._advice(self.largest, last.h, final)
         belief = self.learn(trials)
         outlook = belief.outlook(last, self._displacements(), of_pilot=True)
+        if last.third is None:
+            self.expected = outlook.error
         lower = min(trial.h for trial in trials) / DECADE
         scan = self.products == 0 and len(trials) > 1 and lower > self.floor and not final
         if scan and min(t.nonlinearity for t in trials if t.usable and not t.lost) > SATURATING:
@@ -217,11 +233,18 @@ class StepController:
             below = last.h / AMPLIFY ** (1 / self.order)
             return Advice(outlook.h if apart > APART else below, False)
         enough = KNOWN if belief.shows_noise(last) else ACCEPT
+        if last.third is not None:  # which another trial would need too
+            enough = REPEAT
         best = last.h if outlook.excess < enough or len(trials) > MAX_TRIALS else outlook.h
         clear = [t for t in trials if t.usable and not t.lost and t.nonlinearity <= SATURATING]
         if best == last.h and self.fixed is None and clear and last not in clear:
             return Advice(min(clear, key=lambda trial: trial.nonlinearity).h, False)
         return self._advice(best, last.h, len(trials) > MAX_TRIALS)
+
+    def doubts(self, trial: Trial) -> bool:
+        """Return whether the third difference of an accepted trial is to be evaluated."""
+        due = self.order == 2 and (self.products >= self.next_third or self.blind)
+        return due and trial.usable and trial.third is None
 
     def learn(self, trials: Sequence[Trial]) -> Belief:
         """Return what the current vector's trials tell; the last one is finite and not 0."""
@@ -287,11 +310,17 @@ class StepController:
         if belief is None or outlook is None or product.size == 0:
             return None, None
         _, bend = self._carry_over(belief, product)
-        error = max(outlook.error, self._witnessed(product, outlook, belief.contradicted))
+        truncated = belief.truncation * product.h**self.order * (1.0 if self.whole else LARGER)
+        witnessed = self._witnessed(product, outlook, belief)
+        noise = self._noise_of_slice(product, outlook, belief)
+        error = max(outlook.error, witnessed, min(math.hypot(noise, truncated), LARGEST[0]))
+        if self.accepted is not None and self.accepted.third is not None:
+            unexpected = max(witnessed, truncated) > UNEXPECTED * self.expected
+            surprising = self.products == 0 or unexpected
+            self.next_third = self.products + (1 if surprising else self.thirds)
         if self.fixed is None:
             self.h = outlook.h
         if self.products == 0:
-            error = max(error, min(belief.truncation * product.h**self.order, LARGEST[0]))
             jump = Estimate(bend.mean + AFTER_PROBE.mean, bend.spread)
             self.bend = jump.widened(AFTER_PROBE.spread)
             self.h = self.fixed or self._clamp(outlook.h / FIRST_STEP)
@@ -329,7 +358,23 @@ class StepController:
         self.noise = Estimate(noise.mean, min(math.hypot(noise.spread, NOISE_DRIFT), NOISE_SPREAD))
         self.bend = bend.widened(BEND_DRIFT)
 
-    def _witnessed(self, product: Trial, outlook: Outlook, contradicted: bool) -> float:
+    def _noise_of_slice(self, product: Trial, outlook: Outlook, belief: Belief) -> float:
+        """Return the relative noise of a product, of which micro-batches may share some.
+
+        If r is noise, that of the slice tells. Else it is between the share `quiet` of the pilot's,
+        if they share little, and all of it: the geometric mean is within a factor 1.6 of both.
+        """
+        assert self.accepted is not None
+        accepted, pilot = self.accepted, outlook.noise / self.quiet
+        if accepted.third is not None and math.isfinite(accepted.third):
+            here = accepted.third / accepted.size * accepted.h / product.h
+            pilot = max(pilot, min(here, UNEXPECTED * pilot))
+        shown = belief.hidden * product.nonlinearity / math.sqrt(3)
+        alike = belief.blind or belief.shows_noise(accepted)
+        most = pilot if alike else pilot * math.sqrt(self.quiet)
+        return max(outlook.noise, min(shown, most))
+
+    def _witnessed(self, product: Trial, outlook: Outlook, belief: Belief) -> float:
         """Return the error that the product's own ratio shows by itself.
 
         A large one says more than any model. One that the pilot's does not explain is that of
@@ -339,10 +384,10 @@ class StepController:
         ratio, pilot = product.nonlinearity, self.accepted.nonlinearity
         bent = ratio > 2 * math.sqrt(3) * outlook.noise
         strange = not self.whole and ratio > STRANGE * pilot * product.h / self.accepted.h
-        self.rough += strange and bent
+        self.rough += (strange and bent) or belief.kinked
         # Where changes contradict r, what r shows beyond rounding is a kink.
         often = self.rough > max(FEW, KINKED * self.products)
-        kinked = bent and (strange or often or contradicted)
+        kinked = bent and (strange or often or belief.contradicted or belief.kinked)
         if max(pilot, ratio) > 1:
             # The second difference exceeds the first: |D| says nothing of |Hv|, which may be as
             # large as that of any trial.

@@ -4,7 +4,8 @@ A module that the host or the user names is taken. Otherwise the modules are wat
 gradient: where the cotangent at a module's output is that of cross entropy, the output is the
 logits; where this is so at none, the outputs are those of the module that transformers call the
 output embeddings, or of the last that was called. Two different outputs with a cross entropy are
-two heads, which are refused.
+two heads, which are refused; outputs that differ by a number in each row have the same softmax, and
+are one head.
 """
 
 from __future__ import annotations
@@ -178,9 +179,9 @@ def _refuse_other_heads(
 ) -> None:
     """Raise if the outputs of another module, other numbers, have a cross entropy too."""
     different = torch.zeros(len(named), dtype=torch.float64)
-    mine, _ = watch.outputs.get(chosen, (None, None))
-    for number, (f, _) in watch.outputs.items():
-        different[number] = not _same(f, mine)
+    mine = watch.outputs.get(chosen)
+    for number, found in watch.outputs.items():
+        different[number] = not _same(found, mine)
     different = session.space.reduce(different)
     heads = [n for (n, _), other in zip(named, different, strict=True) if other]
     if heads and bool(table[chosen, SEEN]):
@@ -191,10 +192,16 @@ def _refuse_other_heads(
         )
 
 
-def _same(a: Tensor, b: Tensor | None) -> bool:
-    """Return whether two outputs are the same numbers, maybe in another shape or dtype."""
-    if b is None or a.numel() != b.numel():
+def _same(a: tuple[Tensor, Tokens], b: tuple[Tensor, Tokens] | None) -> bool:
+    """Return whether two outputs are the same numbers but for one in each row, maybe in another
+    shape or dtype.
+    """
+    if b is None:
         return False
-    roundoff = max(torch.finfo(t.dtype).eps for t in (a, b))
-    difference = (a.float().reshape(-1) - b.float().reshape(-1)).abs().max()
-    return bool(difference <= roundoff * b.float().abs().max())
+    x, y = (f.float().movedim(t.dim, -1).reshape(-1, f.shape[t.dim]) for f, t in (a, b))
+    if x.shape != y.shape:
+        return False
+    roundoff = max(torch.finfo(f.dtype).eps for f, _ in (a, b))
+    apart = x - y
+    rest = (apart - apart.mean(-1, keepdim=True)).abs().max()
+    return bool(rest <= 2 * roundoff * torch.maximum(x.abs().max(), y.abs().max()))

@@ -333,6 +333,8 @@ class GaussNewton:
             out = self.space.zeros()
             sums = self._evaluate(out, v, h / length, self._pilot, True)
             trials.append(self._figures(v, length, h, out, sums, share).trial)
+            if len(trials) == 1 and self._passes.product is None and self._steps.doubts_values:
+                self._measure_values(trials[0], share)
             if len(trials) == 1 and not self._steps.learnt.products:
                 self._measure_backward(v, length, out, trials[0], share)
             self._passes.forget()
@@ -356,6 +358,13 @@ class GaussNewton:
         self.cost.gradient_evaluations += self._passes.backwards / self._count
         apart = self.space.norm(again.sub_(out)) * self._unit(trial.h) / share
         self._steps.note_backward(apart, trial)
+
+    def _measure_values(self, trial: Trial, share: float) -> None:
+        """Measure the error of a product that comes from differencing the loss in the outputs."""
+        error = self.space.zeros()
+        self._passes.third(error, self._pilot)
+        self.cost.gradient_evaluations += len(self._pilot) / self._count
+        self._steps.note_values(self.space.norm(error) * self._unit(trial.h) / share, trial)
 
     def _made(
         self,

@@ -7,7 +7,7 @@ with `H_out delta` in place of the cotangent where the loss in the outputs is kn
 job's own loss at `f +- rho delta`, two forwards and backwards at w.
 
 Memory: the differences of a group of micro-batches, fp32: as many as fit into one vector, and one
-at least.
+at least; where the loss is known by its values, two cotangents of the first micro-batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds_hessian import ops
 from ds_hessian.backends.protocol import Session
-from ds_hessian.operators.outputs.tap import Tap
+from ds_hessian.operators.outputs.tap import Listener, Tap
 
 SAMPLES = 2**16
 """Entries of the outputs of a micro-batch from which the nonlinearity ratio is taken, at most."""
@@ -89,10 +89,20 @@ class _Known:
 
 
 class _Shifted:
-    """Lets the job's loss run at `f + rho delta`."""
+    """Lets the job's loss run at `f + rho delta`; keeps the cotangents' part of their third
+    difference, where there may be one.
+    """
 
-    def __init__(self, session: Session, group: Group, rho: float, sums: Sums) -> None:
-        self.session, self.group, self.rho, self.sums = session, group, rho, sums
+    def __init__(
+        self,
+        session: Session,
+        group: Group,
+        rho: float,
+        sums: Sums,
+        third: dict[int, Tensor] | None,
+    ) -> None:
+        self.session, self.group, self.rho = session, group, rho
+        self.sums, self.third = sums, third
 
     def outputs(self, index: int, f: Tensor) -> Tensor:
         if self.rho > 0:
@@ -100,8 +110,40 @@ class _Shifted:
         return self.rho * self.group.differences[index]
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> None:
+        if self.third is not None:
+            part = c.float() * (-3.0 if self.rho > 0 else -1.0)
+            self.third[index] = self.third[index] + part if index in self.third else part
         along = _dot(c.float(), self.group.differences[index])
         self.sums.form += along * self.session.cotangent_scale / (2 * self.rho)
+
+
+class _Third:
+    """Completes the third difference of the cotangents, and puts a third of it, which is the error
+    of their first one, in place of those at `f + 2 rho delta`.
+    """
+
+    def __init__(self, group: Group, rho: float, third: dict[int, Tensor]) -> None:
+        self.group, self.rho, self.third = group, rho, third
+
+    def outputs(self, index: int, f: Tensor) -> Tensor:
+        return 2 * self.rho * self.group.differences[index]
+
+    def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
+        return self.third[index].add_(c.float()).div_(3).to(c.dtype)
+
+
+class _Middle:
+    """Keeps the cotangents at the outputs, and stops them there."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, Tensor] = {}
+
+    def outputs(self, index: int, f: Tensor) -> None:
+        """Add nothing."""
+
+    def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
+        self.found[index] = c.clone()
+        return torch.zeros_like(c)
 
 
 class Group:
@@ -156,7 +198,10 @@ class Passes:
         self.session, self.tap, self.product, self.rho = session, tap, product, rho
         self.size = max(1, room // max(largest, 1))
         self.kappa = 1.0
-        self._last: Group | None = None  # while there may be a `repeat`
+        self._last: Group | None = None  # while there may be a `repeat`, or a `third`
+        self._third: dict[int, Tensor] | None = None
+        self._middle: _Middle | None = None  # the pilot's, once there was a `third`
+        self._around: Tensor | None = None  # its gradient that does not pass the outputs
 
     @property
     def backwards(self) -> int:
@@ -207,9 +252,28 @@ class Passes:
         self.session.displace(v, step)
         self.back(out, self._last, micro_batches, Sums())
 
+    def third(self, out: Tensor, micro_batches: range) -> None:
+        """Add the error that differencing the loss in the outputs has made in what the last
+        evaluation has added, of these micro-batches, always the same ones.
+
+        Like a product's (`ds_hessian.operators.displacement.belief`) it is a third difference, of
+        cotangents here. Cost: a gradient, and one more the first time.
+        """
+        assert self._last is not None and self._third is not None
+        self.session.displace(None, 0.0)
+        if self._middle is None:
+            self._middle, around = _Middle(), torch.zeros_like(out)
+            self._pass(around, micro_batches, self._middle)
+            self._around = around if self.session.space.norm(around) else None
+        for index, c in self._middle.found.items():
+            self._third[index].add_(c.float(), alpha=3.0)
+        if self._around is not None:
+            out.sub_(self._around)
+        self._pass(out, micro_batches, _Third(self._last, self.rho, self._third))
+
     def forget(self) -> None:
         """Drop the differences of the last evaluation."""
-        self._last = None
+        self._last = self._third = None
 
     def back(self, out: Tensor, group: Group, micro_batches: range, sums: Sums) -> None:
         """Add `factor J' H_out` times the group's differences to `out`, J at the weights as they
@@ -218,12 +282,13 @@ class Passes:
         if self.product is not None:
             self._pass(out, micro_batches, _Known(self.session, group, self.product, sums))
             return
+        self._third = {} if micro_batches.start == 0 else None
         for sign in (1.0, -1.0):
-            listener = _Shifted(self.session, group, sign * self.rho, sums)
+            listener = _Shifted(self.session, group, sign * self.rho, sums, self._third)
             self._pass(out, micro_batches, listener)
             out.neg_()
 
-    def _pass(self, out: Tensor, some: range, listener: _Known | _Shifted) -> None:
+    def _pass(self, out: Tensor, some: range, listener: Listener) -> None:
         with self.tap.listening(some, listener):
             self.session.add_gradient(out, some)
 

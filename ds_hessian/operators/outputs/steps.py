@@ -14,8 +14,10 @@ kappa, nu   truncation in units of r^2; rounding noise of the backward
 N and kappa are measured by products at two displacements on the pilot, which truncation and noise
 part differently: for the first vector at as many displacements, each a quarter of the one before,
 as it takes to see both sides of the valley. nu is measured once, by a backward at weights displaced
-by their rounding. Every product bears one more witness: v'(Gv) by the backward and by the outputs
-alone differ by no more than the error.
+by their rounding. Where the loss in the outputs is known by its values alone, differencing it has
+an error of its own, which a third difference of the cotangents shows, as often as that is cheap.
+Every product bears one more witness: v'(Gv) by the backward and by the outputs alone differ by no
+more than the error.
 
 The gradient of G at w is zero by construction, so the ratio that judges differences of gradients
 would misjudge its noise.
@@ -29,6 +31,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+
+from ds_hessian.operators.displacement.control import products_of_a_third
 
 LADDER = 4.0
 """Ratio of the displacements of the first vector's trials."""
@@ -95,6 +99,7 @@ class Learnt:
         bend: b of the last vector.
         kappa: kappa.
         backward: nu.
+        values: The relative error from differencing the loss in the outputs; 0 where it is known.
         products: Their number.
     """
 
@@ -105,6 +110,7 @@ class Learnt:
     bend: float = 0.0
     kappa: float = TYPICAL
     backward: float = 0.0
+    values: float = 0.0
     products: int = 0
 
 
@@ -125,6 +131,7 @@ class OutputSteps:
         self.rounding, self.fixed = unit_roundoff * scale, fixed
         self.least = self.rounding / 64  # which rounding of the weights loses
         self.quiet = pilot**INDEPENDENT
+        self.thirds = products_of_a_third(pilot, 0)  # no trials above h
         self.learnt = Learnt(fixed or 3 * unit_roundoff ** (1 / 3) * scale, 3 * scale)
         self._bend = 0.0  # of the present vector
         self._seen = 0.0  # the largest |P| of its trials
@@ -287,6 +294,16 @@ class OutputSteps:
         if trial.form > 0 and math.isfinite(apart):
             self.learnt.backward = apart / math.sqrt(2 * trial.form)
 
+    @property
+    def doubts_values(self) -> bool:
+        """Whether this vector's trial is to have a third difference of the cotangents."""
+        return self.learnt.products % self.thirds == 0
+
+    def note_values(self, error: float, trial: Trial) -> None:
+        """Learn the error from differencing the loss in the outputs of such a trial."""
+        if trial.size > 0 and math.isfinite(error):
+            self.learnt.values = error / trial.size
+
     # ---- after a product
 
     def judge(self, product: Trial) -> float:
@@ -314,7 +331,7 @@ class OutputSteps:
         if product.nonlinearity > 0.5:  # no ratio above it tells how far the outputs bend
             # Nor does the product's length, of which the trials may have shown more.
             error = max(error, product.nonlinearity, self._seen / product.size)
-        error = max(error, mismatch / product.size)
+        error = math.hypot(max(error, mismatch / product.size), found.values)
         first = found.products == 0
         found.noise = self._noise if first else math.sqrt(found.noise * self._noise)
         found.kappa = self._kappa if first else math.sqrt(found.kappa * self._kappa)

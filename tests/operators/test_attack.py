@@ -1,0 +1,82 @@
+"""Estimates on families that no constant was chosen on: benchmarks/attack.py."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ds_hessian.operators.outputs.gauss_newton import GaussNewton
+from tests.operators.gauss_newton import ExactGaussNewton
+from tests.operators.nets import relative
+from tests.tiers import cells
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+LEAST = 0.2
+"""No estimate is a smaller part of the error."""
+
+
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def attack() -> Found:
+    """The names of benchmarks/attack.py, with its families among all others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+        found = runpy.run_path(str(BENCHMARKS / "attack.py"))
+    found["FAMILIES"].update(found["ATTACK"])
+    return found
+
+
+def told(attack: Found, name: str, arithmetic: str, count: int) -> NDArray[np.float64]:
+    """Estimates over errors of the products of a family."""
+    problem = attack["problem"](name, arithmetic, count)
+    return np.array([product.told for product in attack["products"](problem)])
+
+
+EVEN = [
+    (name, count)
+    for name in ("even loss at 0", "even loss", "zero head, 2 classes", "hot zero head")
+    for count in (1, 4, 8, 16)
+]
+
+
+@pytest.mark.parametrize(("name", "count"), cells(EVEN, [("even loss at 0", 4)]))
+def test_the_third_difference_sees_what_the_second_does_not(
+    attack: Found, name: str, count: int
+) -> None:
+    """Third derivatives that vanish, or nearly: each product has a witness of its own."""
+    ratios = told(attack, name, "fp32", count)
+    assert ratios.min() > LEAST and np.median(ratios) < 3, ratios
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("count", [4, 8, 16])
+@pytest.mark.parametrize("name", ["hinge", "squared hinge", "relu6", "relu", "max pooling"])
+def test_kinks_are_seen_by_the_third_difference(attack: Found, name: str, count: int) -> None:
+    ratios = told(attack, name, "fp32", count)
+    assert ratios.min() > LEAST and np.median(ratios) < 3, ratios
+
+
+@pytest.mark.parametrize("count", cells([1, 4, 16], [4]))
+def test_a_loss_known_by_its_values_has_an_error_of_its_own(attack: Found, count: int) -> None:
+    """A softplus as steep as the displacement of the outputs is long."""
+    p = attack["problem"]("steep softplus", "fp32", count)
+    exact = ExactGaussNewton(p.backend.module, "net", lambda net, b: net(*b), p.batches)
+    v, ratios = p.vectors[0][0], list[float]()
+    with p.measuring() as session:
+        operator = GaussNewton(session)
+        assert operator.outputs == "net: a loss known by its values"
+        for i in range(6):
+            truth, product = exact(v), operator.matvec(v)
+            assert product.error is not None
+            ratios.append(product.error / relative(product.vector, truth))
+            rest = truth - (truth @ v.double()) * v.double() if i % 2 else truth
+            v = (rest / rest.norm()).float()
+    assert min(ratios) > LEAST and np.median(ratios) < 3, ratios
