@@ -254,7 +254,8 @@ def use_file(
         )
         of_tokens = "input_ids" in batches[0] and _is_causal(model)
         if of_tokens:
-            require_known_tokens(batches, int(model.get_input_embeddings().num_embeddings), data)
+            causal: Any = model
+            require_known_tokens(batches, causal.get_input_embeddings().num_embeddings, data)
     if loss_fn is None and of_tokens:
         loss_fn = token_mean
     hessian.use(batches, loss_fn)

@@ -105,7 +105,7 @@ def read_micro_batches(
         )
     used = sum(map(len, groups))
     if used < wanted.samples and rank == 0:
-        logger.warning("measured are %d sequences of %s, not %d", used, path, wanted.samples)
+        logger.warning("sequences measured of %s: %d, not %d", path, used, wanted.samples)
     return [_collated(group, path) for group in groups[rank::ranks]]
 
 

@@ -400,7 +400,7 @@ def test_a_tokenizer_is_read_only_where_there_is_text(tmp_path: Path) -> None:
     refused_in_one_line(call(*command, texts), "cannot read the tokenizer in")
     assert call(*command, tokens).returncode == 0
     for row in ({"input_ids": [1, 999]}, {"input_ids": [1, 2], "labels": [1, -7]}):
-        unknown = jobs.write_lines(tmp_path / "c.jsonl", [row])
+        unknown = jobs.write_lines(tmp_path / "c.jsonl", [row] * 32)
         refused_in_one_line(call(*command, unknown), "has the token .*, the model knows 0 to")
 
 

@@ -188,7 +188,7 @@ class ModuleBackend:
         if self.optimizer is None:
             raise ConfigError(
                 "there is no optimizer to precondition with: pass it, "
-                "ds_hessian.attach(module, optimizer)"
+                "ds_hessian.attach(module, optimizer), or measure without it: preconditioned=false"
             )
         settings = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         state, found = self.optimizer.state, []
