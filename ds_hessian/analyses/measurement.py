@@ -6,6 +6,7 @@ from the beginning of the first.
 
 from __future__ import annotations
 
+import json
 import logging
 import platform
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from ds_hessian.backends.protocol import Backend, Objective, Passes, Precision, 
 from ds_hessian.backends.restricted import names_of
 from ds_hessian.config import HessianConfig, OperatorName
 from ds_hessian.errors import ConfigError, HessianError, MeasurementError, UnsupportedError
-from ds_hessian.operators import Curvature, OperatorCost, curvature
+from ds_hessian.operators import Curvature, OperatorCost, Taught, curvature
 from ds_hessian.operators.sampling import require_several
 from ds_hessian.planning import ChosenPrecision, in_precision, precision_of
 from ds_hessian.ranks import gather_objects
@@ -32,6 +33,11 @@ from ds_hessian.vectors import VectorSpace, random_vector
 from ds_hessian.version import __version__
 
 logger = logging.getLogger(__name__)
+
+Lessons = dict[str, tuple[int, dict[str, Any]]]
+
+ALIKE = ("operator", "outputs", "probe", "finite_difference", "dropout", "batch_statistics")
+"""Settings that steps of the displacement depend on."""
 
 S = TypeVar("S", bound=SavedRun)
 T = TypeVar("T")
@@ -48,6 +54,7 @@ class Subject:
         retires: Whether a state on disk of the same measurement at another optimizer step is
             removed, with a line in the log; else it is refused.
         choice: How the precision of the passes, which the settings then name, was chosen.
+        lessons: What the run's measurements have taught, by kind, with their optimizer steps.
     """
 
     backend: Backend
@@ -55,6 +62,7 @@ class Subject:
     config: HessianConfig
     retires: bool = False
     choice: ChosenPrecision = field(default_factory=ChosenPrecision)
+    lessons: Lessons = field(default_factory=dict)
 
     @property
     def passes(self) -> Passes:
@@ -108,10 +116,25 @@ class Subject:
                 require_several(session)
             operator = self.curvature(session)
             self.choice.evaluated = True
+            kept = self._taught(operator, folder)
             if saved is not None:
                 here = {**subject._identity(session, operator), **(identity or {})}
                 saved.resume(operator, here, session.unit_roundoff)
             yield Measurement(subject, session, operator, saved, began, reduced), saved
+            if isinstance(operator, Taught) and (found := operator.lessons()) is not None:
+                self.lessons[kept] = self.backend.step, found
+
+    def _taught(self, operator: Curvature, kind: str) -> str:
+        """Let an operator begin with what the latest measurement of its kind taught at another
+        step; return the name under which it is to be found. At the same step figures repeat.
+        """
+        settings = settings_of(self.config)
+        alike = {key: settings[key] for key in ALIKE}
+        name = json.dumps([kind, alike, names_of(self.backend)])
+        step, lessons = self.lessons.get(name, (self.backend.step, None))
+        if lessons is not None and step != self.backend.step and isinstance(operator, Taught):
+            operator.begin(lessons)
+        return name
 
     def _retire(self, place: Path, identity: Mapping[str, object]) -> None:
         """Remove a state of this measurement at another step, in whichever precision was chosen."""
@@ -287,5 +310,6 @@ def cost_of(spent: OperatorCost, space: VectorSpace, began: float, reduced: int)
         trials=spent.trials,
         all_reduces=space.all_reduces - reduced,
         one_sided=spent.one_sided,
+        extrapolated=spent.extrapolated,
         beyond_tolerance=spent.beyond_tolerance,
     )
