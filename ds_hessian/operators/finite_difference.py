@@ -172,7 +172,7 @@ class FiniteDifferenceHessian:
         micro-batches, as JSON values.
         """
         steps, *others = (control.state_dict() for control in self._controllers.values())
-        found = {"steps": steps, "cost": asdict(self.cost)}
+        found: dict[str, Any] = {"steps": steps, "cost": asdict(self.cost)}
         if self._sides is not None:
             found["sides"] = self._sides.state_dict()
         if others:
@@ -247,8 +247,8 @@ class FiniteDifferenceHessian:
         Of the first one nobody knows yet how large the largest products are.
         """
         failed = not enough and self.formula == "central" and self.cost.products > 0
-        (failed,) = self.space.of_rank_0(failed)
-        return bool(failed) and self._change_formula()
+        (everywhere,) = self.space.of_rank_0(failed)
+        return bool(everywhere) and self._change_formula()
 
     def _change_formula(self) -> bool:
         """Take central differences, or those of fourth order where these alone are expected to
@@ -261,9 +261,9 @@ class FiniteDifferenceHessian:
             if name != self.formula:
                 self._controller_of(name).adopt(self._controller)
         central, fourth = (self._sides.reaches(self._controller_of(name)) for name in names)
-        (fourth,) = self.space.of_rank_0(fourth and not central)
+        (better,) = self.space.of_rank_0(fourth and not central)
         before = self.formula
-        self._use(names[bool(fourth)])
+        self._use(names[bool(better)])
         return self.formula != before
 
     def _use(self, scheme: SchemeName) -> None:
