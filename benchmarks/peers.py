@@ -66,8 +66,8 @@ class Files:
         return found
 
 
-def prepare(folder: Path) -> None:
-    """Train the net, and take the exact products."""
+def prepare(folder: Path, products: int = 2) -> None:
+    """Train the net, and take so many exact products."""
     from train_gpt import GPT, sample, standard_library
 
     torch.manual_seed(0)
@@ -85,7 +85,7 @@ def prepare(folder: Path) -> None:
     torch.save(batches, folder / "batches.pt")
     exact = []
     v = {n: torch.randn(w.shape, generator=generator) for n, w in weights.items()}
-    for _ in range(2):
+    for _ in range(products):
         v = scaled(v, 1 / norm(v))
         product = exact_product(Files(folder).net().double(), batches, v)
         exact.append((v, product))
@@ -401,27 +401,36 @@ def work(files: Files, name: str, dtype: str) -> dict[str, Any]:
     return figures
 
 
-def run(folder: Path, name: str, dtype: str) -> dict[str, Any]:
-    """Measure one tool in processes of its own."""
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
     import socket
 
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+        return int(s.getsockname()[1])
+
+
+def place(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The environment by which a launcher tells a process which rank it is."""
+    return {
+        "DS_ACCELERATOR": "cpu",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def run(folder: Path, name: str, dtype: str) -> dict[str, Any]:
+    """Measure one tool in processes of its own."""
+    port = free_port()
     ranks, out = TOOLS[name][0], folder / "out.json"
     out.unlink(missing_ok=True)
     workers = []
     for rank in range(ranks):
-        environment = {
-            **os.environ,
-            "DS_ACCELERATOR": "cpu",
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+        environment = {**os.environ, **place(rank, ranks, port)}
         command = [sys.executable, __file__, "--folder", str(folder)]
         command += ["--tool", name, "--dtype", dtype]
         pipe = subprocess.PIPE

@@ -10,13 +10,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
 
+from ds_hessian import ops
 from ds_hessian.backends import plain, zero
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
@@ -57,7 +59,7 @@ def attach(job: Job, optimizer: Any = None, config: Settings = None) -> Hessian:
     """
     if config is None and not _is_optimizer(optimizer):
         optimizer, config = None, optimizer
-    with collective("attaching", device_of(job)):
+    with _attaching(job):
         if getattr(job, "hessian", None) is not None:
             raise ConfigError("this engine has its Hessian already: use engine.hessian")
         hessian = hessian_of(job, config, optimizer)
@@ -81,7 +83,7 @@ def hessian_of(job: Job, config: Settings = None, optimizer: Any = None) -> Hess
 
     Collective.
     """
-    with collective("attaching", device_of(job)):
+    with _attaching(job):
         if _is_megatron(job):
             return megatron_hessian(job, _section(config), optimizer)
         if _is_engine(job):
@@ -92,6 +94,15 @@ def hessian_of(job: Job, config: Settings = None, optimizer: Any = None) -> Hess
         if isinstance(config, Mapping) and "hessian" not in config:
             config = HessianConfig.parse(config)
         return Hessian(plain.ModuleBackend(job, optimizer), _section(config))
+
+
+@contextmanager
+def _attaching(job: object) -> Iterator[None]:
+    """Build the kernels if need be, once on each node, before ranks wait for each other."""
+    device = device_of(job)
+    ops.prepare(device.type)
+    with collective("attaching", device):
+        yield
 
 
 def device_of(job: object) -> torch.device:
@@ -133,7 +144,7 @@ def megatron_hessian(
     """
     from ds_hessian.backends import megatron
 
-    with collective("attaching", device_of(model)):
+    with _attaching(model):
         if not isinstance(config, HessianConfig):
             config = HessianConfig.parse({} if config is None else config)
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ds_hessian.analyses import (
     Analysis,
     Followed,
+    Lessons,
     Subject,
     analysis_of,
     decided,
@@ -61,6 +62,7 @@ class JobMeasuring(JobVectors):
         self._retires = False
         self._objective: Objective | None = None
         self._open: Curvature | None = None
+        self._lessons: Lessons = {}
         self._followed: dict[str, Followed] = {}  # by operator and parameters
         self.used: Callable[[], None] = lambda: None
 
@@ -149,7 +151,7 @@ class JobMeasuring(JobVectors):
             raise ConfigError("a measurement is open already: leave `measuring()` first")
         config = self.config.with_overrides(**overrides)
         backend = restricted(self.backend, config.parameters)
-        return Subject(backend, self._objective, config, self._retires)
+        return Subject(backend, self._objective, config, self._retires, lessons=self._lessons)
 
     @contextmanager
     def retiring(self) -> Iterator[None]:

@@ -43,6 +43,7 @@ def test_items_of_different_moments_share_memory() -> None:
         ({}, 30 + 6.5, 0, 0),
         ({"scheme": "forward"}, 30 + 6.5, 0, 0),
         ({"tolerance": 1e-2}, 30 + 6.5, 0, 0),
+        ({"tolerance": 1e-4}, 30 + 9.5, 0, 0),
         ({"scheme": "fourth_order"}, 30 + 9.5, 0, 0),
         ({"mode": "window", "window": 5}, 5 + 6.5, 0, 0),
         ({"mode": "none"}, 2 + 6.5, 0, 0),

@@ -9,7 +9,7 @@ from ds_hessian.analyses.decomposition import Decomposition
 from ds_hessian.analyses.eigenpairs import Eigenpairs
 from ds_hessian.analyses.influence import Influence
 from ds_hessian.analyses.kronecker import Kronecker
-from ds_hessian.analyses.measurement import Measurement, Subject, with_fallback
+from ds_hessian.analyses.measurement import Lessons, Measurement, Subject, with_fallback
 from ds_hessian.analyses.registry import ANALYSES, analysis_of, plan_job
 from ds_hessian.analyses.self_test import SelfTest
 from ds_hessian.analyses.sharpness import Followed, Sharpness
@@ -31,6 +31,7 @@ __all__ = [
     "Followed",
     "Influence",
     "Kronecker",
+    "Lessons",
     "Measurement",
     "OffBlockShare",
     "SelfTest",

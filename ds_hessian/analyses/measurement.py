@@ -6,6 +6,7 @@ from the beginning of the first.
 
 from __future__ import annotations
 
+import json
 import logging
 import platform
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from ds_hessian.backends.protocol import Backend, Objective, Passes, Precision, 
 from ds_hessian.backends.restricted import names_of
 from ds_hessian.config import HessianConfig, OperatorName
 from ds_hessian.errors import ConfigError, HessianError, MeasurementError, UnsupportedError
-from ds_hessian.operators import Curvature, OperatorCost, curvature
+from ds_hessian.operators import Curvature, OperatorCost, Taught, curvature
 from ds_hessian.operators.sampling import require_several
 from ds_hessian.planning import ChosenPrecision, in_precision, precision_of
 from ds_hessian.ranks import gather_objects
@@ -32,6 +33,11 @@ from ds_hessian.vectors import VectorSpace, random_vector
 from ds_hessian.version import __version__
 
 logger = logging.getLogger(__name__)
+
+Lessons = dict[str, dict[int, dict[str, Any]]]
+
+ALIKE = ("operator", "outputs", "probe", "finite_difference", "dropout", "batch_statistics")
+"""Settings that steps of the displacement depend on."""
 
 S = TypeVar("S", bound=SavedRun)
 T = TypeVar("T")
@@ -48,6 +54,8 @@ class Subject:
         retires: Whether a state on disk of the same measurement at another optimizer step is
             removed, with a line in the log; else it is refused.
         choice: How the precision of the passes, which the settings then name, was chosen.
+        lessons: What the run's measurements have taught, by kind and optimizer step; those of the
+            latest two steps.
     """
 
     backend: Backend
@@ -55,6 +63,7 @@ class Subject:
     config: HessianConfig
     retires: bool = False
     choice: ChosenPrecision = field(default_factory=ChosenPrecision)
+    lessons: Lessons = field(default_factory=dict)
 
     @property
     def passes(self) -> Passes:
@@ -108,10 +117,33 @@ class Subject:
                 require_several(session)
             operator = self.curvature(session)
             self.choice.evaluated = True
+            taught = self._taught(operator, folder)
             if saved is not None:
                 here = {**subject._identity(session, operator), **(identity or {})}
                 saved.resume(operator, here, session.unit_roundoff)
             yield Measurement(subject, session, operator, saved, began, reduced), saved
+            if isinstance(operator, Taught) and (found := operator.lessons()) is not None:
+                taught[self.backend.step] = found
+                for step in sorted(taught)[:-2]:
+                    del taught[step]
+
+    def _taught(self, operator: Curvature, kind: str) -> dict[int, dict[str, Any]]:
+        """Let an operator begin with what a measurement of its kind taught at the latest other
+        step; return what those of all steps did. At the same step figures repeat.
+
+        Collective: one small all-reduce.
+        """
+        settings, here = settings_of(self.config), self.backend.step
+        alike = {key: settings[key] for key in ALIKE}
+        taught = self.lessons.setdefault(json.dumps([kind, alike, names_of(self.backend)]), {})
+        before = max((step for step in taught if step != here), default=None)
+        # A measurement that has failed late may have taught some ranks alone.
+        have = torch.tensor([before is not None], dtype=torch.float64)
+        space = self.backend.space
+        everywhere = bool(space.reduce(have)[0] == space.world_size)
+        if before is not None and everywhere and isinstance(operator, Taught):
+            operator.begin(taught[before])
+        return taught
 
     def _retire(self, place: Path, identity: Mapping[str, object]) -> None:
         """Remove a state of this measurement at another step, in whichever precision was chosen."""
@@ -287,5 +319,6 @@ def cost_of(spent: OperatorCost, space: VectorSpace, began: float, reduced: int)
         trials=spent.trials,
         all_reduces=space.all_reduces - reduced,
         one_sided=spent.one_sided,
+        extrapolated=spent.extrapolated,
         beyond_tolerance=spent.beyond_tolerance,
     )

@@ -77,6 +77,11 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
 
+EXTRAPOLATED = 1e-3
+"""Below such a tolerance products may have to be differences of fourth order: bars of central ones
+in fp32 are 1e-4 to 1e-3 of the largest eigenvalue (docs/numerics.md)."""
+
+
 class FiniteDifferenceConfig(_Section):
     """Settings of the finite differences that make a product `H v` from gradients."""
 
@@ -84,13 +89,13 @@ class FiniteDifferenceConfig(_Section):
         "central",
         "Difference formula: central differences, two gradients a product; forward, one, for rough "
         "figures; fourth order, four, for the most exact ones in fp32; `auto`, implied by a "
-        "`tolerance`, the cheaper of forward and central that reaches it, product by product.",
+        "`tolerance`, the cheapest of the three that reaches it, product by product.",
     )
     tolerance: Annotated[float, Field(gt=0, lt=1)] | None = _field(
         None,
         "Accuracy wanted of eigenvalues, as far as products limit it, relative to the largest in "
-        "magnitude: products whose error is known to allow it take one gradient, the others two. "
-        "Null takes `scheme` for all.",
+        "magnitude: products whose error is known to allow it take one gradient, the others two "
+        "(below 1e-3 also four). Null takes `scheme` for all.",
         "a number between 0 and 1, or null",
     )
     displacement: Literal["auto"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = _field(
@@ -118,6 +123,12 @@ class FiniteDifferenceConfig(_Section):
     def formula(self) -> Literal["central", "forward", "fourth_order"]:
         """The difference formula of trials, and of products that no tolerance shortens."""
         return "central" if self.scheme == "auto" else self.scheme
+
+    @property
+    def largest_formula(self) -> Literal["central", "forward", "fourth_order"]:
+        """The formula of the most gradients that products may take."""
+        tight = self.tolerance is not None and self.tolerance < EXTRAPOLATED
+        return "fourth_order" if tight else self.formula
 
     def contradictions(self) -> list[str]:
         """Return a line for each setting that excludes another one."""

@@ -12,6 +12,7 @@ from ds_hessian.operators.protocol import (
     LinearOperator,
     OperatorCost,
     Product,
+    Taught,
     Watched,
 )
 from ds_hessian.operators.sweep import SweepPoint, default_range, sweep
@@ -33,6 +34,7 @@ __all__ = [
     "Scheme",
     "SchemeName",
     "SweepPoint",
+    "Taught",
     "Watched",
     "curvature",
     "default_range",

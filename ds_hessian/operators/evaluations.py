@@ -12,6 +12,7 @@ from ds_hessian.operators.displacement.control import (
     products_of_a_third,
 )
 from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
+from ds_hessian.operators.displacement.sides import CHECKED
 from ds_hessian.operators.finite_difference import PILOT
 
 FIRST = {"auto": 4.0, "fixed": 2.5}
@@ -28,8 +29,9 @@ OF_OUTPUTS, ANEW = 7.0, 0.15
 """Its discarded trials of one micro-batch each: of the first two vectors, with that of the
 backward's noise; and of each other vector on average."""
 
-CHECKED = 0.3
-"""Share of the one-sided products of a tolerance with a trial on both sides of the pilot."""
+FIRST_OF_SIDES, DOUBTED = 2.0, 0.2
+"""With a tolerance that one-sided differences reach: discarded trials of the first two vectors; and
+the share of the products with a trial on both sides of the pilot."""
 
 REPEATED = 0.02
 """Share of the products that are repeated, if the pilot is not all micro-batches."""
@@ -57,9 +59,9 @@ def expected_evaluations(
         return BY_OUTPUTS * (1 + trials / num_micro_batches)
     formula = SCHEMES[scheme]
     nodes, pilot = len(formula.nodes), math.ceil(num_micro_batches / PILOT) / num_micro_batches
-    if one_sided:
-        both = math.ceil(num_products / (SELDOM + 1)) / num_products
-        return 1 + both + pilot * (2 * FIRST["auto"] / num_products + CHECKED)
+    if one_sided and pilot < 1:  # else the other side costs as much as the product
+        both = math.ceil(num_products / (CHECKED + 1)) / num_products
+        return 1 + both + pilot * (2 * FIRST_OF_SIDES / num_products + DOUBTED)
     of_trial = 2 if formula.one_sided else nodes
     auto = displacement == "auto"
     thrown, repeated = FIRST["auto" if auto else "fixed"], 0.0

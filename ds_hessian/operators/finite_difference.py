@@ -12,7 +12,8 @@ all-reduces, a third difference of the pilot one, a product four. Memory per ran
 the pilot) and two for the products of trials, or one of them and a third difference: forward and
 central 6, fourth_order 8, which has one more for a moment in each trial. A finished product
 overwrites its first gradient. With a tolerance, central differences become one-sided ones where
-these are good enough: 1.0 - 1.2 gradients, in the same memory.
+these are good enough: 1.0 - 1.2 gradients, in the same memory; and, below
+`ds_hessian.config.EXTRAPOLATED`, those of fourth order where nothing cheaper is, in theirs.
 
 Source: the paper's equation (1); `ds_hessian.operators.displacement.schemes`; the step is that of
 `ds_hessian.operators.displacement.control`; the sides, `ds_hessian.operators.displacement.sides`.
@@ -38,7 +39,7 @@ from ds_hessian.errors import NumericsError
 from ds_hessian.operators.checks import length_of, require_finite
 from ds_hessian.operators.clock import add_gradient
 from ds_hessian.operators.displacement.belief import Trial
-from ds_hessian.operators.displacement.control import StepController
+from ds_hessian.operators.displacement.control import Advice, StepController
 from ds_hessian.operators.displacement.schemes import SCHEMES, Scheme, SchemeName
 from ds_hessian.operators.displacement.sides import BOTH, DOUBTED, Sides
 from ds_hessian.operators.protocol import Form, OperatorCost, Product
@@ -93,7 +94,8 @@ class FiniteDifferenceHessian:
         displacement: `"auto"`, or the value of h: the length of the step in parameter space.
         scheme: The difference formula; see `ds_hessian.operators.displacement.schemes`.
         tolerance: The tolerance of eigenvalues, relative to the largest: then central differences
-            are replaced by one-sided ones wherever these reach it. None for never.
+            are replaced by one-sided ones wherever these reach it, and by those of fourth order
+            where only these do. None for never.
 
     Raises:
         NumericsError: the gradient at the weights is not finite.
@@ -109,17 +111,13 @@ class FiniteDifferenceHessian:
         tolerance: float | None = None,
     ) -> None:
         self.session, self.space = session, session.space
-        self.displacement, self.scheme = displacement, SCHEMES[scheme]
+        self.displacement = displacement
         self.cost = OperatorCost()
         self.outputs: str | None = None
         count = session.num_micro_batches
         self._all, self._pilot = range(count), range(math.ceil(count / PILOT))
         self._rest = range(len(self._pilot), count)
-        self._points = [node for a, b, _ in self.scheme.differences for node in (a, b)]
-        # A trial needs both sides for its nonlinearity ratio; the last one is the product's first.
-        self._trial_points = [-1, 1] if self.scheme.one_sided else self._points
-        nodes = (*self.scheme.nodes, -1)
-        self._gradients = {node: self.space.zeros() for node in nodes}
+        self._gradients = dict[int, Tensor]()
         self._trial: tuple[Trial, Tensor] | None = None
         self._warm, self._timed = False, (0.0, 0)  # seconds and micro-batches of evaluations
         self._removed = 0.0  # `Trial.removed` of the last product
@@ -127,14 +125,9 @@ class FiniteDifferenceHessian:
         self.gradient, self._pilot_gradient = self._start()
         assert session.gradient_scale is not None
         self.scale = session.gradient_scale
-        self._controller = StepController(
-            self.scheme,
-            session.unit_roundoff,
-            session.weight_norm(),
-            len(self._pilot),
-            count,
-            None if displacement == "auto" else float(displacement),
-        )
+        self._weight_norm = session.weight_norm()
+        self._controllers = dict[SchemeName, StepController]()
+        self._take(scheme)
         self._sides = None if tolerance is None else Sides(tolerance, self._controller)
 
     def _start(self) -> tuple[Tensor, Tensor]:
@@ -148,6 +141,28 @@ class FiniteDifferenceHessian:
         require_finite(gradient, self.space)
         return gradient, pilot
 
+    def _take(self, scheme: SchemeName) -> None:
+        """Make products of both sides by this formula, with what is known of noise and bend."""
+        self.formula, self.scheme, self._trial = scheme, SCHEMES[scheme], None
+        self._points = [node for a, b, _ in self.scheme.differences for node in (a, b)]
+        # A trial needs both sides for its nonlinearity ratio; the last one is the product's first.
+        self._trial_points = [-1, 1] if self.scheme.one_sided else self._points
+        for node in {*self.scheme.nodes, -1} - {*self._gradients}:
+            self._gradients[node] = self.space.zeros()
+        self._controller = self._controller_of(scheme)
+
+    def _controller_of(self, scheme: SchemeName) -> StepController:
+        if scheme not in self._controllers:
+            self._controllers[scheme] = StepController(
+                SCHEMES[scheme],
+                self.session.unit_roundoff,
+                self._weight_norm,
+                len(self._pilot),
+                len(self._all),
+                None if self.displacement == "auto" else float(self.displacement),
+            )
+        return self._controllers[scheme]
+
     @property
     def gradient_norm(self) -> float:
         """The norm |g(w)| of the gradient of the loss, over all ranks."""
@@ -157,15 +172,33 @@ class FiniteDifferenceHessian:
         """Return the cost so far, and what the next product depends on beside weights and
         micro-batches, as JSON values.
         """
-        sides = {} if self._sides is None else {"sides": self._sides.state_dict()}
-        return {"steps": self._controller.state_dict(), "cost": asdict(self.cost), **sides}
+        steps, *others = (control.state_dict() for control in self._controllers.values())
+        found: dict[str, Any] = {"steps": steps, "cost": asdict(self.cost)}
+        if self._sides is not None:
+            found["sides"] = self._sides.state_dict()
+        if others:
+            found |= {"formula": self.formula, "fourth_order": others[0]}
+        return found
 
     def load_state_dict(self, figures: Mapping[str, Any]) -> None:
         """Continue from the `state_dict` of another operator of the same Hessian."""
         self._controller.load_state_dict(figures["steps"])
+        if "formula" in figures:
+            self._controller_of("fourth_order").load_state_dict(figures["fourth_order"])
+            self._take(figures["formula"])
         if self._sides is not None:
+            self._sides.control = self._controller
             self._sides.load_state_dict(figures["sides"])
         self.cost = OperatorCost(**figures["cost"])
+
+    def lessons(self) -> dict[str, Any] | None:
+        """Return what spares trials in the next measurement of the run; None for nothing."""
+        first, *_ = self._controllers.values()
+        return first.lessons()
+
+    def begin(self, lessons: dict[str, Any]) -> None:
+        """Begin with the `lessons` of the same Hessian at other weights of the run."""
+        self._controller.begin(lessons)
 
     def matvec(self, v: Tensor) -> Product:
         """Return `H v` and estimates of its error, for `v` `(n_local,)` fp32 of nonzero length.
@@ -178,15 +211,23 @@ class FiniteDifferenceHessian:
         self.cost.products += 1
         self.cost.flips += self._flips
         self.cost.trials += product.trials
+        if self._sides is not None:
+            self.cost.extrapolated += self.formula == "fourth_order"
+            self.cost.beyond_tolerance = self._sides.beyond
         self.cost.product_seconds += time.perf_counter() - started
         return product
 
     def _on_all_sides(self, line: _Line, trials: list[Trial]) -> Product:
         """Return the product by the scheme's formula, after such trials on both sides."""
+        if not trials:
+            self._change_formula()
         h = self._search(line, trials)
         self._evaluate(line, h, self._rest, self._points)
         raw = self._assemble(line, h, self.scheme)
-        (better,) = self.space.of_rank_0(self._controller.judge(self._outcome(raw)))
+        better = self._controller.judge(self._outcome(raw))
+        if self._sides is not None and self._sides.spares(self._outcome(raw)):
+            better = h
+        (better,) = self.space.of_rank_0(better)
         if better != h:
             del raw  # its vector, before that of another displacement
             trials.append(self._try(line, better, self._trial_points))
@@ -198,9 +239,46 @@ class FiniteDifferenceHessian:
             raw = self._assemble(line, better, self.scheme)
             self._controller.judge(self._outcome(raw))
         noise, error = self._controller.conclude(self._outcome(raw))
-        if self._sides is not None and not self._sides.conclude_both(raw.norm, error):
-            self.cost.beyond_tolerance += 1
+        if self._sides is not None:
+            enough = self._sides.conclude_both(raw.norm, error)
+            if self._sides.extrapolates and self._again(enough):
+                del raw
+                self._sides.errors.pop()
+                self.cost.trials += len(trials)
+                return self._on_all_sides(line, [])
         return replace(raw, noise=noise, error=error, trials=len(trials) - 1)
+
+    def _again(self, enough: bool) -> bool:
+        """Return whether a product is to be made again, by another formula, which is then taken.
+
+        Of the first one nobody knows yet how large the largest products are.
+        """
+        failed = not enough and self.formula == "central" and self.cost.products > 0
+        (everywhere,) = self.space.of_rank_0(failed)
+        return bool(everywhere) and self._change_formula()
+
+    def _change_formula(self) -> bool:
+        """Take central differences, or those of fourth order where these alone are expected to
+        reach the tolerance; return whether it is another formula than before.
+        """
+        if self._sides is None or not self._sides.extrapolates:
+            return False
+        names: list[SchemeName] = ["central", "fourth_order"]
+        for name in names:
+            if name != self.formula:
+                self._controller_of(name).adopt(self._controller)
+        central, fourth = (self._sides.reaches(self._controller_of(name)) for name in names)
+        (better,) = self.space.of_rank_0(fourth and not central)
+        before = self.formula
+        self._use(names[bool(better)])
+        return self.formula != before
+
+    def _use(self, scheme: SchemeName) -> None:
+        """Take another formula, with what is known of the vectors."""
+        if scheme != self.formula and self._sides is not None:
+            self._controller_of(scheme).adopt(self._controller)
+            self._take(scheme)
+            self._sides.control = self._controller
 
     def _on_one_side(self, line: _Line, trials: list[Trial]) -> Product | None:
         """Return the product from one side and the gradient at w; None where both are needed.
@@ -209,6 +287,7 @@ class FiniteDifferenceHessian:
         """
         if self._sides is None:
             return None
+        self._use("central")
         scheme = self._sides.scheme
         ((side, _, _),) = scheme.differences
         h, doubtful = self.space.of_rank_0(*self._sides.propose())
@@ -334,6 +413,8 @@ class FiniteDifferenceHessian:
             trials.append(self._try(line, h, self._trial_points))
         while True:
             advice = self._controller.advise(trials)
+            if self._sides is not None and self._sides.suffices(trials):
+                advice = Advice(trials[-1].h, True)
             h, accept = self.space.of_rank_0(advice.h, advice.accept)
             if not accept:
                 trials.append(self._try(line, h, self._trial_points))

@@ -73,6 +73,7 @@ class OperatorCost:
         flips: How many of them would have been others at the products' displacements: the sum over
             products.
         one_sided: Products that a tolerance allowed to be one-sided differences.
+        extrapolated: Products that a tolerance asked to be differences of fourth order.
         beyond_tolerance: Products whose error is larger than the tolerance allows.
     """
 
@@ -84,6 +85,7 @@ class OperatorCost:
     choices: int = 0
     flips: float = 0.0
     one_sided: int = 0
+    extrapolated: int = 0
     beyond_tolerance: int = 0
 
     @classmethod
@@ -98,6 +100,7 @@ class OperatorCost:
             choices=max((c.choices for c in costs), default=0),
             flips=sum(c.flips for c in costs),
             one_sided=sum(c.one_sided for c in costs),
+            extrapolated=sum(c.extrapolated for c in costs),
             beyond_tolerance=sum(c.beyond_tolerance for c in costs),
         )
 
@@ -124,6 +127,19 @@ class Watched(Protocol):
 
         Collective.
         """
+        ...
+
+
+@runtime_checkable
+class Taught(Protocol):
+    """An operator that begins with what an earlier one of the same run has learnt."""
+
+    def lessons(self) -> dict[str, Any] | None:
+        """Return what it has learnt, as JSON values; None for nothing."""
+        ...
+
+    def begin(self, lessons: dict[str, Any]) -> None:
+        """Begin with the `lessons` of an operator at other weights of the run."""
         ...
 
 

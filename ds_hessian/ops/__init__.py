@@ -14,7 +14,7 @@ from ds_hessian.ops.dispatch import (
     subtract,
     subtract_project,
 )
-from ds_hessian.ops.native import implementation
+from ds_hessian.ops.native import implementation, prepare
 from ds_hessian.ops.random import gaussian, rademacher
 from ds_hessian.ops.report import report
 
@@ -30,6 +30,7 @@ __all__ = [
     "gaussian",
     "implementation",
     "normalize_store",
+    "prepare",
     "project",
     "rademacher",
     "report",

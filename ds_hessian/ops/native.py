@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
@@ -96,6 +96,16 @@ def find(kind: str) -> Implementation:
         found = _known.get((kind, setting)) or _choose(kind, setting)
         _known[kind, setting] = found
     return found
+
+
+def prepare(kind: str) -> None:
+    """Build the kernels for a kind of device now, if none are built: a build takes as long as a
+    compiler, and belongs into no collective and under no clock.
+
+    What cannot be had is said by the first call that needs it.
+    """
+    with suppress(KernelError):
+        find(kind)
 
 
 def forget() -> None:

@@ -121,7 +121,7 @@ def plan(
             count = analysis.vectors_kept(config)
             size = share.vectors("", count).size
             items.append(Item(f"state of the run, {count}", "resume", size))
-    scheme = config.finite_difference.formula
+    scheme = config.finite_difference.largest_formula
     operator = memory_of_operator(share.n_local, share.tier, scheme, config.operator, share.outputs)
     return MemoryPlan.of(share.backend(precision_of(config)), operator, items, passes=passes)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds_hessian.config import HessianConfig
+from ds_hessian.config import EXTRAPOLATED, HessianConfig
 from ds_hessian.memory import Tier
 from ds_hessian.operators import expected_evaluations
 from ds_hessian.planning.share import Share
@@ -122,7 +122,7 @@ def plan_time(
         difference.formula,
         difference.displacement,
         config.operator,
-        one_sided=difference.tolerance is not None,
+        one_sided=difference.tolerance is not None and difference.tolerance > EXTRAPOLATED,
     )
     stored = 2 if config.basis.dtype == "bf16" else 4
     device = config.basis.device

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_hessian.config import EXTRAPOLATED
 from ds_hessian.krylov.records import COVERAGE
 
 Array = NDArray[np.float64]
@@ -88,11 +89,13 @@ class Diagnostics:
         beyond = bars > self.tolerance
         if not beyond.any():
             return ""
-        wide = f"use {self.wide}" if self.narrow else "fourth_order differences are more exact"
+        tight = self.tolerance < EXTRAPOLATED and not self.narrow
+        tried = "any" if tight else "one-sided or central"
+        fourth = "accept a larger one" if tight else "those of fourth_order are more exact"
         return (
-            f"{_count(beyond)} do not reach the tolerance of {self.tolerance:g}, neither by "
-            f"one-sided nor by central differences: they make bars of up to {bars.max():.1e} of "
-            f"the largest product; {wide}"
+            f"{_count(beyond)} do not reach the tolerance of {self.tolerance:g} by {tried} "
+            f"differences: they make bars of up to {bars.max():.1e} of the largest product; "
+            f"{f'use {self.wide}' if self.narrow else fourth}"
         )
 
     def _cause(self, high: NDArray[np.bool_]) -> str:

@@ -190,5 +190,6 @@ def _total(costs: list[Cost]) -> Cost:
         trials=sum(c.trials for c in costs),
         all_reduces=sum(c.all_reduces for c in costs),
         one_sided=sum(c.one_sided for c in costs),
+        extrapolated=sum(c.extrapolated for c in costs),
         beyond_tolerance=sum(c.beyond_tolerance for c in costs),
     )

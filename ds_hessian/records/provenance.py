@@ -36,6 +36,7 @@ class Cost:
             micro-batches; a trial counts for the one micro-batch that it needs.
         trials: Pilot evaluations that were thrown away.
         one_sided: Products that were one-sided differences, as a tolerance allowed.
+        extrapolated: Products that were differences of fourth order, as a tolerance asked.
         beyond_tolerance: Products whose error was larger than the tolerance allows.
         all_reduces: All-reduces of the vector space (those of the gradients are not counted).
         peak_memory_bytes: Peak over the training baseline; None if it was not measured.
@@ -50,6 +51,7 @@ class Cost:
     all_reduces: int
     peak_memory_bytes: int | None = None
     one_sided: int = 0
+    extrapolated: int = 0
     beyond_tolerance: int = 0
 
     @property

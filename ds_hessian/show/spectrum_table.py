@@ -37,10 +37,13 @@ def of_block(source: Provenance) -> str:
 
 
 def of_sides(source: Provenance, cost: Cost) -> str:
-    """Return how many products were one-sided and how many central; nothing without a tolerance."""
+    """Return how many products were of each kind of difference; nothing without a tolerance."""
     if source.tolerance is None:
         return ""
-    text = f"{cost.one_sided} one-sided and {cost.products - cost.one_sided} central"
+    central = cost.products - cost.one_sided - cost.extrapolated
+    text = f"{cost.one_sided} one-sided and {central} central"
+    if cost.extrapolated:
+        text = f"{cost.one_sided} one-sided, {central} central and {cost.extrapolated} fourth-order"
     text += f" for a tolerance of {source.tolerance:g}"
     beyond = cost.beyond_tolerance
     return f"{text}, which {beyond} did not reach" if beyond else text

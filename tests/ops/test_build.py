@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from ds_hessian import ops
+import ds_hessian
+from ds_hessian import hosts, ops
 from ds_hessian.errors import ConfigError, KernelError
 from ds_hessian.ops import cache, native, toolchain
 
@@ -154,6 +156,23 @@ def test_ranks_that_start_at_once_build_once(tmp_path) -> None:
     assert len(calls) == len(toolchain.plan_cpu().compiles) + 1  # and the link
     assert sum("just in time in" in line for line in printed) >= 1
     assert not list((tmp_path / "cache").rglob("objects"))
+
+
+def test_kernels_are_built_when_a_job_is_attached_before_ranks_meet(
+    fresh, compiler, monkeypatch, caplog
+) -> None:
+    """A rank that builds keeps no other one waiting in a collective, and no clock running."""
+    events, met = list[str](), hosts.collective
+
+    def meet(*arguments: Any) -> Any:
+        events.append("meets" if list(cache.root().glob("cpu-*/*.so")) else "meets unbuilt")
+        return met(*arguments)
+
+    monkeypatch.setattr(hosts, "collective", meet)
+    with caplog.at_level(logging.INFO, "ds_hessian.ops"):
+        ds_hessian.attach(torch.nn.Linear(2, 1))
+    assert events and set(events) == {"meets"}
+    assert caplog.text.count("building the ds_hessian kernels for cpu") == 1
 
 
 @pytest.fixture

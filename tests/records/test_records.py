@@ -222,7 +222,7 @@ LATER = {
     "precision_reason": "",
 }
 """Facts of the provenance that version 0.1 did not write, with their defaults."""
-LATER_COST = {"one_sided": 0, "beyond_tolerance": 0}
+LATER_COST = {"one_sided": 0, "extrapolated": 0, "beyond_tolerance": 0}
 """The same of the cost."""
 
 

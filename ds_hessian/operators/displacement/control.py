@@ -110,10 +110,12 @@ MAX_TRIALS = 7
 
 LEARNT = (
     *("h", "largest", "products", "size", "bend_unlike", "size_unlike"),
-    *("hidden", "blind", "rough", "next_third"),
+    *("hidden", "blind", "rough", "next_third", "firsts", "taught"),
 )
 ESTIMATES = ("noise", "bend", "kappa")
 """Attributes of a `StepController` that change from product to product."""
+OF_VECTORS = tuple(name for name in (*LEARNT, "noise", "bend") if name != "h")
+"""Those of them that do not depend on the formula."""
 
 
 def products_of_a_third(pilot: float, num_micro_batches: int) -> int:
@@ -171,6 +173,8 @@ class StepController:
         self.products = 0
         self.hidden, self.blind = 1.0, False  # of the last vector, see `Belief`
         self.rough = 0  # products that bend more than the pilot lets expect
+        self.firsts = list[list[float]]()  # of the first two vectors: ln b, its spread, and |D|
+        self.taught: dict[str, Any] | None = None
         self.accepted: Trial | None = None
         self.seen = 0.0  # the largest |D| of its trials
         self.belief: Belief | None = None
@@ -190,6 +194,61 @@ class StepController:
             setattr(self, name, figures.get(name, getattr(self, name)))
         for name in ESTIMATES:
             setattr(self, name, figures[name] and Estimate(**figures[name]))
+
+    def adopt(self, other: StepController) -> None:
+        """Continue with what the controller of another formula has learnt of the same vectors."""
+        for name in OF_VECTORS:
+            setattr(self, name, getattr(other, name))
+        if self.noise is not None and self.size:
+            self.h = self.foreseen(self.size)[0]
+
+    def foreseen(self, size: float) -> tuple[float, float]:
+        """Return the best displacement of a product of that norm, and its relative error, as far as
+        earlier vectors tell.
+        """
+        assert self.noise is not None
+        noise = self.quiet * math.exp(self.noise.mean) / size
+        bent = math.exp(self.kappa.mean + self.order * self.bend.mean)
+        h = self._clamp((noise / (math.sqrt(self.order) * bent)) ** (1 / (self.order + 1)))
+        return h, math.hypot(noise / h, bent * h**self.order)
+
+    # ---- measurements of a run
+
+    def lessons(self) -> dict[str, Any] | None:
+        """Return, as JSON values, what spares trials of the first two vectors of a like measurement
+        at other weights of the run; None where nothing was learnt.
+        """
+        if self.fixed is not None or self.noise is None or len(self.firsts) < 2:
+            return None
+        unlike = {"bend_unlike": self.bend_unlike, "size_unlike": self.size_unlike}
+        return {
+            "noise": self.noise.mean,
+            "kappa": asdict(self.kappa),
+            "firsts": self.firsts,
+            **unlike,
+        }
+
+    def begin(self, lessons: dict[str, Any]) -> None:
+        """Begin with the `lessons` of an earlier measurement of the run."""
+        self.taught = lessons
+        self.noise = Estimate(lessons["noise"], NOISE_SPREAD)
+        self.kappa = Estimate(**lessons["kappa"])
+        self.bend_unlike, self.size_unlike = lessons["bend_unlike"], lessons["size_unlike"]
+        (bend, spread, size), _ = lessons["firsts"]
+        self.bend = Estimate(bend, spread).widened(BEND_DRIFT)
+        self.h = self.foreseen(size)[0]
+
+    def _second(self, bend: Estimate) -> None:
+        """Set the estimates for the second vector, from the bend of the first."""
+        if self.taught is None:
+            jump = Estimate(bend.mean + AFTER_PROBE.mean, bend.spread)
+            self.bend = jump.widened(AFTER_PROBE.spread)
+            self.h = self.fixed or self._clamp(self.h / FIRST_STEP)
+            return
+        (before, _, small), (after, spread, large) = self.taught["firsts"]
+        jump = Estimate(bend.mean + after - before, math.hypot(bend.spread, spread))
+        self.bend = jump.widened(BEND_DRIFT)
+        self.h = self.foreseen(self.size * large / small)[0]
 
     # ---- trials of a vector
 
@@ -223,7 +282,8 @@ class StepController:
         scan = self.products == 0 and len(trials) > 1 and lower > self.floor and not final
         if scan and min(t.nonlinearity for t in trials if t.usable and not t.lost) > SATURATING:
             return Advice(lower, False)  # r is noise or saturated: no trial tells which
-        if self.products == 0 and not final and not belief.blind:
+        first = self.products == 0 and self.taught is None
+        if first and not final and not belief.blind:
             regret, telling = belief.search(last, self._displacements())
             new = min(abs(math.log(telling / t.h)) for t in trials) > APART
             if new and (regret > KNOWN or len(trials) == 1):  # no error without a change
@@ -255,6 +315,11 @@ class StepController:
             belief.observe_change(trials[:count], learns=self.products > 0)
             belief.observe_removed(trial)
         return belief
+
+    def expected_error(self, trial: Trial) -> float:
+        """Return the expected relative error of the slice's product at the h of the last trial."""
+        assert self.belief is not None
+        return self.belief.outlook(trial, self._displacements(), of_pilot=True).error
 
     def _advice(self, h: float, here: float, final: bool) -> Advice:
         h = self.fixed or h
@@ -321,9 +386,7 @@ class StepController:
         if self.fixed is None:
             self.h = outlook.h
         if self.products == 0:
-            jump = Estimate(bend.mean + AFTER_PROBE.mean, bend.spread)
-            self.bend = jump.widened(AFTER_PROBE.spread)
-            self.h = self.fixed or self._clamp(outlook.h / FIRST_STEP)
+            self._second(bend)
         self.products += 1
         return outlook.noise, error
 
@@ -346,11 +409,13 @@ class StepController:
         self.hidden, self.blind = belief.hidden, belief.blind
         if belief.truncation_seen:
             self.kappa = self.kappa.corrected(belief.kappa.mean, KAPPA_SPREAD)
-        memory = MEMORY if self.products else 1.0
+        memory = MEMORY if self.products or self.taught else 1.0
         unlike = min(max(bend.mean - belief.of_pilot()[1], -1.0), 1.0)
         self.bend_unlike += MEMORY * (unlike - self.bend_unlike)
         self.size_unlike += memory * (math.log(product.size / self.size) - self.size_unlike)
         self._drift(noise, bend)
+        if len(self.firsts) < 2:
+            self.firsts.append([bend.mean, bend.spread, self.size])
         return noise, bend
 
     def _drift(self, noise: Estimate, bend: Estimate) -> None:

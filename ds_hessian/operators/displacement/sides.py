@@ -15,12 +15,15 @@ A tolerance is a bound on what products contribute to the bars of eigenvalues, r
 largest: COVERAGE times a product's error may be the tolerance times the largest |Hv| so far, which
 no eigenvalue in magnitude is below. N and b count at DOUBT mean deviations above their estimates;
 what b may have become grows from vector to vector. So the other side of a pilot is evaluated where
-the error is in doubt, not in every product, and h is the one at which this error is smallest.
+the error is in doubt, not in every product. h is the one at which this error is smallest; where it
+is measured, the one that is expected to be best.
 
 All micro-batches are evaluated on both sides, by a central difference, for the first product, for
-one in SELDOM after that, and where one side is not enough or the witnesses say that the model does
-not hold. Truncation of like vectors is alike: with the signs of a Rudin-Shapiro sequence it adds up
-in no combination of products to more than independent errors do, as error bars assume.
+one in CHECKED after that, and where one side is not enough or the witnesses say that the model does
+not hold. Its h is good enough where its error is. Where that is not expected either (`reaches`),
+the product is one of fourth order, as far as that one is expected to be enough. Truncation of like
+vectors is alike: with the signs of a Rudin-Shapiro sequence it adds up in no combination of
+products to more than independent errors do, as error bars assume.
 
 Source: Rudin, Proc. Amer. Math. Soc. 10 (1959): its partial sums of length n are O(sqrt(n)) at
 every frequency.
@@ -33,8 +36,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ds_hessian.config import EXTRAPOLATED
 from ds_hessian.operators.displacement.belief import SATURATING, Estimate, Trial
-from ds_hessian.operators.displacement.control import APART, KINKED, SELDOM, StepController
+from ds_hessian.operators.displacement.control import APART, KINKED, StepController
 from ds_hessian.operators.displacement.schemes import SCHEMES, Scheme
 from ds_hessian.operators.protocol import COVERAGE
 
@@ -49,10 +53,17 @@ UNLIKE = 3.0
 """A product this many times as long as all those that were checked is of another kind of vector,
 such as the first one of a run after a random vector; the next of the same run is not."""
 
+GROWTH = 10.0
+"""Ratio of |Hv| of the second Krylov vector, rich in outliers, to that of a random vector, at
+which one side is tried; it was 12 to 27 for smooth nets of tests/operators/test_tolerance.py."""
+
 TRIES = 3
 """Trials at most before both sides are taken."""
 
-KEPT = ("scale", "checked", "since", "central", "contradicted")
+CHECKED = 24
+"""Products of one side after which one of both sides shows what the pilot does not: 4 % of them."""
+
+KEPT = ("scale", "checked", "since", "central", "contradicted", "errors")
 
 BOTH, DOUBTED = 0.0, -1.0
 """No displacement: both sides. No error: the product is to be made again."""
@@ -71,12 +82,14 @@ class Sides:
         since: Products since the last one of both sides.
         central: Products of both sides.
         contradicted: Products less symmetric than their errors allow.
+        errors: The estimated error of each product, absolute.
     """
 
     def __init__(self, tolerance: float, control: StepController) -> None:
         self.tolerance, self.control = tolerance, control
         self.scale, self.checked = 0.0, 0.0
         self.since, self.central, self.contradicted = 0, 0, 0
+        self.errors = list[float]()
         self._known: tuple[Estimate, Estimate] | None = None  # of this vector: ln N and ln b
         self._seen = 0.0  # the nonlinearity ratio of its last trial
 
@@ -88,6 +101,16 @@ class Sides:
         """Continue from another `state_dict`."""
         for name in KEPT:
             setattr(self, name, figures[name])
+
+    @property
+    def beyond(self) -> int:
+        """The number of products whose error is larger than the tolerance allows."""
+        return sum(not self._reached(error, self.scale) for error in self.errors)
+
+    @property
+    def extrapolates(self) -> bool:
+        """Whether differences of fourth order may be what reaches the tolerance."""
+        return self.tolerance < EXTRAPOLATED and not self.control.narrow
 
     @property
     def scheme(self) -> Scheme:
@@ -102,16 +125,18 @@ class Sides:
         """
         control, self._seen = self.control, 0.0
         control.first_h()
-        if control.noise is None or self._mistrusted:
+        if control.products == 0 or control.noise is None or self._mistrusted:
             return BOTH, False
         self._known = control.noise, control.bend
-        h = self._best_h()
-        expected = self._error(h, self.scale, deviations=0.0)
-        doubtful = not self._reached(self._error(h, self.scale), self.scale)
-        # The other side of a pilot that is all micro-batches gives the central difference.
-        if not self._reached(expected, self.scale) or (doubtful and control.whole):
-            return BOTH, False
-        return h, doubtful
+        h = self._best_h(self.scale)
+        if self._reached(self._error(h, self.scale), self.scale):
+            return h, False
+        # Where it is measured, h is the one that is expected to be best. The other side of a pilot
+        # that is all micro-batches gives the central difference.
+        size = self.scale * (GROWTH if control.products == 1 else 1.0)
+        h = self._best_h(size, deviations=0.0)
+        likely = self._reached(self._error(h, size, deviations=0.0), size)
+        return (BOTH, False) if control.whole or not likely else (h, True)
 
     @property
     def _mistrusted(self) -> bool:
@@ -119,7 +144,7 @@ class Sides:
         control = self.control
         # Some central products without either outweigh it.
         strange = control.rough + self.contradicted > KINKED * self.central
-        return control.narrow or control.blind or strange or self.since >= SELDOM
+        return control.narrow or control.blind or strange or self.since >= CHECKED
 
     def judge(self, trials: Sequence[Trial]) -> float:
         """Return the displacement to take after trials on the pilot: the last one's to accept it,
@@ -135,11 +160,34 @@ class Sides:
         size = last.size * math.exp(control.size_unlike)
         if self._reached(self._witnessed(last.h, size), size):
             return last.h
-        h = self._best_h()
+        h = self._best_h(size, deviations=0.0)
         new = min(abs(math.log(h / trial.h)) for trial in trials) > APART
-        if new and len(trials) < TRIES and self._reached(self._error(h, size), size):
-            return h
-        return BOTH
+        likely = self._reached(self._error(h, size, deviations=0.0), size)
+        return h if new and likely and len(trials) < TRIES else BOTH
+
+    def reaches(self, control: StepController) -> bool:
+        """Return whether a formula is expected to reach the tolerance for the longest products."""
+        if control.noise is None or not self.scale:
+            return True
+        return self._reached(control.foreseen(self.scale)[1] * self.scale, self.scale)
+
+    def suffices(self, trials: Sequence[Trial]) -> bool:
+        """Return whether the last trial of a central difference, compared with another one, is
+        enough: its displacement need not be the best.
+        """
+        last, belief = trials[-1], self.control.belief
+        told = belief is not None and not belief.blind and not belief.contradicted
+        if len(trials) < 2 or not told or last.lost or last.nonlinearity > SATURATING:
+            return False
+        size = last.size * math.exp(self.control.size_unlike)
+        return self._reached(self.control.expected_error(last) * size, size)
+
+    def spares(self, product: Trial) -> bool:
+        """Return whether a central product that was judged is enough, though another is better."""
+        outlook = self.control.outlook
+        if outlook is None or product.nonlinearity > SATURATING:
+            return False
+        return self._reached(outlook.error * product.size, product.size)
 
     def conclude(self, product: Trial, tried: bool) -> float:
         """Return the relative error of a product of one side, or DOUBTED.
@@ -158,6 +206,7 @@ class Sides:
             return DOUBTED
         self.scale = max(self.scale, size)
         self.since += 1
+        self.errors.append(error)
         self.control.conclude_one_sided(product)
         return error / size
 
@@ -165,7 +214,8 @@ class Sides:
         """Take note of a product of both sides; returns whether it reaches the tolerance."""
         self.since, self.central = 0, self.central + 1
         self.scale, self.checked = max(self.scale, size), max(self.checked, size)
-        return error is None or self._reached(error * size, size)
+        self.errors.append((error or 0.0) * size)
+        return self._reached(self.errors[-1], size)
 
     # ---- errors, absolute
 
@@ -180,13 +230,13 @@ class Sides:
         noise, bend = self._at(deviations)
         return math.hypot(noise / h, bend * h * size)
 
-    def _best_h(self) -> float:
-        """Return the displacement with the smallest error for a product as long as the longest.
+    def _best_h(self, size: float, deviations: float = DOUBT) -> float:
+        """Return the displacement with the smallest error for a product of that norm.
 
         It is no more than that of a central difference, at which the next terms are its error.
         """
-        noise, bend = self._at(DOUBT)
-        h = math.sqrt(noise / (bend * self.scale))
+        noise, bend = self._at(deviations)
+        h = math.sqrt(noise / (bend * size))
         return max(min(h, self.control.h), self.control.smallest)
 
     def _at(self, deviations: float) -> tuple[float, float]:

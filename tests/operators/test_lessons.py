@@ -1,0 +1,64 @@
+"""What one measurement of a run has learnt of steps serves the next one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ds_hessian
+from ds_hessian import Hessian
+from ds_hessian.krylov import LanczosState
+from tests.operators.nets import Exact, batches, loss_of, mlp, train
+from tests.tiers import cells
+
+VECTORS = 4
+
+
+def first_products(
+    hessian: Hessian, net: nn.Module, **settings: object
+) -> tuple[list[float], list[float], list[list[float]]]:
+    """Gradients evaluated for each of the first Lanczos vectors, estimates over errors, vectors."""
+    hessian.use(data := batches(8), loss_of)
+    exact = Exact(net, data)
+    with hessian.measuring(**settings) as operator:
+        evaluated, told, found = [0.0], list[float](), list[list[float]]()
+
+        class Noted:
+            space = operator.space
+
+            def matvec(self, v: Tensor) -> object:
+                product = operator.matvec(v)
+                evaluated.append(operator.cost.gradient_evaluations)
+                error = float((product.vector.double() - exact(v)).norm()) / float(v.norm())
+                told.append((product.error or 0.0) * product.norm / error)
+                found.append(product.vector.tolist())
+                return product
+
+        def fresh(number: int) -> Tensor:
+            return hessian.random_vector(seed=number)
+
+        state = LanczosState(Noted(), fresh(0), VECTORS, fresh)  # type: ignore[arg-type]
+        while not state.done:
+            state.step()
+    return [b - a for a, b in zip(evaluated, evaluated[1:], strict=False)], told, found
+
+
+@pytest.mark.parametrize("tolerance", cells([None, 1e-2], [None]))
+def test_the_first_vectors_of_a_later_measurement_need_no_search(tolerance: float | None) -> None:
+    net = train(mlp(), batches(8), 40)
+    hessian = ds_hessian.attach(net, config={"progress": False})
+    before, *_ = first_products(hessian, net, tolerance=tolerance)
+    train(net, batches(8), 10)
+    hessian.step = 10  # type: ignore[method-assign, assignment]
+    after, told, _ = first_products(hessian, net, tolerance=tolerance)
+    assert max(after[:2]) <= 2.25 + 1 / 8, after  # with a third difference of the pilot
+    assert sum(after[:2]) < sum(before[:2]), (before, after)
+    assert min(told) > 0.2 and max(told) < 10, told
+
+
+def test_figures_at_the_same_weights_repeat() -> None:
+    net = train(mlp(), batches(8), 40)
+    hessian = ds_hessian.attach(net, config={"progress": False})
+    torch.manual_seed(0)
+    assert first_products(hessian, net) == first_products(hessian, net)
