@@ -231,7 +231,9 @@ class FiniteDifferenceHessian:
         if better != h:
             del raw  # its vector, before that of another displacement
             trials.append(self._try(line, better, self._trial_points))
-            self._witness(line, trials)
+            (doubted,) = self.space.of_rank_0(self._controller.doubts(trials[-1]))
+            if doubted:
+                self._witness(line, trials)
             if trials[-1].usable:
                 self._controller.learn(trials)
             self._trial = None
@@ -415,10 +417,13 @@ class FiniteDifferenceHessian:
             advice = self._controller.advise(trials)
             if self._sides is not None and self._sides.suffices(trials):
                 advice = Advice(trials[-1].h, True)
-            h, accept = self.space.of_rank_0(advice.h, advice.accept)
+            doubts = self._controller.doubts(trials[-1])
+            h, accept, doubted = self.space.of_rank_0(advice.h, advice.accept, doubts)
             if not accept:
                 trials.append(self._try(line, h, self._trial_points))
-            elif not self._witness(line, trials):
+            elif doubted:
+                self._witness(line, trials)
+            else:
                 self._trial = None
                 return h
 
@@ -428,15 +433,9 @@ class FiniteDifferenceHessian:
         self._evaluate(line, h, self._pilot, points)
         return self._judge(line, h)
 
-    def _witness(self, line: _Line, trials: list[Trial]) -> bool:
-        """Add its third difference to the last trial, unless that has one or needs none; return
-        whether it was added.
-        """
-        if not self._controller.doubts(trials[-1]):
-            return False
-        third = self._third_difference(line, trials[-1].h)
-        trials[-1] = replace(trials[-1], third=third)
-        return True
+    def _witness(self, line: _Line, trials: list[Trial]) -> None:
+        """Add its third difference to the last trial."""
+        trials[-1] = replace(trials[-1], third=self._third_difference(line, trials[-1].h))
 
     def _third_difference(self, line: _Line, h: float) -> float:
         """Return `Trial.third` of the pilot's product, after one more gradient."""

@@ -99,12 +99,15 @@ def tolerant(num_matvecs: int, tolerance: float) -> Any:
 
 
 def uneven(factor: float) -> Any:
-    """(weights, vector, product, its h) where rank 1 would take another step than rank 0."""
+    """(weights, vector, product, its h) where rank 1 would take another step than rank 0, and no
+    third difference.
+    """
     engine = make_engine(zero={}, hessian=QUIET)
     hessian = engine.hessian.use(my_batches())
     v = hessian.random_vector(seed=5)
     with hessian.measuring() as operator:
         operator._controller.h *= factor ** dist.get_rank()
+        operator._controller.next_third = 9 * dist.get_rank()
         product = operator.matvec(v)
     found = full_weights(engine), hessian.gather(v), hessian.gather(product.vector)
     engine.destroy()
