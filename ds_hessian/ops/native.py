@@ -102,9 +102,9 @@ def prepare(kind: str) -> None:
     """Build the kernels for a kind of device now, if none are built: a build takes as long as a
     compiler, and belongs into no collective and under no clock.
 
-    What cannot be had is said by the first call that needs it.
+    What cannot be had is said by the first call that needs it, where ranks are together.
     """
-    with suppress(KernelError):
+    with suppress(Exception):
         find(kind)
 
 
