@@ -59,9 +59,14 @@ def expected_evaluations(
         return BY_OUTPUTS * (1 + trials / num_micro_batches)
     formula = SCHEMES[scheme]
     nodes, pilot = len(formula.nodes), math.ceil(num_micro_batches / PILOT) / num_micro_batches
-    if one_sided and pilot < 1:  # else the other side costs as much as the product
+    if one_sided:
         both = math.ceil(num_products / (CHECKED + 1)) / num_products
-        return 1 + both + pilot * (2 * FIRST_OF_SIDES / num_products + DOUBTED)
+        least = 1 + both + pilot * (2 * FIRST_OF_SIDES / num_products + DOUBTED)
+        if pilot < 1:
+            return least
+        # The other side costs as much as the product: it depends on the net which ones have it.
+        most = expected_evaluations(num_products, num_micro_batches, scheme, displacement, operator)
+        return (least + most) / 2
     of_trial = 2 if formula.one_sided else nodes
     auto = displacement == "auto"
     thrown, repeated = FIRST["auto" if auto else "fixed"], 0.0

@@ -261,7 +261,8 @@ class StepController:
     @property
     def _is_due(self) -> bool:
         seldom = (self.products - 1) % self.interval == 0
-        return self.fixed is None and self.products > 0 and seldom
+        blind = self.blind and self.narrow  # which has no third difference
+        return self.fixed is None and self.products > 0 and (blind or seldom)
 
     def advise(self, trials: list[Trial]) -> Advice:
         """Judge the trials made for the current vector so far."""
@@ -302,9 +303,12 @@ class StepController:
         return self._advice(best, last.h, len(trials) > MAX_TRIALS)
 
     def doubts(self, trial: Trial) -> bool:
-        """Return whether the third difference of an accepted trial is to be evaluated."""
+        """Return whether the third difference of an accepted trial is to be evaluated.
+
+        In 16 bits it is rounding, of other weights than that of the product.
+        """
         due = self.order == 2 and (self.products >= self.next_third or self.blind)
-        return due and trial.usable and trial.third is None
+        return due and not self.narrow and trial.usable and trial.third is None
 
     def learn(self, trials: Sequence[Trial]) -> Belief:
         """Return what the current vector's trials tell; the last one is finite and not 0."""

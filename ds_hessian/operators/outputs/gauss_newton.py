@@ -362,8 +362,8 @@ class GaussNewton:
     def _measure_values(self, trial: Trial, share: float) -> None:
         """Measure the error of a product that comes from differencing the loss in the outputs."""
         error = self.space.zeros()
-        self._passes.third(error, self._pilot)
-        self.cost.gradient_evaluations += len(self._pilot) / self._count
+        passes = self._passes.third(error, self._pilot)
+        self.cost.gradient_evaluations += passes * len(self._pilot) / self._count
         self._steps.note_values(self.space.norm(error) * self._unit(trial.h) / share, trial)
 
     def _made(

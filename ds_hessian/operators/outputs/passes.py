@@ -252,13 +252,17 @@ class Passes:
         self.session.displace(v, step)
         self.back(out, self._last, micro_batches, Sums())
 
-    def third(self, out: Tensor, micro_batches: range) -> None:
+    def third(self, out: Tensor, micro_batches: range) -> int:
         """Add the error that differencing the loss in the outputs has made in what the last
         evaluation has added, of these micro-batches, always the same ones.
 
         Like a product's (`ds_hessian.operators.displacement.belief`) it is a third difference, of
-        cotangents here. Cost: a gradient, and one more the first time.
+        cotangents here.
+
+        Returns:
+            How many gradients of them it took: one, and one more the first time.
         """
+        passes = 1 if self._middle is not None else 2
         assert self._last is not None and self._third is not None
         self.session.displace(None, 0.0)
         if self._middle is None:
@@ -270,6 +274,7 @@ class Passes:
         if self._around is not None:
             out.sub_(self._around)
         self._pass(out, micro_batches, _Third(self._last, self.rho, self._third))
+        return passes
 
     def forget(self) -> None:
         """Drop the differences of the last evaluation."""
