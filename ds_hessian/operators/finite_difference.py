@@ -434,8 +434,10 @@ class FiniteDifferenceHessian:
         return self._judge(line, h)
 
     def _witness(self, line: _Line, trials: list[Trial]) -> None:
-        """Add its third difference to the last trial."""
-        trials[-1] = replace(trials[-1], third=self._third_difference(line, trials[-1].h))
+        """Add its third difference to the last trial, with which the next one is compared."""
+        self._trial, h = None, trials[-1].h  # so that the difference has its memory
+        trials[-1] = replace(trials[-1], third=self._third_difference(line, h))
+        self._trial = trials[-1], self._pilot_product(h)[0]
 
     def _third_difference(self, line: _Line, h: float) -> float:
         """Return `Trial.third` of the pilot's product, after one more gradient."""

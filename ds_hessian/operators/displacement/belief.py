@@ -58,9 +58,10 @@ THIRD = math.sqrt(20 / 18)
 """Noise of the third difference in units of that of D: g's counts 1 + 9 + 9 + 1 times over 36, in D
 twice over 4."""
 
-KINK = 0.25
-"""Third over second difference, from which on differences do not fall with their order. A kink
-between w - hv and w + hv makes 1/3 or 2/3 of it, many 0.58; a smooth function kappa b h."""
+UNLIKELY = 2.57
+"""Standard deviations that a normal distribution exceeds in 1 of 200 cases. A third difference is
+kappa r^2 of a smooth function; a kink of the gradient makes 1/3 or 2/3 of r, one of its slope 1/3
+or any share of it, 0 where it is at w + hv / 2."""
 
 VISIBLE, KAPPA_SCATTER = 3.0, 0.35
 """A change above VISIBLE times what noise makes shows truncation; the error of ln kappa from it."""
@@ -332,7 +333,7 @@ class Belief:
         order = self.around.order
         for change in _changes_of(trials):
             noise, bend = (math.exp(logarithm) for logarithm in self.of_pilot())
-            rounding = noise * change.rounding
+            rounding = max(noise * change.rounding, ROUNDOFF * change.size)
             clear = change.value < SATURATING * change.size
             visible = change.value > (UNEXPECTED if change.alone else VISIBLE) * rounding
             if change.alone:
@@ -340,14 +341,20 @@ class Belief:
             if not visible or change.power(order) <= 0:  # 0: the function is not one
                 continue
             truncation = change.part(rounding) / change.power(order)
-            if change.alone and self._bent(change, noise):
-                self.kinked = change.part(rounding) > KINK * change.above.nonlinearity
             if change.alone or (clear and change.above.nonlinearity <= SATURATING):
                 self.truncation = truncation
-            if learns and clear and self._bent(change, noise) and not self.blind:
+            bent = self._bent(change, noise)
+            if change.alone and bent and change.part(rounding) > self._smooth(change.above):
+                self.kinked = True
+            elif learns and clear and bent and not self.blind:
                 seen = math.log(truncation) - order * math.log(bend)
                 self.kappa = self.kappa.corrected(seen, KAPPA_SCATTER)
                 self.truncation_seen = True
+
+    def _smooth(self, trial: Trial) -> float:
+        """Return the most truncation that r lets expect of a smooth function."""
+        kappa = self.kappa.mean + UNLIKELY * self.kappa.spread
+        return math.exp(kappa) * trial.nonlinearity**self.around.order
 
     def observe_removed(self, trial: Trial) -> None:
         """Learn kappa of the fourth order from what extrapolation removed of the second."""
@@ -454,12 +461,12 @@ class Belief:
         return _student(off / (SCATTER * wide), FREEDOM)
 
     def _likelihood_of_change(self, change: _Change) -> Array:
-        """Return the likelihood of a change: of b where r says nothing of it, else of N, which is
-        no more than what it shows.
+        """Return the likelihood of a change. Where r tells b, one between two trials says that N is
+        no more than what it shows: truncation may be more of it than kappa lets expect.
         """
         noise, bend = np.exp(self.noise)[:, None], np.exp(self.bend)
         rounding, least = noise * change.rounding, ROUNDOFF * change.size
-        if not self.blind:
+        if not self.blind and not change.alone:
             off = np.log(np.maximum(rounding, least) / change.value)
             return _student(np.maximum(off, 0.0) / SCATTER, FREEDOM) + np.zeros_like(bend)
         order, above = self.around.order, change.above.h
@@ -467,7 +474,10 @@ class Belief:
         truncated = math.exp(self.kappa.mean) * reached * change.power(order) / above**order
         total = np.hypot(rounding, change.size * truncated)
         off = np.log(change.value / np.maximum(total, least))
-        return _student(off / KAPPA_SCATTER, FREEDOM)
+        if self.blind:
+            return _student(off / KAPPA_SCATTER, FREEDOM)
+        share = change.size * truncated / total
+        return _student(off / np.hypot(SCATTER, share * self.kappa.spread), FREEDOM)
 
     def _table(self) -> Array:
         pilot = _blurred(self._pilot, self.around.bend, self.around.spread)

@@ -13,7 +13,8 @@ determine the rounding noise N and the bend b, a measure of the gradient's nonli
 * An accepted trial has a third difference, which is what its error is, noise and truncation alike
   (`Belief`): of all vectors where the pilot is small and no trial above h is a witness, and of all
   after one that was a surprise.
-* A finished product that turns out to be far from its best h is repeated.
+* A finished product that turns out to be far from its best h is repeated, and so is one that bends
+  far more than its pilot, which cannot tell whether that is a kink: where r is no more than noise.
 
 Everything here is arithmetic on numbers that all ranks share; the displacements used are rank 0's.
 """
@@ -83,11 +84,12 @@ APART = 0.4
 
 STRANGE = math.exp(5 * UNLIKE)
 """Smooth micro-batches bend more than the pilot by this factor in 1 of 300 products, if the ln b of
-pilot and slice differ normally, and in 1 of 40 where it was counted (`FEW`)."""
+pilot and slice differ normally, and in 1 of 40 where it was counted. Such a product is repeated at
+a smaller displacement, where few of them are strange again."""
 
 KINKED, FEW = 0.1, 4
 """Share of strange products, and their number, above which all products of a run may have kinks
-that the pilot has not. Of 156 products of a smooth net 4 were strange (tests/plain, Kronecker)."""
+that the pilot has not."""
 
 DECADE = 10.0
 """Step of the scan for the first vector's scale, while all nonlinearity ratios are saturating."""
@@ -363,10 +365,26 @@ class StepController:
         if self.belief is None or product.size == 0:
             return product.h
         self.belief.observe_product(product)
-        self.outlook = self.belief.outlook(product, self._displacements(), of_pilot=False)
-        if self.outlook.excess > REPEAT and self.fixed is None:
-            return self.outlook.h
+        outlook = self.belief.outlook(product, self._displacements(), of_pilot=False)
+        self.outlook = outlook
+        if self.fixed is None and self._is_strange(product, outlook) and not self._often_rough:
+            # Where its ratio is its error, and noise as large.
+            return self._clamp(product.h * math.sqrt(outlook.noise / product.nonlinearity))
+        if outlook.excess > REPEAT and self.fixed is None:
+            return outlook.h
         return product.h
+
+    def _is_strange(self, product: Trial, outlook: Outlook) -> bool:
+        """Return whether a product bends far more than its pilot, by more than rounding."""
+        assert self.accepted is not None
+        pilot = self.accepted.nonlinearity * product.h / self.accepted.h
+        bent = product.nonlinearity > 2 * math.sqrt(3) * outlook.noise
+        return bent and not self.whole and product.nonlinearity > STRANGE * pilot
+
+    @property
+    def _often_rough(self) -> bool:
+        """True where the ratios of all products count as errors."""
+        return self.rough > max(FEW, KINKED * self.products)
 
     def conclude(self, product: Trial) -> tuple[float | None, float | None]:
         """Update the estimates by the product that is kept, the last one given to `judge`.
@@ -452,16 +470,15 @@ class StepController:
         assert self.accepted is not None
         ratio, pilot = product.nonlinearity, self.accepted.nonlinearity
         bent = ratio > 2 * math.sqrt(3) * outlook.noise
-        strange = not self.whole and ratio > STRANGE * pilot * product.h / self.accepted.h
-        self.rough += (strange and bent) or belief.kinked
+        strange = self._is_strange(product, outlook)
+        self.rough += strange or belief.kinked
         # Where changes contradict r, what r shows beyond rounding is a kink.
-        often = self.rough > max(FEW, KINKED * self.products)
-        kinked = bent and (strange or often or belief.contradicted or belief.kinked)
+        kinked = strange or self._often_rough or belief.contradicted or belief.kinked
         if max(pilot, ratio) > 1:
             # The second difference exceeds the first: |D| says nothing of |Hv|, which may be as
             # large as that of any trial.
             return max(min(ratio, LARGEST[0]), self.seen / self.accepted.size)
-        if ratio > SATURATING or kinked:
+        if ratio > SATURATING or (bent and kinked):
             # What the two differences of an extrapolation differ by is evidence and no hint.
             return min(ratio, product.removed if self.order > 2 else ratio, LARGEST[0])
         return product.extrapolated if product.removed > VISIBLE * outlook.noise else 0.0
