@@ -38,6 +38,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+    # Files that start processes take longest. With them first, no worker is left alone with one.
+    files: dict[Path, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        files[item.path].append(item)
+    order = {path: (not any(map(_starts, tests)), -len(tests)) for path, tests in files.items()}
+    items.sort(key=lambda item: order[item.path])
+
+
+def _starts(item: pytest.Item) -> bool:
+    """Whether a test starts processes."""
+    return "built" in getattr(item, "fixturenames", ())
 
 
 def pytest_sessionfinish() -> None:

@@ -7,4 +7,4 @@ ruff format --check .
 ruff check .
 mypy ds_hessian
 git ls-files "csrc/*" | xargs -r clang-format --dry-run --Werror
-python -m pytest --numprocesses 2 --dist loadfile "$@"
+python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"

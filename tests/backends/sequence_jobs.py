@@ -40,7 +40,10 @@ def own(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def gathered(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The mean of the sequence's tokens, as DeepSpeed's tutorial of ALST makes it."""
+    """The mean of the sequence's tokens, as DeepSpeed's tutorial of ALST makes it.
+
+    For one group of all ranks: on gloo its backward takes the group's ranks for those of the job.
+    """
     total, count = sums(model, batch)
     group = parallel_state_sp.get_sequence_parallel_group()
     totals = torch.stack(tuple(collectives.all_gather(total, group=group)))
@@ -134,6 +137,6 @@ def measured(stage: int, loss: str, operator: str = "hessian", **config: Any) ->
     return found
 
 
-def compare_training(stage: int, **config: Any) -> tuple[list[bool], list[str]]:
-    """Training of ranks that share sequences, whose parts are gathered into one loss."""
-    return compared(lambda measure: train(make(stage, **config), parts(), gathered, measure))
+def compare_training(stage: int, loss: str, **config: Any) -> tuple[list[bool], list[str]]:
+    """Training of ranks that share sequences, whose parts are added up into one loss."""
+    return compared(lambda measure: train(make(stage, **config), parts(), LOSSES[loss], measure))

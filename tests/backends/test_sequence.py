@@ -45,7 +45,7 @@ def one() -> Iterator[Any]:
             (2, 3, "replicated", {}),
             (2, 2, "pair", {"gradient_allreduce_op": "sum"}),
             (4, 1, "replicated", {}),
-            (4, 3, "gathered", {}),
+            (4, 3, "replicated", {}),
         ],
         [(2, 3, "replicated", {})],
     ),
@@ -81,13 +81,20 @@ def test_a_loss_that_is_not_the_integral_of_its_gradient_is_refused(split_ranks:
 
 
 @pytest.mark.parametrize(
-    "size, stage, config",
-    cells([(2, 1, {}), (2, 2, {"bf16": {"enabled": True}}), (4, 3, {})], [(2, 1, {})]),
+    "size, stage, loss, config",
+    cells(
+        [
+            (2, 1, "gathered", {}),
+            (2, 2, "gathered", {"bf16": {"enabled": True}}),
+            (4, 3, "replicated", {}),
+        ],
+        [(2, 1, "gathered", {})],
+    ),
 )
 def test_training_is_bitwise_the_same_with_spectra_and_with_those_that_fail_on_one_rank(
-    split_ranks: Ranks, size: int, stage: int, config: dict[str, Any]
+    split_ranks: Ranks, size: int, stage: int, loss: str, config: dict[str, Any]
 ) -> None:
-    for found, errors in split_ranks(size).run(jobs.compare_training, stage, **config):
+    for found, errors in split_ranks(size).run(jobs.compare_training, stage, loss, **config):
         assert found == [True, True]
         assert len(errors) == 2
         assert all(f"rank {size - 1}: Broken: on purpose" in text for text in errors)

@@ -162,7 +162,7 @@ CHANGES = [
 ]
 
 
-QUICK_CHANGES = [another_model, other_data, a_record_of_somebody_else]
+QUICK_CHANGES = [another_model, a_record_of_somebody_else]
 
 
 @pytest.mark.parametrize(

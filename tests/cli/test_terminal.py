@@ -14,6 +14,7 @@ import pytest
 
 from tests.cli.test_cli import COMMAND, ROOT, at_step, installed
 from tests.records.makers import language_model_like, spectrum_of
+from tests.tiers import cells
 
 COLOUR = re.compile(r"\x1b\[[\d;]*3[0-7][\d;]*m")
 
@@ -56,16 +57,19 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-PLAN = ("plan", "-n", "7B", "-r", "64", "--seconds-per-micro-batch", "1.5")
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "table": ("table", "run"),
+    "compare": ("compare", "run"),
+    "plan": ("plan", "-n", "7B", "-r", "64", "--seconds-per-micro-batch", "1.5"),
+}
+WIDTHS = [(name, columns) for name in COMMANDS for columns in (40, 200)]
 
 
 @pytest.mark.parametrize(
-    "command", [("table", "run"), ("compare", "run"), PLAN], ids=lambda c: c[0]
+    "name, columns", cells(WIDTHS, [("table", 40), ("compare", 200), ("plan", 40)])
 )
-@pytest.mark.parametrize("columns", [40, 200])
-def test_a_table_is_as_wide_as_its_terminal(
-    folder: Path, command: tuple[str, ...], columns: int
-) -> None:
+def test_a_table_is_as_wide_as_its_terminal(folder: Path, name: str, columns: int) -> None:
+    command = COMMANDS[name]
     found = on_terminal(*command, columns=columns, cwd=folder)
     assert COLOUR.search(found)
     lines = re.sub(r"\x1b\[[\d;]*m", "", found).splitlines()

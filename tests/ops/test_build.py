@@ -22,6 +22,7 @@ import ds_hessian
 from ds_hessian import hosts, ops
 from ds_hessian.errors import ConfigError, KernelError
 from ds_hessian.ops import cache, native, toolchain
+from tests.tiers import cells
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -260,7 +261,7 @@ def test_a_folder_that_all_can_exchange_is_refused(compiler) -> None:
     assert "just in time in" in cache.obtain(toolchain.plan_cpu())[1]
 
 
-@pytest.mark.parametrize("end", ["killed", "stopped"])
+@pytest.mark.parametrize("end", cells(["killed", "stopped"], ["killed"]))
 def test_a_build_that_is_killed_or_stopped_keeps_nobody_waiting(compiler, monkeypatch, end) -> None:
     slow = compiler / "slow"
     slow.touch()

@@ -244,7 +244,7 @@ def test_a_spectrum_of_outliers_alone_shares_the_mass_between_them():
 
 
 @pytest.mark.parametrize("name", cells(DENSITIES, ["spiked"]))
-@pytest.mark.parametrize(("m", "probes"), cells([(4, 1), (30, 1), (30, 3)], [(4, 1), (30, 3)]))
+@pytest.mark.parametrize(("m", "probes"), cells([(4, 1), (30, 1), (30, 3)], [(4, 1)]))
 def test_cumulative_bounds_hold_in_95_of_100_cases(name, m, probes):
     eigenvalues = DENSITIES[name]
     x = np.append(np.quantile(eigenvalues, np.linspace(0.01, 0.99, 9)) + 1e-4, [-1.5, 2.5, 4.0])

@@ -74,7 +74,7 @@ def test_what_a_killed_job_was_writing_is_removed(ranks: Ranks, tmp_path: Path) 
     [
         pytest.param(LanczosOptions(storage=Storage(torch.bfloat16, "host")), marks=FULL),
         LanczosOptions("window", 4, Storage(torch.float32, "disk")),
-        LanczosOptions("none"),
+        pytest.param(LanczosOptions("none"), marks=FULL),
         pytest.param(LanczosOptions("selective", 3), marks=FULL),
         pytest.param(LanczosOptions("selective", 3, Storage(torch.bfloat16, "disk")), marks=FULL),
     ],
