@@ -22,7 +22,11 @@ Ranks = Callable[[int], RankPool]
 SLACK = 3.0
 """Estimates are within this factor of the error."""
 
-CASES = {name: (name, "model") for name in ENGINES} | {
+PLACES = (  # where outputs and cotangents are made otherwise: dtypes, gathering, offload
+    *("0", "1", "2", "3", "3 offload", "3 hpZ", "1 round robin", "2 summed gradients"),
+    *("2 bf16", "3 bf16", "3 bf16 masters", "3 bf16 hpZ", "0 fp16", "3 fp16", "3 autocast"),
+)
+CASES = {name: (name, "model") for name in PLACES} | {
     f"{name} in fp32": (name, "fp32") for name in ("1 bf16", "3 bf16", "2 fp16", "3 bf16 offload")
 }
 QUICK = ("3",)

@@ -19,7 +19,13 @@ ROUNDING = 1e-4
 """Relative error of products in fp32, of which a bar is an estimate."""
 
 
-@pytest.mark.parametrize("name", cells(LOW_ENGINES, ["2 bf16"]))
+PLACES = (  # of masters and of their fp32 copies; products of all engines are in test_stages
+    *("0 bf16", "1 bf16 immediate", "2 bf16", "3 bf16", "3 bf16 masters", "3 bf16 offload"),
+    *("3 bf16 hpZ", "2 fp16", "3 fp16", "2 autocast"),
+)
+
+
+@pytest.mark.parametrize("name", cells(PLACES, ["2 bf16"]))
 def test_the_spectrum_is_that_of_the_masters_without_a_warning(ranks: Ranks, name: str) -> None:
     results = ranks(2).run(jobs.spectrum, LOW_ENGINES[name])
     weights, spectrum = results[0]

@@ -184,8 +184,12 @@ def test_products_and_eigenvalues_know_their_own_error(
         assert abs(found.value - expected.value) < found.error + expected.error
 
 
+KINDS = (  # one layout of every kind of shards and of gradients
+    *("DP distributed optimizer overlap", "TP", "PP", "PP interleaved", "TP x PP", "PP per token"),
+    "two optimizer instances",
+)
 WIDE = {
-    **LAYOUTS,
+    **{name: LAYOUTS[name] for name in KINDS},
     "TP recompute": (2, {"tp": 2, "sequence_parallel": True, "recompute": True}),
 }
 QUICK_WIDE = ("PP",)

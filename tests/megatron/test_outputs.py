@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.megatron import output_jobs
 from tests.megatron.job import MOE, Job
-from tests.megatron.test_layouts import LAYOUTS, error, whole
+from tests.megatron.test_layouts import KINDS, LAYOUTS, error, whole
 from tests.ranks import RankPool
 from tests.tiers import cells
 
@@ -49,7 +49,7 @@ def one(megatron_ranks: Ranks) -> Callable[..., Any]:
 TP_4 = {"TP 4": (4, {"tp": 4, "query_groups": 4})}
 
 
-@pytest.mark.parametrize("name", cells([*LAYOUTS, *TP_4], QUICK))
+@pytest.mark.parametrize("name", cells(dict.fromkeys([*QUICK, *KINDS, *TP_4]), QUICK))
 def test_products_and_spectra_are_those_of_one_process(
     megatron_ranks: Ranks, one: Callable[..., Any], name: str
 ) -> None:

@@ -31,7 +31,7 @@ from tests.records.test_records import OLD, kinds
 
 CASES = int(os.environ.get("DS_HESSIAN_FUZZ", "40"))
 """Examples of each property."""
-SLOW = 1500
+SLOW = 1000
 """Examples of each kind of record in the slow tier: 16,500 over all."""
 ROOM = 2**26
 """Bytes of memory beside twice a file's size: the interpreter's own."""
