@@ -12,7 +12,6 @@ namespace cuda {
 namespace {
 
 constexpr int kRowGroup = 8;       // rows whose sums a thread holds in registers
-constexpr int kMaxRows = 512;      // of the fused kernel: bounds shared memory and registers
 constexpr int kProjectRows = 256;  // of a launch of `project`: 32 KB of sums
 constexpr int kTileThreads = 512;  // of a block of the fused kernels
 constexpr int kTileWarps = kTileThreads / 32;
@@ -22,6 +21,11 @@ constexpr int64_t kBlockBytes = 64 << 10;  // of shared memory that every device
 constexpr int64_t kProjectTiles = 512;     // of `project`: what a hundred multiprocessors hold
 constexpr int kWarps = kThreads / 32;
 constexpr int kChain = 8;  // products that are added up before they go to a sum
+
+// Rows of the fused kernel, at most: a multiple of its warps. Beyond 429 rows of fp32 no tile fits
+// into kBlockBytes, and sums of 512 do not fit into registers.
+template <class T>
+constexpr int kMaxRows = sizeof(T) == 4 ? 27 * kTileWarps : 32 * kTileWarps;
 
 // What products with elements of a basis are formed and added up in, kChain at a time. Of fp32 rows
 // in fp64, where they are exact: such a chain simply continues the sum that it goes to. Of bf16
@@ -124,7 +128,7 @@ __device__ __forceinline__ void project_group(const Matrix<T>& basis, int first,
 // partials[block * rows + r] = the products of this block's tiles. The tile of w stays in the
 // caches while the groups of rows pass by.
 template <bool kAligned, class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kResident)
     project_kernel(Matrix<T> basis, const float* w, int64_t owned, int64_t width,
                    double* partials) {
   extern __shared__ Compensated slots[];  // (kWarps, rows)
@@ -417,7 +421,7 @@ void subtract_project_of(const Basis& basis, float* w, const double* coefficient
   using Memory = FusedMemory<T>;
   const int64_t fixed = Memory::even(basis.rows) * Memory::per_row();
   const int width = tile_width(Memory::per_column(basis.rows), fixed);
-  if (basis.rows == 0 || basis.rows > kMaxRows ||
+  if (basis.rows == 0 || basis.rows > kMaxRows<T> ||
       width == 0) {  // the tile does not fit: two passes
     subtract_of<T>(basis, w, coefficients, n, owned, nullptr, launch);
     project_of<T>(basis, w, owned, out, launch);
@@ -429,7 +433,7 @@ void subtract_project_of(const Basis& basis, float* w, const double* coefficient
                       : per_warp <= 4  ? fused_kernel<4, T>
                       : per_warp <= 8  ? fused_kernel<8, T>
                       : per_warp <= 16 ? fused_kernel<16, T>
-                                       : fused_kernel<32, T>;
+                                       : fused_kernel<kMaxRows<T> / kTileWarps, T>;
   const size_t shared = static_cast<size_t>(fixed + width * Memory::per_column(basis.rows));
   const int grid = grid_for((n + width - 1) / width);
   allow_shared(kernel, shared);

@@ -23,8 +23,14 @@ namespace cuda {
 constexpr int kThreads = 256;
 constexpr int kVector = 8;  // elements of a vector access: 16 bytes of a 16-bit type
 
-// Blocks of a grid, at most: twice what an H100 holds, so that none of its multiprocessors waits
-// for a last block, and few enough that their partial sums are nothing beside a vector.
+// Blocks of kThreads that share a multiprocessor, at least: 80 registers a thread. Without a bound
+// the compiler spills to make room for more blocks; the loads that three of them have in flight
+// cover the latency of memory.
+constexpr int kResident = 3;
+
+// Blocks of a grid, at most: two to five times what an H100 holds of them, by their registers, so
+// that few of its multiprocessors wait for a last block, and few enough that their partial sums are
+// nothing beside a vector.
 #ifndef DS_HESSIAN_MAX_BLOCKS
 #define DS_HESSIAN_MAX_BLOCKS 2048
 #endif
@@ -268,9 +274,9 @@ __device__ __forceinline__ void run_division(const Body& body, const Division& d
 }
 
 // A streaming kernel: all elements, then the sums of the block. A Body has kSums and handles kCount
-// elements from i on.
+// elements from i on. Operands of four products do not fit into the registers of kResident blocks.
 template <class Body>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, Body::kSums < 4 ? kResident : 2)
     stream_kernel(Body body, Division division, double* partials) {
   ThreadSums<(Body::kSums > 0 ? Body::kSums : 1)> sums;
   run_division(body, division, blockIdx.x, sums);

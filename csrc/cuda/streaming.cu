@@ -72,7 +72,7 @@ struct OnPiece {
 // Every block passes over all pieces. Each begins with the block after those that the pieces before
 // it occupy: large ones keep all blocks busy, small ones are spread over them.
 template <class Body>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kResident)
     displace_kernel(Body body, const __grid_constant__ Pieces table, double* partials) {
   ThreadSums<2> sums;
   for (int p = 0; p < table.count; ++p) {

@@ -100,7 +100,7 @@ class Shards:
 
     Attributes:
         n: The length of the vector that they make up.
-        device: Where they are.
+        device: Where they are; None if there are none, as on a rank that owns nothing.
     """
 
     def __init__(self, weights: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
@@ -113,7 +113,7 @@ class Shards:
                 "pass matching lists",
             )
         self.weights, self.masters = weights, masters
-        self.device = weights[0].device if weights else torch.device("cpu")
+        self.device = weights[0].device if weights else None
         self.n = 0
         for i, (w, m) in enumerate(zip(weights, masters, strict=True)):
             checks.vector("displace", f"weights[{i}]", w, None, self.device, WEIGHTS)
@@ -161,10 +161,11 @@ class Shards:
                 "pass the direction",
             )
         checks.owned("displace", owned, self.n)
-        module = _module(self.device)
+        device = self.device or (torch.device("cpu") if v is None else v.device)
+        module = _module(device)
         if module is None:
             return reference.displace(self.weights, self.masters, v, h, owned)
-        call = _Call(module, self.device, 2)
+        call = _Call(module, device, 2)
         module.displace(self._table, _address(v), h, owned, call.out, call.context)
         return call.wrote(*self.weights)
 

@@ -118,6 +118,13 @@ def test_shards_of_mixed_dtypes_are_displaced_in_their_order(device) -> None:
     assert torch.allclose(got, sums, rtol=1e-11)
 
 
+def test_a_rank_without_shards_has_its_sums_where_its_vector_is() -> None:
+    """On a GPU; here the meta device is the other one."""
+    v = torch.empty(0, device="meta")
+    assert ops.displace([], [], v, 0.25, 0).device == v.device
+    assert torch.equal(ops.displace([], [], None, 0.0, 0), torch.zeros(2, dtype=torch.float64))
+
+
 def test_shards_are_written_where_they_are_now(device) -> None:
     """A host may give its tensors other memory between two displacements."""
     master, v = vector(5000, 1, device), vector(5000, 2, device)

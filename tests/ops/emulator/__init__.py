@@ -49,12 +49,13 @@ def environment(device: str = "H100", order: str = "forward", sms: int = 2) -> d
     return {f"CUDASIM_{name}": str(value) for name, value in settings.items()}
 
 
-def plan(kind: str, directory: Path) -> Plan:
+def plan(kind: str, directory: Path, root: Path | None = None) -> Plan:
     """How the emulated module is built: "plain", or under the sanitizers "asan" or "tsan".
 
     The translated sources are written into `directory`, where they must be until it is built.
+    `root` is another `csrc`.
     """
-    root, compiler = toolchain.source_root(), toolchain.find_compiler()
+    root, compiler = root or toolchain.source_root(), toolchain.find_compiler()
     (directory / "cuda").mkdir(parents=True)
     for name in ("contracts.h", "probe_math.h"):
         shutil.copyfile(root / name, directory / name)
