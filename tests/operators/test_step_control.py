@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -134,3 +135,67 @@ def test_auto_is_near_the_best_constant_of_each_vector(steps: int, bf16: bool) -
     assert ratio.median() < 1.6 and (ratio < 3).sum() >= 7, ratio
     assert against.median() < 1.2 and (against < 3).all(), against  # h = 5e-3 can be right
     assert (off < math.log(3)).sum() >= 6, off
+
+
+NOISE, BEND, H = 1e-6, 1.0, 1e-2  # of |Hv| = 1: at H noise and truncation are 1e-4 each
+
+
+def taught(micro_batches: int = 8) -> StepController:
+    """A controller that knows them, after three like vectors."""
+    controller = StepController(SCHEMES["central"], 2.0**-24, 10.0, 1, micro_batches)
+    controller.h, controller.products = H, 3
+    controller.noise = Estimate(math.log(NOISE), 0.2)
+    controller.bend = Estimate(math.log(BEND), 0.3)
+    controller.size_unlike = 0.0
+    return controller
+
+
+def seen(
+    h: float, *, bend: float = BEND, third: float | None = None, micro_batches: int = 1
+) -> Trial:
+    """A product of pilot or slice, as the error model has it."""
+    quiet = micro_batches ** (-0.9 / 2)
+    return Trial(h, 1.0, math.hypot(math.sqrt(3) * quiet * NOISE / h, bend * h), third=third)
+
+
+@pytest.mark.parametrize("third", [0.1, 0.2, 1 / 3, 2 / 3])
+def test_a_third_difference_beyond_that_of_a_smooth_function_is_a_kink(third: float) -> None:
+    """Of a kink it is any share of r, which is the error; of a smooth function kappa r^2."""
+    controller, trial = taught(), seen(H)
+    for share, kinked in ((third, True), (1.15 * trial.nonlinearity, False)):
+        belief = controller.learn([replace(trial, third=share * trial.nonlinearity)])
+        assert belief.kinked == kinked
+    controller.learn([replace(trial, third=third * trial.nonlinearity)])
+    product = seen(H, micro_batches=8)
+    controller.judge(product)
+    _, error = controller.conclude(product)
+    assert error is not None and error >= 0.99 * product.nonlinearity
+
+
+def test_a_product_unlike_its_pilot_is_repeated_where_its_ratio_is_noise() -> None:
+    controller, trial = taught(), seen(H, bend=BEND / 20)
+    assert controller.advise([trial]).accept
+    again = controller.judge(seen(H, micro_batches=8))
+    assert again < H / 2
+    # There a smooth function has another ratio, which is no more than twice the noise of the slice.
+    trial = seen(again, bend=BEND / 20)
+    controller.learn([trial])
+    product = seen(again, micro_batches=8)
+    controller.judge(product)
+    _, error = controller.conclude(product)
+    assert error is not None and error < 0.2 * BEND * H and controller.rough == 0
+
+
+def test_third_differences_of_noise_leave_the_estimate_of_noise_where_it_is() -> None:
+    """Also where they are above it and below it by turns, as rounding is."""
+    controller, h = taught(1), H / 2
+    controller.whole = True
+    for number in range(20):
+        controller.h = h
+        noisy = NOISE / h * math.sqrt(20 / 18) * (1.3 if number % 2 else 1 / 1.3)
+        trial = seen(h, third=noisy)
+        controller.learn([trial])
+        controller.judge(replace(trial, third=None))
+        controller.conclude(replace(trial, third=None))
+    assert controller.noise is not None
+    assert abs(controller.noise.mean - math.log(NOISE)) < 0.1
