@@ -361,6 +361,7 @@ __global__ void __launch_bounds__(kTileThreads, kRowsPerWarp <= 8 ? 2 : 1)
     shared.totals[r] = {0.0, 0.0};
     shared.coefficients[r] = static_cast<ChainOf<T>>(-coefficients[r]);
   }
+  __syncthreads();  // a block without a tile, where n is 0, adds to its totals at once
   double sums[kRowsPerWarp] = {};
   const auto collect = [&] {
 #pragma unroll

@@ -631,6 +631,33 @@ OPERATORS = (
         ("operators/test_finite_difference.py::test_a_given_displacement_is_the_one_that_is_used",),
     ),
     Defect(
+        "if not self.blind and not change.alone:",
+        "if not self.blind:",
+        "a third difference says that noise is no more than it, and never that it is no less",
+        (
+            "operators/test_step_control.py::test_third_differences_of_noise_leave_the_estimate_of_"
+            "noise_where_it_is",
+        ),
+    ),
+    Defect(
+        "return math.exp(kappa) * trial.nonlinearity**self.around.order",
+        "return math.exp(kappa) * trial.nonlinearity",
+        "a smooth function is allowed the third difference of a kink",
+        (
+            "operators/test_step_control.py::test_a_third_difference_beyond_that_of_a_smooth_"
+            "function_is_a_kink",
+        ),
+    ),
+    Defect(
+        "self.fixed is None and self._is_strange(product, outlook) and not self._often_rough:",
+        "False:",
+        "a product that bends far more than its pilot is kept",
+        (
+            "operators/test_step_control.py::test_a_product_unlike_its_pilot_is_repeated_where_its_"
+            "ratio_is_noise",
+        ),
+    ),
+    Defect(
         "self.noise = Estimate(noise.mean, min(",
         "Estimate(noise.mean, min(",
         "a vector learns nothing of the noise of the one before",
