@@ -38,6 +38,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 QUICK = (
     *("DP", "DP distributed optimizer overlap", "TP sequence parallel", "PP interleaved"),
     *("TP x DP distributed optimizer", "DP distributed optimizer per token", "PP per token"),
+    "TP per token",
 )
 QUICK_SPECTRA = ("DP distributed optimizer overlap", "TP sequence parallel", "PP interleaved")
 

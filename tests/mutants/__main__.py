@@ -182,7 +182,7 @@ def main() -> int:
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part")
     parser.add_argument("--only", default="", metavar="TEXT", help="defects whose story has it")
     parser.add_argument("--jobs", type=int, default=1, help="defects at a time")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds before a test hangs")
+    parser.add_argument("--limit", type=float, default=200.0, help="seconds before a test hangs")
     parser.add_argument("--list", action="store_true", help="find the places, and run nothing")
     given = parser.parse_args()
     texts = {path: path.read_text() for path in sources(ROOT)}

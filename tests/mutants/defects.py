@@ -299,7 +299,7 @@ ZERO = (
         "optimizer.grad_partitions_flat_buffer.copy_(buffer)",
         "pass",
         "gradients that ZeRO-3 has accumulated are lost",
-        (SAME.format("3"),),
+        (SAME.format("3 hpZ"),),
     ),
     Defect(
         '1 - beta**step if settings.get("bias_correction", True) else 1.0',
@@ -391,7 +391,7 @@ MEGATRON = (
         "return not any(numbers[:-1] if sharded else numbers)",
         "return not any(numbers[:-1])",
         "data-parallel replicas all count",
-        (FP64.format("DP"), FP32.format("DP")),
+        (FP64.format("DP"), FP64.format("DP")),
     ),
     Defect(
         "factor = 1.0 if self._forward.per_token else float(len(micro_batches))",
