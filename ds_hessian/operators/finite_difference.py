@@ -420,6 +420,8 @@ class FiniteDifferenceHessian:
             doubts = self._controller.doubts(trials[-1])
             h, accept, doubted = self.space.of_rank_0(advice.h, advice.accept, doubts)
             if not accept:
+                if self._trial is None:  # the third difference was in its memory
+                    self._trial = trials[-1], self._pilot_product(trials[-1].h)[0]
                 trials.append(self._try(line, h, self._trial_points))
             elif doubted:
                 self._witness(line, trials)
@@ -434,10 +436,9 @@ class FiniteDifferenceHessian:
         return self._judge(line, h)
 
     def _witness(self, line: _Line, trials: list[Trial]) -> None:
-        """Add its third difference to the last trial, with which the next one is compared."""
-        self._trial, h = None, trials[-1].h  # so that the difference has its memory
-        trials[-1] = replace(trials[-1], third=self._third_difference(line, h))
-        self._trial = trials[-1], self._pilot_product(h)[0]
+        """Add its third difference to the last trial, in the memory of its product."""
+        self._trial = None
+        trials[-1] = replace(trials[-1], third=self._third_difference(line, trials[-1].h))
 
     def _third_difference(self, line: _Line, h: float) -> float:
         """Return `Trial.third` of the pilot's product, after one more gradient."""

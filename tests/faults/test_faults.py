@@ -14,7 +14,7 @@ from tests.ranks import RankPool, pools_of_ranks
 from tests.tiers import cells
 
 Ranks = Callable[[int], RankPool]
-SLICE, LARGER_SLICE = 4, 8
+SLICE, LARGER_SLICE = 4, 12
 """Faults in the two tiers, of each host. All of them, 2,400 of a host, are a program:
 `python -m tests.faults`."""
 
@@ -54,7 +54,7 @@ def test_a_larger_slice_of_the_calls(ranks_of: Callable[[str], Ranks], host: str
     counts, wrong = sweep(ranks_of(host), host, faults[1 :: len(faults) // LARGER_SLICE])
     print(host, counts)
     assert not wrong, "\n".join(wrong)
-    assert counts["inside", "raised"] > 1 and counts["around", "raised"] > 1
+    assert counts["inside", "raised"] > 2 and counts["around", "raised"] > 2
 
 
 @pytest.mark.full

@@ -391,7 +391,7 @@ MEGATRON = (
         "return not any(numbers[:-1] if sharded else numbers)",
         "return not any(numbers[:-1])",
         "data-parallel replicas all count",
-        (FP64.format("DP"), FP64.format("DP")),
+        (FP64.format("DP"),),
     ),
     Defect(
         "factor = 1.0 if self._forward.per_token else float(len(micro_batches))",

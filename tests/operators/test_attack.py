@@ -59,12 +59,7 @@ def test_the_third_difference_sees_what_the_second_does_not(
 @pytest.mark.full
 @pytest.mark.parametrize("count", [4, 8, 16])
 @pytest.mark.parametrize("name", ["hinge", "squared hinge", "relu6", "relu", "max pooling"])
-def test_kinks_are_seen_by_the_third_difference(
-    request: pytest.FixtureRequest, attack: Found, name: str, count: int
-) -> None:
-    if (name, count) == ("relu", 8):
-        reason = "a kink that the pilot does not have: 0.004 (docs/numerics.md, Limits)"
-        request.applymarker(pytest.mark.xfail(reason=reason))
+def test_kinks_are_seen_by_the_third_difference(attack: Found, name: str, count: int) -> None:
     ratios = told(attack, name, "fp32", count)
     assert ratios.min() > LEAST and np.median(ratios) < 3, ratios
 

@@ -378,8 +378,8 @@ class StepController:
         """Return whether a product bends far more than its pilot, by more than rounding."""
         assert self.accepted is not None
         pilot = self.accepted.nonlinearity * product.h / self.accepted.h
-        bent = product.nonlinearity > 2 * math.sqrt(3) * outlook.noise
-        return bent and not self.whole and product.nonlinearity > STRANGE * pilot
+        strange = not self.whole and product.nonlinearity > STRANGE * pilot
+        return strange and _bent(product, outlook)
 
     @property
     def _often_rough(self) -> bool:
@@ -469,7 +469,6 @@ class StepController:
         """
         assert self.accepted is not None
         ratio, pilot = product.nonlinearity, self.accepted.nonlinearity
-        bent = ratio > 2 * math.sqrt(3) * outlook.noise
         strange = self._is_strange(product, outlook)
         self.rough += strange or belief.kinked
         # Where changes contradict r, what r shows beyond rounding is a kink.
@@ -478,7 +477,12 @@ class StepController:
             # The second difference exceeds the first: |D| says nothing of |Hv|, which may be as
             # large as that of any trial.
             return max(min(ratio, LARGEST[0]), self.seen / self.accepted.size)
-        if ratio > SATURATING or (bent and kinked):
+        if ratio > SATURATING or (kinked and _bent(product, outlook)):
             # What the two differences of an extrapolation differ by is evidence and no hint.
             return min(ratio, product.removed if self.order > 2 else ratio, LARGEST[0])
         return product.extrapolated if product.removed > VISIBLE * outlook.noise else 0.0
+
+
+def _bent(product: Trial, outlook: Outlook) -> bool:
+    """Return whether the ratio of a product is more than rounding."""
+    return product.nonlinearity > 2 * math.sqrt(3) * outlook.noise
