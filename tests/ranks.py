@@ -53,6 +53,46 @@ def context() -> Any:
     return found
 
 
+def run_alone(
+    function: Callable[..., Any],
+    *args: Any,
+    folder: Path,
+    environment: dict[str, str],
+    timeout: float = 300.0,
+) -> None:
+    """Call `function` in a process of its own, in a folder; it must end without an error.
+
+    Raises:
+        AssertionError: It raised, with the end of what it printed, or did not come back.
+    """
+    with tempfile.NamedTemporaryFile("r", errors="replace") as output:
+        process = context().Process(
+            target=_alone, args=(function, args, str(folder), environment, output.name)
+        )
+        process.start()
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+        process.join()
+        assert process.exitcode == 0, f"{process.exitcode}: {output.read()[-4000:]}"
+
+
+def _alone(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    folder: str,
+    environment: dict[str, str],
+    output: str,
+) -> None:
+    os.environ.update(environment)
+    os.chdir(folder)
+    with open(output, "ab", buffering=0) as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    function(*args)
+
+
 def _references() -> dict[Any, int]:
     """The process groups beside the default one, and how often each is referred to."""
     import torch.distributed as dist

@@ -8,7 +8,6 @@ import inspect
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from ds_hessian.config import SECTION, HessianConfig, describe, schema
-from tests.ranks import free_port
+from tests.ranks import free_port, run_alone
 from tests.tiers import cells
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +25,11 @@ PAGES = [
     ROOT / "README.md",
 ]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-GALLERY = [p for p in sorted((ROOT / "docs" / "gallery").glob("*.md")) if p.stem != "index"]
+GALLERY = [
+    page
+    for page in sorted((ROOT / "docs" / "gallery").glob("*.md"))
+    if page.stem not in {"index", *(notebook.stem for notebook in NOTEBOOKS)}
+]
 
 # What the examples take as given: models that return their loss, a configuration, micro-batches.
 PREAMBLE = """
@@ -189,11 +192,6 @@ def test_examples_run(page: Path, tmp_path: Path, built: None) -> None:
     chunks = [(0, PREAMBLE)] + blocks(page, "python")
     if any("engine" in code for _, code in chunks):
         chunks.append((0, EPILOGUE))
-    program = ["space = {'__name__': 'example'}"]
-    for line, code in chunks:
-        source = "\n" * (line - 1) + code
-        name = page.name if line else "test_docs.py"
-        program.append(f"exec(compile({source!r}, {name!r}, 'exec'), space)")
     environment = os.environ | {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -201,42 +199,46 @@ def test_examples_run(page: Path, tmp_path: Path, built: None) -> None:
         "LOCAL_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
     }
-    succeeds([sys.executable, "-c", "\n".join(program)], environment, tmp_path)
+    run_alone(run_blocks, page.name, chunks, folder=tmp_path, environment=environment)
 
 
-def succeeds(
-    command: list[str | Path], environment: dict[str, str], folder: Path | None = None
-) -> None:
-    """The command ends well within five minutes."""
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+def run_blocks(name: str, chunks: list[tuple[int, str]]) -> None:
+    """Run (line number, text) of a page in one name space."""
+    import torch
+
+    torch.set_num_threads(1)
+    space = {"__name__": "example"}
+    for line, code in chunks:
+        source = "\n" * (line - 1) + code
+        where = name if line else "test_docs.py"
+        exec(compile(source, where, "exec", dont_inherit=True), space)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("page", GALLERY + NOTEBOOKS, ids=name_of)
-def test_pages_of_the_gallery_run_and_print_what_they_show(page: Path) -> None:
+def test_pages_of_the_gallery_run_and_print_what_they_show(
+    page: Path, tmp_path: Path, built: None
+) -> None:
     """In words; the figures are those of the machine that made the page, and asserted in it."""
-    command = [sys.executable, ROOT / "docs" / "make_gallery.py", "--check", page]
-    here = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    succeeds(command, os.environ | here)
+    here = os.environ | {"PYTHONPATH": str(ROOT)}
+    run_alone(check_outputs, page, tmp_path / "page", folder=tmp_path, environment=here)
 
 
-@pytest.mark.full
+def check_outputs(page: Path, folder: Path) -> None:
+    """What the blocks of a page print is what it shows."""
+    sys.path.insert(0, str(ROOT / "docs"))
+    from make_gallery import differences, run
+
+    assert (wrong := differences(page, run(page, folder, None))) == "", wrong
+
+
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name_of)
 def test_a_notebook_is_its_page_of_the_gallery(notebook: Path) -> None:
+    """In what it runs and in what it shows, so that one of them is run."""
     cells = json.loads(notebook.read_text("utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    page = blocks(ROOT / "docs" / "gallery" / f"{notebook.stem}.md", "python")
-    assert code == [text.rstrip("\n") for _, text in page]
+    texts = (out["text"] for cell in cells for out in cell.get("outputs", ()))
+    page = ROOT / "docs" / "gallery" / f"{notebook.stem}.md"
+    assert code == [text.rstrip("\n") for _, text in blocks(page, "python")]
+    assert ["".join(text) for text in texts] == [text for _, text in blocks(page, "text")]
