@@ -56,6 +56,19 @@ def test_the_third_difference_sees_what_the_second_does_not(
     assert ratios.min() > LEAST and np.median(ratios) < 3, ratios
 
 
+@pytest.mark.parametrize("arithmetic", ["bf16", "bf16 masters in bf16"])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    cells([(name, n) for name, n in EVEN if name.startswith("even")], [("even loss at 0", 8)]),
+)
+def test_rounding_that_is_opposite_on_both_sides_is_in_the_error(
+    attack: Found, name: str, count: int, arithmetic: str
+) -> None:
+    """The second difference of an odd gradient has none of it, whatever it is of each product."""
+    ratios = told(attack, name, arithmetic, count)
+    assert ratios.min() > LEAST, ratios
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("count", [4, 8, 16])
 @pytest.mark.parametrize("name", ["hinge", "squared hinge", "relu6", "relu", "max pooling"])

@@ -39,8 +39,7 @@ standard deviations (at least 7, a factor of 1000).
 
 ROUNDOFF = 2.0**-24
 """Unit roundoff of fp32, in which w + h v is formed, and products are, whatever the dtype of the
-passes: a step below this share of |w| is lost (parameters may be far smaller than |w|), and no
-ratio, change or error is known to be less.
+passes: a step below this share of |w| is lost (parameters may be far smaller than |w|).
 """
 
 SATURATION = 1.1
@@ -210,7 +209,8 @@ class Surroundings:
         spread: Mean deviation of `bend`; zero where the pilot is the slice.
         hidden: The ratio of N to the noise that r shows.
         blind: Whether r saw no nonlinearity of the last vector.
-        narrow: Whether weights have less than 24 bits.
+        roundoff: The unit roundoff of the passes: no ratio, change or error is known to be less,
+            even where the rounding at w + hv and at w - hv is opposite.
     """
 
     order: int
@@ -220,7 +220,7 @@ class Surroundings:
     spread: float
     hidden: float = 1.0
     blind: bool = False
-    narrow: bool = False
+    roundoff: float = ROUNDOFF
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ class Belief:
             return False
         bent, unseen = self._bent(change, noise), change.part(rounding) > UNEXPECTED * ratio
         if change.value <= change.lost and not bent:
-            if self.around.narrow:
+            if self.around.roundoff > ROUNDOFF:
                 self.hidden = max(self.hidden, self.around.hidden * change.value / rounding)
             return False
         if bent and not unseen:
@@ -333,7 +333,7 @@ class Belief:
         order = self.around.order
         for change in _changes_of(trials):
             noise, bend = (math.exp(logarithm) for logarithm in self.of_pilot())
-            rounding = max(noise * change.rounding, ROUNDOFF * change.size)
+            rounding = max(noise * change.rounding, self.around.roundoff * change.size)
             clear = change.value < SATURATING * change.size
             visible = change.value > (UNEXPECTED if change.alone else VISIBLE) * rounding
             if change.alone:
@@ -424,7 +424,8 @@ class Belief:
         def errors(h: Array) -> tuple[Array, Array]:
             rounding = np.minimum(around.quiet * noise / (h * signal), LARGEST[0])
             reached = np.minimum(mixed * h, LARGEST[1]) ** around.order
-            return rounding, np.hypot(rounding + ROUNDOFF, self._kappa_of_slice * reached)
+            known = np.hypot(rounding, around.roundoff)
+            return rounding, np.hypot(known, self._kappa_of_slice * reached)
 
         means, smallest = list[Array](), np.full(len(weight), np.inf)
         for h in _blocks(displacements):
@@ -453,10 +454,11 @@ class Belief:
     def _likelihood(self, trial: Trial, quiet: float) -> Array:
         if not trial.usable:
             return np.zeros_like(self._expected)
-        seen = max(trial.nonlinearity, ROUNDOFF)
+        least = self.around.roundoff
+        seen = max(trial.nonlinearity, least)
         noise, bend = np.exp(self.noise)[:, None], (not self.blind) * np.exp(self.bend)
         shown = quiet * noise / self.hidden
-        off = np.log(seen / np.maximum(_ratio(shown, bend, trial.h, trial.size), ROUNDOFF))
+        off = np.log(seen / np.maximum(_ratio(shown, bend, trial.h, trial.size), least))
         wide = 2.0 if trial.nonlinearity > SATURATING else 1.0
         return _student(off / (SCATTER * wide), FREEDOM)
 
@@ -465,7 +467,7 @@ class Belief:
         no more than what it shows: truncation may be more of it than kappa lets expect.
         """
         noise, bend = np.exp(self.noise)[:, None], np.exp(self.bend)
-        rounding, least = noise * change.rounding, ROUNDOFF * change.size
+        rounding, least = noise * change.rounding, self.around.roundoff * change.size
         if not self.blind and not change.alone:
             off = np.log(np.maximum(rounding, least) / change.value)
             return _student(np.maximum(off, 0.0) / SCATTER, FREEDOM) + np.zeros_like(bend)

@@ -161,7 +161,7 @@ class StepController:
         self.floor = self.smallest  # for this vector
         self.whole = pilot == num_micro_batches
         self.quiet = (pilot / num_micro_batches) ** (SHARED / 2)
-        self.narrow = unit_roundoff > ROUNDOFF
+        self.roundoff = unit_roundoff
         # What extrapolation removes tells more in each trial.
         self.interval = 1 if num_micro_batches >= ALWAYS and scheme.order <= 2 else SELDOM
         self.thirds = products_of_a_third(pilot / num_micro_batches, num_micro_batches)
@@ -181,6 +181,11 @@ class StepController:
         self.seen = 0.0  # the largest |D| of its trials
         self.belief: Belief | None = None
         self.outlook: Outlook | None = None  # of the last product
+
+    @property
+    def narrow(self) -> bool:
+        """True if the passes have less than 24 bits."""
+        return self.roundoff > ROUNDOFF
 
     def state_dict(self) -> dict[str, Any]:
         """Return the estimates from the products so far, as JSON values."""
@@ -337,7 +342,7 @@ class StepController:
         spread = 0.0 if self.whole else UNLIKE
         unlike = self.bend_unlike, self.size_unlike
         around = Surroundings(
-            self.order, self.quiet, *unlike, spread, self.hidden, self.blind, self.narrow
+            self.order, self.quiet, *unlike, spread, self.hidden, self.blind, self.roundoff
         )
         return Belief(noise, self.bend, self.kappa.widened(KAPPA_SPREAD), around, trials)
 
