@@ -371,11 +371,17 @@ class Row:
 class Problem:
     """A net in one arithmetic, its micro-batches, and vectors with their products."""
 
+    exact: Exact
     backend: ModuleBackend
     batches: list[Batch]
     passes: Passes
     vectors: list[tuple[Tensor, Tensor]]
     alone: tuple[Tensor, Tensor] | None
+
+    def dense(self) -> Tensor:
+        """The Hessian, `(n, n)` fp64."""
+        rows = torch.stack([self.exact(e) for e in torch.eye(self.backend.space.n)])
+        return (rows + rows.T) / 2
 
     @contextmanager
     def measuring(self) -> Iterator[Session]:
@@ -411,7 +417,7 @@ def problem(name: str, arithmetic: str, count: int, seed: int = 0) -> Problem:
     if float(g.norm()) > 0:
         v = (g / g.norm()).float()
         alone = v, exact(v)
-    return Problem(backend, batches, passes, list(exact.krylov(start, VECTORS)), alone)
+    return Problem(exact, backend, batches, passes, list(exact.krylov(start, VECTORS)), alone)
 
 
 def relative(product: Tensor, truth: Tensor) -> float:

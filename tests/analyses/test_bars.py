@@ -1,0 +1,50 @@
+"""What analyses tell of nets that no constant was chosen on holds the truth: benchmarks/bars.py."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+NAMES = ("hot", "relu", "zero head, 2 classes", "swiglu", "unequal", "saddle", "contrastive")
+FIGURES = ("ends of the spectrum", "eigenpairs", "trace", "sharpness", "solve")
+
+
+@pytest.fixture(scope="module")
+def bars() -> dict[str, Any]:
+    """The names of benchmarks/bars.py, with all families."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+        found = runpy.run_path(str(BENCHMARKS / "bars.py"))
+    found["FAMILIES"].update(found["ATTACK"])
+    return found
+
+
+def ratios(bars: dict[str, Any], name: str, arithmetic: str) -> dict[str, list[float]]:
+    """Errors over bars of a family with 8 micro-batches, by analysis."""
+    found = defaultdict[str, list[float]](list)
+    for what, error, bar in bars["told"](bars["problem"](name, arithmetic, 8), arithmetic):
+        found[what].append(error / bar)
+    return found
+
+
+def test_every_analysis_holds_the_truth(bars: dict[str, Any]) -> None:
+    """Ends of a spectrum, eigenpairs, a trace, the sharpness and a solve beside a dense Hessian."""
+    found = ratios(bars, "relu", "fp32")
+    assert tuple(sorted(found)) == tuple(sorted(FIGURES))
+    assert max(map(max, found.values())) <= 1, found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arithmetic", ["fp32", "bf16"])
+def test_bars_hold_the_truth_of_all_families(bars: dict[str, Any], arithmetic: str) -> None:
+    """95 % of what is told, and nothing is off by three bars."""
+    found = {name: ratios(bars, name, arithmetic) for name in NAMES}
+    every = np.array([r for by in found.values() for figures in by.values() for r in figures])
+    assert np.mean(every <= 1) >= 0.95 and every.max() < 3, found
