@@ -25,8 +25,11 @@ from ds_hessian.planning.fit import (
     surely_fits,
     way_out,
 )
+from ds_hessian.planning.job import Job, Recompute
+from ds_hessian.planning.mesh import Mesh
 from ds_hessian.planning.precision import ChosenPrecision, chosen, in_precision, in_words
-from ds_hessian.planning.share import Job, Share
+from ds_hessian.planning.shape import Shape
+from ds_hessian.planning.share import Share
 
 __all__ = [
     "ELSEWHERE",
@@ -34,9 +37,12 @@ __all__ = [
     "Alternative",
     "ChosenPrecision",
     "Job",
+    "Mesh",
     "Needs",
     "Planned",
+    "Recompute",
     "Settings",
+    "Shape",
     "Share",
     "alternatives",
     "chosen",
