@@ -26,17 +26,21 @@ from ds_hessian.planning.fit import (
     way_out,
 )
 from ds_hessian.planning.job import Job, Recompute
+from ds_hessian.planning.machine import ACCELERATOR, CPU, Machine
 from ds_hessian.planning.mesh import Mesh
 from ds_hessian.planning.precision import ChosenPrecision, chosen, in_precision, in_words
 from ds_hessian.planning.shape import Shape
 from ds_hessian.planning.share import Share
 
 __all__ = [
+    "ACCELERATOR",
+    "CPU",
     "ELSEWHERE",
     "FEWEST",
     "Alternative",
     "ChosenPrecision",
     "Job",
+    "Machine",
     "Mesh",
     "Needs",
     "Planned",

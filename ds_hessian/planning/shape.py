@@ -49,7 +49,7 @@ class Shape:
         bias: Whether linear layers have biases.
         qkv_bias: Whether queries, keys and values have biases where other layers have none.
         tied: Whether the output layer's weight is the embedding.
-        positions: Whether positions are learned.
+        positions: Learned positions; 0 for rotary ones, which have no parameters.
         rms: True for RMSNorm, which has no bias.
         head_norms: Whether queries and keys are normalised, head by head.
         experts: Experts of a layer; 0 for an MLP.
@@ -71,7 +71,7 @@ class Shape:
     bias: bool = True
     qkv_bias: bool = False
     tied: bool = True
-    positions: bool = True
+    positions: int = 0
     rms: bool = False
     head_norms: bool = False
     experts: int = 0
@@ -136,8 +136,9 @@ class Shape:
     @property
     def of_embedding(self) -> Parameters:
         """Parameters in front of the layers."""
-        learned = self.sequence * self.hidden if self.positions else 0
-        return Parameters({SPLIT: self.vocabulary * self.hidden, WHOLE: learned})
+        return Parameters(
+            {SPLIT: self.vocabulary * self.hidden, WHOLE: self.positions * self.hidden}
+        )
 
     @property
     def of_output(self) -> Parameters:
@@ -160,7 +161,7 @@ class Shape:
         found = Parameters({SPLIT: split, WHOLE: whole}) + self.of_norm + self.of_norm
         if not self.has_experts(layer):
             return found + self._mlp(self.width, SPLIT, WHOLE, 1)
-        found += Parameters({WHOLE: self.experts * h})
+        found += Parameters({WHOLE: self.experts * (h + (1 if self.bias else 0))})  # the router
         if self.shared_ffn:
             found += self._mlp(self.shared_ffn, SPLIT, WHOLE, 1)
         return found + self._mlp(self.expert_width, ROUTED, OF_EXPERT, self.experts)

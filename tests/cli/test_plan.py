@@ -10,7 +10,7 @@ import pytest
 from ds_hessian.analyses import plan_job
 from ds_hessian.config import HessianConfig
 from ds_hessian.memory import shown
-from ds_hessian.planning import Job
+from ds_hessian.planning import ACCELERATOR, Job
 from ds_hessian.planning import times as timing
 from tests.cli.test_cli import call
 
@@ -23,7 +23,7 @@ def test_memory_time_and_price_of_a_spectrum() -> None:
     assert done.returncode == 0, done.stderr
     config = HessianConfig()
     memory = plan_job(config, **FIGURES)
-    time = timing.plan_time(12.0, Job(**FIGURES).share, timing.ACCELERATOR, config, 30)
+    time = timing.plan_time(12.0, Job(**FIGURES).share, ACCELERATOR, config, 30)
     assert memory.table() in done.stdout and time.table() in done.stdout
     assert f"price: {2.5 * 64 * time.total / 3600:.2f}" in done.stdout
 

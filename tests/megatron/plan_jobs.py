@@ -22,6 +22,7 @@ def planned(job: Job, ranks: int) -> Planned:
         groups=job.query_groups,
         ffn=20,
         gated=True,
+        positions=SEQUENCE,
         bias=job.bias,
         experts=job.experts,
         expert_ffn=12,
@@ -47,7 +48,7 @@ def planned(job: Job, ranks: int) -> Planned:
 
 
 def live_and_planned(job: Job) -> list[dict[str, Any]]:
-    """Of this rank: parameters of the model and of its layers, its coordinates, the plan's items."""
+    """Of this rank: parameters of the model and of its layers, coordinates, the plan's items."""
     import torch.distributed as dist
 
     from ds_hessian.analyses import Spectrum
