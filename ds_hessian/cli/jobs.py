@@ -66,7 +66,7 @@ def given_of(parameters: int | None, ranks: int, cpu: bool, sizes: Mapping[str, 
         ranks,
         fields_of(Job, *others, "mesh", "shape"),
         fields_of(Mesh),
-        {**style, **shape} if shape else {},
+        {**style, **shape},
         others,
     )
 

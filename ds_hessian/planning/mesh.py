@@ -115,6 +115,12 @@ class Mesh:
             ("rows of the vocabulary", shape.vocabulary, "tensor-parallel ranks", self.tensor),
             ("columns of the MLP", shape.width, "tensor-parallel ranks", self.tensor),
             ("experts", shape.experts, "expert-parallel ranks", self.expert),
+            (
+                "columns of an expert",
+                shape.expert_width if shape.experts else 0,
+                "ranks of its tensor parallelism",
+                self.sizes["expert_tensor"],
+            ),
             ("tokens of a sequence", shape.sequence, "context-parallel ranks", self.context),
         ):
             if number % size:
