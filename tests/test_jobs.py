@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ds_hessian.errors import ConfigError
-from ds_hessian.planning import Job, Machine, Mesh, Shape, times, traffic
+from ds_hessian.planning import Job, Machine, Mesh, Shape, activations, times, traffic
 from ds_hessian.planning.shape import ROUTED, SPLIT, WHOLE
 from tests.tiers import cells
 
@@ -311,3 +311,39 @@ def test_time_of_a_micro_batch_is_that_of_the_slowest_stage() -> None:
     assert found.sending == 0.5 + 32 * 8 * 2 / 1e3
     hidden = times.micro_batch(one, 32, 1e6, machine, overlap=0.75)
     assert hidden.sending == found.sending / 4 and hidden.computing == found.computing
+
+
+# ---- activations
+
+
+@pytest.mark.parametrize(
+    ("recompute", "sequence_parallel", "layer"),
+    [
+        ("none", False, 10 + 24 / 8 + 5 * 96 * 2048 / (12288 * 8)),
+        ("none", True, (34 + 5 * 96 * 2048 / 12288) / 8),
+        ("selective", False, 10 + 24 / 8),
+        ("selective", True, 34 / 8),
+        ("full", False, 2),
+    ],
+)
+def test_activations_are_those_of_the_formulas(
+    recompute: Any, sequence_parallel: bool, layer: float
+) -> None:
+    """Korthikanti et al. 2022, table 2, in s b h; of full recomputation a layer is added."""
+    mesh = Mesh(tensor=8, pipeline=8, sequence_parallel=sequence_parallel)
+    one = job(GPT3, 64, mesh=mesh, recompute=recompute)
+    added = 10 + 24 / 8 + 5 * 96 * 2048 / (12288 * 8) if recompute == "full" else 0
+    found = activations(one, 2048, 16) / (2048 * 12288)
+    assert found == pytest.approx(96 * layer + added)  # of eight micro-batches, a share of layers
+    turns = Mesh(tensor=8, pipeline=8, virtual=3, sequence_parallel=sequence_parallel)
+    more = activations(job(GPT3, 64, mesh=turns, recompute=recompute), 2048, 16) / (2048 * 12288)
+    assert more == pytest.approx(96 * layer * (1 + 7 / 24) + added)
+
+
+def test_activations_of_one_stage_are_of_one_micro_batch_and_twice_in_fp32() -> None:
+    one = job(EXPERTS, 2, mesh=Mesh(context=2))
+    # Queries, keys and values, two experts and a shared one, and scores; norms and three inputs.
+    layer = 2 * (4 * 8 + 2 * (2 * 6 + 4)) + 4 * 16 * 5 + 2 * 8 * 5 + 2 * 8
+    assert activations(one, 10, 8) == 5 * 4 * layer
+    masks = 5 * 4 * (4 * 16 + 2 * 8)
+    assert activations(one, 10, 8, size=4) == 2 * activations(one, 10, 8) - masks

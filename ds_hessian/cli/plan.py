@@ -17,10 +17,12 @@ from ds_hessian.planning import (
     Job,
     Machine,
     Needs,
+    activations,
     chosen,
     in_words,
     needs_of,
     plan,
+    precision_of,
     shortage,
     times,
     way_out,
@@ -89,6 +91,7 @@ class Forecast:
         job: The job.
         analysis: Name of the method of `Hessian`.
         memory: On the rank that needs the most, beyond training's.
+        held: Bytes of the activations of training's passes; None where they are not known.
         each: Time of a micro-batch; None where nothing is known of the passes.
         time: None where nothing is known of the passes.
         price: Price of all ranks; None without time or a price of an hour.
@@ -98,6 +101,7 @@ class Forecast:
     job: Job
     analysis: str
     memory: MemoryPlan
+    held: int | None
     each: times.MicroBatch | None
     time: times.TimePlan | None
     price: float | None
@@ -107,6 +111,11 @@ class Forecast:
         """Return all of it, part by part."""
         unknown = "time: give --seconds-per-micro-batch, or --tokens and --tflops, to have it here"
         parts = [f"{self.analysis} of {described(self.job)}", self.memory.table()]
+        if self.held is not None:
+            parts.append(
+                f"activations of training's passes: {shown(self.held)}; twice that in fp32 of a "
+                "model in 16 bits"
+            )
         if self.each is not None and self.each.sending:
             of = times.spelled(self.each.seconds), times.spelled(self.each.sending)
             parts.append("a micro-batch: {}, of which {} of communication".format(*of))
@@ -145,7 +154,12 @@ def forecast(
         ConfigError: the number of products depends on the model, the micro-batches are no whole
             groups of an interleaved pipeline, or the passes are as in `Passes.of`.
     """
-    config, choice = chosen(job.share, config, lambda wide: _needs(job, wide, analysis, free or {}))
+    held = None if passes.tokens is None or job.shape is None else passes.tokens
+    if held is not None:
+        held = activations(job, held, config.num_micro_batches)
+    config, choice = chosen(
+        job.share, config, lambda wide: _needs(job, wide, analysis, free or {}, held or 0)
+    )
     memory = plan(analysis, job.share, config, in_words(config, choice))
     each, time, price = passes.of(job, machine), None, None
     if each is not None:
@@ -157,14 +171,22 @@ def forecast(
             price = price_per_hour * job.world_size * time.total / 3600
     elif price_per_hour is not None:
         raise ConfigError("a price needs the time: give --seconds-per-micro-batch")
-    missing = _missing(job, config, analysis, free or {})
-    return Forecast(job, analysis.title, memory, each, time, price, missing)
+    wide = precision_of(config) == "fp32" and job.dtype != "fp32"
+    missing = _missing(job, config, analysis, free or {}, (held or 0) if wide else 0)
+    return Forecast(job, analysis.title, memory, held, each, time, price, missing)
 
 
 def _needs(
-    job: Job, config: HessianConfig, analysis: Analysis[Any], free: Mapping[Tier, float]
+    job: Job,
+    config: HessianConfig,
+    analysis: Analysis[Any],
+    free: Mapping[Tier, float],
+    activations: int,
 ) -> list[Needs]:
+    """Return what a rank needs, where activations take so much more than training's."""
     sizes = {tier: int(GIB * size) for tier, size in free.items()}
+    if job.tier in sizes:
+        sizes[job.tier] -= activations
     return [needs_of(analysis, job.share, config, sizes)]
 
 
@@ -173,13 +195,15 @@ def _missing(
     config: HessianConfig,
     analysis: Analysis[Any],
     free: Mapping[Tier, float],
+    activations: int,
 ) -> str | None:
-    ranks = _needs(job, config, analysis, free)
+    ranks = _needs(job, config, analysis, free, activations)
     short = shortage(ranks)
     if short is None:
         return None
+    more = f", {shown(activations)} more for activations" if activations else ""
     text = (
-        f"does not fit: {shown(short.needed)} on the {short.tier}, "
+        f"does not fit: {shown(short.needed)} on the {short.tier}{more}, "
         f"where {free[short.tier]:g} GiB are free"
     )
     other = way_out(analysis, config, ranks)

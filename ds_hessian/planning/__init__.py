@@ -1,5 +1,6 @@
 """Predictions of a measurement before it is made: memory on each rank, and time."""
 
+from ds_hessian.planning.activations import activations
 from ds_hessian.planning.basis import (
     lanczos_options,
     memory_of_basis,
@@ -48,6 +49,7 @@ __all__ = [
     "Settings",
     "Shape",
     "Share",
+    "activations",
     "alternatives",
     "chosen",
     "free_memory",

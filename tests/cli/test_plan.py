@@ -12,7 +12,7 @@ from ds_hessian.analyses import plan_job
 from ds_hessian.cli.jobs import Given, job_of
 from ds_hessian.config import HessianConfig
 from ds_hessian.memory import shown
-from ds_hessian.planning import ACCELERATOR, Job, Mesh, Shape
+from ds_hessian.planning import ACCELERATOR, Job, Mesh, Shape, activations
 from ds_hessian.planning import times as timing
 from tests.cli.test_cli import call
 
@@ -93,6 +93,24 @@ def test_a_megatron_job_is_planned_from_its_axes_and_the_sizes_of_its_model() ->
     run = timing.run_of(job, machine)
     time = timing.plan_time(run.over(8, each.seconds), job.share, machine, config, 30, run)
     assert time.table() in done.stdout and "of communication" in done.stdout
+
+
+def test_passes_in_fp32_need_the_room_of_more_activations() -> None:
+    """Which is that of training's passes, once more."""
+    held = activations(Job(**FOUND), 4096, 8)
+    needed = plan_job(HessianConfig().with_overrides(precision="fp32"), **FOUND).peak("accelerator")
+    rates = ["--tokens", "4096", "--tflops", "1", "--free"]
+    for free, words in (
+        (needed + 0.9 * held, "passes as training runs them"),
+        (needed + 1.1 * held, "passes in fp32"),
+    ):
+        options = [*SIZES, *AXES, "--ranks", "16", *rates, f"accelerator={free / 2**30}"]
+        done = call("plan", *options)
+        assert done.returncode == 0 and words in done.stdout
+        assert f"activations of training's passes: {shown(held)}" in done.stdout
+    done = call("plan", *options[:-1], "accelerator=0.0001", "-s", "precision=fp32")
+    assert done.returncode == 1
+    assert f"on the accelerator, {shown(held)} more for activations, where" in done.stdout
 
 
 LINE = """
