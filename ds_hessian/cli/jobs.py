@@ -16,6 +16,9 @@ from ds_hessian.planning import Job, Mesh, Shape
 LLAMA: Mapping[str, Any] = {"gated": True, "rms": True, "bias": False, "tied": False}
 """What differs from a GPT as megatron-core builds it by default."""
 
+DEEPSPEED = {"stage", "offload_optimizer", "offload_parameters", "secondary"}
+"""Fields of `Job` that only jobs of DeepSpeed have."""
+
 PAD = 128
 """Megatron-LM pads the vocabulary to a multiple of this and the tensor-parallel size
 (`make_vocab_size_divisible_by`)."""
@@ -29,81 +32,61 @@ UNKNOWN = (
 """Arguments of Megatron whose parameters or stages are others than `Shape` and `Mesh` know."""
 
 
-@dataclass(frozen=True)
-class Given:
-    """What the options of a command say of a job; None, or no entry, where they say nothing.
-
-    Attributes:
-        parameters: Parameters of the model.
-        ranks: Number of ranks.
-        zero: Fields of `Job` that are DeepSpeed's.
-        mesh: Fields of `Mesh`.
-        shape: Fields of `Shape`.
-        others: Further fields of `Job`.
-    """
-
-    parameters: int | None
-    ranks: int
-    zero: Mapping[str, Any]
-    mesh: Mapping[str, Any]
-    shape: Mapping[str, Any]
-    others: Mapping[str, Any]
-
-
-def given_of(parameters: int | None, ranks: int, cpu: bool, sizes: Mapping[str, Any]) -> Given:
-    """Return what options say that have the names of the fields that they set."""
-    said = {name: value for name, value in sizes.items() if value is not None}
-
-    def fields_of(kind: type[Any], *without: str) -> dict[str, Any]:
-        names = {field.name for field in fields(kind)} - {*without}
-        return {name: value for name, value in said.items() if name in names}
-
-    style = LLAMA if said.get("style") == "llama" else {}
-    shape = fields_of(Shape)
-    others = {"accelerator": not cpu, **{n: said[n] for n in ("dtype", "recompute") if n in said}}
-    return Given(
-        parameters,
-        ranks,
-        fields_of(Job, *others, "mesh", "shape"),
-        fields_of(Mesh),
-        {**style, **shape},
-        others,
-    )
-
-
-def job_of(given: Given, config: Path | None = None, arguments: Path | None = None) -> Job:
-    """Return the job of a DeepSpeed configuration or of Megatron's arguments; what is given
+def job_of(
+    options: Mapping[str, Any],
+    *,
+    ranks: int,
+    parameters: int | None = None,
+    config: Path | None = None,
+    arguments: Path | None = None,
+) -> Job:
+    """Return the job of a DeepSpeed configuration or of Megatron's arguments; what options say
     replaces what the file says.
+
+    Args:
+        options: Fields of `Job`, `Mesh` and `Shape` by their names, and `style`; None where an
+            option says nothing.
+        ranks: Number of ranks.
+        parameters: Parameters of the model, where its sizes are not given.
+        config: A DeepSpeed configuration.
+        arguments: A file of Megatron's arguments.
 
     Raises:
         ConfigError: a file cannot be read, has what is not planned, the model or the host is given
             twice or not at all, or the sizes do not fit each other.
     """
-    megatron = arguments is not None or bool(given.mesh)
-    if megatron and (config is not None or given.zero):
+    said = {name: value for name, value in options.items() if value is not None}
+
+    def fields_of(kind: type[Any]) -> dict[str, Any]:
+        names = {field.name for field in fields(kind)}
+        return {name: value for name, value in said.items() if name in names}
+
+    mesh, of_job, found = fields_of(Mesh), fields_of(Job), dict[str, Any]()
+    shape = {**(LLAMA if said.get("style") == "llama" else {}), **fields_of(Shape)}
+    megatron = arguments is not None or bool(mesh)
+    if megatron and (config is not None or not DEEPSPEED.isdisjoint(of_job)):
         raise ConfigError(
             "--config, --stage, --hpz and --offload-* are of DeepSpeed, --megatron and the sizes "
             "of axes of Megatron: give those of one of them"
         )
-    mesh, shape, found = dict(given.mesh), dict(given.shape), dict[str, Any]()
     if arguments is not None:
         of_file = read_megatron(arguments)
         mesh, shape = {**of_file.mesh, **mesh}, {**of_file.shape, **shape}
         found = of_file.others
     elif config is not None:
         found = _of_deepspeed(config)
-    found = {**found, **given.zero, **given.others}
-    if given.parameters is not None and shape:
-        raise ConfigError("--parameters and the sizes of the model are the same twice: give one")
-    if given.parameters is None and not shape:
-        raise ConfigError("give the model: --parameters, or its --layers, --hidden and so on")
     model = _shape(shape) if shape else None
+    if parameters is not None and model is not None:
+        raise ConfigError("--parameters and the sizes of the model are the same twice: give one")
+    number = parameters if model is None else model.parameters
+    if number is None:
+        raise ConfigError("give the model: --parameters, or its --layers, --hidden and so on")
     return Job(
-        num_parameters=given.parameters if model is None else model.parameters,
-        world_size=given.ranks,
+        num_parameters=number,
+        world_size=ranks,
         mesh=Mesh(**mesh) if megatron else None,
         shape=model,
-        **found,
+        **{**found, **of_job},
     )
 
 

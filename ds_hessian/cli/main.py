@@ -271,10 +271,16 @@ def plan(
     A TIER is accelerator, host or disk; vectors of a job on the CPU are on the host. Ends with 1
     where it would not fit.
     """
-    from ds_hessian.cli.jobs import given_of, job_of
+    from ds_hessian.cli.jobs import job_of
     from ds_hessian.cli.plan import Passes, forecast, machine_of, settings_of
 
-    job = job_of(given_of(parameters, ranks, cpu, sizes), config, megatron)
+    job = job_of(
+        {**sizes, "accelerator": not cpu},
+        ranks=ranks,
+        parameters=parameters,
+        config=config,
+        arguments=megatron,
+    )
     section, planned = settings_of(config, analysis, settings)
     machine = machine_of(
         job, dict(bandwidth), network=network, node_network=node_network, latency=latency

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ds_hessian.analyses import plan_job
-from ds_hessian.cli.jobs import Given, job_of
+from ds_hessian.cli.jobs import job_of
 from ds_hessian.config import HessianConfig
 from ds_hessian.memory import shown
 from ds_hessian.planning import ACCELERATOR, Job, Mesh, Shape, activations
@@ -140,7 +140,7 @@ VALUES = {
 def test_arguments_of_megatron_say_the_same_as_options(tmp_path: Path, text: str) -> None:
     path = tmp_path / "arguments"
     path.write_text(text)
-    assert job_of(Given(None, 16, {}, {}, {}, {}), arguments=path) == Job(**FOUND)
+    assert job_of({}, ranks=16, arguments=path) == Job(**FOUND)
     said = call("plan", "--megatron", path, "--ranks", "16").stdout
     assert said == call("plan", *SIZES, *AXES, "--ranks", "16").stdout
 
@@ -162,7 +162,7 @@ def test_experts_and_what_megatron_adds_are_read(tmp_path: Path) -> None:
         "recompute_granularity": "selective",
     }
     path.write_text(json.dumps(VALUES | more))
-    found = job_of(Given(None, 16, {}, {}, {}, {}), arguments=path)
+    found = job_of({}, ranks=16, arguments=path)
     experts = {"experts": 16, "active": 4, "expert_ffn": 32, "shared_ffn": 32, "dense_layers": 1}
     kind = {"gated": True, "rms": True, "bias": False, "tied": False, "ffn": 128}
     assert found.shape == replace(SHAPE, **experts, **kind)
