@@ -8,12 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
 from ds_hessian.cli.measure import measure
-from ds_hessian.cli.options import ANALYSIS, COUNT, DTYPE, PATH, SETTINGS
+from ds_hessian.cli.options import ANALYSIS, AXES, COUNT, DTYPE, MODEL, PATH, SETTINGS
 from ds_hessian.errors import HessianError
 from ds_hessian.memory import TIERS, Tier
 from ds_hessian.table import echo
@@ -198,7 +198,8 @@ class Tiered(click.ParamType):
 
 
 @commands.command()
-@click.option("--parameters", "-n", type=Number(), required=True, help="Trainable ones: 7e9, 7B.")
+@click.option("--parameters", "-n", type=Number(), help="Trainable ones: 7e9, 7B.")
+@MODEL
 @click.option("--ranks", "-r", type=COUNT, required=True, help="Of the job.")
 @click.option(
     "--config",
@@ -209,14 +210,34 @@ class Tiered(click.ParamType):
 @click.option("--dtype", type=DTYPE, help="Of the passes; bf16.")
 @click.option("--offload-optimizer", is_flag=True, default=None, help="To the CPU.")
 @click.option("--offload-parameters", is_flag=True, default=None, help="To the CPU.")
+@click.option("--hpz", "secondary", type=COUNT, help="Ranks of a secondary copy (ZeRO++).")
+@AXES
+@click.option(
+    "--recompute",
+    type=click.Choice(["none", "selective", "full"]),
+    help="Activations that backward computes anew: of attention, of all layers.",
+)
 @click.option("--cpu", is_flag=True, help="A job without accelerators.")
 @ANALYSIS
 @SETTINGS
 @click.option("--products", type=COUNT, help="Their number, where it is not that of the settings.")
-@click.option("--seconds-per-micro-batch", type=POSITIVE, help="Of forward and backward; measured.")
-@click.option("--tokens", type=COUNT, help="Of a rank's micro-batch, where no time is measured.")
+@click.option(
+    "--seconds-per-micro-batch",
+    type=POSITIVE,
+    help="Of forward and backward, on one stage of a pipeline; measured.",
+)
+@click.option("--tokens", type=COUNT, help="Of a micro-batch, where no time is measured.")
 @click.option("--tflops", type=POSITIVE, help="That a rank reaches (not its peak).")
-@click.option("--network", type=POSITIVE, help="GB/s that a rank sends.")
+@click.option("--network", type=POSITIVE, help="GB/s that a rank sends to other nodes.")
+@click.option("--node-network", type=POSITIVE, help="GB/s that it sends inside of its node.")
+@click.option("--latency", type=POSITIVE, help="Of a small message, in microseconds.")
+@click.option(
+    "--overlap",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    show_default=True,
+    help="Share of a micro-batch's communication that operations hide.",
+)
 @click.option(
     "--bandwidth", type=Tiered(), multiple=True, help="TIER=GB/s from a tier to a rank's compute."
 )
@@ -225,13 +246,10 @@ class Tiered(click.ParamType):
 )
 @click.option("--price", type=POSITIVE, help="Of a rank for an hour.")
 def plan(
-    parameters: int,
+    parameters: int | None,
     ranks: int,
     config: Path | None,
-    stage: int | None,
-    dtype: str | None,
-    offload_optimizer: bool | None,
-    offload_parameters: bool | None,
+    megatron: Path | None,
     cpu: bool,
     analysis: str,
     settings: dict[str, object],
@@ -240,34 +258,39 @@ def plan(
     tokens: int | None,
     tflops: float | None,
     network: float | None,
+    node_network: float | None,
+    latency: float | None,
+    overlap: float,
     bandwidth: tuple[tuple[Tier, float], ...],
     free: tuple[tuple[Tier, float], ...],
     price: float | None,
+    **sizes: Any,
 ) -> int:
     """Say what a measurement takes in memory, time and money, before there is a job.
 
     A TIER is accelerator, host or disk; vectors of a job on the CPU are on the host. Ends with 1
     where it would not fit.
     """
-    from ds_hessian.cli.plan import Passes, forecast, job_of, machine_of, settings_of
+    from ds_hessian.cli.jobs import job_of
+    from ds_hessian.cli.plan import Passes, forecast, machine_of, settings_of
 
     job = job_of(
-        config,
-        num_parameters=parameters,
-        world_size=ranks,
-        stage=stage,
-        dtype=dtype,
-        offload_optimizer=offload_optimizer,
-        offload_parameters=offload_parameters,
-        accelerator=not cpu,
+        {**sizes, "accelerator": not cpu},
+        ranks=ranks,
+        parameters=parameters,
+        config=config,
+        arguments=megatron,
     )
     section, planned = settings_of(config, analysis, settings)
+    machine = machine_of(
+        job, dict(bandwidth), network=network, node_network=node_network, latency=latency
+    )
     found = forecast(
         job,
         section,
         planned,
-        Passes(seconds_per_micro_batch, tokens, tflops, network),
-        machine_of(job, dict(bandwidth)),
+        Passes(seconds_per_micro_batch, tokens, tflops, overlap),
+        machine,
         products=products,
         price_per_hour=price,
         free=dict(free),

@@ -272,7 +272,7 @@ def _announce(work: Work, hessian: Hessian) -> None:
     """Say what a measurement costs: memory by plan, time by that of one gradient. Collective."""
     from ds_hessian.analyses import plan_here, share_of
     from ds_hessian.backends.restricted import restricted
-    from ds_hessian.planning import times
+    from ds_hessian.planning import ACCELERATOR, CPU, times
 
     config = hessian.config
     backend = restricted(hessian.backend, config.parameters)
@@ -281,7 +281,7 @@ def _announce(work: Work, hessian: Hessian) -> None:
         with hessian.measuring() as operator:
             gradient = operator.cost.gradient_seconds
     parts: list[str] = [plan_here(analysis, backend, config).table()]
-    machine = times.CPU if share.tier == "host" else times.ACCELERATOR
+    machine = CPU if share.tier == "host" else ACCELERATOR
     try:
         count = analysis.products(config)
         parts.append(times.plan_time(gradient, share, machine, config, count).table())

@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from ds_hessian.analyses import Analysis, analysis_of
-from ds_hessian.config import SECTION, HessianConfig, read_deepspeed
+from ds_hessian.config import SECTION, HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.memory import MemoryPlan, Tier, shown
 from ds_hessian.planning import (
+    ACCELERATOR,
+    CPU,
     Job,
+    Machine,
     Needs,
+    activations,
     chosen,
     in_words,
     needs_of,
     plan,
+    precision_of,
     shortage,
     times,
     way_out,
@@ -25,23 +30,26 @@ from ds_hessian.planning import (
 
 GIB = 2**30
 
+UNMEASURED = "note: Megatron jobs with context parallelism are planned, but not measured yet"
+
 
 def described(job: Job) -> str:
     """Return a job in one line."""
-    offloaded = [
+    ranks = f"{job.world_size} rank{'s' if job.world_size > 1 else ''}"
+    kind = "" if job.accelerator else " of the CPU"
+    also = [
         name
         for name, there in (
-            ("optimizer", job.offload_optimizer),
-            ("parameters", job.offload_parameters),
+            ("optimizer offloaded", job.offload_optimizer),
+            ("parameters offloaded", job.offload_parameters),
+            (f"secondary copies on {job.secondary} ranks", job.secondary > 1),
+            (f"recomputation {job.recompute}", job.recompute != "none"),
         )
         if there
     ]
-    also = f", {' and '.join(offloaded)} offloaded" if offloaded else ""
-    ranks = f"{job.world_size} rank{'s' if job.world_size > 1 else ''}"
-    kind = "" if job.accelerator else " of the CPU"
-    return (
-        f"{job.num_parameters:,} parameters, ZeRO-{job.stage} in {job.dtype} on {ranks}{kind}{also}"
-    )
+    host = f"ZeRO-{job.stage}" if job.mesh is None else f"Megatron ({job.mesh})"
+    words = [f"{job.num_parameters:,} parameters, {host} in {job.dtype} on {ranks}{kind}", *also]
+    return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -49,37 +57,30 @@ class Passes:
     """Figures of a micro-batch's forward and backward; None where one is not known.
 
     Attributes:
-        seconds: Measured: of one micro-batch.
-        tokens: Tokens in a rank's micro-batch.
+        seconds: Measured: of one micro-batch, on the slowest stage of a pipeline.
+        tokens: Tokens in a micro-batch of a data-parallel rank.
         tflops: 1e12 floating-point operations that a rank reaches in a second.
-        network: GB/s that a rank sends.
+        overlap: Share of the communication of a micro-batch that operations hide.
     """
 
     seconds: float | None = None
     tokens: int | None = None
     tflops: float | None = None
-    network: float | None = None
+    overlap: float = 0.0
 
-    def gradient(self, job: Job, num_micro_batches: int) -> float | None:
-        """Return the seconds of one gradient over so many micro-batches; None if nothing is known.
+    def of(self, job: Job, machine: Machine) -> times.MicroBatch | None:
+        """Return the time of a micro-batch; None if nothing is known.
 
         Raises:
             ConfigError: `tokens` without `tflops`, or the reverse.
         """
         if self.seconds is not None:
-            return self.seconds * num_micro_batches
+            return times.MicroBatch(self.seconds, 0.0)
         if self.tokens is None and self.tflops is None:
             return None
         if self.tokens is None or self.tflops is None:
             raise ConfigError("--tokens and --tflops estimate the time together: give both")
-        traffic = times.traffic_of(job.stage, job.num_parameters, job.world_size, job.weight_bytes)
-        return num_micro_batches * times.gradient_seconds(
-            job.num_parameters,
-            self.tokens,
-            1e12 * self.tflops,
-            traffic=traffic,
-            network=None if self.network is None else 1e9 * self.network,
-        )
+        return times.micro_batch(job, self.tokens, 1e12 * self.tflops, machine, self.overlap)
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,9 @@ class Forecast:
     Attributes:
         job: The job.
         analysis: Name of the method of `Hessian`.
-        memory: On each rank, beyond training's.
+        memory: On the rank that needs the most, beyond training's.
+        held: Bytes of the activations of training's passes; None where they are not known.
+        each: Time of a micro-batch; None where nothing is known of the passes.
         time: None where nothing is known of the passes.
         price: Price of all ranks; None without time or a price of an hour.
         missing: Settings that would fit where the plan does not; None where it fits.
@@ -98,6 +101,8 @@ class Forecast:
     job: Job
     analysis: str
     memory: MemoryPlan
+    held: int | None
+    each: times.MicroBatch | None
     time: times.TimePlan | None
     price: float | None
     missing: str | None
@@ -106,7 +111,17 @@ class Forecast:
         """Return all of it, part by part."""
         unknown = "time: give --seconds-per-micro-batch, or --tokens and --tflops, to have it here"
         parts = [f"{self.analysis} of {described(self.job)}", self.memory.table()]
+        if self.held is not None:
+            parts.append(
+                f"activations of training's passes: {shown(self.held)}; twice that in fp32 of a "
+                "model in 16 bits"
+            )
+        if self.each is not None and self.each.sending:
+            of = times.spelled(self.each.seconds), times.spelled(self.each.sending)
+            parts.append("a micro-batch: {}, of which {} of communication".format(*of))
         parts.append(unknown if self.time is None else self.time.table())
+        if self.job.mesh is not None and self.job.mesh.context > 1:
+            parts.append(UNMEASURED)
         if self.price is not None:
             parts.append(f"price: {self.price:.2f}")
         return parts if self.missing is None else [*parts, self.missing]
@@ -117,7 +132,7 @@ def forecast(
     config: HessianConfig,
     analysis: Analysis[Any],
     passes: Passes,
-    machine: times.Machine,
+    machine: Machine,
     *,
     products: int | None = None,
     price_per_hour: float | None = None,
@@ -136,27 +151,42 @@ def forecast(
         free: GiB that a rank has free beside training, where known.
 
     Raises:
-        ConfigError: the number of products depends on the model, or is as in `Passes.gradient`.
+        ConfigError: the number of products depends on the model, the micro-batches are no whole
+            groups of an interleaved pipeline, or the passes are as in `Passes.of`.
     """
-    config, choice = chosen(job.share, config, lambda wide: _needs(job, wide, analysis, free or {}))
+    held = None if passes.tokens is None or job.shape is None else passes.tokens
+    if held is not None:
+        held = activations(job, held, config.num_micro_batches)
+    config, choice = chosen(
+        job.share, config, lambda wide: _needs(job, wide, analysis, free or {}, held or 0)
+    )
     memory = plan(analysis, job.share, config, in_words(config, choice))
-    gradient = passes.gradient(job, config.num_micro_batches)
-    time = price = None
-    if gradient is not None:
+    each, time, price = passes.of(job, machine), None, None
+    if each is not None:
         count = analysis.products(config) if products is None else products
-        time = times.plan_time(gradient, job.share, machine, config, count)
+        run = times.run_of(job, machine)
+        gradient = run.over(config.num_micro_batches, each.seconds)
+        time = times.plan_time(gradient, job.share, machine, config, count, run)
         if price_per_hour is not None:
             price = price_per_hour * job.world_size * time.total / 3600
     elif price_per_hour is not None:
         raise ConfigError("a price needs the time: give --seconds-per-micro-batch")
-    missing = _missing(job, config, analysis, free or {})
-    return Forecast(job, analysis.title, memory, time, price, missing)
+    wide = precision_of(config) == "fp32" and job.dtype != "fp32"
+    missing = _missing(job, config, analysis, free or {}, (held or 0) if wide else 0)
+    return Forecast(job, analysis.title, memory, held, each, time, price, missing)
 
 
 def _needs(
-    job: Job, config: HessianConfig, analysis: Analysis[Any], free: Mapping[Tier, float]
+    job: Job,
+    config: HessianConfig,
+    analysis: Analysis[Any],
+    free: Mapping[Tier, float],
+    activations: int,
 ) -> list[Needs]:
+    """Return what a rank needs, where activations take so much more than training's."""
     sizes = {tier: int(GIB * size) for tier, size in free.items()}
+    if job.tier in sizes:
+        sizes[job.tier] -= activations
     return [needs_of(analysis, job.share, config, sizes)]
 
 
@@ -165,13 +195,15 @@ def _missing(
     config: HessianConfig,
     analysis: Analysis[Any],
     free: Mapping[Tier, float],
+    activations: int,
 ) -> str | None:
-    ranks = _needs(job, config, analysis, free)
+    ranks = _needs(job, config, analysis, free, activations)
     short = shortage(ranks)
     if short is None:
         return None
+    more = f", {shown(activations)} more for activations" if activations else ""
     text = (
-        f"does not fit: {shown(short.needed)} on the {short.tier}, "
+        f"does not fit: {shown(short.needed)} on the {short.tier}{more}, "
         f"where {free[short.tier]:g} GiB are free"
     )
     other = way_out(analysis, config, ranks)
@@ -181,33 +213,6 @@ def _missing(
 
 
 # ---- from a configuration and options
-
-
-def job_of(config: Path | None, **given: Any) -> Job:
-    """Return the job of a DeepSpeed configuration; what is `given` replaces what the file says.
-
-    Raises:
-        ConfigError: the configuration cannot be read, or has another stage or device than there is.
-    """
-    found: dict[str, Any] = {}
-    if config is not None:
-        settings = read_deepspeed(config)
-        zero = settings.get("zero_optimization", {})
-        stage = zero.get("stage", 0)
-        if stage not in (0, 1, 2, 3):
-            raise ConfigError(f"{config}: zero_optimization.stage must be 0, 1, 2 or 3: {stage!r}")
-        dtypes = [d for d in ("bf16", "fp16") if settings.get(d, {}).get("enabled") is True]
-        found = {
-            "stage": stage,
-            "dtype": dtypes[0] if dtypes else "fp32",
-            "offload_optimizer": _offloads(zero.get("offload_optimizer")),
-            "offload_parameters": _offloads(zero.get("offload_param")),
-        }
-    return Job(**{**found, **{name: v for name, v in given.items() if v is not None}})
-
-
-def _offloads(section: object) -> bool:
-    return isinstance(section, Mapping) and section.get("device", "none") != "none"
 
 
 def settings_of(
@@ -231,8 +236,21 @@ def settings_of(
         raise ConfigError(str(error).replace(f"{SECTION}.", "")) from None
 
 
-def machine_of(job: Job, bandwidth: Mapping[Tier, float]) -> times.Machine:
-    """Return a rank's machine: the given bandwidths in GB/s, usual ones otherwise."""
-    usual = times.ACCELERATOR if job.accelerator else times.CPU
+def machine_of(
+    job: Job,
+    bandwidth: Mapping[Tier, float],
+    *,
+    network: float | None = None,
+    node_network: float | None = None,
+    latency: float | None = None,
+) -> Machine:
+    """Return a rank's machine: what is given, in GB/s and microseconds, usual figures otherwise."""
+    usual = ACCELERATOR if job.accelerator else CPU
     given = {tier: 1e9 * value for tier, value in bandwidth.items()}
-    return replace(usual, bandwidth={**usual.bandwidth, **given})
+    speeds = {"network": network, "node_network": node_network}
+    return replace(
+        usual,
+        bandwidth={**usual.bandwidth, **given},
+        latency=usual.latency if latency is None else 1e-6 * latency,
+        **{name: 1e9 * value for name, value in speeds.items() if value is not None},
+    )

@@ -2,7 +2,7 @@
 
 from ds_hessian.operators.curvatures import curvature
 from ds_hessian.operators.displacement.schemes import SCHEMES, Scheme, SchemeName
-from ds_hessian.operators.evaluations import expected_evaluations
+from ds_hessian.operators.evaluations import Evaluations, expected_evaluations
 from ds_hessian.operators.finite_difference import FiniteDifferenceHessian
 from ds_hessian.operators.memory import memory_of_operator, memory_of_sweep
 from ds_hessian.operators.outputs.gauss_newton import GaussNewton
@@ -23,6 +23,7 @@ __all__ = [
     "Congruent",
     "Curvature",
     "Embedded",
+    "Evaluations",
     "FiniteDifferenceHessian",
     "GaussNewton",
     "LinearOperator",

@@ -1,8 +1,9 @@
-"""The average number of gradients in a product, from plain figures."""
+"""The average number of gradients and runs in a product, from plain figures."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 from ds_hessian.config import OUTPUT_MATRICES, OperatorName
@@ -37,6 +38,20 @@ REPEATED = 0.02
 """Share of the products that are repeated, if the pilot is not all micro-batches."""
 
 
+@dataclass(frozen=True)
+class Evaluations:
+    """What a product evaluates on average, trials included.
+
+    Attributes:
+        gradients: Gradients, of all micro-batches.
+        runs: Runs of the host over some of them: of the pilot and of the rest, at each point. Each
+            has a reduction of its own, and in a pipeline waits for its stages.
+    """
+
+    gradients: float
+    runs: float
+
+
 def expected_evaluations(
     num_products: int,
     num_micro_batches: int,
@@ -45,8 +60,8 @@ def expected_evaluations(
     operator: OperatorName = "hessian",
     *,
     one_sided: bool = False,
-) -> float:
-    """Return the gradients over all micro-batches per product, trials included.
+) -> Evaluations:
+    """Return what a product evaluates on average.
 
     With `one_sided`, as for a tolerance that one-sided differences reach; where they do not, a
     product takes those of central ones.
@@ -54,28 +69,36 @@ def expected_evaluations(
     The averages are those of small nets (tests/test_timing.py) and of benchmarks/plan.py; a net
     whose curvature changes much from vector to vector takes more.
     """
+    count = num_micro_batches
     if operator in OUTPUT_MATRICES:
         trials = (OF_OUTPUTS if displacement == "auto" else 3) / num_products + ANEW
-        return BY_OUTPUTS * (1 + trials / num_micro_batches)
+        gradients = BY_OUTPUTS * (1 + trials / count)
+        return Evaluations(gradients, gradients * count)  # one micro-batch after another
     formula = SCHEMES[scheme]
-    nodes, pilot = len(formula.nodes), math.ceil(num_micro_batches / PILOT) / num_micro_batches
+    nodes, pilot = len(formula.nodes), math.ceil(count / PILOT) / count
+    parts = 2 if pilot < 1 else 1
+
+    def evaluations(whole: float, pilots: float) -> Evaluations:
+        """Return those of gradients of all micro-batches, and of the pilot alone."""
+        return Evaluations(whole + pilot * pilots, parts * whole + pilots)
+
     if one_sided:
         both = math.ceil(num_products / (CHECKED + 1)) / num_products
-        least = 1 + both + pilot * (2 * FIRST_OF_SIDES / num_products + DOUBTED)
+        least = evaluations(1 + both, 2 * FIRST_OF_SIDES / num_products + DOUBTED)
         if pilot < 1:
             return least
         # The other side costs as much as the product: it depends on the net which ones have it.
-        most = expected_evaluations(num_products, num_micro_batches, scheme, displacement, operator)
-        return (least + most) / 2
+        most = expected_evaluations(num_products, count, scheme, displacement, operator)
+        return Evaluations((least.gradients + most.gradients) / 2, (least.runs + most.runs) / 2)
     of_trial = 2 if formula.one_sided else nodes
     auto = displacement == "auto"
     thrown, repeated = FIRST["auto" if auto else "fixed"], 0.0
     if auto:
-        every = 1 if num_micro_batches >= ALWAYS and formula.order <= 2 else SELDOM
+        every = 1 if count >= ALWAYS and formula.order <= 2 else SELDOM
         thrown += OTHERS * num_products + math.ceil((num_products - 1) / every)
         repeated = REPEATED if pilot < 1 else 0.0
     # The far side of a one-sided formula's trial is no part of the product.
     extra = thrown * of_trial / num_products + (of_trial - nodes)
     if formula.order == 2:
-        extra += 1 / products_of_a_third(pilot, num_micro_batches)
-    return nodes * (1 + repeated) + pilot * extra
+        extra += 1 / products_of_a_third(pilot, count)
+    return evaluations(nodes * (1 + repeated), extra)

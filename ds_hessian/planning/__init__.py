@@ -1,5 +1,6 @@
 """Predictions of a measurement before it is made: memory on each rank, and time."""
 
+from ds_hessian.planning.activations import activations
 from ds_hessian.planning.basis import (
     lanczos_options,
     memory_of_basis,
@@ -25,19 +26,30 @@ from ds_hessian.planning.fit import (
     surely_fits,
     way_out,
 )
+from ds_hessian.planning.job import Job, Recompute
+from ds_hessian.planning.machine import ACCELERATOR, CPU, Machine
+from ds_hessian.planning.mesh import Mesh
 from ds_hessian.planning.precision import ChosenPrecision, chosen, in_precision, in_words
-from ds_hessian.planning.share import Job, Share
+from ds_hessian.planning.shape import Shape
+from ds_hessian.planning.share import Share
 
 __all__ = [
+    "ACCELERATOR",
+    "CPU",
     "ELSEWHERE",
     "FEWEST",
     "Alternative",
     "ChosenPrecision",
     "Job",
+    "Machine",
+    "Mesh",
     "Needs",
     "Planned",
+    "Recompute",
     "Settings",
+    "Shape",
     "Share",
+    "activations",
     "alternatives",
     "chosen",
     "free_memory",

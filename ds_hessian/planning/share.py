@@ -1,17 +1,14 @@
-"""One rank's share of a job, in plain figures: of a live job, or of one that need not exist yet."""
+"""One rank's share of a job, in plain figures."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 import torch
 
 from ds_hessian.backends.protocol import Precision
-from ds_hessian.backends.zero.memory import ZeroFigures, memory_of_zero
-from ds_hessian.memory import DTYPES, FP32, Item, Moment, Tier
+from ds_hessian.memory import FP32, Item, Moment, Tier
 from ds_hessian.operators import Outputs
 
 
@@ -60,58 +57,3 @@ class Share:
         """
         size = count * FP32 * (self.n_local + self.whole) if self.whole else 0
         return Item(f"results over all parameters, {count}", self.tier, size, stage="returning")
-
-
-@dataclass(frozen=True)
-class Job:
-    """A DeepSpeed job that need not exist yet, in plain figures.
-
-    Attributes:
-        num_parameters: Trainable parameters of the model.
-        world_size: Number of ranks.
-        stage: Stage of ZeRO.
-        dtype: Dtype of the weights in forward and backward.
-        offload_optimizer: Whether the optimizer is offloaded to the CPU.
-        offload_parameters: Whether the parameters are offloaded to the CPU.
-        accelerator: False for a job on the CPU.
-    """
-
-    num_parameters: int
-    world_size: int
-    stage: Literal[0, 1, 2, 3] = 3
-    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
-    offload_optimizer: bool = False
-    offload_parameters: bool = False
-    accelerator: bool = True
-
-    @property
-    def weight_bytes(self) -> int:
-        """The bytes of one weight in the passes."""
-        return FP32 if self.dtype == "fp32" else 2
-
-    @property
-    def share(self) -> Share:
-        """The share of each rank."""
-        tier: Tier = "accelerator" if self.accelerator else "host"
-        n = self.num_parameters
-        n_local = n if self.stage == 0 else math.ceil(n / self.world_size)
-        figures = ZeroFigures(
-            stage=self.stage,
-            n=n,
-            n_local=n_local,
-            weight_bytes=self.weight_bytes,
-            narrow=self.dtype != "fp32",
-            gradient_bytes=self.weight_bytes,
-            has_masters=self.stage > 0 or self.dtype != "fp32",
-            tier=tier,
-            offloads_optimizer=self.offload_optimizer,
-            offloads_parameters=self.offload_parameters,
-        )
-        return Share(
-            n,
-            n_local,
-            tier,
-            lambda precision: memory_of_zero(figures, precision),
-            get_args(Precision),
-            DTYPES[self.dtype],
-        )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ds_hessian.analyses import plan_job
+from ds_hessian.cli.jobs import job_of
 from ds_hessian.config import HessianConfig
 from ds_hessian.memory import shown
-from ds_hessian.planning import Job
+from ds_hessian.planning import ACCELERATOR, Job, Mesh, Shape, activations
 from ds_hessian.planning import times as timing
 from tests.cli.test_cli import call
 
@@ -23,7 +25,7 @@ def test_memory_time_and_price_of_a_spectrum() -> None:
     assert done.returncode == 0, done.stderr
     config = HessianConfig()
     memory = plan_job(config, **FIGURES)
-    time = timing.plan_time(12.0, Job(**FIGURES).share, timing.ACCELERATOR, config, 30)
+    time = timing.plan_time(12.0, Job(**FIGURES).share, ACCELERATOR, config, 30)
     assert memory.table() in done.stdout and time.table() in done.stdout
     assert f"price: {2.5 * 64 * time.total / 3600:.2f}" in done.stdout
 
@@ -69,6 +71,105 @@ def test_what_does_not_fit_ends_with_1_and_names_what_would() -> None:
     assert call("plan", *JOB, "--free", f"accelerator={needed / 2**30 + 0.01}").returncode == 0
 
 
+SIZES = "--layers 8 --hidden 64 --heads 8 --groups 4 --vocabulary 1024 --sequence 128".split()
+AXES = "--tensor 2 --pipeline 2 --virtual 2 --sequence-parallel".split()
+MESH = Mesh(tensor=2, pipeline=2, virtual=2, sequence_parallel=True)
+SHAPE = Shape(layers=8, hidden=64, heads=8, vocabulary=1024, sequence=128, groups=4)
+FOUND = {"num_parameters": SHAPE.parameters, "world_size": 16, "mesh": MESH, "shape": SHAPE}
+
+
+def test_a_megatron_job_is_planned_from_its_axes_and_the_sizes_of_its_model() -> None:
+    rates = "--tokens 256 --tflops 0.001 --network 1 --node-network 2 --latency 20".split()
+    done = call("plan", *SIZES, *AXES, "--ranks", "16", "--recompute", "full", *rates)
+    assert done.returncode == 0, done.stderr
+    config = HessianConfig()
+    assert (
+        f"{SHAPE.parameters:,} parameters, Megatron (TP 2, PP 2, VPP 2, distributed" in done.stdout
+    )
+    assert plan_job(config, **FOUND).table() in done.stdout
+    job = Job(**FOUND, recompute="full")
+    machine = replace(ACCELERATOR, latency=20e-6, network=1e9, node_network=2e9)
+    each = timing.micro_batch(job, 256, 1e9, machine)
+    run = timing.run_of(job, machine)
+    time = timing.plan_time(run.over(8, each.seconds), job.share, machine, config, 30, run)
+    assert time.table() in done.stdout and "of communication" in done.stdout
+
+
+def test_passes_in_fp32_need_the_room_of_more_activations() -> None:
+    """Which is that of training's passes, once more."""
+    held = activations(Job(**FOUND), 4096, 8)
+    needed = plan_job(HessianConfig().with_overrides(precision="fp32"), **FOUND).peak("accelerator")
+    rates = ["--tokens", "4096", "--tflops", "1", "--free"]
+    for free, words in (
+        (needed + 0.9 * held, "passes as training runs them"),
+        (needed + 1.1 * held, "passes in fp32"),
+    ):
+        options = [*SIZES, *AXES, "--ranks", "16", *rates, f"accelerator={free / 2**30}"]
+        done = call("plan", *options)
+        assert done.returncode == 0 and words in done.stdout
+        assert f"activations of training's passes: {shown(held)}" in done.stdout
+    done = call("plan", *options[:-1], "accelerator=0.0001", "-s", "precision=fp32")
+    assert done.returncode == 1
+    assert f"on the accelerator, {shown(held)} more for activations, where" in done.stdout
+
+
+LINE = """
+--num-layers 8 --hidden-size 64 --num-attention-heads 8 --group-query-attention \\
+--num-query-groups 4 --vocab-size 900 --seq-length 128 --position-embedding-type rope
+--tensor-model-parallel-size=2 --pipeline-model-parallel-size 2 --sequence-parallel --bf16
+--num-layers-per-virtual-pipeline-stage 2 --use-distributed-optimizer # as options say it
+"""
+VALUES = {
+    "num_layers": 8,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "padded_vocab_size": 1024,
+    "seq_length": 128,
+    "position_embedding_type": "rope",
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "virtual_pipeline_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "use_distributed_optimizer": True,
+    "bf16": True,
+}
+
+
+@pytest.mark.parametrize("text", [LINE, json.dumps(VALUES)], ids=["line", "json"])
+def test_arguments_of_megatron_say_the_same_as_options(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "arguments"
+    path.write_text(text)
+    assert job_of({}, ranks=16, arguments=path) == Job(**FOUND)
+    said = call("plan", "--megatron", path, "--ranks", "16").stdout
+    assert said == call("plan", *SIZES, *AXES, "--ranks", "16").stdout
+
+
+def test_experts_and_what_megatron_adds_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "arguments"
+    more = {
+        "num_experts": 16,
+        "moe_router_topk": 4,
+        "moe_ffn_hidden_size": 32,
+        "moe_layer_freq": [0] + [1] * 7,
+        "moe_shared_expert_intermediate_size": 32,
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "disable_bias_linear": True,
+        "untie_embeddings_and_output_weights": True,
+        "expert_model_parallel_size": 4,
+        "expert_tensor_parallel_size": 1,
+        "recompute_granularity": "selective",
+    }
+    path.write_text(json.dumps(VALUES | more))
+    found = job_of({}, ranks=16, arguments=path)
+    experts = {"experts": 16, "active": 4, "expert_ffn": 32, "shared_ffn": 32, "dense_layers": 1}
+    kind = {"gated": True, "rms": True, "bias": False, "tied": False, "ffn": 128}
+    assert found.shape == replace(SHAPE, **experts, **kind)
+    assert found.mesh == replace(MESH, expert=4, expert_tensor=1)
+    assert found.recompute == "selective"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -80,6 +181,19 @@ def test_what_does_not_fit_ends_with_1_and_names_what_would() -> None:
         ([*JOB, "-s", "num_matvecs=0"], "num_matvecs: must be an integer, at least 1"),
         ([*JOB, "--tokens", "4096"], "--tokens and --tflops estimate the time together: give both"),
         ([*JOB, "--price", "2"], "a price needs the time"),
+        (["-r", "4"], "give the model: --parameters, or its --layers, --hidden and so on"),
+        ([*JOB, *SIZES], "--parameters and the sizes of the model are the same twice"),
+        (["-r", "4", "--layers", "4"], "lack --hidden, --heads, --vocabulary, --sequence"),
+        ([*JOB, "--stage", "2", "--tensor", "2"], "are of DeepSpeed, --megatron and the sizes"),
+        ([*JOB, "--tensor", "3"], "64 ranks are not a multiple of tensor 3 x pipeline 1 x"),
+        ([*SIZES, "-r", "48", "--pipeline", "3"], "3 stages do not divide 8 layers"),
+        ([*JOB, "--megatron", "none.json"], "none.json: cannot be read"),
+        ([*JOB, "--megatron", "README.md"], "README.md: neither JSON nor arguments"),
+        (
+            [*JOB, "--pipeline", "4", "--virtual", "2", "-s", "num_micro_batches=6"]
+            + ["--seconds-per-micro-batch", "1"],
+            "runs groups of 4 micro-batches, got 6: set num_micro_batches to a multiple",
+        ),
         (
             [*JOB, "--free", "gpu=3"],
             "'gpu=3' is not one of accelerator, host, disk, resume and a number",

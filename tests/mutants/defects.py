@@ -1034,6 +1034,30 @@ CLI = (
         "a step is taken to read the basis once",
         ("test_timing.py",),
     ),
+    Defect(
+        "return (self.pipeline - 1) / self.virtual",
+        "return self.pipeline - 1.0",
+        "virtual stages do not shorten the wait of a pipeline",
+        ("test_timing.py",),
+    ),
+    Defect(
+        "return Evaluations(whole + pilot * pilots, parts * whole + pilots)",
+        "return Evaluations(whole + pilot * pilots, whole + pilots)",
+        "the pilot and the rest are taken for one run",
+        ("test_timing.py",),
+    ),
+    Defect(
+        "return ranks // of_expert, ranks // (self.tensor * self.pipeline)",
+        "return ranks // (self.tensor * self.pipeline), ranks // (self.tensor * self.pipeline)",
+        "experts are shared out like other layers",
+        ("test_jobs.py",),
+    ),
+    Defect(
+        "if last and (self.pipeline > 1 or not shape.tied):",
+        "if last and not shape.tied:",
+        "the last stage has no copy of a tied embedding",
+        ("test_jobs.py",),
+    ),
 )
 
 FUNCTION = (

@@ -21,6 +21,7 @@ from ds_hessian.backends.adam import collect, moments
 from ds_hessian.backends.guard import Guard, guarded
 from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.forward import FixedForward
+from ds_hessian.backends.megatron.memory import MegatronFigures, memory_of_megatron
 from ds_hessian.backends.megatron.objective import ForwardStep, PipelineObjective
 from ds_hessian.backends.megatron.replicas import (
     Replicas,
@@ -43,7 +44,7 @@ from ds_hessian.backends.refusal import refuse_methods, training_refused
 from ds_hessian.backends.sharded import Shard, ShardedSession, ShardedWeights
 from ds_hessian.backends.weights import Weight
 from ds_hessian.errors import ConfigError, UnsupportedError
-from ds_hessian.memory import FP32, Item, tier_of
+from ds_hessian.memory import Item, tier_of
 from ds_hessian.optimizer import settings_of
 from ds_hessian.ranks import checkpoint, together
 from ds_hessian.ranks.lockstep import Lockstep
@@ -233,13 +234,13 @@ class MegatronBackend:
 
     def memory(self, precision: Precision = "model") -> list[Item]:
         """Return what a session of the job holds beyond training's memory."""
-        tier, narrow = tier_of(self.device), self.compute_dtype == torch.bfloat16
-        alone = sum(run.weight.nbytes for run in self.runs if run.master is None)
-        if precision == "fp32" and narrow:
-            whole = sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
-            copies = Item("weights in fp32", tier, FP32 * whole)
-            return [copies, Item("weights as they were", tier, 2 * alone)]
-        return [Item("weights as they were", tier, alone)]
+        figures = MegatronFigures(
+            whole=sum(p.numel() for chunk in self.chunks for p in chunk.parameters()),
+            alone=sum(run.weight.nbytes for run in self.runs if run.master is None),
+            narrow=self.compute_dtype == torch.bfloat16,
+            tier=tier_of(self.device),
+        )
+        return memory_of_megatron(figures, precision)
 
 
 class MegatronSession(ShardedSession):
