@@ -45,11 +45,10 @@ def main() -> None:
     rows[0] += ["", "", ""]
     found: dict[str, dict[str, HessianSpectrum]] = {}
     for dtype, net in models.items():
-        settings = {"precision": "model", "num_matvecs": MATVECS}
-        hessian = ds_hessian.attach(net, config={**QUIET, **settings}).use(batches, loss_fn)
+        hessian = ds_hessian.attach(net, config=QUIET).use(batches, loss_fn)
         found[dtype] = {}
         for h in ("auto", *GRID[dtype]):
-            one = hessian.spectrum(displacement=h)
+            one = hessian.spectrum(displacement=h, precision="model", num_matvecs=MATVECS)
             found[dtype][str(h)] = one
             off = [abs(e.value - x) for e, x in zip(ends(one), (largest, smallest), strict=True)]
             within = [o <= e.error for o, e in zip(off, ends(one), strict=True)]
@@ -57,7 +56,7 @@ def main() -> None:
                 [dtype, h, *ends(one), f"{off[0] / largest:.1e}, {off[1] / -smallest:.1e}"]
                 + [f"{np.median(one.nonlinearities):.1e}", "yes" if all(within) else "no"]
             )
-            print(rows[-1], flush=True)
+            print(*rows[-1], sep=" | ", flush=True)
     print(f"GPT of {size_of(model):,} parameters, {MATVECS} steps\n")
     head = ["", "h", "largest", "smallest", "off by, relative", "nonlinearity", "within the bars"]
     print(table(head, rows))

@@ -24,7 +24,7 @@ from ds_hessian.show.style import COLORS, GREY
 
 ROUGH = 100.0
 """The frequency; the amplitude is its inverse, so slopes of both parts are of one size."""
-DIMENSION, ITERATIONS, LAST = 100, 1000, 100
+DIMENSION, ITERATIONS, EARLY, LAST = 100, 1000, 100, 100
 RATES = 10.0 ** np.arange(-4, 0.1, 0.25)
 
 
@@ -111,10 +111,15 @@ def descents() -> tuple[str, str, dict[str, np.ndarray]]:
     best = []
     for name in OPTIMIZERS:
         found = {rate: run(name, rate, 0.9)[0] for rate in RATES}
-        rate = min(found, key=lambda rate: found[rate][-LAST:].mean())
+        cells: list[str] = [name]
+        for part in (slice(EARLY - EARLY // 10, EARLY), slice(-LAST, None)):
+            rate = min(found, key=lambda rate: found[rate][part].mean())
+            cells += [f"{rate:.2g}", f"{found[rate][part].mean():.3g}"]
         curves[f"{name}, best rate {rate:.2g}"] = found[rate]
-        best.append([name, f"{rate:.2g}", f"{found[rate][-LAST:].mean():.3g}"])
-    return first, table(["", "best rate", "loss above the lowest"], best), curves
+        best.append(cells)
+    head = ["", f"best rate for {EARLY} iterations", "loss above the lowest"]
+    head += [f"best rate for {ITERATIONS}", "loss above the lowest"]
+    return first, table(head, best), curves
 
 
 def draw(points: tuple[np.ndarray, ...], curves: dict[str, np.ndarray]) -> None:
@@ -138,8 +143,9 @@ def draw(points: tuple[np.ndarray, ...], curves: dict[str, np.ndarray]) -> None:
     right.set_yscale("log")
     right.set_xlabel("iteration")
     right.set_ylabel("loss above the lowest")
+    left.legend(fontsize=8.5, frameon=False)
+    right.legend(fontsize=8.5, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     for axes in (left, right):
-        axes.legend(fontsize=8.5, frameon=False)
         tidy(axes)
     save_figure(figure, PICTURES / "scale_rough.png")
 

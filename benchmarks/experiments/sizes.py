@@ -56,7 +56,7 @@ def main() -> None:
                 [f"{size_of(model):,}", case, f"{found.loss:.3f}"]
                 + [found.eigenvalue_max, changes[0], found.eigenvalue_min, changes[1]]
             )
-            print(rows[-1], flush=True)
+            print(*rows[-1], sep=" | ", flush=True)
     head = ["parameters", "", "loss", "largest", "change", "smallest", "change"]
     print(f"\n{table(head, rows)}")
     Comparison(kept).plot(PICTURES / "sizes.png")
