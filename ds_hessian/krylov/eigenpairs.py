@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -41,6 +41,9 @@ class Eigenpairs:
         converged: `(k,)` whether the residual is within the tolerance.
         limited: `(k,)` whether it is not, but as small as the products' errors let it be: more
             products bring nothing, more exact ones do. Empty in records of versions without it.
+        participation: `(k,)` inverse participation ratio of each vector, `sum v_i^4` of the unit
+            vector: 1 for a single parameter, 1 / n for a vector spread evenly over n, 3 / n for a
+            random (Gaussian) one. Empty in records of versions without it.
         vectors: `(k, n_local)` fp32, this rank's part of the unit eigenvectors.
         which: `LM` largest magnitude, `LA` largest, `SA` smallest.
         num_matvecs: Products made, those for the residuals included.
@@ -64,6 +67,7 @@ class Eigenpairs:
     restarts: int
     asymmetry: float
     limited: tuple[bool, ...] = ()
+    participation: Array = field(default_factory=lambda: np.zeros(0))
 
 
 def eigenpairs(
@@ -177,6 +181,7 @@ def _measured(
         num_matvecs=products + len(values),
         restarts=restarts,
         asymmetry=asymmetry,
+        participation=operator.space.participations(list(found))[order.tolist()].numpy(),
     )
 
 

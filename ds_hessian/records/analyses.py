@@ -52,6 +52,7 @@ class HessianEigenpairs(Eigenpairs, Measured):
         "converged": Axes("k", kind="b"),
         "concentrations": Axes("k", named=True),
         "sampling_errors": Axes("k", optional=True, least=0),
+        "participation": Axes("k", optional=True, least=0),
     }
     sharded: ClassVar[dict[str, str]] = {"vectors": "k"}
 

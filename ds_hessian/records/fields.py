@@ -173,14 +173,12 @@ def unpacked(kind: type[Any], content: Json, arrays: Mapping[str, Array]) -> Any
         ResultError: a field is missing, or of another type than the record states.
     """
     values = dict[str, object]()
-    for name, hint in _hints(kind, content):
+    for name, hint in _hints(kind, content, arrays):
         if name in kind.sharded:
             count = read_value(hint, content[name], name)
             values[name] = torch.zeros(min(max(count, 0), MOST_VECTORS), 0)
         elif name not in kind.arrays:
             values[name] = read_value(hint, content[name], name)
-        elif name not in arrays:
-            raise ResultError(f"its arrays lack {name}")
         elif kind.arrays[name].named:
             keys = read_value(tuple[str, ...], content.get(name), name)
             if arrays[name].ndim == 0 or len(keys) != len(arrays[name]):
@@ -191,15 +189,19 @@ def unpacked(kind: type[Any], content: Json, arrays: Mapping[str, Array]) -> Any
     return kind(**values)
 
 
-def _hints(kind: type[Any], content: Json) -> Iterator[tuple[str, Any]]:
+def _hints(
+    kind: type[Any], content: Json, stored: Mapping[str, Array] | None = None
+) -> Iterator[tuple[str, Any]]:
     """Yield the fields that can be read, with their types: those with a default may be absent."""
     hints, arrays = get_type_hints(kind), getattr(kind, "arrays", {})
     for field in dataclasses.fields(kind):
-        absent = field.name not in content and field.name not in arrays
+        place = (stored or {}) if field.name in arrays else content
         default = field.default, field.default_factory
-        if not absent:
+        if field.name in place:
             yield field.name, int if hints[field.name] is Tensor else hints[field.name]
         elif default == (dataclasses.MISSING, dataclasses.MISSING):
+            if field.name in arrays:
+                raise ResultError(f"its arrays lack {field.name}")
             raise ResultError(f"it lacks {field.name!r}")
 
 

@@ -116,6 +116,8 @@ def _eigenpairs(pairs: HessianEigenpairs) -> Rows:
         largest = sorted(shares, key=lambda layer: -shares[layer][i])[:MOST_LAYERS]
         named = ", ".join(f"{layer} {100 * shares[layer][i]:.0f} %" for layer in largest)
         notes = [f"in {named}"] if named else []
+        if len(pairs.participation):
+            notes.insert(0, f"IPR {pairs.participation[i]:.2g}")
         if len(pairs.sampling_errors):
             notes.insert(0, f"sampling error {pairs.sampling_errors[i]:.2g}")
         rows[i] = (name, ", ".join([text, *notes]))

@@ -16,6 +16,9 @@ from torch import Tensor
 from ds_hessian import ops
 from ds_hessian.ranks import reduce
 
+CHUNK = 2**20
+"""Coordinates that are widened to fp64 at a time: 8 MiB."""
+
 
 class VectorSpace:
     """R^n, split over the ranks of a process group.
@@ -79,6 +82,19 @@ class VectorSpace:
     def norm(self, a: Tensor) -> float:
         """Return the global Euclidean norm."""
         return self.dot(a, a) ** 0.5
+
+    def participations(self, vectors: Sequence[Tensor]) -> Tensor:
+        """Return the inverse participation ratio of each vector, `(len(vectors),)` fp64, in one
+        all-reduce: `sum v_i^4 / (sum v_i^2)^2`.
+        """
+        sums = torch.zeros(2, len(vectors), dtype=torch.float64, device=self.device)
+        for i, v in enumerate(vectors):
+            for part in v[: self.n_owned].split(CHUNK):
+                squares = part.double().square_()
+                sums[0, i] += squares.sum()
+                sums[1, i] += squares.dot(squares)
+        second, fourth = self.reduce(sums.view(-1)).view(sums.shape)
+        return fourth / second**2
 
     def zeros(self) -> Tensor:
         """Return a new zero vector, `(n_local,)` fp32."""

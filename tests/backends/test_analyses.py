@@ -13,6 +13,7 @@ import torch
 from ds_hessian.errors import ResultError
 from ds_hessian.records.safetensors import Reader, Writer
 from tests.backends import jobs
+from tests.krylov.test_eigenpairs import participation_bound
 from tests.nets import DenseHessian, TinyGPT, batch, merged
 from tests.ranks import RankPool
 
@@ -42,6 +43,15 @@ def test_eigenpairs(run: Any) -> None:
         y = dense.flat(v)
         assert abs(float(y.norm()) - 1) < 1e-5
         assert float((matrix @ y - value * y).norm()) <= error
+    values, exact_vectors = torch.linalg.eigh(matrix)
+    for value, error, ratio in zip(
+        pairs["values"], pairs["errors"], pairs["participation"], strict=True
+    ):
+        distances = abs(values - value)
+        y, gap = exact_vectors[:, distances.argmin()], distances.sort().values[1]
+        angle = float(error / gap)  # Davis and Kahan
+        assert angle < 0.1
+        assert abs(ratio - float((y**4).sum())) <= participation_bound(y, angle)
     shares = pairs["concentrations"]
     assert np.allclose(sum(shares.values()), 1, atol=1e-5)
     name = max(shares, key=lambda n: shares[n][0])

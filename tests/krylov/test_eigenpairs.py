@@ -65,6 +65,31 @@ def test_pairs_do_not_depend_on_the_number_of_ranks(
     assert (residuals <= many.errors + rounding).all()
 
 
+def participation_bound(y: torch.Tensor, angle: float) -> float:
+    """How far `sum y_i^4` is moved, to first order, by an angle: 4 |y^3| times the change of y."""
+    return 1.1 * 4 * float((y**3).norm()) * angle
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_participations_are_those_of_the_exact_vectors(
+    world_size: int, ranks: Callable[[int], RankPool]
+) -> None:
+    one, _ = find("spiked", 3, "LA", tolerance=1e-5)
+    many, _ = ranks(world_size).run(find, "spiked", 3, "LA", tolerance=1e-5)[0]
+    exact = rotation(len(SPECTRA["spiked"]))[np.argsort(-SPECTRA["spiked"])[:3].tolist()]
+    for found in (one, many):
+        for y, residual, ratio in zip(exact, found.residuals, found.participation, strict=True):
+            angle = residual / 9 + 1e-6  # the gaps are 30, 10 and 9; rounding of the vectors
+            assert abs(ratio - float((y**4).sum())) <= participation_bound(y, angle)
+    assert 1 / 304 < one.participation.min() and one.participation.max() < 6 / 304  # random: 3 / n
+
+
+def test_participation_of_one_coordinate_is_1_and_of_an_even_vector_1_over_n() -> None:
+    operator = Matrix.of(np.arange(10.0))
+    one, even = torch.eye(10)[3], torch.full((10,), 0.7)
+    assert operator.space.participations([one, even]).tolist() == pytest.approx([1, 0.1], rel=1e-7)
+
+
 def test_restarts_bound_the_basis_and_find_what_a_large_basis_finds() -> None:
     small, _ = find("marchenko-pastur", 4, "LA", basis_size=12, tolerance=1e-4)
     large, _ = find("marchenko-pastur", 4, "LA", basis_size=150, tolerance=1e-4)

@@ -199,3 +199,15 @@ def test_third_differences_of_noise_leave_the_estimate_of_noise_where_it_is() ->
         controller.conclude(replace(trial, third=None))
     assert controller.noise is not None
     assert abs(controller.noise.mean - math.log(NOISE)) < 0.1
+
+
+def test_what_a_constant_step_does_not_show_is_not_doubted_without_end() -> None:
+    """Far below the best h there is only noise; tables of all doubts grow with the doubt."""
+    controller, h = taught(), 1e-5
+    for _ in range(40):
+        controller.h = h
+        belief = controller.learn([seen(h)])
+        controller.judge(seen(h, micro_batches=8))
+        controller.conclude(seen(h, micro_batches=8))
+    assert controller.bend.spread < 3  # of ln b: no more than was unknown at first
+    assert belief.bend.size < 200

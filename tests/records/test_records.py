@@ -248,7 +248,7 @@ def test_files_of_version_0_1_load_and_are_written_as_they_were(
         np.load(folder / f"{kind.kind}.npz") as before,
         np.load(tmp_path / f"{kind.kind}.npz") as now,
     ):
-        assert set(now) == set(before)
+        assert all(now[name].size == 0 for name in set(now) - set(before))  # later, with a default
         for name in before:
             assert alike(before[name], now[name]), name
 

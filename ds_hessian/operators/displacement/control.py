@@ -64,6 +64,11 @@ NOISE_DRIFT, BEND_DRIFT = 0.15, 0.5
 NOISE_SPREAD = 0.5
 """Largest standard deviation of ln N after the first vector."""
 
+BEND_SPREAD = math.hypot(BEND.spread, AFTER_PROBE.spread)
+"""Largest of ln b: that of the second vector, of which nothing has been seen. Where a constant h is
+too small to show b, the tails of each vector's estimate would widen that of the next without end.
+"""
+
 SHARED = 0.9
 """The noise of k pilots falls as k^(-SHARED / 2): micro-batches share the rounding of weights."""
 
@@ -448,7 +453,7 @@ class StepController:
     def _drift(self, noise: Estimate, bend: Estimate) -> None:
         """Carry the estimates of a vector over to the next one."""
         self.noise = Estimate(noise.mean, min(math.hypot(noise.spread, NOISE_DRIFT), NOISE_SPREAD))
-        self.bend = bend.widened(BEND_DRIFT)
+        self.bend = Estimate(bend.mean, min(math.hypot(bend.spread, BEND_DRIFT), BEND_SPREAD))
 
     def _noise_of_slice(self, product: Trial, outlook: Outlook, belief: Belief) -> float:
         """Return the relative noise of a product, of which micro-batches may share some.
