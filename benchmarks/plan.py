@@ -11,22 +11,13 @@ training's.
 from __future__ import annotations
 
 import argparse
-import gc
-import os
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-# Freed memory goes back at once, so that what is resident is in use.
-if os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1") == "1":
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 18)
-    os.execv(sys.executable, [sys.executable, *sys.argv])
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from measuring import peak_bytes, plain_gradient
+from measuring import give_back_freed_memory, peak_bytes, peak_since_here, plain_gradient
 from train_gpt import GPT, sample, standard_library
 
 import ds_hessian
@@ -87,13 +78,6 @@ def engine_of(case: Case) -> Any:
     return ds_hessian.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
-def peak_since_here() -> int:
-    """The peak so far; it begins anew at what is resident now."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak_bytes()
-
-
 def measure(case: Case) -> str:
     """One line of the table."""
     engine = engine_of(case)
@@ -142,6 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.parse_args()
+    give_back_freed_memory()
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.init_distributed()
     if dist.get_rank() == 0:
