@@ -1,19 +1,19 @@
 """The spectrum of a language model at its published size, on two ranks of two cores.
 
     deepspeed --num_accelerators 2 benchmarks/real.py --check 3
-    deepspeed --num_accelerators 2 benchmarks/real.py --model pythia --dtype bf16 --basis disk
+    deepspeed --num_accelerators 2 benchmarks/real.py --model pythia --dtype bf16 --basis bf16 disk
 
 The models are the classes of transformers: GPT-2 small (124 M parameters) and Pythia-160M's shape,
 under ZeRO-3 in fp32, or in bf16 with passes in fp32. They are trained a little on the source of
 Python's standard library, with a tokenizer that is trained on it. `--model small` is the GPT of
 `cost.py`, on bytes, to compare with.
 
-Prints, in this order: what each rank holds; a gradient as training makes it, and the time of the
-spectrum's passes in units of it; the share of the spectrum that is not passes; the collectives of a
-product and of a gradient; the peak of memory beyond training's, beside the plan; the largest Ritz
-values with their bars. With `--check`, so many products are then compared with a double backward on
-rank 0 (fp32, eager attention, all micro-batches of all ranks). With `--output`, the spectrum and
-its picture are written there. One engine a run: memory is planned for a machine of 24 GiB.
+Prints, for each place of the basis: the memory plan; the minutes; a gradient as training makes it
+and as a product does; the share of the spectrum that is not passes; the peak of memory beyond
+training's, beside the plan; the largest Ritz values with their bars. After the first of them, with
+`--messages` the collectives of a gradient and of a product; with `--check`, so many products beside
+a double backward on rank 0 (fp32, eager attention, all micro-batches of all ranks). With
+`--output`, spectra and their pictures are written there. One engine takes 20 GB at most.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import deepspeed
@@ -103,7 +104,7 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
         "steps_per_print": 10**9,
         "optimizer": {"type": "Adam", "params": {"lr": args.lr, "torch_adam": True}},
         "zero_optimization": {"stage": 3, "reduce_bucket_size": 50_000_000},
-        "hessian": {"progress": False, "num_matvecs": args.num_matvecs, "basis": BASES[args.basis]},
+        "hessian": {"progress": False, "num_matvecs": args.num_matvecs},
     }
     if args.dtype != "fp32":
         config[args.dtype] = {"enabled": True}
@@ -178,7 +179,6 @@ def check(engine: Any, name: str, batches: list[Any], count: int) -> None:
     say("| vector | error | estimate | estimate / error |\n|---|---|---|---|")
     v, title = hessian.random_vector(seed=1), "random"
     with hessian.measuring():
-        hessian.matvec(v)  # the first one finds h
         for _ in range(count):
             product = hessian.matvec(v)
             full, found = hessian.gather(v), hessian.gather(product.vector)
@@ -192,26 +192,37 @@ def check(engine: Any, name: str, batches: list[Any], count: int) -> None:
             v, title = product.vector / product.norm, "its product"
 
 
-def report(
-    engine: Any, args: argparse.Namespace, spectrum: HessianSpectrum, **seconds: Any
-) -> None:
-    """Print cost and figures of the spectrum."""
-    passes, gradient, cost = seconds["passes"], seconds["gradient"], spectrum.cost
-    evaluated = passes.evaluated / args.micro_batches
+def measure(engine: Any, batches: list[Any], basis: dict[str, Any]) -> HessianSpectrum:
+    """Measure a spectrum, and print its plan, cost and figures."""
+    plan, passes = engine.hessian.use(batches).memory_plan(**basis), Passes()
+    say(str(plan.table()))
+    before = peak_since_here()
+    gradients = [plain_gradient(engine, batches) for _ in range(2)]
+    training = Item("a training pass", "host", peak_bytes() - before, ("passes",))
+    before = peak_since_here()
+    with passes.timed():
+        spectrum: HessianSpectrum = engine.hessian_spectrum(batches, **basis)
+    measured = peak_bytes() - before
+    gradients += [plain_gradient(engine, batches) for _ in range(2)]
+    cost, evaluated = spectrum.cost, passes.evaluated / len(batches)
+    whole = MemoryPlan.of(plan.items, [training]).peak("host")
     say(
         f"spectrum                {cost.seconds_total / 60:7.1f} minutes\n"
         f"products                {cost.products:7}\n"
         f"gradients of each       {cost.gradients_per_product:7.2f}\n"
-        f"gradient in training    {gradient:7.2f} s\n"
-        f"gradient in a product   {passes.seconds / evaluated:7.2f} s\n"
         f"product                 {cost.seconds_per_product:7.2f} s\n"
-        f"not passes              {100 * (1 - passes.seconds / cost.seconds_total):7.2f} %"
+        f"gradient in training    {fmean(gradients):7.2f} s\n"
+        f"gradient in a product   {passes.seconds / evaluated:7.2f} s\n"
+        f"not passes              {100 * (1 - passes.seconds / cost.seconds_total):7.2f} %\n"
+        f"memory beyond training's: planned {gigabytes(plan.peak('host'))}, with a training pass "
+        f"{gigabytes(whole)}; measured {gigabytes(measured)}: {whole / measured:.2f}\n"
+        f"loss {spectrum.loss:.3f}, {spectrum.provenance.arithmetic}, {spectrum.provenance.layout}"
     )
-    say(f"loss {spectrum.loss:.3f}, {spectrum.provenance.arithmetic}, {spectrum.provenance.layout}")
     values, errors = spectrum.ritz_values[0], spectrum.ritz_errors[0]
     order = values.argsort()
-    for i in [*order[::-1][:5], *order[:2]]:
+    for i in [*order[::-1][:5], *order[:2][::-1]]:
         say(f"{values[i]:12.6g} ± {errors[i]:.2g}")
+    return spectrum
 
 
 def main() -> None:
@@ -220,7 +231,7 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--model", choices=MODELS, default="gpt2")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--basis", choices=BASES, default="memory")
+    parser.add_argument("--basis", choices=BASES, nargs="+", default=["memory"])
     parser.add_argument("--size", type=int, default=2, help="rows of a micro-batch")
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--micro_batches", type=int, default=2, help="on each rank")
@@ -228,6 +239,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--num_matvecs", type=int, default=20)
     parser.add_argument("--check", type=int, default=0, help="products beside a double backward")
+    parser.add_argument("--messages", action="store_true", help="count collectives")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     give_back_freed_memory()
@@ -252,32 +264,19 @@ def main() -> None:
         plain_gradient(engine, drawn(), step=True)
     batches = drawn()
     engine.module.eval()  # without dropout, as the measurement
-    before = peak_since_here()
-    gradients = [plain_gradient(engine, batches) for _ in range(2)]
-    training = Item("a training pass", "host", peak_bytes() - before, ("passes",))
-    say(
-        f"{engine.hessian.backend.space.n:,} parameters, {args.dtype}, basis: {args.basis}; a rank "
-        f"in training: {gigabytes(before)}, at most {gigabytes(peak_bytes())}"
-    )
-    say(str(engine.hessian.use(batches).memory_plan().table()))
-    before, passes = peak_since_here(), Passes()
-    with passes.timed():
-        spectrum = engine.hessian_spectrum(batches)
-    measured = peak_bytes() - before
-    gradients += [plain_gradient(engine, batches) for _ in range(2)]
-    report(spectrum, passes, sum(gradients) / len(gradients))
-    plan = engine.hessian.memory_plan()
-    whole = MemoryPlan.of(plan.items, [training]).peak("host")
-    say(
-        f"memory: planned {gigabytes(plan.peak('host'))}, with a training pass {gigabytes(whole)}, "
-        f"measured {gigabytes(measured)}: {whole / measured:.2f}"
-    )
-    if args.output is not None and dist.get_rank() == 0:
-        spectrum.save(args.output)
-        spectrum.plot(args.output / "spectrum.png")
-    messages(engine, batches)
-    if args.check:
-        check(engine, args.model, batches, args.check)
+    plain_gradient(engine, batches)
+    n = engine.hessian.backend.space.n
+    say(f"{n:,} parameters; a rank in training: {gigabytes(peak_bytes())}")
+    for basis in args.basis:
+        say(f"\n## basis: {basis}")
+        spectrum = measure(engine, batches, BASES[basis])
+        if args.output is not None and dist.get_rank() == 0:
+            spectrum.save(args.output / basis)
+            spectrum.plot(args.output / basis / "spectrum.png")
+        if args.messages and basis == args.basis[0]:
+            messages(engine, batches)
+        if args.check and basis == args.basis[0]:
+            check(engine, args.model, batches, args.check)
     dist.barrier()
     dist.destroy_process_group()
 
