@@ -158,7 +158,7 @@ class StepController:
         self.order, self.fixed, self.rounding = scheme.order, fixed, unit_roundoff * scale
         self.h = fixed or unit_roundoff ** (1 / (scheme.order + 1)) * scale
         self.smallest, self.largest = ROUNDOFF * scale / 16, scale
-        self.floor, self.ceiling = self.smallest, math.inf  # for this vector
+        self.floor = self.smallest  # for this vector
         self.whole = pilot == num_micro_batches
         self.quiet = (pilot / num_micro_batches) ** (SHARED / 2)
         self.narrow = unit_roundoff > ROUNDOFF
@@ -257,7 +257,7 @@ class StepController:
     def first_h(self) -> float:
         """Return the displacement of the next vector's first trial."""
         self.belief = self.outlook = None
-        self.floor, self.ceiling = self.smallest, math.inf
+        self.floor = self.smallest
         return self._clamp(self.h * AMPLIFY ** (1 / self.order)) if self._is_due else self.h
 
     @property
@@ -316,7 +316,6 @@ class StepController:
         """Return what the current vector's trials tell; the last one is finite and not 0."""
         self.size, self.accepted = trials[-1].size, trials[-1]
         self.seen = max(trial.size for trial in trials if trial.usable)
-        self.ceiling = self._ceiling(trials)
         self.belief = belief = self._observe(trials)
         for count, trial in enumerate(trials, 1):
             belief.observe_change(trials[:count], learns=self.products > 0)
@@ -352,19 +351,8 @@ class StepController:
         shown = [t.nonlinearity * t.h * t.size / math.sqrt(3) for t in trials]
         return Estimate(min([expected, *(math.log(s) for s in shown if s > 0)]), NOISE.spread)
 
-    def _ceiling(self, trials: Sequence[Trial]) -> float:
-        """Return the largest displacement that is still worth a trial: below one that saturates
-        where a smaller one does not. A wall of the loss may be where no model expects it.
-        """
-        usable = [trial for trial in trials if trial.usable and not trial.lost]
-        clear = [trial.h for trial in usable if trial.nonlinearity <= SATURATING]
-        walls = [
-            t.h for t in usable if t.nonlinearity > SATURATING and t.h > min(clear, default=t.h)
-        ]
-        return min(walls, default=math.inf) * math.exp(-APART)
-
     def _displacements(self) -> Array:
-        low, high = math.log(self.floor), math.log(max(self.floor, min(self.largest, self.ceiling)))
+        low, high = math.log(self.floor), math.log(self.largest)
         return np.exp(np.linspace(low, high, max(2, math.ceil((high - low) / STEP))))
 
     def _clamp(self, h: float) -> float:
