@@ -32,14 +32,13 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from measuring import peak_bytes, plain_gradient
+from measuring import Vectors, exact_product, norm, peak_bytes, plain_gradient, relative_error
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 WIDTH, LAYERS, CONTEXT, MICRO_BATCHES = 128, 4, 64, 8
 STEPS = 10
-Vectors = dict[str, Tensor]
 Batch = list[Tensor]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -93,32 +92,9 @@ def prepare(folder: Path, products: int = 2) -> None:
     torch.save(exact, folder / "exact.pt")
 
 
-def exact_product(net: nn.Module, batches: list[Batch], v: Vectors) -> Vectors:
-    """H v by double backward."""
-    names, parameters = zip(*net.named_parameters(), strict=True)
-    total = [torch.zeros_like(p) for p in parameters]
-    for batch in batches:
-        with sdpa_kernel(SDPBackend.MATH):
-            gradient = torch.autograd.grad(net(*batch), parameters, create_graph=True)
-        inner = sum((g * v[n].double()).sum() for n, g in zip(names, gradient, strict=True))
-        for out, part in zip(total, torch.autograd.grad(inner, parameters), strict=True):
-            out += part / len(batches)
-    return dict(zip(names, total, strict=True))
-
-
-def norm(v: Vectors) -> float:
-    """Euclidean, in fp64."""
-    return float(torch.stack([part.double().square().sum() for part in v.values()]).sum().sqrt())
-
-
 def scaled(v: Vectors, factor: float) -> Vectors:
     """`factor v`."""
     return {name: factor * part for name, part in v.items()}
-
-
-def error(found: Vectors, exact: Vectors) -> float:
-    """Relative."""
-    return norm({n: found[n].double() - e for n, e in exact.items()}) / norm(exact)
 
 
 # ---- the tools; each gives a plain gradient, a product of vectors by name, and Lanczos
@@ -383,7 +359,7 @@ def work(files: Files, name: str, dtype: str) -> dict[str, Any]:
         tool.gradient()
     trained, gradients, products = peak_bytes(), list[float](), list[float]()
     found = [(tool.product(v), expected) for v, expected in exact]
-    errors = [error(product, expected) if product else None for product, expected in found]
+    errors = [relative_error(product, expected) if product else None for product, expected in found]
     for _ in range(3):  # they take turns: a machine's speed changes
         gradients += [seconds(tool.gradient) for _ in range(2)]
         products += tool.seconds_of_products(exact[0][0], 2)

@@ -13,25 +13,16 @@ cost model and the figures of the paper.
 from __future__ import annotations
 
 import argparse
-import gc
 import math
-import os
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-# Freed memory goes back at once, so that what is resident is in use.
-if os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1") == "1":
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 18)
-    os.execv(sys.executable, [sys.executable, *sys.argv])
 
 import deepspeed
 import paper_costs
 import plan_megatron as megatron
 import torch
 import torch.distributed as dist
-from measuring import peak_bytes, plain_gradient
+from measuring import give_back_freed_memory, peak_bytes, peak_since_here, plain_gradient
 from train_gpt import GPT, sample, standard_library
 
 import ds_hessian
@@ -94,13 +85,6 @@ def engine_of(case: Case) -> Any:
         config[case.dtype] = {"enabled": True}
     model = GPT(WIDTH, LAYERS, 4, CONTEXT, 0.1)
     return ds_hessian.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-
-
-def peak_since_here() -> int:
-    """The peak so far; it begins anew at what is resident now."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak_bytes()
 
 
 HEAD = "| job | gradients | s, planned | s, measured | ratio | MB, planned | MB | ratio |"
@@ -232,6 +216,7 @@ def main() -> None:
     if args.paper:
         print("\n\n".join(paper_costs.tables()))
         return
+    give_back_freed_memory()
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.init_distributed()
     if dist.get_rank() == 0:
