@@ -76,6 +76,7 @@ from ds_hessian.ranks.collectives import (
     OTHERS,
     ROOTED,
     SHARED_MEMORY,
+    TO_ONE,
     Collective,
     exchanged,
     groups_across,
@@ -315,14 +316,16 @@ class Lockstep(Follower):
             LockstepError: see `together`.
         """
         if self.world_size == 1:
-            yield
+            with self._interrupts.let():
+                yield
             return
         current = self._pass
         current.end(finished=True)
         current.begin()
         error: BaseException | None = None
         try:
-            yield
+            with self._interrupts.let():
+                yield
         except BaseException as caught:
             error = caught  # raised at the next meeting
         current.end(finished=error is None)
@@ -332,6 +335,34 @@ class Lockstep(Follower):
             with self._following(error):
                 self._follow(current)
         current.begin()
+
+    @contextmanager
+    def between_segments(self) -> Iterator[None]:
+        """Hold signals back until the next segment: between segments, stages exchange what a rank
+        that leaves would keep from others.
+        """
+        with self._interrupts.held():
+            yield
+
+    def again(self, make: Callable[[], T], *where: int) -> T:
+        """Make a call between segments, and once more if it has failed before the first segment or
+        collective in it: out of memory, say, which the first attempt has freed. Its error is raised
+        at the next meeting.
+
+        Args:
+            make: The call.
+            where: The key by which failures are ordered, as in `segment`.
+        """
+        current = self._pass
+        before = len(current.segments), len(current.segment.log)
+        try:
+            return make()
+        except BaseException as error:
+            if self.world_size == 1 or before != (len(current.segments), len(current.segment.log)):
+                raise
+            traceback.clear_frames(error.__traceback__)
+            current.error = current.error or (error, where)
+        return make()
 
     def raise_if_failed(self) -> None:
         """Leave a segment at its beginning if this rank has failed in an earlier one.
@@ -542,6 +573,8 @@ class Lockstep(Follower):
         """
         name = collective.name
         try:
+            if name in TO_ONE and named:
+                raise LockstepError("another stage waits for what this rank was to send or receive")
             if name in OTHERS or (named and name in EXCHANGES):
                 raise LockstepError("its sizes are known to each rank alone")
             group = collective.own_group(self._meshed, named)

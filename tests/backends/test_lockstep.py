@@ -142,6 +142,28 @@ def test_ranks_that_leave_at_different_places_raise_together_and_meet_again(
     assert left[0] in (0, 3)  # the first measurement of the job leaves a counter for each rank
 
 
+def leave_in_a_segment(places: list[int]) -> str:
+    """Leave one segment of a pass after so many of its collectives."""
+    try:
+        with (
+            Lockstep(torch.device("cpu"), communication()) as lockstep,
+            lockstep.together("trying"),
+            lockstep.segment(0),
+        ):
+            for _ in range(places[dist.get_rank()]):
+                dist.all_reduce(torch.ones(1))
+            raise ValueError(f"left at {places[dist.get_rank()]}")
+    except HessianError as caught:
+        return str(caught)
+    return "no error"
+
+
+def test_of_ranks_that_leave_one_segment_the_first_to_leave_is_named(ranks: Ranks) -> None:
+    """By the collectives that each had made: the later failure may follow from zeros."""
+    said = ranks(2).run(leave_in_a_segment, [3, 1], timeout=60)
+    assert said == ["while trying, rank 1: ValueError: left at 1"] * 2
+
+
 @pytest.mark.parametrize(
     ("places", "first"),
     [
