@@ -121,6 +121,10 @@ class Collective(NamedTuple):
             )
         return _groups()[self.group.position]
 
+    def of(self, group: dist.ProcessGroup) -> Collective:
+        """Return the same collective of another group of the size."""
+        return self._replace(group=self.group._replace(name=group.group_name))
+
 
 class Kind(NamedTuple):
     """Collectives of which two ranks make equally many: a group, and who of it takes part."""

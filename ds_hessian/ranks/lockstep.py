@@ -474,7 +474,9 @@ class Lockstep(Follower):
             collective, finished = self._line(current, leader, number, segment.made)
             if collective is None:
                 return finished
-            ranks = dist.get_process_group_ranks(collective.own_group(self._meshed))
+            group = collective.own_group(self._meshed)
+            ranks = dist.get_process_group_ranks(group)
+            collective = collective.of(group)
             if collective.name in ROOTED:
                 collective = with_root(collective, ranks.index(self.rank))
             elif collective.name in EXCHANGES:
@@ -483,9 +485,7 @@ class Lockstep(Follower):
                     for r in ranks
                 ]
                 collective = exchanged(each, ranks.index(self.rank))
-            if not set(ranks) <= set(
-                self._peers
-            ):  # for ranks of other stages, which this one keeps
+            if not set(ranks) <= set(self._peers):  # ranks of other stages look for it
                 key = current.key(self.rank, "also", len(current.followed))
                 self._post(self._store, key, collective)
                 current.followed.append(collective)
