@@ -200,7 +200,7 @@ class Lockstep(Follower):
             self._pass.error = error, (0,)
 
     def _close(self) -> None:
-        if not self._publisher.is_alive():  # it has failed in `_meet`
+        if self._publisher.ident is None:  # not started: this rank has failed in `_meet`
             return
         self._closing = True
         self._wake.set()

@@ -37,6 +37,9 @@ def _raise(kind: type[BaseException]) -> Callable[[], None]:
     return fail
 
 
+PLACES = ("loss", "hook", "gradient", "batches")
+"""Where user code runs."""
+
 ACTS: dict[str, Callable[[], None]] = {
     **{kind.__name__: _raise(kind) for kind in (MemoryError, KeyboardInterrupt, StopIteration)},
     "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
