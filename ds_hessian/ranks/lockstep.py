@@ -188,14 +188,17 @@ class Lockstep(Follower):
         What fails on this rank once they have met is raised at the next meeting: the others have
         entered, and do not look for it in the call around it any more.
         """
-        around = self.outer._pass.number if isinstance(self.outer, Lockstep) else None
+        outer, met = self.outer if isinstance(self.outer, Lockstep) else None, False
+        around = outer and outer._pass.number
         try:
             self._meshed, name = mesh_of(self._peers, self.device)
+            met = True
             self._watch = Watch(node_of(name), name)
             self._publisher.start()
         except BaseException as error:
             of_all = isinstance(error, (MeasurementError, RankInterrupt))
-            if of_all or not isinstance(self.outer, Lockstep) or self.outer._pass.number == around:
+            met = met or (outer is not None and outer._pass.number != around and not of_all)
+            if not met:
                 raise
             self._pass.error = error, (0,)
 
