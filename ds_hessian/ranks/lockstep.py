@@ -188,17 +188,14 @@ class Lockstep(Follower):
         What fails on this rank once they have met is raised at the next meeting: the others have
         entered, and do not look for it in the call around it any more.
         """
-        outer, met = self.outer if isinstance(self.outer, Lockstep) else None, False
-        around = outer and outer._pass.number
+        around = self.outer._pass.number if isinstance(self.outer, Lockstep) else None
         try:
             self._meshed, name = mesh_of(self._peers, self.device)
-            met = True
             self._watch = Watch(node_of(name), name)
             self._publisher.start()
         except BaseException as error:
             of_all = isinstance(error, (MeasurementError, RankInterrupt))
-            met = met or (outer is not None and outer._pass.number != around and not of_all)
-            if not met:
+            if of_all or not isinstance(self.outer, Lockstep) or self.outer._pass.number == around:
                 raise
             self._pass.error = error, (0,)
 

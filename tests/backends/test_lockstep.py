@@ -431,42 +431,6 @@ def test_a_measurement_that_a_rank_has_left_is_over_even_where_its_error_is_caug
     assert other == ["OSError: wrapped" if wrapped else message, "no error"]
 
 
-def fails_entering(which: int) -> list[str]:
-    """Rank 1 fails as it enters a call, or the measurement in it, once all have met for that; and
-    another call.
-    """
-    from unittest import mock
-
-    from ds_hessian.ranks import lockstep as module
-
-    inner, entered, found = module.Watch, 0, []
-
-    def watch(*args: Any) -> Any:
-        nonlocal entered
-        entered += 1
-        if entered == which and dist.get_rank() == 1:
-            raise MemoryError("full")  # or no thread, or no descriptor
-        return inner(*args)
-
-    for _ in range(2):
-        try:
-            with mock.patch.object(module, "Watch", watch), collective("calling", "cpu"):
-                with Lockstep(torch.device("cpu"), communication()) as lockstep, lockstep.guarded():
-                    dist.all_reduce(torch.ones(1))
-            found.append("no error")
-        except HessianError as caught:
-            found.append(str(caught).partition(", ")[2])
-    return found
-
-
-@pytest.mark.parametrize("which", [1, 2])
-def test_a_rank_that_fails_amid_entering_raises_on_all_at_the_next_meeting(
-    ranks: Ranks, which: int
-) -> None:
-    said = ["rank 1: MemoryError: full", "no error"]
-    assert ranks(2).run(fails_entering, which, timeout=60) == [said] * 2
-
-
 def early(inside: bool) -> str:
     """Rank 1 fails in a call before the measurement in it that the others enter."""
     try:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from ds_hessian.backends.zero.host import WRITES_WEIGHTS
-from tests.faults import attacks, jobs
+from tests.faults import jobs
 from tests.faults.hosts import HOSTS
 from tests.faults.sweep import plan, sweep
 from tests.ranks import RankPool, pools_of_ranks
@@ -125,21 +124,3 @@ def test_a_signal_ends_the_measurement_before_its_handler_saves(
     else:
         assert own[0] == "SystemExit: 3"
         assert other[0].startswith("KeyboardInterrupt") and "rank 1" in other[0]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", attacks.ANALYSES)
-def test_users_code_that_fails_on_one_rank_ends_any_analysis_on_both(
-    engine: Ranks, name: str
-) -> None:
-    """In the loss, its backward, a hook of the model, and while micro-batches are read."""
-    ranks = engine(2)
-    calls = ranks.run(attacks.run, name, "loss", 0, "MemoryError", timeout=120)[0][1]
-    for number, (place, act) in enumerate(itertools.product(attacks.PLACES, attacks.ACTS)):
-        last = 2 if place == "batches" else calls
-        call = 1 + number * (last - 1) // (len(attacks.PLACES) * len(attacks.ACTS) - 1)
-        results = ranks.run(attacks.run, name, place, call, act, timeout=120)
-        assert all(kept for *_, kept in results), (place, act)
-        (other, own) = (error for error, *_ in results)
-        assert "rank 1" in other, (place, act, other)
-        assert own, (place, act)
