@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.overrides import _len_torch_function_stack, _pop_mode
 
 from ds_hessian.backends.function import FixedFunction
 from ds_hessian.backends.protocol import Passes
@@ -306,6 +307,14 @@ class Guard(ExitStack):
         self.function = FixedFunction(passes.dropout)
 
 
+def _drop_modes(before: int) -> None:
+    """Leave the modes of torch's functions that are still entered, where an interrupt or a failure
+    has come just before the end of one.
+    """
+    while _len_torch_function_stack() > before:
+        _pop_mode()
+
+
 @contextmanager
 def guarded(modules: Sequence[nn.Module], device: torch.device, passes: Passes) -> Iterator[Guard]:
     """Save the state common to all hosts, and restore it after the body.
@@ -322,6 +331,7 @@ def guarded(modules: Sequence[nn.Module], device: torch.device, passes: Passes) 
     """
     refuse_context(device)
     with Guard(modules, device, passes) as guard:
+        guard.callback(_drop_modes, _len_torch_function_stack())
         guard.callback(guard.random.set, guard.initial)
         for buffers in guard.buffers:
             guard.callback(buffers.restore)

@@ -51,7 +51,10 @@ COLLECTIVES = (
 """Methods of `ProcessGroup`, by their names in all versions of torch, that all ranks of the group
 call with tensors of the same shapes."""
 
-OTHERS = ("alltoall", "monitored_barrier", "recv", "recv_anysource", "send")
+TO_ONE = ("recv", "send")
+"""Methods of `ProcessGroup` of two ranks, whose second argument is the number of the other."""
+
+OTHERS = ("alltoall", "monitored_barrier", "recv_anysource", *TO_ONE)
 """Methods of `ProcessGroup` that are point-to-point, or of sizes that each rank alone knows."""
 
 SHARED_MEMORY = "inference_all_reduce"
@@ -100,22 +103,60 @@ class Collective(NamedTuple):
             {k: _made_up(v, device) for k, v in self.kwargs.items()},
         )
 
-    def own_group(self, meshed: bool) -> dist.ProcessGroup:
+    def own_group(self, meshed: bool, named: bool = False) -> dist.ProcessGroup:
         """Return this rank's group that corresponds to the collective's.
 
         Args:
             meshed: Whether the groups are a mesh, as `mesh_of` returns it.
+            named: Whether it is the group of the same name, in which this rank is.
 
         Raises:
             LockstepError: there is none.
         """
-        if self.group.size == dist.get_world_size():
+        if named or self.group.size == dist.get_world_size():
             return next(g for g in _groups() if g.group_name == self.group.name)
         if not meshed:
             raise LockstepError(
                 f"it is of a group of {self.group.size} ranks, and the job's groups are no mesh"
             )
         return _groups()[self.group.position]
+
+    def of(self, group: dist.ProcessGroup) -> Collective:
+        """Return the same collective of another group of the size."""
+        return self._replace(group=self.group._replace(name=group.group_name))
+
+
+class Kind(NamedTuple):
+    """Collectives of which two ranks make equally many: a group, and who of it takes part."""
+
+    group: str
+    ranks: tuple[int, ...]
+
+
+def groups_across(peers: Sequence[int]) -> dict[str, list[int]]:
+    """Return the ranks of this rank's groups in which ranks of other stages are, by name.
+
+    Args:
+        peers: The ranks of its stage.
+    """
+    of = {group.group_name: dist.get_process_group_ranks(group) for group in _groups()}
+    return {name: ranks for name, ranks in of.items() if not set(ranks) <= set(peers)}
+
+
+def shared_kind(line: Collective, rank: int, shared: dict[str, list[int]]) -> Kind | None:
+    """Return the kind of a collective that a rank has recorded; None where it is of another group.
+
+    Args:
+        line: The collective.
+        rank: The rank that has recorded it.
+        shared: `groups_across` of the rank that asks.
+    """
+    ranks = shared.get(line.group.name)
+    if ranks is None:
+        return None
+    if line.name in TO_ONE:
+        ranks = sorted([rank, ranks[line.args[1]]])
+    return Kind(line.group.name, tuple(ranks))
 
 
 def written_down(

@@ -59,6 +59,16 @@ class Interrupts:
             self._report()
 
     @contextmanager
+    def let(self) -> Iterator[None]:
+        """Let signals end the body, also those that have been held back around it."""
+        depth, self._depth = self._depth, 0
+        try:
+            self._report()
+            yield
+        finally:
+            self._depth = depth
+
+    @contextmanager
     def entering(self, inner: Interrupts) -> Iterator[None]:
         """Hold signals back while the body enters a measurement inside; then they end that one.
 

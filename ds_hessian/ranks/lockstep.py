@@ -25,9 +25,14 @@ TCP store and keeps it up to date. Keys, below a prefix for the measurement:
     <pass>/<rank>/<segment>/<k>     the k-th collective of the rank in a segment
     <pass>/<rank>/<segment>/end     (how many there are, whether the rank finished the segment)
     <pass>/<rank>/meeting           how many figures the meeting has; None on a rank that has failed
+    <pass>/<rank>/also/<k>          the k-th collective of several stages that it made for its peers
+    <pass>/<rank>/followed          (all lines of its log, all of `also`), once it has followed
 
 A failed rank reads the logs of its peers in the order of ranks, up to the first that finished the
-segment: all that finish make the same collectives. If none does, it has seen the longest log.
+segment: all that finish make the same collectives. If none does, it has seen the longest log. All
+of the stage have failed then, and ranks of other stages may wait for it in groups that they share
+(Megatron sums the gradients of tied embeddings so): it makes what they began there, in the order in
+which each of them did.
 
 Cost while nothing fails: one all-reduce of 24 bytes, a few microseconds per collective, and what
 `ds_hessian.ranks.watch` says: a client of the store on each node, not on each rank.
@@ -46,6 +51,7 @@ import pickle
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType, TracebackType
@@ -70,15 +76,18 @@ from ds_hessian.ranks.collectives import (
     OTHERS,
     ROOTED,
     SHARED_MEMORY,
+    TO_ONE,
     Collective,
     exchanged,
+    groups_across,
     mesh_of,
+    shared_kind,
     with_root,
     written_down,
 )
 from ds_hessian.ranks.exchange import first_of
 from ds_hessian.ranks.interrupts import Interrupts, Signalled
-from ds_hessian.ranks.passes import Pass, Segment
+from ds_hessian.ranks.passes import ABSENT, Elsewhere, Pass, Segment
 from ds_hessian.ranks.watch import ASKED, TICK, Watch, node_of
 
 logger = logging.getLogger(__name__)
@@ -141,13 +150,10 @@ class Lockstep(Follower):
         self.outer = active.follower
         around = self.outer._interrupts if isinstance(self.outer, Lockstep) else Interrupts()
         with around.entering(self._interrupts):
-            # All ranks meet here: one that has failed before ends the call around it on all.
-            self._meshed, name = mesh_of(self._peers, self.device)
-            self._watch = Watch(node_of(name), name)
+            self._meet()
             self._stack.enter_context(self._interrupts)
             self._thread = threading.get_ident()
             self._stack.enter_context(self._recording())
-            self._publisher.start()
             self._stack.callback(self._close)
             self._stack.callback(setattr, active, "follower", self.outer)
             active.follower = self
@@ -176,7 +182,26 @@ class Lockstep(Follower):
         if error is None and alone is not None:
             raise alone
 
+    def _meet(self) -> None:
+        """Meet all ranks, of which one that has failed before ends the call around it on all.
+
+        What fails on this rank once they have met is raised at the next meeting: the others have
+        entered, and do not look for it in the call around it any more.
+        """
+        around = self.outer._pass.number if isinstance(self.outer, Lockstep) else None
+        try:
+            self._meshed, name = mesh_of(self._peers, self.device)
+            self._watch = Watch(node_of(name), name)
+            self._publisher.start()
+        except BaseException as error:
+            of_all = isinstance(error, (MeasurementError, RankInterrupt))
+            if of_all or not isinstance(self.outer, Lockstep) or self.outer._pass.number == around:
+                raise
+            self._pass.error = error, (0,)
+
     def _close(self) -> None:
+        if self._publisher.ident is None:  # not started: this rank has failed in `_meet`
+            return
         self._closing = True
         self._wake.set()
         self._publisher.join()
@@ -291,14 +316,16 @@ class Lockstep(Follower):
             LockstepError: see `together`.
         """
         if self.world_size == 1:
-            yield
+            with self._interrupts.let():
+                yield
             return
         current = self._pass
         current.end(finished=True)
         current.begin()
         error: BaseException | None = None
         try:
-            yield
+            with self._interrupts.let():
+                yield
         except BaseException as caught:
             error = caught  # raised at the next meeting
         current.end(finished=error is None)
@@ -308,6 +335,34 @@ class Lockstep(Follower):
             with self._following(error):
                 self._follow(current)
         current.begin()
+
+    @contextmanager
+    def between_segments(self) -> Iterator[None]:
+        """Hold signals back until the next segment: between segments, stages exchange what a rank
+        that leaves would keep from others.
+        """
+        with self._interrupts.held():
+            yield
+
+    def again(self, make: Callable[[], T], *where: int) -> T:
+        """Make a call between segments, and once more if it has failed before the first segment or
+        collective in it: out of memory, say, which the first attempt has freed. Its error is raised
+        at the next meeting.
+
+        Args:
+            make: The call.
+            where: The key by which failures are ordered, as in `segment`.
+        """
+        current = self._pass
+        before = len(current.segments), len(current.segment.log)
+        try:
+            return make()
+        except BaseException as error:
+            if self.world_size == 1 or before != (len(current.segments), len(current.segment.log)):
+                raise
+            traceback.clear_frames(error.__traceback__)
+            current.error = current.error or (error, where)
+        return make()
 
     def raise_if_failed(self) -> None:
         """Leave a segment at its beginning if this rank has failed in an earlier one.
@@ -375,6 +430,10 @@ class Lockstep(Follower):
             current.begin()
             current.end(finished=False)
             leader = self._follow(current)
+        lines = sum(len(segment.log) for segment in current.segments)
+        self._post(self._store, current.key(self.rank, "followed"), (lines, len(current.followed)))
+        if leader is None:
+            self._follow_stages(current)
         figures = self._meeting(current)
         if figures:
             dist.all_reduce(
@@ -415,7 +474,9 @@ class Lockstep(Follower):
             collective, finished = self._line(current, leader, number, segment.made)
             if collective is None:
                 return finished
-            ranks = dist.get_process_group_ranks(collective.own_group(self._meshed))
+            group = collective.own_group(self._meshed)
+            ranks = dist.get_process_group_ranks(group)
+            collective = collective.of(group)
             if collective.name in ROOTED:
                 collective = with_root(collective, ranks.index(self.rank))
             elif collective.name in EXCHANGES:
@@ -424,7 +485,47 @@ class Lockstep(Follower):
                     for r in ranks
                 ]
                 collective = exchanged(each, ranks.index(self.rank))
+            if not set(ranks) <= set(self._peers):  # ranks of other stages look for it
+                key = current.key(self.rank, "also", len(current.followed))
+                self._post(self._store, key, collective)
+                current.followed.append(collective)
             self._replay(segment, collective)
+
+    def _follow_stages(self, current: Pass) -> None:
+        """Make the collectives in which ranks of other stages wait for this one.
+
+        All ranks of its own stage have failed, before they came to these.
+        """
+        shared = groups_across(self._peers)
+        own = [line for segment in current.segments for line in segment.log]
+        made = Counter(shared_kind(line, self.rank, shared) for line in [*own, *current.followed])
+        others = {
+            rank: Elsewhere(functools.partial(self._read_of, current, rank))
+            for rank in sorted({rank for ranks in shared.values() for rank in ranks})
+            if rank not in self._peers
+        }
+        for rank in others:
+            self._post(self._store, current.key(rank, "wanted"), None)
+        self._post(self._store, ASKED, None)
+        deadline = time.monotonic() + PATIENCE
+        while others and time.monotonic() < deadline:
+            for rank, other in list(others.items()):
+                for line in other.news():
+                    deadline = time.monotonic() + PATIENCE
+                    kind = shared_kind(line, rank, shared)
+                    other.counts[kind] += 1
+                    if kind is None or self.rank not in kind.ranks:
+                        continue
+                    if other.counts[kind] > made[kind]:
+                        made[kind] += 1
+                        if line.name in ROOTED:
+                            line = with_root(line, kind.ranks.index(self.rank))
+                        self._replay(current.segment, line, named=True)
+                if other.over:
+                    del others[rank]
+            time.sleep(TICK / 20)
+        if others:
+            raise LockstepError(f"no news of rank {min(others)} for {PATIENCE:.0f} s")
 
     def _line(
         self, current: Pass, rank: int, number: int, k: int
@@ -437,22 +538,22 @@ class Lockstep(Follower):
         while True:
             found = self._wait(current, rank, f"{number}/{k}", f"{number}/end", "meeting")
             collective, end, meeting = found
-            if collective is not _ABSENT:
+            if collective is not ABSENT:
                 return collective, False
-            if end is not _ABSENT and k >= end[0]:
+            if end is not ABSENT and k >= end[0]:
                 return None, bool(end[1])
-            if end is _ABSENT and meeting is not _ABSENT:  # the pass has ended before
+            if end is ABSENT and meeting is not ABSENT:  # the pass has ended before
                 return None, meeting is not None
 
     def _wait(self, current: Pass, rank: int, *names: str) -> list[Any]:
-        """Return the values of a rank's keys, or `_ABSENT`, once there is one.
+        """Return the values of a rank's keys, or `ABSENT`, once there is one.
 
         The last key is read first.
         """
         deadline, pause, asked = time.monotonic() + PATIENCE, 0.0, False
         while time.monotonic() < deadline:
             found = [self._read(current.key(rank, name)) for name in reversed(names)]
-            if any(value is not _ABSENT for value in found):
+            if any(value is not ABSENT for value in found):
                 return found[::-1]
             if not asked:
                 self._post(self._store, current.key(rank, "wanted"), None)
@@ -462,13 +563,21 @@ class Lockstep(Follower):
             pause = min(pause + 5e-4, TICK / 4)
         raise LockstepError(f"no news of rank {rank} for {PATIENCE:.0f} s")
 
-    def _replay(self, segment: Segment, collective: Collective) -> None:
-        """Take part in a collective with zeros; the result is dropped."""
+    def _replay(self, segment: Segment, collective: Collective, named: bool = False) -> None:
+        """Take part in a collective with zeros; the result is dropped.
+
+        Args:
+            segment: The segment.
+            collective: The collective, as another rank has recorded it.
+            named: Whether it is of the very group of that rank.
+        """
         name = collective.name
         try:
-            if name in OTHERS:
+            if name in TO_ONE and named:
+                raise LockstepError("another stage waits for what this rank was to send or receive")
+            if name in OTHERS or (named and name in EXCHANGES):
                 raise LockstepError("its sizes are known to each rank alone")
-            group = collective.own_group(self._meshed)
+            group = collective.own_group(self._meshed, named)
             args, kwargs = collective.arguments(self.device)
             if name == SHARED_MEMORY:
                 getattr(self._communication, name)(*args, group=group)
@@ -563,7 +672,10 @@ class Lockstep(Follower):
         store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # the stub says str
 
     def _read(self, key: str) -> Any:
-        return pickle.loads(self._store.get(key)) if self._store.check([key]) else _ABSENT
+        return pickle.loads(self._store.get(key)) if self._store.check([key]) else ABSENT
+
+    def _read_of(self, current: Pass, rank: int, *names: str | int) -> Any:
+        return self._read(current.key(rank, *names))
 
     def _publish(self) -> None:
         """Publish the log if another rank follows it; the body of the thread."""
@@ -599,9 +711,6 @@ class Lockstep(Follower):
         if meeting is not None and not current.announced:
             self._post(store, current.key(self.rank, "meeting"), meeting)
             current.announced = True
-
-
-_ABSENT = object()
 
 
 def _by_autograd() -> bool:

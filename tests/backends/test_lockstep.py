@@ -16,6 +16,7 @@ from ds_hessian.errors import HessianError
 from ds_hessian.ranks import agree, collective, reduce
 from ds_hessian.ranks.lockstep import Lockstep, LockstepError
 from tests.ranks import RankPool
+from tests.tiers import cells
 
 Ranks = Callable[[int], RankPool]
 
@@ -142,6 +143,28 @@ def test_ranks_that_leave_at_different_places_raise_together_and_meet_again(
     assert left[0] in (0, 3)  # the first measurement of the job leaves a counter for each rank
 
 
+def leave_in_a_segment(places: list[int]) -> str:
+    """Leave one segment of a pass after so many of its collectives."""
+    try:
+        with (
+            Lockstep(torch.device("cpu"), communication()) as lockstep,
+            lockstep.together("trying"),
+            lockstep.segment(0),
+        ):
+            for _ in range(places[dist.get_rank()]):
+                dist.all_reduce(torch.ones(1))
+            raise ValueError(f"left at {places[dist.get_rank()]}")
+    except HessianError as caught:
+        return str(caught)
+    return "no error"
+
+
+def test_of_ranks_that_leave_one_segment_the_first_to_leave_is_named(ranks: Ranks) -> None:
+    """By the collectives that each had made: the later failure may follow from zeros."""
+    said = ranks(2).run(leave_in_a_segment, [3, 1], timeout=60)
+    assert said == ["while trying, rank 1: ValueError: left at 1"] * 2
+
+
 @pytest.mark.parametrize(
     ("places", "first"),
     [
@@ -159,6 +182,62 @@ def test_ranks_of_a_mesh_are_followed_in_ones_own_groups(
     errors, _, totals = zip(*results, strict=True)
     assert totals == (4, 4, 4, 4)
     assert set(errors) == {f"while trying, rank {first}: ValueError: left at {places[first]}"}
+
+
+def leave_a_stage(places: list[int | None]) -> tuple[str, int]:
+    """Make collectives of a pipeline, but leave before number `places[rank]`; returns the error and
+    the sum of a later all-reduce.
+
+    Ranks 0 and 1 are a stage, and ranks 2 and 3. The stages differ in their own collectives; both
+    share those of their first and of their second ranks, and those of all.
+    """
+    stages, across = MESH
+    groups = [dist.new_group(list(ranks)) for ranks in (*stages, *across)]
+    rank, x = dist.get_rank(), torch.ones
+    own, both = groups[rank // 2], groups[2 + rank % 2]
+    steps: list[Callable[[], Any]] = [
+        *[lambda: dist.all_reduce(x(7), group=own)] * (1 + rank // 2),
+        lambda: dist.all_reduce(x(5), group=both),
+        lambda: dist.all_reduce(x(3), group=own),
+        lambda: dist.gather(x(2), [x(2), x(2)] if rank < 2 else None, rank % 2, group=both),
+        lambda: dist.all_reduce(x(4)),
+        lambda: dist.all_reduce(x(6), group=both),
+    ]
+    error = "no error"
+    try:
+        with Lockstep(torch.device("cpu"), peers=stages[rank // 2]) as lockstep:
+            with lockstep.together("trying"):
+                for number, step in enumerate(steps):
+                    if number == places[rank]:
+                        raise ValueError(f"left at {number}")
+                    step()
+    except HessianError as caught:
+        error = str(caught)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return error, int(total)
+
+
+@pytest.mark.parametrize(
+    ("places", "first"),
+    cells(
+        [
+            ([None, None, 2, None], 2),
+            (A_STAGE := ([None, None, 2, 2], 2)),
+            ([None, None, 4, 1], 3),
+            ([0, 0, None, None], 0),
+            (ALL_BUT_ONE := ([1, None, 0, 0], 2)),  # rank 0 follows it for ranks 2 and 3
+            ([1, 4, 3, 0], 3),
+            ([3, None, None, 2], 3),
+        ],
+        [A_STAGE, ALL_BUT_ONE],
+    ),
+)
+def test_ranks_follow_other_stages_where_all_of_their_own_have_failed(
+    ranks: Ranks, places: list[int | None], first: int
+) -> None:
+    said = f"while trying, rank {first}: ValueError: left at {places[first]}"
+    assert ranks(4).run(leave_a_stage, places, timeout=60) == [(said, 4)] * 4
 
 
 def left_inside() -> str:

@@ -63,6 +63,10 @@ def measurement(place: Path | None = None) -> Any:
     return found.ritz_values[0].tolist(), found.weights[0].tolist(), found.loss, norm
 
 
+UNFOLLOWED = "another stage waits for what this rank was to send or receive; end the job"
+"""What a rank says that has failed amid an exchange of two stages of a pipeline."""
+
+
 def readable() -> bool:
     """Whether there is a record, the old one or the new one."""
     return HessianSpectrum.load(folder() / "out").n > 0
@@ -81,6 +85,8 @@ def fail(site: Site, number: int, kind: str, rank: int) -> tuple[str, bool, bool
             measurement(place)
         except BaseException as caught:
             error = f"{name_of(caught)}: {caught}"
+            if UNFOLLOWED in error:
+                raise  # and the launcher ends the others
     kept = all(gather_objects(same(before, here().state())))
     return error, tracer.raised, kept, readable(), not kept or measurement() == _expected
 

@@ -47,6 +47,8 @@ def sweep(
             outcome, why = judged(site, kind, rank, results)
         except (AssertionError, EOFError) as error:  # EOFError: a process died
             outcome, why = "hung", str(error) or "a process died"
+            if jobs.UNFOLLOWED in why:
+                outcome, why = "ended", ""
             ranks(2).close()
         counts[site.phase, outcome] += 1
         print(number, kind, rank, *site, outcome, why[:2000], flush=True)

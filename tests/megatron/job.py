@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -716,6 +717,7 @@ def failing_spectrum(chunks: list[Any], job: Job, stage: str) -> str:
     """
     import torch.distributed as dist
     from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     import ds_hessian
     from ds_hessian import ops
@@ -762,14 +764,16 @@ def failing_spectrum(chunks: list[Any], job: Job, stage: str) -> str:
 
         return output, failing_loss
 
-    def failing_second(function: Any) -> Any:
+    def failing_second(function: Any, after: bool = False) -> Any:
         times = [0]
 
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             times[0] += 1
             if active and times[0] == 2:
+                if after:
+                    function(*args, **kwargs)
                 raise Broken("on purpose")
-            return function(*args)
+            return function(*args, **kwargs)
 
         return call
 
@@ -789,6 +793,14 @@ def failing_spectrum(chunks: list[Any], job: Job, stage: str) -> str:
                 function = config.finalize_model_grads_func or finalize_model_grads
                 failing = failing_second(function)
                 stack.enter_context(mock.patch.object(config, "finalize_model_grads_func", failing))
+            if stage == "receive":  # as where there is no memory for what comes
+                failing = failing_second(P2PCommunicator._communicate)
+                stack.enter_context(mock.patch.object(P2PCommunicator, "_communicate", failing))
+            if stage.endswith("embedding"):  # of which two stages sum their gradients
+                name = "_allreduce_word_embedding_grads"
+                module = inspect.getmodule(finalize_model_grads)
+                failing = failing_second(getattr(module, name), after=stage.startswith("after"))
+                stack.enter_context(mock.patch.object(module, name, failing))
             hessian.spectrum(num_matvecs=2)
     except (ds_hessian.HessianError, Broken) as error:  # which all ranks share, if there is one
         return f"{type(error).__name__}: {error}"

@@ -72,6 +72,10 @@ def test_gradients_right_after_a_step_are_the_same_with_and_without_sharded_opti
 
 
 INSIDE, AROUND = ["layer", "layer backward"], ["iterator", "finalize"]
+ACROSS = [  # stages, which wait for each other
+    *("finalize", "finalize on 0", "embedding", "embedding on 0"),
+    *("after embedding", "after embedding on 0"),
+]
 FAILURES: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "one rank": (1, {}, ["batch", "forward", "loss", "backward", *INSIDE, *AROUND]),
     "DP": (2, SHARDED, ["batch", "forward", "loss", "backward", *INSIDE, *AROUND]),
@@ -97,6 +101,7 @@ FAILURES: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         ],
     ),
     "PP interleaved": (2, {"pp": 2, "vpp": 2, "layers": 4}, ["layer on 0", *INSIDE]),
+    "PP, across stages": (2, {"pp": 2}, ACROSS),
     "TP x PP": (4, {"tp": 2, "pp": 2}, ["batch on 0", "layer on 2", *INSIDE]),
     "TP x DP": (4, {"tp": 2, "distributed": True}, ["layer on 0", *INSIDE]),
     "EP": (2, {"ep": 2, **MOE}, ["layer on 0", "experts", "experts backward"]),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _len_torch_function_stack
 from torch.utils.checkpoint import checkpoint
 
 import ds_hessian
@@ -253,6 +254,16 @@ def test_a_failure_in_a_process_without_ranks_is_raised(where: str) -> None:
     assert all(map(torch.equal, before, net.parameters()))
     assert all(map(torch.equal, gradients, [p.grad for p in net.parameters()]))
     assert hessian.spectrum(batches(3), loss_of, num_matvecs=3).n == sum(p.numel() for p in before)
+
+
+def test_a_failure_as_a_pass_ends_leaves_no_mode_of_torch_entered() -> None:
+    hessian = ds_hessian.attach(mlp()).use(batches(), loss_of)
+    before = _len_torch_function_stack()
+    with mock.patch.object(TorchFunctionMode, "__exit__", side_effect=MemoryError("full")):
+        with pytest.raises(MeasurementError, match="full"):
+            hessian.matvec(hessian.random_vector())
+    assert _len_torch_function_stack() == before
+    hessian.matvec(hessian.random_vector())
 
 
 def test_a_failure_to_restore_ends_the_job_of_one_process_too(tmp_path: Path) -> None:

@@ -155,9 +155,10 @@ class MegatronBackend:
                 guard = stack.enter_context(guarded(self.chunks, self.device, passes))
                 stack.callback(host.keep_logs(self.chunks))
                 self._refuse_training(guard, stack)
-            stack.callback(host.without_gather_hooks(self.chunks))
+                stack.callback(host.keep_gather_hooks(self.chunks))
             stack.callback(self._gather_parameters)  # on all ranks, wherever one fails
             with lockstep.together("keeping weights and gradients"):
+                host.finish_gathers(self.chunks)
                 # Undone before the gather hooks come back, which read what `quiet` has switched.
                 stack.callback(guard.attributes.restore)
                 host.quiet(self.chunks, guard.attributes)

@@ -275,26 +275,45 @@ def _copy(value: Any) -> Any:
 def gather_parameters(chunks: Sequence[Chunk]) -> None:
     """Gather the shards of the distributed optimizer over each data-parallel group.
 
-    A gather that training has left in flight is only waited for, and does not include what was
-    written since: drain it first. Collective.
+    Gathers that training has left in flight, which do not include what was written since, are
+    waited for first: so all ranks make the same collectives, also where one of them has failed to
+    wait before. Collective.
     """
     for chunk in chunks:
         if chunk.ddp_config.use_distributed_optimizer:
+            for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+                if group.param_gather_handle is not None:
+                    group.param_gather_handle.wait()
+                    group.param_gather_handle = None
             chunk.start_param_sync(force_sync=True)
 
 
-def without_gather_hooks(chunks: Sequence[Chunk]) -> Callable[[], None]:
-    """Finish all gathers and remove the hooks that overlap them; return what restores these."""
-    hooked = [c for c in chunks if getattr(c, "remove_forward_pre_hook_handles", None)]
-    for chunk in hooked:
-        chunk.disable_forward_pre_hook(param_sync=True)
-    gather_parameters([c for c in chunks if c not in hooked])
+def keep_gather_hooks(chunks: Sequence[Chunk]) -> Callable[[], None]:
+    """Return what restores the hooks that overlap gathers with the forward."""
+    hooked = [(c, len(hooks)) for c in chunks if (hooks := _gather_hooks(c))]
 
     def enable() -> None:
-        for chunk in hooked:
-            chunk.enable_forward_pre_hook()
+        for chunk, count in hooked:
+            if len(_gather_hooks(chunk)) < count:
+                for hook in _gather_hooks(chunk).values():  # where not all were removed
+                    hook.remove()
+                _gather_hooks(chunk).clear()
+                chunk.enable_forward_pre_hook()
 
     return enable
+
+
+def finish_gathers(chunks: Sequence[Chunk]) -> None:
+    """Remove the hooks that overlap gathers with the forward, and finish these. Collective."""
+    for chunk in chunks:
+        if _gather_hooks(chunk):
+            chunk.disable_forward_pre_hook(param_sync=False)
+    gather_parameters(chunks)
+
+
+def _gather_hooks(chunk: Chunk) -> dict[nn.Module, Any]:
+    hooks: dict[nn.Module, Any] = getattr(chunk, "remove_forward_pre_hook_handles", {})
+    return hooks
 
 
 def run_schedule(
@@ -312,7 +331,11 @@ def run_schedule(
 
     Collective.
     """
-    from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+    from megatron.core.pipeline_parallel import (
+        get_forward_backward_func,
+        p2p_communication,
+        schedules,
+    )
 
     config = model_config(chunks[0])
     length = seq_length // (mesh().get("TP", 1) if config.sequence_parallel else 1)
@@ -323,10 +346,12 @@ def run_schedule(
         shape=(length, micro_batch_size, config.hidden_size),
         dtype=config.pipeline_dtype or config.params_dtype,
         device=next(chunks[0].parameters()).device,
+        # A class since megatron-core 0.15, and functions of the module before.
+        exchange=(getattr(p2p_communication, "P2PCommunicator", p2p_communication), "_communicate"),
     )
     interleaved = len(chunks) > 1
-    with steps.taken():
-        get_forward_backward_func()(
+    steps.run(
+        lambda: get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=list(data) if interleaved else data[0],
             model=list(chunks) if interleaved else chunks[0],
@@ -335,6 +360,7 @@ def run_schedule(
             micro_batch_size=micro_batch_size,
             forward_only=forward_only,
         )
+    )
 
 
 def reduce_gradients(chunks: Sequence[Chunk], finalize: Callable[..., None] | None) -> None:

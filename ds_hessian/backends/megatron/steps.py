@@ -8,9 +8,11 @@ right shape to send. All later steps of the rank do the same, until all ranks me
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from types import ModuleType
 from typing import TypeAlias
 
@@ -29,6 +31,10 @@ Activations: TypeAlias = Tensor | list["Activations"] | None
 class Steps:
     """The forward and backward step of one run of a schedule.
 
+    Between the steps, a rank cannot leave: others wait for what it sends. Signals wait for the next
+    step there. A call that fails before it has sent or received anything, as where it allocates
+    what it will receive, is made once more; any other failure ends the job.
+
     Failures are ordered by what may follow from what: a forward of a later stage from that of an
     earlier one, a backward of an earlier stage from that of a later one.
 
@@ -39,6 +45,7 @@ class Steps:
         shape: The shape of the activations that a stage sends.
         dtype: Their dtype.
         device: Their device.
+        exchange: `(owner, name)` of the function with which stages send and receive.
     """
 
     def __init__(
@@ -49,19 +56,31 @@ class Steps:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
+        exchange: tuple[object, str],
     ) -> None:
         self.lockstep, self.stage = lockstep, stage
         self._schedules, self._counts = schedules, [0, 0]
         self._forward, self._backward = schedules.forward_step, schedules.backward_step
         self._output = (shape, dtype, device)
+        self._exchange = exchange
+        self._last: tuple[int, ...] = (FORWARD, 0, stage)
 
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Make the schedules call these steps in the body."""
+    def run(self, schedule: Callable[[], object]) -> None:
+        """Run a schedule, which calls these steps."""
         with ExitStack() as stack:
             swap(stack, self._schedules, "forward_step", self.forward)
             swap(stack, self._schedules, "backward_step", self.backward)
-            yield
+            owner, name = self._exchange
+            swap(stack, owner, name, self._exchanging(getattr(owner, name)))
+            stack.enter_context(self.lockstep.between_segments())
+            self.lockstep.again(schedule, *self._last)
+
+    def _exchanging(self, exchange: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(exchange)
+        def call(*args: object, **kwargs: object) -> object:
+            return self.lockstep.again(lambda: exchange(*args, **kwargs), *self._last, sys.maxsize)
+
+        return call
 
     def forward(self, *args: object, **kwargs: object) -> tuple[Activations, Tensor]:
         """Run `forward_step` of the schedules; return `(output or outputs, number of tokens)`."""
@@ -85,7 +104,8 @@ class Steps:
     def _where(self, direction: int) -> tuple[int, ...]:
         self._counts[direction] += 1
         later = self.stage if direction == FORWARD else -self.stage
-        return direction, self._counts[direction], later
+        self._last = direction, self._counts[direction], later
+        return self._last
 
 
 def _argument(
