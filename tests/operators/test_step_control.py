@@ -91,6 +91,33 @@ def test_noise_alone_leads_to_larger_steps_only() -> None:
     assert seen[1:] == sorted(seen[1:]) and seen[-1] > 1e-4
 
 
+@pytest.mark.parametrize("wall", [8e-3, 1e-4])
+def test_a_wall_that_no_model_expects_is_not_run_into_again(wall: float) -> None:
+    """A smooth loss up to some h, and from there on another one, as of an LSTM in real life."""
+    noise, bend, trials = 1.7e-6, 1.2, list[Trial]()
+    controller = StepController(SCHEMES["central"], 2.0**-24, 420.0, 1, 1)
+    h = controller.first_h()
+    while True:
+        inside = h < wall
+        size = math.hypot(1.0 if inside else 2.2, noise / h)
+        ratio = math.hypot(math.sqrt(3) * noise / h, bend * h) / size if inside else 1.1
+        change = 2.5
+        if trials:
+            last = trials[-1]
+            change = noise * math.hypot(1 / h, 1 / last.h) + (0 if inside and last.h < wall else 2)
+        trials.append(Trial(h, size, ratio, change if len(trials) else math.inf))
+        advice = controller.advise(trials)
+        if advice.accept:
+            break
+        h = advice.h
+    tried = [trial.h for trial in trials]
+    seen = next(i for i, h in enumerate(tried) if h < wall)  # on the near side
+    beyond = [h for i, h in enumerate(tried) if h >= wall and i > seen]
+    assert h < wall and all(h < min(tried[:seen]) for h in beyond), tried
+    assert beyond == sorted(beyond, reverse=True) and len(beyond) <= 2, tried
+    assert controller.judge(replace(trials[-1], change=math.inf)) < wall
+
+
 def test_a_loss_that_overflows_at_large_steps_is_left_by_smaller_ones() -> None:
     controller = StepController(SCHEMES["central"], 2.0**-24, 1e6, 1, 16)
     trials, h = list[Trial](), controller.first_h()

@@ -163,7 +163,7 @@ class StepController:
         self.order, self.fixed, self.rounding = scheme.order, fixed, unit_roundoff * scale
         self.h = fixed or unit_roundoff ** (1 / (scheme.order + 1)) * scale
         self.smallest, self.largest = ROUNDOFF * scale / 16, scale
-        self.floor = self.smallest  # for this vector
+        self.floor, self.wall = self.smallest, math.inf  # for this vector
         self.whole = pilot == num_micro_batches
         self.quiet = (pilot / num_micro_batches) ** (SHARED / 2)
         self.roundoff = unit_roundoff
@@ -267,7 +267,7 @@ class StepController:
     def first_h(self) -> float:
         """Return the displacement of the next vector's first trial."""
         self.belief = self.outlook = None
-        self.floor = self.smallest
+        self.floor, self.wall = self.smallest, math.inf
         return self._clamp(self.h * AMPLIFY ** (1 / self.order)) if self._is_due else self.h
 
     @property
@@ -326,6 +326,7 @@ class StepController:
         """Return what the current vector's trials tell; the last one is finite and not 0."""
         self.size, self.accepted = trials[-1].size, trials[-1]
         self.seen = max(trial.size for trial in trials if trial.usable)
+        self.wall = _wall([trial for trial in trials if trial.usable and not trial.lost])
         self.belief = belief = self._observe(trials)
         for count, trial in enumerate(trials, 1):
             belief.observe_change(trials[:count], learns=self.products > 0)
@@ -363,7 +364,8 @@ class StepController:
 
     def _displacements(self) -> Array:
         low, high = math.log(self.floor), math.log(self.largest)
-        return np.exp(np.linspace(low, high, max(2, math.ceil((high - low) / STEP))))
+        grid = np.exp(np.linspace(low, high, max(2, math.ceil((high - low) / STEP))))
+        return grid[: max(1, int(np.searchsorted(grid, self.wall)))]
 
     def _clamp(self, h: float) -> float:
         return min(max(h, self.smallest), self.largest)
@@ -381,7 +383,7 @@ class StepController:
             # Where its ratio is its error, and noise as large.
             return self._clamp(product.h * math.sqrt(outlook.noise / product.nonlinearity))
         if outlook.excess > REPEAT and self.fixed is None:
-            return outlook.h
+            return outlook.h if self.wall == math.inf else min(outlook.h, product.h)
         return product.h
 
     def _is_strange(self, product: Trial, outlook: Outlook) -> bool:
@@ -491,6 +493,17 @@ class StepController:
             # What the two differences of an extrapolation differ by is evidence and no hint.
             return min(ratio, product.removed if self.order > 2 else ratio, LARGEST[0])
         return product.extrapolated if product.removed > VISIBLE * outlook.noise else 0.0
+
+
+def _wall(trials: Sequence[Trial]) -> float:
+    """Return the least displacement that saturates where a smaller one does not; inf for none.
+
+    A loss can have a wall where no model of noise and bend expects it: no displacement beyond one
+    is tried again, and no product is repeated nearer to it.
+    """
+    clear = [trial.h for trial in trials if trial.nonlinearity <= SATURATING]
+    bent = [trial.h for trial in trials if trial.nonlinearity > SATURATING]
+    return min((h for h in bent if clear and h > min(clear)), default=math.inf)
 
 
 def _bent(product: Trial, outlook: Outlook) -> bool:
