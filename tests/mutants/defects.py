@@ -640,6 +640,22 @@ OPERATORS = (
         ),
     ),
     Defect(
+        "return outlook.h if self.wall == math.inf else min(outlook.h, product.h)",
+        "return outlook.h",
+        "a product is repeated nearer to a wall of the loss",
+        (
+            "operators/test_step_control.py::test_a_wall_that_no_model_expects_is_not_run_into_again",
+        ),
+    ),
+    Defect(
+        "return grid[: max(1, int(np.searchsorted(grid, self.wall)))]",
+        "return grid",
+        "displacements beyond a wall of the loss are tried again",
+        (
+            "operators/test_step_control.py::test_a_wall_that_no_model_expects_is_not_run_into_again",
+        ),
+    ),
+    Defect(
         "known = np.hypot(rounding, around.roundoff)",
         "known = rounding",
         "the roundoff of the passes is no least error",

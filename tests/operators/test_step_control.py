@@ -115,7 +115,8 @@ def test_a_wall_that_no_model_expects_is_not_run_into_again(wall: float) -> None
     beyond = [h for i, h in enumerate(tried) if h >= wall and i > seen]
     assert h < wall and all(h < min(tried[:seen]) for h in beyond), tried
     assert beyond == sorted(beyond, reverse=True) and len(beyond) <= 2, tried
-    assert controller.judge(replace(trials[-1], change=math.inf)) < wall
+    product = replace(trials[-1], h=h / 10, nonlinearity=0.2)  # which might do better farther out
+    assert controller.judge(product) <= product.h
 
 
 def test_a_loss_that_overflows_at_large_steps_is_left_by_smaller_ones() -> None:
