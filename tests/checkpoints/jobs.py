@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -118,10 +119,11 @@ def failing_measurement(checkpoint: str, data: str) -> tuple[int, str]:
     """Measure with a loss that raises; returns how many engines were freed, and the error."""
     from deepspeed import DeepSpeedEngine
 
-    freed, destroy = [0], DeepSpeedEngine.destroy
+    gc.collect()  # an engine that is collected is freed once more
+    freed, destroy = set[int](), DeepSpeedEngine.destroy
 
     def counted(engine: DeepSpeedEngine) -> None:
-        freed[0] += 1
+        freed.add(id(engine))
         destroy(engine)
 
     def loss(module: nn.Module, batch: Any) -> Tensor:
@@ -133,7 +135,7 @@ def failing_measurement(checkpoint: str, data: str) -> tuple[int, str]:
     try:
         ds_hessian.measure(checkpoint, data, loss, loading=loading, sequences=sequences)
     except ds_hessian.HessianError as error:
-        return freed[0], str(error)
+        return len(freed), str(error)
     finally:
         DeepSpeedEngine.destroy = destroy
-    return freed[0], ""
+    return len(freed), ""
