@@ -78,6 +78,7 @@ from ds_hessian.ranks.collectives import (
     SHARED_MEMORY,
     TO_ONE,
     Collective,
+    Kind,
     exchanged,
     groups_across,
     mesh_of,
@@ -508,21 +509,27 @@ class Lockstep(Follower):
             self._post(self._store, current.key(rank, "wanted"), None)
         self._post(self._store, ASKED, None)
         deadline = time.monotonic() + PATIENCE
-        while others and time.monotonic() < deadline:
+        waiting = dict[tuple[Kind, int], Collective]()
+        while (others or waiting) and time.monotonic() < deadline:
             for rank, other in list(others.items()):
                 for line in other.news():
                     deadline = time.monotonic() + PATIENCE
                     kind = shared_kind(line, rank, shared)
                     other.counts[kind] += 1
-                    if kind is None or self.rank not in kind.ranks:
-                        continue
-                    if other.counts[kind] > made[kind]:
-                        made[kind] += 1
-                        if line.name in ROOTED:
-                            line = with_root(line, kind.ranks.index(self.rank))
-                        self._replay(current.segment, line, named=True)
+                    if kind is not None and self.rank in kind.ranks:
+                        if other.counts[kind] > made[kind]:
+                            waiting.setdefault((kind, other.counts[kind]), line)
                 if other.over:
                     del others[rank]
+            for (kind, number), line in list(waiting.items()):
+                # Not before all have come to it: one may wait for this rank in another group.
+                there = all(others[r].counts[kind] >= number for r in kind.ranks if r in others)
+                if there and number == made[kind] + 1:
+                    made[kind] = number
+                    del waiting[kind, number]
+                    if line.name in ROOTED:
+                        line = with_root(line, kind.ranks.index(self.rank))
+                    self._replay(current.segment, line, named=True)
             time.sleep(TICK / 20)
         if others:
             raise LockstepError(f"no news of rank {min(others)} for {PATIENCE:.0f} s")
