@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import ds_hessian
 from ds_hessian.checkpoints import Loading, Sequences, checkpoint_of, series_of
 from ds_hessian.checkpoints.weights import load_into, weights_of
+from ds_hessian.checkpoints.zero_files import zero_weights
 from ds_hessian.errors import ConfigError, ResultError
 from ds_hessian.records import HessianSpectrum
 from tests.checkpoints import jobs
@@ -305,7 +306,29 @@ class Evil:
         return open, (self.path, "w")
 
 
+class Named:
+    """Is unpickled as the attribute of an object, as Python up to 3.11.3 writes enumerations."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.owner, self.name)
+
+
+def test_enumerations_that_older_pythons_have_written_are_read(tmp_path: Path) -> None:
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    weights, stage = trained().state_dict(), Named(ZeroStageEnum, "optimizer_states")
+    torch.save({"module": weights, "stage": stage}, tmp_path / "mp_rank_00_model_states.pt")
+    found = zero_weights(tmp_path)
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
 def test_a_crafted_checkpoint_executes_nothing(files: Path) -> None:
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
     proof = files / "proof"
     torch.save({"up.weight": Evil(str(proof))}, files / "evil.pt")
     (files / "raw.pt").write_bytes(pickle.dumps(Evil(str(proof))))
@@ -317,9 +340,13 @@ def test_a_crafted_checkpoint_executes_nothing(files: Path) -> None:
     more.mkdir(parents=True)
     torch.save({"module": {}}, more / "mp_rank_00_model_states.pt")
     torch.save(shard, more / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    for path in (files / "evil.pt", files / "raw.pt", tag, more):
+    named = files / "named" / "global_step1"
+    named.mkdir(parents=True)
+    stage = Named(LossScaler, "__init__")
+    torch.save({"module": {}, "stage": stage}, named / "mp_rank_00_model_states.pt")
+    for path in (files / "evil.pt", files / "raw.pt", tag, more, named):
         done = call("measure", path, "--data", files / "rows.jsonl", *ARGUMENTS)
-        refused_in_one_line(done, "holds more than tensors|cannot read")
+        refused_in_one_line(done, "holds more than tensors|cannot read|asks for the attribute")
         assert not proof.exists()
 
 
