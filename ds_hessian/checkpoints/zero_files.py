@@ -109,11 +109,13 @@ def _safely() -> Iterator[None]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    def member(kind: object, name: str) -> ZeroStageEnum:
+    stages = dict(ZeroStageEnum.__members__)
+
+    def member(kind: object, name: str) -> object:
         """Stand for `getattr`, by which Python up to 3.11.3 pickles members of an enumeration."""
         if kind is not ZeroStageEnum:
             raise ResultError(f"a file of the checkpoint asks for the attribute {name!r} of {kind}")
-        return ZeroStageEnum[name]
+        return stages[name]
 
     allowed = [
         loss_scaler.LossScaler,

@@ -224,8 +224,13 @@ class FiniteDifferenceHessian:
         h = self._search(line, trials)
         self._evaluate(line, h, self._rest, self._points)
         raw = self._assemble(line, h, self.scheme)
-        better = self._controller.judge(self._outcome(raw))
-        if self._sides is not None and self._sides.spares(self._outcome(raw)):
+        outcome = self._outcome(raw)
+        better = self._controller.judge(outcome)
+        (doubted,) = self.space.of_rank_0(self._controller.doubts_of_slice(outcome))
+        if doubted:
+            outcome = replace(outcome, third=self._third_of_slice(line, raw))
+            better = self._controller.judge(outcome)
+        if self._sides is not None and self._sides.spares(outcome):
             better = h
         (better,) = self.space.of_rank_0(better)
         if better != h:
@@ -239,8 +244,9 @@ class FiniteDifferenceHessian:
             self._trial = None
             self._evaluate(line, better, self._rest, self._points)
             raw = self._assemble(line, better, self.scheme)
-            self._controller.judge(self._outcome(raw))
-        noise, error = self._controller.conclude(self._outcome(raw))
+            outcome = self._outcome(raw)
+            self._controller.judge(outcome)
+        noise, error = self._controller.conclude(outcome)
         if self._sides is not None:
             enough = self._sides.conclude_both(raw.norm, error)
             if self._sides.extrapolates and self._again(enough):
@@ -438,17 +444,31 @@ class FiniteDifferenceHessian:
     def _witness(self, line: _Line, trials: list[Trial]) -> None:
         """Add its third difference to the last trial, in the memory of its product."""
         self._trial = None
-        trials[-1] = replace(trials[-1], third=self._third_difference(line, trials[-1].h))
-
-    def _third_difference(self, line: _Line, h: float) -> float:
-        """Return `Trial.third` of the pilot's product, after one more gradient."""
-        third = self.space.zeros()
-        line.move(2 * h / line.length, inner=False)
-        self._add_gradient(third, self._pilot)
-        self.cost.gradient_evaluations += len(self._pilot) / len(self._all)
+        third, h = self.space.zeros(), trials[-1].h
+        self._add_farther(third, line, h, self._pilot)
         third.add_(self._gradients[1], alpha=-3).add_(self._pilot_gradient, alpha=3)
         third.sub_(self._gradients[-1])
-        unit = self.scale * len(self._all) / (6 * h * len(self._pilot))
+        found = self._third_difference(third, h, self._pilot)
+        trials[-1] = replace(trials[-1], third=found)
+
+    def _third_of_slice(self, line: _Line, product: Product) -> float:
+        """Return that of a product which has been assembled, in the memory of its gradient."""
+        third, h = self._gradients[1].zero_(), product.displacement
+        self._add_farther(third, line, h, self._all)
+        # g(w + hv) is g(w - hv) + 2h Hv.
+        third.add_(product.vector, alpha=-6 * h / (self.scale * line.length))
+        third.add_(self.gradient, alpha=3).sub_(self._gradients[-1], alpha=4)
+        return self._third_difference(third, h, self._all)
+
+    def _add_farther(self, out: Tensor, line: _Line, h: float, micro_batches: range) -> None:
+        """Add the gradient at w + 2hv to `out`."""
+        line.move(2 * h / line.length, inner=False)
+        self._add_gradient(out, micro_batches)
+        self.cost.gradient_evaluations += len(micro_batches) / len(self._all)
+
+    def _third_difference(self, third: Tensor, h: float, micro_batches: range) -> float:
+        """Return `Trial.third` from the sum of gradients of these micro-batches."""
+        unit = self.scale * len(self._all) / (6 * h * len(micro_batches))
         norm = self.space.norm(third) * unit
         return norm if math.isfinite(norm) else math.inf
 

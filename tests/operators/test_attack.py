@@ -40,6 +40,9 @@ def told(attack: Found, name: str, arithmetic: str, count: int) -> NDArray[np.fl
     return np.array([product.told for product in attack["products"](problem)])
 
 
+KINKED = 4, 8, 16
+"""Micro-batches. Of the pilot of 8 of the ReLU net no unit changes sign, of others some do."""
+
 EVEN = [
     (name, count)
     for name in ("even loss at 0", "even loss", "zero head, 2 classes", "hot zero head")
@@ -69,9 +72,17 @@ def test_rounding_that_is_opposite_on_both_sides_is_in_the_error(
     assert ratios.min() > LEAST, ratios
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("count", [4, 8, 16])
-@pytest.mark.parametrize("name", ["hinge", "squared hinge", "relu6", "relu", "max pooling"])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    cells(
+        [
+            (n, c)
+            for n in ("hinge", "squared hinge", "relu6", "relu", "max pooling")
+            for c in KINKED
+        ],
+        [("relu", 8)],
+    ),
+)
 def test_kinks_are_seen_by_the_third_difference(attack: Found, name: str, count: int) -> None:
     ratios = told(attack, name, "fp32", count)
     assert ratios.min() > LEAST and np.median(ratios) < 3, ratios

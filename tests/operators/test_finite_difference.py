@@ -13,6 +13,8 @@ from ds_hessian.backends import Session
 from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.errors import NumericsError
 from ds_hessian.operators import FiniteDifferenceHessian
+from ds_hessian.operators.displacement.belief import Trial
+from ds_hessian.operators.displacement.control import StepController
 from tests.operators import nets
 from tests.operators.nets import relative
 
@@ -79,6 +81,31 @@ def test_a_given_displacement_is_the_one_that_is_used(displacement: float) -> No
             product, bare = operator.matvec(w), operator.product_at(w, displacement)
             assert product.displacement == displacement
             assert torch.equal(product.vector, bare.vector)
+
+
+def test_the_third_difference_of_a_slice_is_that_of_its_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the sum of w^4 it is exactly 4 h^2 |u^3| for u of length 1, and v of any length."""
+    found = list[Trial]()
+    judge = StepController.judge
+
+    def judged(control: StepController, product: Trial) -> float:
+        found.append(product)
+        return judge(control, product)
+
+    monkeypatch.setattr(StepController, "judge", judged)
+    monkeypatch.setattr(StepController, "doubts_of_slice", lambda *_: True)
+    w = torch.linspace(0.5, 2.0, 20)
+    v = 3 * torch.randn(20, generator=torch.Generator().manual_seed(0))
+    with measuring(Weights(w), lambda w: (w**4).sum(), terms=8) as session:
+        product = FiniteDifferenceHessian(session, 0.3).matvec(v)
+    first, second = found
+    assert first.third is None and second.third is not None
+    cubes = float((v.double() / v.double().norm()).pow(3).norm())
+    # Rounding: 6e-8 of 20 gradients (1 + 9 + 9 + 1 squares) of norm 70 over 6 h, 3e-4 of it.
+    assert second.third == pytest.approx(4 * 0.3**2 * cubes, rel=1e-3)
+    assert relative(product.vector, 12 * w.double() ** 2 * v) < 0.1
 
 
 def test_the_weights_are_bitwise_restored_also_after_an_error() -> None:

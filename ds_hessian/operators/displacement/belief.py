@@ -115,8 +115,8 @@ class Trial:
         off: The tangent of the angle between v and the realised step.
         removed: The second-order part of the difference that Richardson's extrapolation removes,
             relative to |D|; 0 with a formula that removes none.
-        third: |g(w + 2hv) - 3 g(w + hv) + 3 g(w) - g(w - hv)| / 6h, the third difference; inf where
-            it is not finite, None where it was not evaluated.
+        third: |g(w + 2hv) - 3 g(w + hv) + 3 g(w) - g(w - hv)| / 6h, the third difference, of the
+            same micro-batches; inf where it is not finite, None where it was not evaluated.
     """
 
     h: float
@@ -254,8 +254,8 @@ class Belief:
         contradicted: Whether the last trial's change is more than r lets expect.
         hidden: The ratio of N to the noise that r shows, as far as changes tell.
         truncation_seen: Whether a change has shown kappa.
-        truncation: The relative error over h^p that the last such change shows; 0 for none.
-        kinked: Whether the third difference of the last trial is as large as the second.
+        truncation: The slice's relative error over h^p that the last such change shows; 0 for none.
+        kinked: Whether a third difference is more than the second lets expect of a smooth function.
     """
 
     def __init__(
@@ -330,31 +330,40 @@ class Belief:
             learns: False for a first vector, whose trials are far apart: then the change is no
                 more than a witness.
         """
-        order = self.around.order
         for change in _changes_of(trials):
-            noise, bend = (math.exp(logarithm) for logarithm in self.of_pilot())
-            rounding = max(noise * change.rounding, self.around.roundoff * change.size)
-            clear = change.value < SATURATING * change.size
-            visible = change.value > (UNEXPECTED if change.alone else VISIBLE) * rounding
-            if change.alone:
-                self.truncation = 0.0  # whatever it was farther out
-            if not visible or change.power(order) <= 0:  # 0: the function is not one
-                continue
-            truncation = change.part(rounding) / change.power(order)
-            if change.alone or (clear and change.above.nonlinearity <= SATURATING):
-                self.truncation = truncation
-            bent = self._bent(change, noise)
-            if change.alone and bent and change.part(rounding) > self._smooth(change.above):
-                self.kinked = True
-            elif learns and clear and bent and not self.blind:
-                seen = math.log(truncation) - order * math.log(bend)
-                self.kappa = self.kappa.corrected(seen, KAPPA_SCATTER)
-                self.truncation_seen = True
+            self._observe(change, learns)
 
-    def _smooth(self, trial: Trial) -> float:
-        """Return the most truncation that r lets expect of a smooth function."""
+    def _observe(self, change: _Change, learns: bool, of_pilot: bool = True) -> None:
+        """Learn from a change of the pilot's trials, or of the product of the slice."""
+        order, quiet = self.around.order, 1.0 if of_pilot else self.around.quiet
+        noise, bend = (math.exp(logarithm) for logarithm in self.of_pilot())
+        rounding = max(quiet * noise * change.rounding, self.around.roundoff * change.size)
+        clear = change.value < SATURATING * change.size
+        visible = change.value > (UNEXPECTED if change.alone else VISIBLE) * rounding
+        if change.alone:
+            self.truncation = 0.0  # whatever it was farther out
+        if not visible or change.power(order) <= 0:  # 0: the function is not one
+            return
+        truncation = change.part(rounding) / change.power(order)
+        if change.alone or (clear and change.above.nonlinearity <= SATURATING):
+            self.truncation = truncation * (self._larger if of_pilot else 1.0)
+        bent = self._bent(change, quiet * noise)
+        if change.alone and bent and change.part(rounding) > self._smooth(change.above, of_pilot):
+            self.kinked = True
+        elif learns and clear and bent and not self.blind:
+            seen = math.log(truncation) - order * math.log(bend)
+            self.kappa = self.kappa.corrected(seen, KAPPA_SCATTER)
+            self.truncation_seen = True
+
+    def _smooth(self, trial: Trial, of_pilot: bool) -> float:
+        """Return the most truncation that r lets expect of a smooth function.
+
+        In the slice r says less: second differences of its micro-batches cancel, and it has half of
+        what a kink makes at least.
+        """
         kappa = self.kappa.mean + UNLIKELY * self.kappa.spread
-        return math.exp(kappa) * trial.nonlinearity**self.around.order
+        smooth = math.exp(kappa) * trial.nonlinearity**self.around.order
+        return smooth if of_pilot else max(smooth, trial.nonlinearity / 6)
 
     def observe_removed(self, trial: Trial) -> None:
         """Learn kappa of the fourth order from what extrapolation removed of the second."""
@@ -366,8 +375,10 @@ class Belief:
 
     def observe_product(self, product: Trial) -> None:
         """Learn from a product of all micro-batches, if these are more than the pilot."""
-        if self.around.spread:
+        if self.around.spread and product.third is None:  # which come after it
             self._slice += self._likelihood(product, self.around.quiet)
+        for change in _changes_of([product]):
+            self._observe(change, learns=False, of_pilot=False)
 
     def shows_noise(self, trial: Trial) -> bool:
         """Return whether r shows noise only, so that it bounds b but does not tell it."""
@@ -449,7 +460,12 @@ class Belief:
 
     @property
     def _kappa_of_slice(self) -> float:
-        return math.exp(self.kappa.mean) * (LARGER if self.around.spread else 1.0)
+        return math.exp(self.kappa.mean) * self._larger
+
+    @property
+    def _larger(self) -> float:
+        """The ratio of the slice's truncation to the pilot's."""
+        return LARGER if self.around.spread else 1.0
 
     def _likelihood(self, trial: Trial, quiet: float) -> Array:
         if not trial.usable:

@@ -13,8 +13,10 @@ determine the rounding noise N and the bend b, a measure of the gradient's nonli
 * An accepted trial has a third difference, which is what its error is, noise and truncation alike
   (`Belief`): of all vectors where the pilot is small and no trial above h is a witness, and of all
   after one that was a surprise.
-* A finished product that turns out to be far from its best h is repeated, and so is one that bends
-  far more than its pilot, which cannot tell whether that is a kink: where r is no more than noise.
+* A finished product that turns out to be far from its best h is repeated, and so is one with kinks
+  that its pilot has not: where r is no more than noise. One that bends far more than its pilot (of
+  the first two vectors, more), and more than any so far that was found smooth, has a third
+  difference of its own, which tells; where there is none, it counts as kinked.
 
 Everything here is arithmetic on numbers that all ranks share; the displacements used are rank 0's.
 """
@@ -29,7 +31,6 @@ from typing import Any
 import numpy as np
 
 from ds_hessian.operators.displacement.belief import (
-    LARGER,
     LARGEST,
     ROUNDOFF,
     SATURATING,
@@ -87,6 +88,10 @@ ACCEPT, REPEAT = 0.2, 0.6
 APART = 0.4
 """Least distance between the trials of a vector, in ln h."""
 
+DOUBTFUL = math.exp(2 * UNLIKE)
+"""Smooth micro-batches bend more than the pilot by this factor in 1 of 40 products, if the ln b of
+pilot and slice differ normally: cause for doubt while no Krylov vector is known."""
+
 STRANGE = math.exp(5 * UNLIKE)
 """Smooth micro-batches bend more than the pilot by this factor in 1 of 300 products, if the ln b of
 pilot and slice differ normally, and in 1 of 40 where it was counted. Such a product is repeated at
@@ -117,7 +122,7 @@ MAX_TRIALS = 7
 
 LEARNT = (
     *("h", "largest", "products", "size", "bend_unlike", "size_unlike"),
-    *("hidden", "blind", "rough", "next_third", "firsts", "taught"),
+    *("hidden", "blind", "rough", "next_third", "cleared", "firsts", "taught"),
 )
 ESTIMATES = ("noise", "bend", "kappa")
 """Attributes of a `StepController` that change from product to product."""
@@ -164,13 +169,15 @@ class StepController:
         self.h = fixed or unit_roundoff ** (1 / (scheme.order + 1)) * scale
         self.smallest, self.largest = ROUNDOFF * scale / 16, scale
         self.floor, self.wall = self.smallest, math.inf  # for this vector
+        self.kinked = False  # whether its product has kinks that its pilot has not
         self.whole = pilot == num_micro_batches
         self.quiet = (pilot / num_micro_batches) ** (SHARED / 2)
         self.roundoff = unit_roundoff
         # What extrapolation removes tells more in each trial.
         self.interval = 1 if num_micro_batches >= ALWAYS and scheme.order <= 2 else SELDOM
         self.thirds = products_of_a_third(pilot / num_micro_batches, num_micro_batches)
-        self.next_third = 0  # the next product that has one
+        self.next_third = 0  # the next product whose pilot has one
+        self.cleared = 0.0  # the largest ratio of the slice's r to the pilot's that was no kink
         self.expected = 0.0  # error before it
         self.noise: Estimate | None = None
         self.bend = Estimate(BEND.mean - math.log(scale), BEND.spread)
@@ -232,12 +239,13 @@ class StepController:
         """
         if self.fixed is not None or self.noise is None or len(self.firsts) < 2:
             return None
-        unlike = {"bend_unlike": self.bend_unlike, "size_unlike": self.size_unlike}
         return {
             "noise": self.noise.mean,
             "kappa": asdict(self.kappa),
             "firsts": self.firsts,
-            **unlike,
+            "bend_unlike": self.bend_unlike,
+            "size_unlike": self.size_unlike,
+            "cleared": self.cleared,
         }
 
     def begin(self, lessons: dict[str, Any]) -> None:
@@ -246,6 +254,7 @@ class StepController:
         self.noise = Estimate(lessons["noise"], NOISE_SPREAD)
         self.kappa = Estimate(**lessons["kappa"])
         self.bend_unlike, self.size_unlike = lessons["bend_unlike"], lessons["size_unlike"]
+        self.cleared = lessons.get("cleared", 0.0)  # not in those of an older version
         (bend, spread, size), _ = lessons["firsts"]
         self.bend = Estimate(bend, spread).widened(BEND_DRIFT)
         self.h = self.foreseen(size)[0]
@@ -267,7 +276,7 @@ class StepController:
     def first_h(self) -> float:
         """Return the displacement of the next vector's first trial."""
         self.belief = self.outlook = None
-        self.floor, self.wall = self.smallest, math.inf
+        self.floor, self.wall, self.kinked = self.smallest, math.inf, False
         return self._clamp(self.h * AMPLIFY ** (1 / self.order)) if self._is_due else self.h
 
     @property
@@ -319,8 +328,12 @@ class StepController:
 
         In 16 bits it is rounding, of other weights than that of the product.
         """
-        due = self.order == 2 and (self.products >= self.next_third or self.blind)
-        return due and not self.narrow and trial.usable and trial.third is None
+        due = self.products >= self.next_third or self.blind
+        return due and self._has_thirds and trial.usable and trial.third is None
+
+    @property
+    def _has_thirds(self) -> bool:
+        return self.order == 2 and not self.narrow
 
     def learn(self, trials: Sequence[Trial]) -> Belief:
         """Return what the current vector's trials tell; the last one is finite and not 0."""
@@ -372,6 +385,15 @@ class StepController:
 
     # ---- after a product
 
+    def doubts_of_slice(self, product: Trial) -> bool:
+        """Return whether the third difference of a judged product is to be evaluated, and the
+        product judged again.
+        """
+        if self.outlook is None or self.whole or not self._has_thirds or self._often_rough:
+            return False
+        usual = max(DOUBTFUL if self.products < 2 else STRANGE, self.cleared)
+        return self._unlike(product) > usual and _bent(product, self.outlook)
+
     def judge(self, product: Trial) -> float:
         """Return the h at which to repeat a product of all micro-batches; its own to keep it."""
         if self.belief is None or product.size == 0:
@@ -379,7 +401,12 @@ class StepController:
         self.belief.observe_product(product)
         outlook = self.belief.outlook(product, self._displacements(), of_pilot=False)
         self.outlook = outlook
-        if self.fixed is None and self._is_strange(product, outlook) and not self._often_rough:
+        if product.third is not None:
+            self.kinked = self.belief.kinked
+            if not self.kinked:
+                self.cleared = max(self.cleared, self._unlike(product))
+        strange = self._is_strange(product, outlook)
+        if self.fixed is None and strange and not self._often_rough:
             # Where its ratio is its error, and noise as large.
             return self._clamp(product.h * math.sqrt(outlook.noise / product.nonlinearity))
         if outlook.excess > REPEAT and self.fixed is None:
@@ -387,11 +414,15 @@ class StepController:
         return product.h
 
     def _is_strange(self, product: Trial, outlook: Outlook) -> bool:
-        """Return whether a product bends far more than its pilot, by more than rounding."""
+        """Return whether a product has kinks that its pilot has not, by more than rounding."""
+        strange = product.third is None and self._unlike(product) > STRANGE
+        return (self.kinked or strange) and not self.whole and _bent(product, outlook)
+
+    def _unlike(self, product: Trial) -> float:
+        """Return the ratio of a product's nonlinearity to the pilot's at the same displacement."""
         assert self.accepted is not None
         pilot = self.accepted.nonlinearity * product.h / self.accepted.h
-        strange = not self.whole and product.nonlinearity > STRANGE * pilot
-        return strange and _bent(product, outlook)
+        return product.nonlinearity / pilot if pilot else math.inf
 
     @property
     def _often_rough(self) -> bool:
@@ -409,7 +440,7 @@ class StepController:
         if belief is None or outlook is None or product.size == 0:
             return None, None
         _, bend = self._carry_over(belief, product)
-        truncated = belief.truncation * product.h**self.order * (1.0 if self.whole else LARGER)
+        truncated = belief.truncation * product.h**self.order
         witnessed = self._witnessed(product, outlook, belief)
         noise = self._noise_of_slice(product, outlook, belief)
         error = max(outlook.error, witnessed, min(math.hypot(noise, truncated), LARGEST[0]))
