@@ -16,23 +16,8 @@ continues to send; it raises at the meeting.
 The failed rank learns which collectives to make from a rank that is ahead of it. While measuring,
 the methods of `torch.distributed.ProcessGroup`, which all collectives made in Python call, are
 replaced by ones that record every collective of the thread that measures, and of the threads in
-which autograd runs its backward, and then make it. A thread on each rank checks, when the pass
-makes no progress, whether another rank requests this log; if so, it publishes the log on the job's
-TCP store and keeps it up to date. Keys, below a prefix for the measurement:
-
-    asked                           some rank needs the logs of others
-    <pass>/<rank>/wanted            another rank needs this rank's log
-    <pass>/<rank>/<segment>/<k>     the k-th collective of the rank in a segment
-    <pass>/<rank>/<segment>/end     (how many there are, whether the rank finished the segment)
-    <pass>/<rank>/meeting           how many figures the meeting has; None on a rank that has failed
-    <pass>/<rank>/also/<k>          the k-th collective of several stages that it made for its peers
-    <pass>/<rank>/followed          (all lines of its log, all of `also`), once it has followed
-
-A failed rank reads the logs of its peers in the order of ranks, up to the first that finished the
-segment: all that finish make the same collectives. If none does, it has seen the longest log. All
-of the stage have failed then, and ranks of other stages may wait for it in groups that they share
-(Megatron sums the gradients of tied embeddings so): it makes what they began there, in the order in
-which each of them did.
+which autograd runs its backward, and then make it. `ds_hessian.ranks.log` publishes the record
+where another rank requests it; `ds_hessian.ranks.following` makes the collectives.
 
 Cost while nothing fails: one all-reduce of 24 bytes, a few microseconds per collective, and what
 `ds_hessian.ranks.watch` says: a client of the store on each node, not on each rank.
@@ -47,15 +32,12 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import pickle
 import threading
-import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType, TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -72,30 +54,21 @@ from ds_hessian.ranks.agreement import (
 )
 from ds_hessian.ranks.collectives import (
     COLLECTIVES,
-    EXCHANGES,
     OTHERS,
-    ROOTED,
     SHARED_MEMORY,
-    TO_ONE,
     Collective,
-    Kind,
-    exchanged,
-    groups_across,
     mesh_of,
-    shared_kind,
-    with_root,
     written_down,
 )
 from ds_hessian.ranks.exchange import first_of
+from ds_hessian.ranks.following import Following
 from ds_hessian.ranks.interrupts import Interrupts, Signalled
-from ds_hessian.ranks.passes import ABSENT, Elsewhere, Pass, Segment
-from ds_hessian.ranks.watch import ASKED, TICK, Watch, node_of
+from ds_hessian.ranks.log import Log
+from ds_hessian.ranks.passes import Pass
+from ds_hessian.ranks.watch import Watch, node_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-PATIENCE = 600.0
-"""Seconds that a failed rank waits for news of another: NCCL's own timeout."""
 
 
 class Lockstep(Follower):
@@ -140,9 +113,7 @@ class Lockstep(Follower):
         self.rank = dist.get_rank()
         self._communication = getattr(*host) if host is not None else None
         self._peers: Sequence[int] = range(self.world_size) if peers is None else peers
-        self._posted: set[str] = set()
-        self._wake, self._closing = threading.Event(), False
-        self._publisher = threading.Thread(target=self._publish, name="ds_hessian", daemon=True)
+        self._log: Log | None = None
 
     def __enter__(self) -> Lockstep:
         if self.world_size == 1:
@@ -192,8 +163,8 @@ class Lockstep(Follower):
         around = self.outer._pass.number if isinstance(self.outer, Lockstep) else None
         try:
             self._meshed, name = mesh_of(self._peers, self.device)
-            self._watch = Watch(node_of(name), name)
-            self._publisher.start()
+            self._log = Log(self.rank, Watch(node_of(name), name), lambda: self._pass)
+            self._log.start()
         except BaseException as error:
             of_all = isinstance(error, (MeasurementError, RankInterrupt))
             if of_all or not isinstance(self.outer, Lockstep) or self.outer._pass.number == around:
@@ -201,17 +172,8 @@ class Lockstep(Follower):
             self._pass.error = error, (0,)
 
     def _close(self) -> None:
-        if self._publisher.ident is None:  # not started: this rank has failed in `_meet`
-            return
-        self._closing = True
-        self._wake.set()
-        self._publisher.join()
-        if self._pass.number == self._last:  # ranks have not met: others may still read the log
-            self._watch.lost()
-            return
-        for key in self._posted:
-            self._store.delete_key(key)
-        self._watch.close()
+        if self._log is not None:  # this rank has not failed in `_meet`
+            self._log.close(met=self._pass.number != self._last)
 
     def _ending(self, error: BaseException | None) -> BaseException | None:
         """Run the handlers of the signals that have come, now that the state is restored; return
@@ -333,8 +295,8 @@ class Lockstep(Follower):
         self._progress(current)
         if error is not None:
             current.error = current.error or (error, (*where, current.segment.made))
-            with self._following(error):
-                self._follow(current)
+            with self._following(error) as others:
+                others.to_end(current)
         current.begin()
 
     @contextmanager
@@ -392,8 +354,10 @@ class Lockstep(Follower):
         known = current.error is not None and error is current.error[0]
         if error is not None and not known:
             current.error = current.error or (error, (current.segment.made,))
-            with self._following(error):
-                self._follow_to_meeting(current)
+            with self._following(error) as others:
+                figures = others.to_meeting(current)
+                if figures:
+                    self._take_part(current, figures)
         else:
             current.meeting = figures
             current.end(finished=True)
@@ -407,12 +371,13 @@ class Lockstep(Follower):
     # ---- a rank that failed
 
     @contextmanager
-    def _following(self, error: BaseException) -> Iterator[None]:
+    def _following(self, error: BaseException) -> Iterator[Following]:
         """Follow the others in the body, or end the job."""
         # The frames hold activations and the graph, which others' collectives may need room of.
         traceback.clear_frames(error.__traceback__)
         try:
-            yield
+            assert self._log is not None
+            yield Following(self._log, self._peers, self._meshed, self._communication, self.device)
         except Exception as why:
             message = (
                 f"rank {self.rank} failed ({type(error).__name__}: {error}) and cannot take part "
@@ -422,179 +387,13 @@ class Lockstep(Follower):
             self._lost = LockstepError(message)
             raise self._lost from error
 
-    def _follow_to_meeting(self, current: Pass) -> None:
-        """Take part in the rest of this pass, and in a reduction at its end."""
-        current.end(finished=False)
-        self._post(self._store, current.key(self.rank, "meeting"), None)
-        leader = self._follow(current)
-        while leader is not None and not self._store.check([current.key(leader, "meeting")]):
-            current.begin()
-            current.end(finished=False)
-            leader = self._follow(current)
-        lines = sum(len(segment.log) for segment in current.segments)
-        self._post(self._store, current.key(self.rank, "followed"), (lines, len(current.followed)))
-        if leader is None:
-            self._follow_stages(current)
-        figures = self._meeting(current)
-        if figures:
-            dist.all_reduce(
-                torch.full((figures,), math.nan, dtype=torch.float64, device=self.device)
-            )
-            self.depart()
-            self._pass.error = current.error
-            self._pass.meeting = 0
-            self._pass.end(finished=True)
-
-    def _meeting(self, current: Pass) -> int:
-        """Return the number of figures of the meeting of the ranks that have not failed."""
-        peers = frozenset(self._peers)
-        for rank in sorted(range(self.world_size), key=lambda rank: rank not in peers):
-            if rank != self.rank:
-                (found,) = self._wait(current, rank, "meeting")
-                if found is not None:
-                    return int(found)
-        return 0
-
-    def _follow(self, current: Pass) -> int | None:
-        """Make the collectives of peers in the last segment; return a peer that finished it."""
-        number, segment = len(current.segments) - 1, current.segment
-        end = len(segment.log), False
-        self._post(self._store, current.key(self.rank, number, "end"), end)
-        segment.announced = True
-        for collective in segment.log[segment.made :]:  # the one that raised
-            self._replay(segment, collective)
-        for leader in self._peers:
-            if leader != self.rank and self._follow_one(current, number, leader):
-                return leader
-        return None
-
-    def _follow_one(self, current: Pass, number: int, leader: int) -> bool:
-        """Make the collectives of `leader` in the segment; return whether it finished this."""
-        segment = current.segments[number]
-        while True:
-            collective, finished = self._line(current, leader, number, segment.made)
-            if collective is None:
-                return finished
-            group = collective.own_group(self._meshed)
-            ranks = dist.get_process_group_ranks(group)
-            collective = collective.of(group)
-            if collective.name in ROOTED:
-                collective = with_root(collective, ranks.index(self.rank))
-            elif collective.name in EXCHANGES:
-                each = [
-                    None if r == self.rank else self._line(current, r, number, segment.made)[0]
-                    for r in ranks
-                ]
-                collective = exchanged(each, ranks.index(self.rank))
-            if not set(ranks) <= set(self._peers):  # ranks of other stages look for it
-                key = current.key(self.rank, "also", len(current.followed))
-                self._post(self._store, key, collective)
-                current.followed.append(collective)
-            self._replay(segment, collective)
-
-    def _follow_stages(self, current: Pass) -> None:
-        """Make the collectives in which ranks of other stages wait for this one.
-
-        All ranks of its own stage have failed, before they came to these.
-        """
-        shared = groups_across(self._peers)
-        own = [line for segment in current.segments for line in segment.log]
-        made = Counter(shared_kind(line, self.rank, shared) for line in [*own, *current.followed])
-        others = {
-            rank: Elsewhere(functools.partial(self._read_of, current, rank))
-            for rank in sorted({rank for ranks in shared.values() for rank in ranks})
-            if rank not in self._peers
-        }
-        for rank in others:
-            self._post(self._store, current.key(rank, "wanted"), None)
-        self._post(self._store, ASKED, None)
-        deadline = time.monotonic() + PATIENCE
-        waiting = dict[tuple[Kind, int], Collective]()
-        while (others or waiting) and time.monotonic() < deadline:
-            for rank, other in list(others.items()):
-                for line in other.news():
-                    deadline = time.monotonic() + PATIENCE
-                    kind = shared_kind(line, rank, shared)
-                    other.counts[kind] += 1
-                    if kind is not None and self.rank in kind.ranks:
-                        if other.counts[kind] > made[kind]:
-                            waiting.setdefault((kind, other.counts[kind]), line)
-                if other.over:
-                    del others[rank]
-            for (kind, number), line in list(waiting.items()):
-                # Not before all have come to it: one may wait for this rank in another group.
-                there = all(others[r].counts[kind] >= number for r in kind.ranks if r in others)
-                if there and number == made[kind] + 1:
-                    made[kind] = number
-                    del waiting[kind, number]
-                    if line.name in ROOTED:
-                        line = with_root(line, kind.ranks.index(self.rank))
-                    self._replay(current.segment, line, named=True)
-            time.sleep(TICK / 20)
-        if others:
-            raise LockstepError(f"no news of rank {min(others)} for {PATIENCE:.0f} s")
-
-    def _line(
-        self, current: Pass, rank: int, number: int, k: int
-    ) -> tuple[Collective | None, bool]:
-        """Return the k-th collective of a rank in a segment, once the rank has begun it.
-
-        Once the rank has left the segment with fewer, return None, and whether it has finished the
-        segment.
-        """
-        while True:
-            found = self._wait(current, rank, f"{number}/{k}", f"{number}/end", "meeting")
-            collective, end, meeting = found
-            if collective is not ABSENT:
-                return collective, False
-            if end is not ABSENT and k >= end[0]:
-                return None, bool(end[1])
-            if end is ABSENT and meeting is not ABSENT:  # the pass has ended before
-                return None, meeting is not None
-
-    def _wait(self, current: Pass, rank: int, *names: str) -> list[Any]:
-        """Return the values of a rank's keys, or `ABSENT`, once there is one.
-
-        The last key is read first.
-        """
-        deadline, pause, asked = time.monotonic() + PATIENCE, 0.0, False
-        while time.monotonic() < deadline:
-            found = [self._read(current.key(rank, name)) for name in reversed(names)]
-            if any(value is not ABSENT for value in found):
-                return found[::-1]
-            if not asked:
-                self._post(self._store, current.key(rank, "wanted"), None)
-                self._post(self._store, ASKED, None)
-                asked = True
-            time.sleep(pause)
-            pause = min(pause + 5e-4, TICK / 4)
-        raise LockstepError(f"no news of rank {rank} for {PATIENCE:.0f} s")
-
-    def _replay(self, segment: Segment, collective: Collective, named: bool = False) -> None:
-        """Take part in a collective with zeros; the result is dropped.
-
-        Args:
-            segment: The segment.
-            collective: The collective, as another rank has recorded it.
-            named: Whether it is of the very group of that rank.
-        """
-        name = collective.name
-        try:
-            if name in TO_ONE and named:
-                raise LockstepError("another stage waits for what this rank was to send or receive")
-            if name in OTHERS or (named and name in EXCHANGES):
-                raise LockstepError("its sizes are known to each rank alone")
-            group = collective.own_group(self._meshed, named)
-            args, kwargs = collective.arguments(self.device)
-            if name == SHARED_MEMORY:
-                getattr(self._communication, name)(*args, group=group)
-            else:
-                work = getattr(group, name)(*args, **kwargs)
-                if work is not None:
-                    work.wait()
-        except Exception as error:
-            raise LockstepError(f"{name}, number {segment.made} of the step: {error}") from error
-        segment.made += 1
+    def _take_part(self, current: Pass, figures: int) -> None:
+        """Take part in the reduction at which the others meet, and begin the next pass."""
+        dist.all_reduce(torch.full((figures,), math.nan, dtype=torch.float64, device=self.device))
+        self.depart()
+        self._pass.error = current.error
+        self._pass.meeting = 0
+        self._pass.end(finished=True)
 
     # ---- the record
 
@@ -663,61 +462,8 @@ class Lockstep(Follower):
         return result
 
     def _progress(self, current: Pass) -> None:
-        current.progress += 1
-        if current.wanted:
-            self._wake.set()
-
-    # ---- the store
-
-    @functools.cached_property
-    def _store(self) -> dist.Store:
-        """The store of the thread that measures, which needs one only where a rank has failed."""
-        return self._watch.store("measuring")
-
-    def _post(self, store: dist.Store, key: str, value: object) -> None:
-        self._posted.add(key)
-        store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # the stub says str
-
-    def _read(self, key: str) -> Any:
-        return pickle.loads(self._store.get(key)) if self._store.check([key]) else ABSENT
-
-    def _read_of(self, current: Pass, rank: int, *names: str | int) -> Any:
-        return self._read(current.key(rank, *names))
-
-    def _publish(self) -> None:
-        """Publish the log if another rank follows it; the body of the thread."""
-        before: tuple[int, int] = (0, 0)
-        try:
-            while not self._closing:
-                self._wake.wait(self._watch.pause)
-                self._wake.clear()
-                current = self._pass
-                progress = (current.number, current.progress)
-                if not current.wanted and progress == before and self._watch.asked():
-                    wanted = current.key(self.rank, "wanted")
-                    current.wanted = self._watch.store().check([wanted])
-                before = progress
-                if current.wanted:
-                    self._publish_new(current)
-        except Exception as error:
-            logger.error("the log of collectives cannot be published any more: %s", error)
-            self._watch.lost()
-
-    def _publish_new(self, current: Pass) -> None:
-        meeting, store = current.meeting, self._watch.store()  # before the segments: it is last
-        for number, segment in enumerate(list(current.segments)):
-            ended = segment.ended  # before the log's length: it does not grow any more
-            while segment.published < len(segment.log):
-                key = current.key(self.rank, number, segment.published)
-                self._post(store, key, segment.log[segment.published])
-                segment.published += 1
-            if ended and not segment.announced:
-                end = segment.published, segment.finished
-                self._post(store, current.key(self.rank, number, "end"), end)
-                segment.announced = True
-        if meeting is not None and not current.announced:
-            self._post(store, current.key(self.rank, "meeting"), meeting)
-            current.announced = True
+        if self._log is not None:
+            self._log.progress(current)
 
 
 def _by_autograd() -> bool:
