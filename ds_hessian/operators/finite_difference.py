@@ -225,14 +225,11 @@ class FiniteDifferenceHessian:
         self._evaluate(line, h, self._rest, self._points)
         raw = self._assemble(line, h, self.scheme)
         outcome = self._outcome(raw)
-        better = self._controller.judge(outcome)
-        (doubted,) = self.space.of_rank_0(self._controller.doubts_of_slice(outcome))
+        better, doubts = self._better(outcome), self._controller.doubts_of_slice(outcome)
+        better, doubted = self.space.of_rank_0(better, doubts)
         if doubted:
             outcome = replace(outcome, third=self._third_of_slice(line, raw))
-            better = self._controller.judge(outcome)
-        if self._sides is not None and self._sides.spares(outcome):
-            better = h
-        (better,) = self.space.of_rank_0(better)
+            (better,) = self.space.of_rank_0(self._better(outcome))
         if better != h:
             del raw  # its vector, before that of another displacement
             trials.append(self._try(line, better, self._trial_points))
@@ -255,6 +252,11 @@ class FiniteDifferenceHessian:
                 self.cost.trials += len(trials)
                 return self._on_all_sides(line, [])
         return replace(raw, noise=noise, error=error, trials=len(trials) - 1)
+
+    def _better(self, outcome: Trial) -> float:
+        """Return the displacement at which to repeat a product; its own to keep it."""
+        better = self._controller.judge(outcome)
+        return outcome.h if self._sides is not None and self._sides.spares(outcome) else better
 
     def _again(self, enough: bool) -> bool:
         """Return whether a product is to be made again, by another formula, which is then taken.
