@@ -328,6 +328,7 @@ def test_enumerations_that_older_pythons_have_written_are_read(tmp_path: Path) -
 
 def test_a_crafted_checkpoint_executes_nothing(files: Path) -> None:
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
 
     proof = files / "proof"
     torch.save({"up.weight": Evil(str(proof))}, files / "evil.pt")
@@ -340,11 +341,13 @@ def test_a_crafted_checkpoint_executes_nothing(files: Path) -> None:
     more.mkdir(parents=True)
     torch.save({"module": {}}, more / "mp_rank_00_model_states.pt")
     torch.save(shard, more / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    named = files / "named" / "global_step1"
-    named.mkdir(parents=True)
-    stage = Named(LossScaler, "__init__")
-    torch.save({"module": {}, "stage": stage}, named / "mp_rank_00_model_states.pt")
-    for path in (files / "evil.pt", files / "raw.pt", tag, more, named):
+    crafted = [files / "evil.pt", files / "raw.pt", tag, more]
+    for owner in (LossScaler, ZeroStageEnum):
+        crafted.append(files / owner.__name__ / "global_step1")
+        crafted[-1].mkdir(parents=True)
+        stage = Named(owner, "__init__")
+        torch.save({"module": {}, "stage": stage}, crafted[-1] / "mp_rank_00_model_states.pt")
+    for path in crafted:
         done = call("measure", path, "--data", files / "rows.jsonl", *ARGUMENTS)
         refused_in_one_line(done, "holds more than tensors|cannot read|asks for the attribute")
         assert not proof.exists()
