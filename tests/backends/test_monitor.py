@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 import struct
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -72,6 +73,8 @@ def records(path: Path) -> Iterator[bytes]:
             at += 32768 - at % 32768
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)
+        if at + 7 + length > len(data):  # not written to the end yet
+            return
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part
@@ -80,14 +83,25 @@ def records(path: Path) -> Iterator[bytes]:
 
 
 def wandb_rows(folder: Path) -> list[dict[str, Any]]:
-    """What the only offline run in a folder has logged, by step."""
+    """What the only offline run in a folder has logged, by step.
+
+    `wandb.finish()` returns before the process that writes the file has written its last block, so
+    this waits for the record that ends a run.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     (log,) = folder.glob("offline-run-*/*.wandb")
+    deadline = time.monotonic() + 60
+    while True:
+        content = [Record.FromString(raw) for raw in records(log)]
+        kinds = [record.WhichOneof("record_type") for record in content]
+        if "exit" in kinds:
+            break
+        assert time.monotonic() < deadline, f"{log} has no end, but {kinds}"
+        time.sleep(0.05)
     rows: list[dict[str, Any]] = []
-    for raw in records(log):
-        record = Record.FromString(raw)
-        if record.WhichOneof("record_type") == "history":
+    for record, kind in zip(content, kinds, strict=True):
+        if kind == "history":
             rows.append({})
             for item in record.history.item:
                 *outer, name = item.nested_key or [item.key]

@@ -70,7 +70,7 @@ def pretrain(mode: str, layout: str, folder: Path, *more: str) -> list[str]:
     script = Path(__file__).with_name("pretrain_on_cpu.py")
     environment = {"MODE": mode, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "WANDB_MODE": "offline"}
     printed = torchrun(script, *arguments, *more, **environment)
-    return [hash for _, hash in sorted(re.findall(r"FINAL (\d) (\w+)", printed))]
+    return [hash for _, hash in sorted(re.findall(r"FINAL (\d) ([0-9a-f]{64})", printed))]
 
 
 @NEEDS_MEGATRON_LM

@@ -58,7 +58,7 @@ def pretrain(mode: str, stage: int, tensor: int, data: str, folder: Path) -> lis
         arguments += ["--hessian-dropout", "true", "--tensorboard-dir", str(folder / "board")]
     tree = os.environ["MEGATRON_DEEPSPEED"]
     printed = torchrun(SCRIPT, *arguments, MODE=mode, MEGATRON_LM=tree, **ENVIRONMENT)
-    found = [state for _, state in sorted(re.findall(r"FINAL (\d) (\w+)", printed))]
+    found = [state for _, state in sorted(re.findall(r"FINAL (\d) ([0-9a-f]{64})", printed))]
     assert len(found) == ranks
     return found
 
