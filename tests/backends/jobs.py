@@ -28,6 +28,7 @@ from ds_hessian.vectors import VectorSpace
 from tests.nets import TinyGPT, batch
 
 TOTAL = 6  # micro-batches over all ranks: divides by 1, 2 and 3
+FEW = 4  # where there are two ranks
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 1,
@@ -200,6 +201,10 @@ def failing_spectrum(engine: Any, failures: Failure, precision: str) -> str:
     return "no error"
 
 
+EVERYWHERE = {(0, 0): "model", (3, 1): "fp32"}
+"""Precision of spectra by (step, micro-batch): before any step in a window, and after one."""
+
+
 def train(
     mode: str,
     steps: int = 10,
@@ -211,8 +216,8 @@ def train(
     **config: Any,
 ) -> dict[str, Any]:
     """Train with dropout; mode "bare", "measured" (after steps 3 and 7), "inside" (a window),
-    "everywhere" (also before a step, in both precisions) or "failing" (after step 3 one that does
-    not fail, then one with each of the `failures` after each of the last steps).
+    "everywhere" (before a step, and where `EVERYWHERE` says) or "failing" (after step 3 one that
+    does not fail, then one with each of the `failures` after each of the last steps).
 
     Returns everything that must be bitwise the same whatever the mode, and the errors.
     """
@@ -223,24 +228,25 @@ def train(
     section = {} if mode == "bare" else {"hessian": {**QUIET, **settings}}
     engine = make_engine(zero=zero, **section, **config)
     losses, errors = [], []
+    micro_batches = my_batches(2 * dist.get_world_size())
     accumulate = engine.gradient_accumulation_steps()
     for step in range(steps):
         for k in range(accumulate):
             loss = engine(*batch(step * accumulate + k, dist.get_rank()))
             engine.backward(loss)
             if mode == "everywhere" and step == 2:
-                engine.hessian_spectrum(my_batches(), num_matvecs=2)
+                engine.hessian_spectrum(micro_batches, num_matvecs=2)
             engine.step()
-            if mode == "everywhere" and step in (0, 3):
-                precision = ("model", "fp32")[k]
-                engine.hessian_spectrum(my_batches(), num_matvecs=2, precision=precision)
+            if mode == "everywhere" and (step, k) in EVERYWHERE:
+                precision = EVERYWHERE[step, k]
+                engine.hessian_spectrum(micro_batches, num_matvecs=2, precision=precision)
             losses.append(loss.detach().clone())
             if mode == "inside" and step in (3, 7) and k == 0:
-                engine.hessian_spectrum(my_batches(), num_matvecs=3)
+                engine.hessian_spectrum(micro_batches, num_matvecs=3)
         if mode == "measured" and step in (3, 7):
-            engine.hessian_spectrum(my_batches(), num_matvecs=4)
+            engine.hessian_spectrum(micro_batches, num_matvecs=4)
         if mode == "failing" and step == 3:
-            engine.hessian_spectrum(my_batches(), num_matvecs=2)
+            engine.hessian_spectrum(micro_batches, num_matvecs=2)
         if mode == "failing" and step >= steps - 1 - len(failures) and step < steps - 1:
             number = step - (steps - 1 - len(failures))
             precision = ("model", "auto")[number % 2]
@@ -500,15 +506,15 @@ def without_section() -> list[str]:
 
 
 def product_in_both_precisions(config: dict[str, Any]) -> Any:
-    """Of an engine, as the model computes and on fp32 copies: products and 5 Lanczos steps."""
+    """Of an engine, as the model computes and on fp32 copies: products and 3 Lanczos steps."""
     engine = make_engine(hessian=QUIET, **config)
-    hessian = engine.hessian.use(my_batches())
+    hessian = engine.hessian.use(my_batches(FEW))
     v = hessian.random_vector(seed=5)
     products, coefficients = [], []
     for precision in ("model", "fp32"):
         with hessian.measuring(precision=precision):
             products.append(hessian.matvec(v))
-        spectrum = hessian.spectrum(num_matvecs=5, precision=precision)
+        spectrum = hessian.spectrum(num_matvecs=3, precision=precision)
         coefficients.append((spectrum.alphas[0], spectrum.betas[0]))
     out = (
         full_weights(engine),

@@ -20,8 +20,8 @@ from tests.tiers import cells
 Ranks = Callable[[int], RankPool]
 
 
-def oracle(weights: dict[str, torch.Tensor]) -> DenseHessian:
-    return DenseHessian(TinyGPT(), weights, merged([batch(500 + i, 0) for i in range(jobs.TOTAL)]))
+def oracle(weights: dict[str, torch.Tensor], total: int = jobs.TOTAL) -> DenseHessian:
+    return DenseHessian(TinyGPT(), weights, merged([batch(500 + i, 0) for i in range(total)]))
 
 
 @pytest.fixture(scope="module")
