@@ -28,7 +28,7 @@ from ds_hessian.vectors import VectorSpace
 from tests.nets import TinyGPT, batch
 
 TOTAL = 6  # micro-batches over all ranks: divides by 1, 2 and 3
-FEW = 4  # where there are two ranks
+FEW = 4  # two for each of two ranks
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 1,

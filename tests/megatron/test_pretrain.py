@@ -61,6 +61,11 @@ def torchrun(script: Path, *arguments: str, **environment: str) -> str:
     return run.stdout
 
 
+def final_states(printed: str) -> list[str]:
+    """Hashes by rank. Another process may print in the same line, right behind one."""
+    return [state for _, state in sorted(re.findall(r"FINAL (\d) ([0-9a-f]{64})", printed))]
+
+
 def pretrain(mode: str, layout: str, folder: Path, *more: str) -> list[str]:
     """Hash of the final weights by rank."""
     arguments = [*ARGUMENTS.split(), *LAYOUTS[layout].split()]
@@ -69,8 +74,7 @@ def pretrain(mode: str, layout: str, folder: Path, *more: str) -> list[str]:
         arguments += [*HESSIAN_ARGUMENTS.split(), "--hessian-output-path", str(folder / mode)]
     script = Path(__file__).with_name("pretrain_on_cpu.py")
     environment = {"MODE": mode, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "WANDB_MODE": "offline"}
-    printed = torchrun(script, *arguments, *more, **environment)
-    return [hash for _, hash in sorted(re.findall(r"FINAL (\d) ([0-9a-f]{64})", printed))]
+    return final_states(torchrun(script, *arguments, *more, **environment))
 
 
 @NEEDS_MEGATRON_LM

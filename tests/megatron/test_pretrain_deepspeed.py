@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from ds_hessian.records import HessianSpectrum
 from ds_hessian.show.monitor import figures_of
-from tests.megatron.test_pretrain import HESSIAN_ARGUMENTS, ROOT, torchrun
+from tests.megatron.test_pretrain import HESSIAN_ARGUMENTS, ROOT, final_states, torchrun
 
 # A micro-batch of one sequence: without flash attention its attention views queries of several as
 # if they lay side by side, which they do not, on any device.
@@ -57,8 +56,7 @@ def pretrain(mode: str, stage: int, tensor: int, data: str, folder: Path) -> lis
         arguments += [*HESSIAN_ARGUMENTS.split(), "--hessian-output-path", str(folder / mode)]
         arguments += ["--hessian-dropout", "true", "--tensorboard-dir", str(folder / "board")]
     tree = os.environ["MEGATRON_DEEPSPEED"]
-    printed = torchrun(SCRIPT, *arguments, MODE=mode, MEGATRON_LM=tree, **ENVIRONMENT)
-    found = [state for _, state in sorted(re.findall(r"FINAL (\d) ([0-9a-f]{64})", printed))]
+    found = final_states(torchrun(SCRIPT, *arguments, MODE=mode, MEGATRON_LM=tree, **ENVIRONMENT))
     assert len(found) == ranks
     return found
 
