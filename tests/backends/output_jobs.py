@@ -12,7 +12,7 @@ from torch import Tensor
 import ds_hessian
 from ds_hessian.config import FiniteDifferenceConfig, OperatorName
 from ds_hessian.operators import curvature
-from tests.backends.jobs import QUIET, TOTAL, full_weights, make_engine, my_batches
+from tests.backends.jobs import FEW, QUIET, TOTAL, full_weights, make_engine, my_batches
 from tests.nets import TinyGPT, forward_hooks
 
 
@@ -23,7 +23,7 @@ def products(config: dict[str, Any], precision: str = "model", count: int = 3) -
     """
     torch.manual_seed(0)
     engine = make_engine(TinyGPT(dropout=0.1), hessian=QUIET, **config)
-    hessian = engine.hessian.use(my_batches())
+    hessian = engine.hessian.use(my_batches(FEW))
     space = hessian.backend.space
     v, rows = hessian.random_vector(seed=5), []
     with hessian.measuring(precision=precision) as opened:

@@ -11,17 +11,19 @@ from torch import Tensor
 
 import ds_hessian
 from ds_hessian.planning import free_memory
-from tests.backends.jobs import QUIET, full_weights, make_engine, my_batches
+from tests.backends.jobs import FEW, QUIET, full_weights, make_engine, my_batches
 from tests.nets import TinyGPT, batch
 
 
-def spectrum(config: dict[str, Any], steps: int = 20, num_matvecs: int = 20) -> Any:
+def spectrum(
+    config: dict[str, Any], steps: int = 10, num_matvecs: int = 20, total: int = FEW
+) -> Any:
     """(master weights, spectrum at the defaults) after some steps of training."""
     engine = make_engine(hessian=QUIET, **config)
     for step in range(steps):
         engine.backward(engine(*batch(step, dist.get_rank())))
         engine.step()
-    found = engine.hessian_spectrum(my_batches(), num_matvecs=num_matvecs)
+    found = engine.hessian_spectrum(my_batches(total), num_matvecs=num_matvecs)
     out = full_weights(engine), found
     engine.destroy()
     return out

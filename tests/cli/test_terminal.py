@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_cli import COMMAND, ROOT, at_step, installed
+from tests.cli.test_cli import COMMAND, ROOT, at_step, call, installed
 from tests.records.makers import language_model_like, spectrum_of
 from tests.tiers import cells
 
@@ -75,7 +75,7 @@ def test_a_table_is_as_wide_as_its_terminal(folder: Path, name: str, columns: in
     lines = re.sub(r"\x1b\[[\d;]*m", "", found).splitlines()
     tabulated = [line for line in lines if not line.startswith("spectrum of 7,000")]
     assert max(map(len, tabulated)) <= columns
-    plain = installed(*command, cwd=folder).stdout
+    plain = call(*command, cwd=folder).stdout
     assert letters(plain) <= letters(found)  # a list of each row repeats the names of columns
     figures = re.findall(r"\d\S*", plain)
     assert command[0] != "compare" or all(figure in found for figure in figures)

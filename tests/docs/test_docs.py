@@ -39,7 +39,7 @@ from tests.nets import TinyGPT, batch as _batch
 torch.manual_seed(0)
 torch.set_num_threads(1)
 model, other_model, config = TinyGPT(), TinyGPT(), "ds_config.json"
-batches = [_batch(number, rank=0) for number in range(4)]
+batches = [_batch(number, rank=0) for number in range(2)]
 """
 
 # An automatic spectrum that fails is logged and kept, so it must be looked for.

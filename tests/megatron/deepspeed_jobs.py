@@ -96,16 +96,16 @@ def spectra(stage: int) -> list[Any]:
         for mpu in (None, Mesh()):
             engine = make_engine(job, stage, mpu)
             hessian = ds_hessian.attach(engine, ds_hessian.HessianConfig.parse(QUIET))
-            found.append(hessian.spectrum(my_batches(), make_loss(job), num_matvecs=16))
+            found.append(hessian.spectrum(my_batches(), make_loss(job), num_matvecs=8))
             engine.destroy()
-        return [*found, hessian_of(build(job), job).spectrum(num_matvecs=16)]
+        return [*found, hessian_of(build(job), job).spectrum(num_matvecs=8)]
 
 
 # ---- tensor parallelism
 
 
 def measured(
-    job: Job, stage: int, num_matvecs: int = 5, precision: str = "model", **config: Any
+    job: Job, stage: int, num_matvecs: int = 3, precision: str = "model", **config: Any
 ) -> tuple[Stored, Stored, Any, bool, bool, float]:
     """v, product, spectrum, whether weights came back and products repeat bitwise, <v, v>."""
     import ds_hessian

@@ -429,7 +429,7 @@ def product_in_fp64(job: Job, h: float = 2e-4) -> tuple[Stored, Stored, Stored, 
 
 
 def measured(
-    job: Job, num_matvecs: int = 5, **config: Any
+    job: Job, num_matvecs: int = 3, **config: Any
 ) -> tuple[Stored, Stored, Any, bool, bool, float]:
     """v, product, spectrum, whether weights came back and products repeat bitwise, <v, v>."""
     with running(job) as chunks:
@@ -476,7 +476,7 @@ def chain(job: Job, count: int) -> tuple[list[tuple[Stored, Stored, float]], Any
                 vectors = [stored(hessian.backend, x) for x in (v, product.vector)]
                 out.append((*vectors, product.error))
                 v = product.vector / hessian.dot(product.vector, product.vector) ** 0.5
-        return out, hessian.spectrum(num_matvecs=16)
+        return out, hessian.spectrum(num_matvecs=10)
 
 
 def self_test(job: Job) -> Any:

@@ -15,7 +15,7 @@ def blocks(layout: Job, choices: Sequence[str]) -> list[Any]:
         hessian = job.hessian_of(chunks, layout)
         found = []
         for choice in choices:
-            spectrum = hessian.spectrum(num_matvecs=4, parameters=choice)
+            spectrum = hessian.spectrum(num_matvecs=3, parameters=choice)
             owned = hessian.backend.space.n
             assert owned == sum(shape.numel() for _, shape in hessian.backend.parameters)
             found.append((spectrum.n, spectrum.provenance.parameters, spectrum.alphas[0]))
