@@ -40,50 +40,14 @@ from ds_hessian.operators.checks import length_of, require_finite
 from ds_hessian.operators.clock import add_gradient
 from ds_hessian.operators.displacement.belief import Trial
 from ds_hessian.operators.displacement.control import Advice, StepController
+from ds_hessian.operators.displacement.figures import distance, quotient, removed_square, tangent
+from ds_hessian.operators.displacement.line import Line
 from ds_hessian.operators.displacement.schemes import SCHEMES, Scheme, SchemeName
 from ds_hessian.operators.displacement.sides import BOTH, DOUBTED, Sides
 from ds_hessian.operators.protocol import Form, OperatorCost, Product
 
 PILOT = 8
 """The pilot has one in PILOT micro-batches, rounded up."""
-
-
-class _Line:
-    """The weights on the line through w along one vector.
-
-    Args:
-        session: The measurement.
-        v: `(n_local,)` fp32, of any length but zero.
-
-    Attributes:
-        v: The vector.
-        length: Its norm.
-        change: `(2,)`, the value of `displace` for the last step between inner nodes.
-        sign: The sign of that step.
-
-    Raises:
-        NumericsError: v is zero or not finite.
-
-    Collective: every method, and the constructor.
-    """
-
-    def __init__(self, session: Session, v: Tensor) -> None:
-        self.session, self.v, self.length = session, v, length_of(v, session.space)
-        self.change, self.sign = torch.zeros(2), 1.0
-        self._position: float | None = None  # in units of v; None where it is not known
-
-    def is_at(self, position: float) -> bool:
-        """Return whether the weights are `w + position v`."""
-        return self._position == position
-
-    def move(self, position: float, inner: bool) -> None:
-        """Displace the weights to `w + position v`."""
-        if self.is_at(position):
-            return
-        change, start = self.session.displace(self.v, position), self._position
-        self._position = position
-        if start is not None and inner:
-            self.change, self.sign = change, math.copysign(1.0, position - start)
 
 
 class FiniteDifferenceHessian:
@@ -206,7 +170,7 @@ class FiniteDifferenceHessian:
         Raises:
             NumericsError: v is zero or not finite, or the product is not finite.
         """
-        started, line, trials = time.perf_counter(), _Line(self.session, v), list[Trial]()
+        started, line, trials = time.perf_counter(), Line(self.session, v), list[Trial]()
         product = self._on_one_side(line, trials) or self._on_all_sides(line, trials)
         self.cost.products += 1
         self.cost.flips += self._flips
@@ -217,7 +181,7 @@ class FiniteDifferenceHessian:
         self.cost.product_seconds += time.perf_counter() - started
         return product
 
-    def _on_all_sides(self, line: _Line, trials: list[Trial]) -> Product:
+    def _on_all_sides(self, line: Line, trials: list[Trial]) -> Product:
         """Return the product by the scheme's formula, after such trials on both sides."""
         if not trials:
             self._change_formula()
@@ -290,7 +254,7 @@ class FiniteDifferenceHessian:
             self._take(scheme)
             self._sides.control = self._controller
 
-    def _on_one_side(self, line: _Line, trials: list[Trial]) -> Product | None:
+    def _on_one_side(self, line: Line, trials: list[Trial]) -> Product | None:
         """Return the product from one side and the gradient at w; None where both are needed.
 
         Then `trials` has those of the pilot so far, of which the last one is in the gradients.
@@ -333,7 +297,7 @@ class FiniteDifferenceHessian:
             NumericsError: v is zero or not finite, or the product is not finite.
         """
         started = time.perf_counter()
-        product = self._difference(_Line(self.session, v), h)
+        product = self._difference(Line(self.session, v), h)
         self.cost.products += 1
         self.cost.flips += self._flips
         self.cost.product_seconds += time.perf_counter() - started
@@ -370,7 +334,7 @@ class FiniteDifferenceHessian:
         dot, square = self.space.dots([(v, product.vector), (v, v)]).tolist()
         return Form(dot / square, (product.error or 0.0) * product.norm, product.displacement)
 
-    def _difference(self, line: _Line, h: float) -> Product:
+    def _difference(self, line: Line, h: float) -> Product:
         self._restart()
         self._evaluate(line, h, self._all, self._points)
         return self._assemble(line, h, self.scheme)
@@ -381,7 +345,7 @@ class FiniteDifferenceHessian:
         for gradient in self._gradients.values():
             gradient.zero_()
 
-    def _evaluate(self, line: _Line, h: float, micro_batches: range, points: Sequence[int]) -> None:
+    def _evaluate(self, line: Line, h: float, micro_batches: range, points: Sequence[int]) -> None:
         """Add these micro-batches' gradients at all points, beginning at the current one."""
         if not micro_batches:
             return
@@ -414,7 +378,7 @@ class FiniteDifferenceHessian:
 
     # ---- trials
 
-    def _search(self, line: _Line, trials: list[Trial]) -> float:
+    def _search(self, line: Line, trials: list[Trial]) -> float:
         """Add trials on the pilot until one is accepted, which the product then finishes; returns
         its displacement.
         """
@@ -437,13 +401,13 @@ class FiniteDifferenceHessian:
                 self._trial = None
                 return h
 
-    def _try(self, line: _Line, h: float, points: Sequence[int]) -> Trial:
+    def _try(self, line: Line, h: float, points: Sequence[int]) -> Trial:
         """Return the pilot's product at displacement h, whose gradients stay."""
         self._restart()
         self._evaluate(line, h, self._pilot, points)
         return self._judge(line, h)
 
-    def _witness(self, line: _Line, trials: list[Trial]) -> None:
+    def _witness(self, line: Line, trials: list[Trial]) -> None:
         """Add its third difference to the last trial, in the memory of its product."""
         self._trial = None
         third, h = self.space.zeros(), trials[-1].h
@@ -453,7 +417,7 @@ class FiniteDifferenceHessian:
         found = self._third_difference(third, h, self._pilot)
         trials[-1] = replace(trials[-1], third=found)
 
-    def _third_of_slice(self, line: _Line, product: Product) -> float:
+    def _third_of_slice(self, line: Line, product: Product) -> float:
         """Return that of a product which has been assembled, in the memory of its gradient."""
         third, h = self._gradients[1].zero_(), product.displacement
         self._add_farther(third, line, h, self._all)
@@ -462,7 +426,7 @@ class FiniteDifferenceHessian:
         third.add_(self.gradient, alpha=3).sub_(self._gradients[-1], alpha=4)
         return self._third_difference(third, h, self._all)
 
-    def _add_farther(self, out: Tensor, line: _Line, h: float, micro_batches: range) -> None:
+    def _add_farther(self, out: Tensor, line: Line, h: float, micro_batches: range) -> None:
         """Add the gradient at w + 2hv to `out`."""
         line.move(2 * h / line.length, inner=False)
         self._add_gradient(out, micro_batches)
@@ -474,7 +438,7 @@ class FiniteDifferenceHessian:
         norm = self.space.norm(third) * unit
         return norm if math.isfinite(norm) else math.inf
 
-    def _judge(self, line: _Line, h: float) -> Trial:
+    def _judge(self, line: Line, h: float) -> Trial:
         """Return the trial of the pilot's product, compared with an earlier one."""
         inner = (self._gradients[1], self._gradients[-1], self._pilot_gradient)
         ratio = ops.curvature_ratio(*inner, self.space.n_owned)
@@ -486,12 +450,12 @@ class FiniteDifferenceHessian:
         pairs += [(removed, removed)] if removed is not None else []
         square, *dots = self.space.dots(pairs).tolist()
         size = math.sqrt(square) if math.isfinite(square) else math.inf
-        change = math.inf if earlier is None else _distance(size, earlier[0].size, dots[0])
-        share = _ratio(math.sqrt(dots[-1]), size) if removed is not None else 0.0
-        cosine = line.sign * _ratio(along, math.sqrt(moved) * line.length, nothing=0.0)
-        nonlinearity = _ratio(math.sqrt(s2), math.sqrt(d2))
+        change = math.inf if earlier is None else distance(size, earlier[0].size, dots[0])
+        share = quotient(math.sqrt(dots[-1]), size) if removed is not None else 0.0
+        cosine = line.sign * quotient(along, math.sqrt(moved) * line.length, nothing=0.0)
+        nonlinearity = quotient(math.sqrt(s2), math.sqrt(d2))
         since = None if earlier is None else earlier[0].h
-        trial = Trial(h, size, nonlinearity, change, since, _tangent(cosine), share)
+        trial = Trial(h, size, nonlinearity, change, since, tangent(cosine), share)
         # The next one is compared with the one that shows least of noise and truncation.
         if earlier is None or not trial.nonlinearity > earlier[0].nonlinearity:
             self._trial = trial, product
@@ -515,7 +479,7 @@ class FiniteDifferenceHessian:
 
     # ---- products
 
-    def _assemble(self, line: _Line, h: float, scheme: Scheme) -> Product:
+    def _assemble(self, line: Line, h: float, scheme: Scheme) -> Product:
         """Assemble the product from the gradients, without estimates of its error."""
         owned, length = self.space.n_owned, line.length
         sums = {"along": line.change[:1], "moved": line.change[1:]}
@@ -529,7 +493,9 @@ class FiniteDifferenceHessian:
                 sums["inner"], sums["second"] = partials.split(1)
         vector = self._gradients[inner]
         self._gradients[inner] = torch.empty_like(vector)
-        sums["removed"] = _removed(vector, [self._gradients[a] for a, _, _ in outer], weight, owned)
+        sums["removed"] = removed_square(
+            vector, [self._gradients[a] for a, _, _ in outer], weight, owned
+        )
         for a, _, _ in outer:
             vector.add_(self._gradients[a])
         sums["square"] = ops.dots([(vector, vector)], owned) if outer else sums["inner"]
@@ -538,7 +504,9 @@ class FiniteDifferenceHessian:
         self._flips = figures["flips"]
         self.cost.choices = int(figures["choices"])
         square, second = figures["square"], figures["second"]
-        self._removed = _ratio(math.sqrt(max(figures["removed"], 0.0)), math.sqrt(max(square, 0.0)))
+        self._removed = quotient(
+            math.sqrt(max(figures["removed"], 0.0)), math.sqrt(max(square, 0.0))
+        )
         if not (math.isfinite(square) and math.isfinite(second)):
             raise NumericsError(
                 f"the product at displacement {h:.3e} is not finite: the loss is not finite there; "
@@ -546,14 +514,14 @@ class FiniteDifferenceHessian:
             )
         first = 2 * h * math.sqrt(figures["inner"]) / (weight * self.scale * length)
         moved = math.sqrt(figures["moved"]) * length
-        ratio = _ratio(math.sqrt(second), first)
+        ratio = quotient(math.sqrt(second), first)
         return Product(
             vector=vector,
             norm=math.sqrt(square) / length,
             displacement=h,
             nonlinearity=None if scheme.one_sided or math.isinf(ratio) else ratio,
             noise=None,
-            fidelity=line.sign * _ratio(figures["along"], moved, nothing=0.0),
+            fidelity=line.sign * quotient(figures["along"], moved, nothing=0.0),
             error=None,
             trials=0,
         )
@@ -567,38 +535,3 @@ class FiniteDifferenceHessian:
         """Sum this rank's named partial sums over all ranks, in one all-reduce."""
         sums = self.space.reduce(torch.cat([part.reshape(1) for part in partials.values()]))
         return dict(zip(partials, sums.tolist(), strict=True))
-
-
-def _removed(inner: Tensor, outer: Sequence[Tensor], weight: float, owned: int) -> Tensor:
-    """Return this rank's part of the square of what extrapolation takes from the inner difference.
-
-    Args:
-        inner: The inner difference, times its weight.
-        outer: The outer one, times its own; none with formulas that do not extrapolate.
-        weight: The weight of the inner difference.
-        owned: Coordinates that this rank owns.
-    """
-    if not outer:
-        return torch.zeros(1, dtype=torch.float64, device=inner.device)
-    (other,), share = outer, 1 / weight - 1
-    ii, io, oo = ops.dots([(inner, inner), (inner, other), (other, other)], owned)
-    return (share**2 * ii - 2 * share * io + oo).reshape(1)
-
-
-def _distance(a: float, b: float, dot: float) -> float:
-    """Return `|x - y|` from norms and inner product (in fp64: exact to 1e-8 of the norms)."""
-    square = a * a + b * b - 2 * dot
-    return math.sqrt(max(square, 0.0)) if math.isfinite(square) else math.inf
-
-
-def _tangent(cosine: float) -> float:
-    """Return the tangent of the angle with that cosine, at most 1 (a step of rounding alone)."""
-    sine = math.sqrt(max(1 - cosine**2, 0.0))
-    return 1.0 if cosine <= sine else sine / cosine
-
-
-def _ratio(a: float, b: float, nothing: float = math.inf) -> float:
-    """Return a / b; where b is 0, 0 if a is 0 too, and `nothing` if it is not."""
-    if b > 0:
-        return a / b
-    return 0.0 if a == b == 0 else nothing
