@@ -46,6 +46,7 @@ class Follower:
 
     Attributes:
         depth: The number of bodies of `together` that the thread is in.
+        met: The number of meetings that have ended.
         follows: Whether a rank that fails joins the meetings of the others.
         over: `(depth, error)` once a rank has left the body of that depth by an error that all
             ranks know. Until this rank has left the body too, it joins no meeting, and raises the
@@ -55,7 +56,7 @@ class Follower:
     follows = False
 
     def __init__(self) -> None:
-        self.depth = 0
+        self.depth = self.met = 0
         self.over: tuple[int, BaseException] | None = None
 
     def arrive(
@@ -70,6 +71,7 @@ class Follower:
 
     def depart(self) -> None:
         """End a meeting."""
+        self.met += 1
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Return a context for a meeting."""

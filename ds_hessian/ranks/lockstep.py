@@ -123,11 +123,9 @@ class Lockstep(Follower):
         around = self.outer._interrupts if isinstance(self.outer, Lockstep) else Interrupts()
         with around.entering(self._interrupts):
             self._meet()
-            self._stack.enter_context(self._interrupts)
-            self._thread = threading.get_ident()
-            self._stack.enter_context(self._recording())
             self._stack.callback(self._close)
             self._stack.callback(setattr, active, "follower", self.outer)
+            self._thread = threading.get_ident()
             active.follower = self
             if isinstance(self.outer, Lockstep):
                 self._stack.callback(setattr, self.outer, "_paused", False)
@@ -160,14 +158,15 @@ class Lockstep(Follower):
         What fails on this rank once they have met is raised at the next meeting: the others have
         entered, and do not look for it in the call around it any more.
         """
-        around = self.outer._pass.number if isinstance(self.outer, Lockstep) else None
+        before = self.outer.met
         try:
             self._meshed, name = mesh_of(self._peers, self.device)
+            self._stack.enter_context(self._interrupts)
+            self._stack.enter_context(self._recording())
             self._log = Log(self.rank, Watch(node_of(name), name), lambda: self._pass)
             self._log.start()
         except BaseException as error:
-            of_all = isinstance(error, (MeasurementError, RankInterrupt))
-            if of_all or not isinstance(self.outer, Lockstep) or self.outer._pass.number == around:
+            if isinstance(error, (MeasurementError, RankInterrupt)) or self.outer.met == before:
                 raise
             self._pass.error = error, (0,)
 
@@ -366,7 +365,8 @@ class Lockstep(Follower):
 
     def depart(self) -> None:
         """End a meeting, and begin the next pass."""
-        self._pass = Pass(self._pass.number + 1)
+        super().depart()
+        self._pass = Pass(self.met)
 
     # ---- a rank that failed
 

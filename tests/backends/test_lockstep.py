@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from torch.distributed import all_reduce as taken_by_name
 from ds_hessian.backends.zero.host import communication
 from ds_hessian.errors import HessianError
 from ds_hessian.ranks import agree, collective, reduce
+from ds_hessian.ranks import lockstep as lockstep_module
+from ds_hessian.ranks.interrupts import Interrupts
 from ds_hessian.ranks.lockstep import Lockstep, LockstepError
+from ds_hessian.ranks.log import Log
 from tests.ranks import RankPool
 from tests.tiers import cells
 
@@ -453,6 +457,43 @@ def test_a_rank_that_fails_before_a_measurement_ends_it_as_one_that_fails_in_it(
     doing = "measuring" if inside else "calling"
     said = ranks(3).run(early, inside, timeout=120)
     assert said == [f"while {doing}, rank 1: ValueError: early"] * 3
+
+
+def entering(what: str, nested: bool) -> list[str]:
+    """Rank 1 fails once the ranks have met to enter a measurement; then they enter another."""
+    full, errors = MagicMock(side_effect=MemoryError("full")), []
+    for failing in (True, False):
+        fault: Any = contextlib.nullcontext()
+        if failing and dist.get_rank() == 1:
+            fault = patch.object(*ENTERED[what], full)
+        try:
+            with collective("calling", "cpu") if nested else contextlib.nullcontext():
+                lockstep = Lockstep(torch.device("cpu"), communication())
+                with fault, lockstep:
+                    dist.all_reduce(torch.ones(1))
+                    with lockstep.guarded():
+                        dist.all_reduce(torch.ones(1))
+            errors.append("no error")
+        except HessianError as caught:
+            errors.append(str(caught))
+    return errors
+
+
+ENTERED = {
+    "thread": (Log, "start"),
+    "record": (Lockstep, "_recording"),
+    "signals": (Interrupts, "__enter__"),
+    "node": (lockstep_module, "node_of"),
+}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("what", ENTERED)
+def test_a_failure_once_ranks_have_met_to_enter_is_of_the_measurement(
+    ranks: Ranks, what: str, nested: bool
+) -> None:
+    said = ranks(3).run(entering, what, nested, timeout=120)
+    assert said == [["while measuring, rank 1: MemoryError: full", "no error"]] * 3
 
 
 def unfollowed(subgroup: bool) -> str:

@@ -109,11 +109,11 @@ OUTPUTS = [
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("tokens", cells([1024, 300, 16], []))
+@pytest.mark.parametrize("tokens", cells([1024, 16], []))
 def test_the_outputs_of_a_micro_batch_are_in_the_plan(
     fresh: Callable[[int], RankPool], tokens: int
 ) -> None:
-    """3.2 vectors of outputs, 0.9, and next to none."""
+    """3.2 vectors of outputs, and next to none."""
     for found in fresh(2).run(jobs.measured_and_planned, 3, "fp32", OUTPUTS, tokens, timeout=600):
         within_a_tenth(OUTPUTS, found)
 

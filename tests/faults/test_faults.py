@@ -14,7 +14,7 @@ from tests.ranks import RankPool, pools_of_ranks
 from tests.tiers import cells
 
 Ranks = Callable[[int], RankPool]
-SLICE, LARGER_SLICE = 4, 7
+SLICE, LARGER_SLICE = 4, 6
 """Faults in the two tiers, of each host. All of them, 2,400 of a host, are a program:
 `python -m tests.faults`."""
 
