@@ -62,6 +62,9 @@ UNLIKELY = 2.57
 kappa r^2 of a smooth function; a kink of the gradient makes 1/3 or 2/3 of r, one of its slope 1/3
 or any share of it, 0 where it is at w + hv / 2."""
 
+KINK = 3.0
+"""The ratio of r to the third difference that a kink of the gradient makes, at most."""
+
 VISIBLE, KAPPA_SCATTER = 3.0, 0.35
 """A change above VISIBLE times what noise makes shows truncation; the error of ln kappa from it."""
 
@@ -363,7 +366,7 @@ class Belief:
         """
         kappa = self.kappa.mean + UNLIKELY * self.kappa.spread
         smooth = math.exp(kappa) * trial.nonlinearity**self.around.order
-        return smooth if of_pilot else max(smooth, trial.nonlinearity / 6)
+        return smooth if of_pilot else max(smooth, trial.nonlinearity / (2 * KINK))
 
     def observe_removed(self, trial: Trial) -> None:
         """Learn kappa of the fourth order from what extrapolation removed of the second."""

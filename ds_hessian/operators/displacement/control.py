@@ -168,8 +168,7 @@ class StepController:
         self.order, self.fixed, self.rounding = scheme.order, fixed, unit_roundoff * scale
         self.h = fixed or unit_roundoff ** (1 / (scheme.order + 1)) * scale
         self.smallest, self.largest = ROUNDOFF * scale / 16, scale
-        self.floor, self.wall = self.smallest, math.inf  # for this vector
-        self.kinked = False  # whether its product has kinks that its pilot has not
+        self._begin()
         self.whole = pilot == num_micro_batches
         self.quiet = (pilot / num_micro_batches) ** (SHARED / 2)
         self.roundoff = unit_roundoff
@@ -273,10 +272,15 @@ class StepController:
 
     # ---- trials of a vector
 
+    def _begin(self) -> None:
+        """Forget what holds for one vector alone."""
+        self.floor, self.wall = self.smallest, math.inf
+        self.kinked = False  # whether its product has kinks that its pilot has not
+
     def first_h(self) -> float:
         """Return the displacement of the next vector's first trial."""
         self.belief = self.outlook = None
-        self.floor, self.wall, self.kinked = self.smallest, math.inf, False
+        self._begin()
         return self._clamp(self.h * AMPLIFY ** (1 / self.order)) if self._is_due else self.h
 
     @property
