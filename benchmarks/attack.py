@@ -81,6 +81,14 @@ class Sine(nn.Module):
         return torch.sin(10 * x)
 
 
+class SquaredReLU(nn.Module):
+    """An activation whose second derivative jumps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape."""
+        return torch.relu(x).square()
+
+
 class Times(nn.Module):
     """A net's outputs, times a number."""
 
@@ -253,6 +261,17 @@ ATTACK = {
         points,
     ),
     "relu6": Family(lambda: Regression(_dense(nn.ReLU6)), targets),
+    "hard swish": Family(lambda: Regression(_dense(nn.Hardswish)), targets),
+    "leaky relu": Family(lambda: Classifier(_dense(nn.LeakyReLU)), points),
+    # kinks of the gradient's slope
+    "elu": Family(lambda: Regression(_dense(nn.ELU)), targets),
+    "celu": Family(lambda: Classifier(_dense(nn.CELU)), points),
+    "squared relu": Family(lambda: Classifier(_dense(SquaredReLU)), points),
+    "huber": Family(lambda: Loss(_dense(nn.Tanh), functional.huber_loss), targets),
+    "smooth l1": Family(
+        lambda: Loss(_dense(nn.SiLU), lambda f, y: functional.smooth_l1_loss(f, y, beta=0.3)),
+        targets,
+    ),
     # nets and data
     "huge bias": Family(lambda: Classifier(HugeBias()), points),
     "gru": Family(lambda: Classifier(GatedRecurrence(10)), tokens, 100),

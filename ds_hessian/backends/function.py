@@ -37,6 +37,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ds_hessian.backends import kinks
+from ds_hessian.backends.kinks import argument
 from ds_hessian.errors import MeasurementError, UnsupportedError
 
 P = ParamSpec("P")
@@ -164,6 +166,7 @@ class FixedFunction(TorchFunctionMode):
         self._tallies: dict[Hashable, Tensor] = {}
         self._padding: dict[int, Tensor] = {}  # rows for padding, by the embedding's weight
         self._seen = False  # whether a function has chosen, was to drop, or has read padding
+        self._kinked: Tensor | None = None  # whether values lie on both sides of a kink
 
     # ---- evaluations
 
@@ -209,6 +212,13 @@ class FixedFunction(TorchFunctionMode):
             total = total.to(tally.device) + tally
         return total
 
+    @property
+    def smooth(self) -> bool:
+        """Whether no function with kinks has been called, or all values were on one side of them,
+        in the forwards at the weights so far.
+        """
+        return self._kinked is None or not self._kinked.item()
+
     # ---- calls of torch's functions
 
     def __torch_function__(
@@ -220,6 +230,8 @@ class FixedFunction(TorchFunctionMode):
     ) -> Any:
         """Make a call of one of torch's functions."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if self._first and name.strip("_") in kinks.NAMES:
+            self._look_for_kinks(name.strip("_"), args, kwargs)
         if name in PROBABILITIES and not self._dropout:
             self._seen |= _drops(name, args, kwargs)
             args, kwargs = _with_argument(args, kwargs, *PROBABILITIES[name], 0.0)
@@ -233,10 +245,16 @@ class FixedFunction(TorchFunctionMode):
                 return _undispatched(func)(*args, **kwargs)
         return func(*args, **kwargs)
 
+    def _look_for_kinks(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found = kinks.kinked(name, args, kwargs)
+        if found is not None:
+            before = self._kinked
+            self._kinked = found if before is None else found | before.to(found.device)
+
     def _choose(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        x: Tensor = _argument(args, kwargs, 0, "input")
+        x: Tensor = argument(args, kwargs, 0, "input")
         with torch.no_grad():
             indices = _indices(name, func(*args, **kwargs))
         dim = _dim(name, args, kwargs)
@@ -258,16 +276,16 @@ class FixedFunction(TorchFunctionMode):
         Raises:
             UnsupportedError: the function rescales rows of the weights in place.
         """
-        if _argument(args, kwargs, 3, "max_norm") is not None:
+        if argument(args, kwargs, 3, "max_norm") is not None:
             raise UnsupportedError(
                 "ds_hessian does not support embeddings with max_norm, whose forward rescales rows "
                 "of the weights in place, without a gradient; leave max_norm out"
             )
         read = func(*args, **kwargs)
-        padding = _argument(args, kwargs, 2, "padding_idx")
+        padding = argument(args, kwargs, 2, "padding_idx")
         if padding is None:
             return read
-        tokens, weight = (_argument(args, kwargs, i, n) for i, n in enumerate(("input", "weight")))
+        tokens, weight = (argument(args, kwargs, i, n) for i, n in enumerate(("input", "weight")))
         padded = tokens == (padding if padding >= 0 else weight.shape[0] + padding)
         if self._first and id(weight) not in self._padding and padded.any():
             self._padding[id(weight)], self._seen = read[padded][0].detach().clone(), True
@@ -353,10 +371,6 @@ def _undispatched(func: Any) -> Callable[..., Any]:
     return made
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str) -> Any:
-    return args[index] if len(args) > index else kwargs.get(name)
-
-
 def _with_argument(
     args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str, value: object
 ) -> Arguments:
@@ -368,25 +382,25 @@ def _with_argument(
 def _drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call of a function that drops would drop anything."""
     index, keyword = PROBABILITIES[name]
-    probability = _argument(args, kwargs, index, keyword)
+    probability = argument(args, kwargs, index, keyword)
     if keyword != "p":  # of attention, whose probability is 0 where none is given
         return probability not in (None, 0)
-    training = _argument(args, kwargs, index + 1, "training")
+    training = argument(args, kwargs, index + 1, "training")
     return probability != 0 and (training is None or bool(training))
 
 
 def _chooses(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether the call chooses by values that depend on weights."""
-    x = _argument(args, kwargs, 0, "input")
+    x = argument(args, kwargs, 0, "input")
     if not (isinstance(x, Tensor) and x.is_floating_point() and x.dim()) or "out" in kwargs:
         return False
-    along = _argument(args, kwargs, DIMS[name], "dim")
+    along = argument(args, kwargs, DIMS[name], "dim")
     return name not in ("max", "min") or (isinstance(along, int) and not isinstance(along, bool))
 
 
 def _dim(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """Return the dimension along which a call chooses; None for the whole tensor."""
-    along = _argument(args, kwargs, DIMS[name], "dim")
+    along = argument(args, kwargs, DIMS[name], "dim")
     if name in ("argmax", "argmin"):
         return None if along is None else int(along)
     return -1 if along is None or isinstance(along, bool) else int(along)

@@ -150,6 +150,8 @@ class Session(Protocol):
         gradient_scale: The factor from the sum of the terms of `add_gradient` to the gradient of
             the loss; None until every unit has been evaluated once.
         loss: The mean loss at the weights; NaN until every unit has been evaluated once.
+        smooth: Whether the loss has no kinks near the weights, as far as the functions tell that
+            this rank has called in its evaluations there (`ds_hessian.backends.kinks`).
         head: Where the model's outputs are. It, `forward` and `cotangent_scale` are for operators
             of the loss in the outputs.
         cotangent_scale: The factor from derivatives of the loss, as hooks see them in a backward,
@@ -165,6 +167,11 @@ class Session(Protocol):
     loss: float
     head: Head
     cotangent_scale: float
+
+    @property
+    def smooth(self) -> bool:
+        """Return whether the loss has no kinks near the weights."""
+        ...
 
     def displace(self, v: Tensor | None, h: float) -> Tensor:
         """Make the weights of all ranks `w + h v` (`w` with None), rounded once from the masters.

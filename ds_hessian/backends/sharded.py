@@ -158,6 +158,11 @@ class ShardedSession:
         """Return the norm of the weights, from the masters of all ranks."""
         return self.weights.norm(names)
 
+    @property
+    def smooth(self) -> bool:
+        """Return whether the functions that were called at the weights have no kinks there."""
+        return self._function.smooth
+
     def choices(self, micro_batches: range) -> Tensor:
         """Return the number of held choices, and how many of them would have changed."""
         return self._function.choices(self.forwards_of(micro_batches))

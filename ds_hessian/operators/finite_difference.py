@@ -90,6 +90,8 @@ class FiniteDifferenceHessian:
         assert session.gradient_scale is not None
         self.scale = session.gradient_scale
         self._weight_norm = session.weight_norm()
+        kinked = torch.tensor([not session.smooth], dtype=torch.float64, device=self.space.device)
+        self._smooth = not self.space.reduce(kinked).item()
         self._controllers = dict[SchemeName, StepController]()
         self._take(scheme)
         self._sides = None if tolerance is None else Sides(tolerance, self._controller)
@@ -124,6 +126,7 @@ class FiniteDifferenceHessian:
                 len(self._pilot),
                 len(self._all),
                 None if self.displacement == "auto" else float(self.displacement),
+                self._smooth,
             )
         return self._controllers[scheme]
 

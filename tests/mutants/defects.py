@@ -577,6 +577,18 @@ RANKS = (
 
 OPERATORS = (
     Defect(
+        "self._smooth = not self.space.reduce(kinked).item()",
+        "self._smooth = session.smooth",
+        "a rank knows of the kinks of its own micro-batches alone",
+        ("backends/test_kinks.py",),
+    ),
+    Defect(
+        "return replace(self, order=1, truncation=1.0, truncation_spread=KINKS_SPREAD)",
+        "return self",
+        "the error among kinks falls with the order of the formula",
+        ("operators/test_attack.py",),
+    ),
+    Defect(
         "scale = self.scale * len(self._all) / len(self._pilot)",
         "scale = self.scale",
         "the products of trials are those of the pilot's share of the loss",

@@ -103,6 +103,11 @@ class ShardedSession:
         for place, part, _ in self.backend.places:
             out[part] += full[place]
 
+    @property
+    def smooth(self) -> bool:
+        """That of the whole."""
+        return self.whole.smooth
+
     def choices(self, micro_batches: range) -> Tensor:
         """There are none."""
         return torch.zeros(2, dtype=torch.float64)

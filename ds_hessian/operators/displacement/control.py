@@ -153,6 +153,8 @@ class StepController:
         pilot: The number of micro-batches in a trial.
         num_micro_batches: The number of all micro-batches.
         fixed: A displacement to use in every product; trials only estimate its error.
+        smooth: Whether the loss has no kinks as far as is known; else the ratios of all products
+            count as errors.
     """
 
     def __init__(
@@ -163,7 +165,11 @@ class StepController:
         pilot: int,
         num_micro_batches: int,
         fixed: float | None = None,
+        smooth: bool = True,
     ) -> None:
+        self.smooth = smooth
+        if not smooth:
+            scheme = scheme.among_kinks
         scale = weight_norm if weight_norm > 0 else 1.0
         self.order, self.fixed, self.rounding = scheme.order, fixed, unit_roundoff * scale
         self.h = fixed or unit_roundoff ** (1 / (scheme.order + 1)) * scale
@@ -240,6 +246,7 @@ class StepController:
             return None
         return {
             "noise": self.noise.mean,
+            "smooth": self.smooth,
             "kappa": asdict(self.kappa),
             "firsts": self.firsts,
             "bend_unlike": self.bend_unlike,
@@ -248,7 +255,9 @@ class StepController:
         }
 
     def begin(self, lessons: dict[str, Any]) -> None:
-        """Begin with the `lessons` of an earlier measurement of the run."""
+        """Begin with the `lessons` of an earlier measurement of the run, if they hold for this."""
+        if lessons.get("smooth", True) != self.smooth:
+            return
         self.taught = lessons
         self.noise = Estimate(lessons["noise"], NOISE_SPREAD)
         self.kappa = Estimate(**lessons["kappa"])
@@ -431,7 +440,7 @@ class StepController:
     @property
     def _often_rough(self) -> bool:
         """True where the ratios of all products count as errors."""
-        return self.rough > max(FEW, KINKED * self.products)
+        return not self.smooth or self.rough > max(FEW, KINKED * self.products)
 
     def conclude(self, product: Trial) -> tuple[float | None, float | None]:
         """Update the estimates by the product that is kept, the last one given to `judge`.

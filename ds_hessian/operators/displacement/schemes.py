@@ -12,10 +12,13 @@ Source: Fornberg, Math. Comp. 51 (1988).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 SchemeName = Literal["forward", "central", "fourth_order"]
+
+KINKS_SPREAD = 0.2
+"""Standard deviation of the logarithm of error over r among kinks, as of one-sided differences."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,16 @@ class Scheme:
     def nodes(self) -> tuple[int, ...]:
         """The points at which gradients are evaluated, in units of h, without w itself."""
         return tuple(node for a, b, _ in self.differences for node in (a, b) if node)
+
+    @property
+    def among_kinks(self) -> Scheme:
+        """The same formula of a loss that has kinks, in its gradient or in the gradient's slope.
+
+        A kink within h of w adds something to the gradient on one side: to the first difference,
+        of which the product is made, and to the second, which makes r, alike. It grows with the
+        number of kinks that are passed, in proportion to h at least.
+        """
+        return replace(self, order=1, truncation=1.0, truncation_spread=KINKS_SPREAD)
 
     @property
     def one_sided(self) -> bool:

@@ -1,0 +1,115 @@
+"""Kinks of the model and its loss: where the gradient, or its slope, jumps.
+
+A function such as ReLU or max pooling is smooth but for some lines, and where values of a
+micro-batch lie on both sides of one, displacements of the weights take some of them across. A
+difference formula of whatever order then has an error of first order in the displacement, which
+cannot be told from second differences that smooth parts make (docs/numerics.md). So it is looked up
+here which functions are called that have kinks, and whether values lie on both sides.
+
+A guard such as `clamp(min=1e-6)` of what is always larger has no kink within reach and counts as
+smooth. What is not called as a function of torch's (compiled code, kernels of one's own) is not
+seen; then third differences and the asymmetry of Lanczos' matrix are the witnesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Bounds = Callable[[Sequence[Any], dict[str, Any]], Sequence[Any]]
+
+
+def _at(*kinks: float) -> Bounds:
+    return lambda args, kwargs: kinks
+
+
+def _given(*arguments: tuple[int, str, float | None], both: bool = False) -> Bounds:
+    """Return what reads kinks from a call's arguments.
+
+    Args:
+        arguments: Position, name and default of each.
+        both: Whether there is a kink at minus the argument too.
+    """
+
+    def bounds(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
+        found = [argument(args, kwargs, index, name, of) for index, name, of in arguments]
+        kinks = [value for value in found if value is not None]
+        return [*kinks, *(-value for value in kinks)] if both else kinks
+
+    return bounds
+
+
+ELEMENTWISE: dict[str, Bounds] = {
+    **dict.fromkeys(("relu", "leaky_relu", "elu", "celu", "selu", "prelu", "rrelu"), _at(0.0)),
+    **dict.fromkeys(("abs", "absolute"), _at(0.0)),
+    "relu6": _at(0.0, 6.0),
+    **dict.fromkeys(("hardswish", "hardsigmoid"), _at(-3.0, 3.0)),
+    "hardtanh": _given((1, "min_val", -1.0), (2, "max_val", 1.0)),
+    **dict.fromkeys(("clamp", "clip"), _given((1, "min", None), (2, "max", None))),
+    "clamp_min": _given((1, "min", None)),
+    "clamp_max": _given((1, "max", None)),
+    "threshold": _given((1, "threshold", None)),
+    **dict.fromkeys(("softshrink", "hardshrink"), _given((1, "lambd", 0.5), both=True)),
+}
+"""Functions of each element, and the values at which they have kinks."""
+
+OF_DIFFERENCES: dict[str, Bounds] = {
+    **dict.fromkeys(("maximum", "minimum", "fmax", "fmin", "l1_loss"), _at(0.0)),
+    **dict.fromkeys(("max", "min"), _at(0.0)),  # of two tensors
+    "huber_loss": _given((3, "delta", 1.0), both=True),
+    "smooth_l1_loss": _given((5, "beta", 1.0), both=True),
+}
+"""Functions of the difference of two tensors."""
+
+ALWAYS = {
+    *(f"{kind}{n}d" for kind in ("max_pool", "adaptive_max_pool") for n in (1, 2, 3)),
+    *(f"{kind}{n}d_with_indices" for kind in ("max_pool", "adaptive_max_pool") for n in (1, 2, 3)),
+    *("hinge_embedding_loss", "margin_ranking_loss", "multi_margin_loss"),
+    *("multilabel_margin_loss", "triplet_margin_loss", "cosine_embedding_loss"),
+    *("rnn_relu", "rnn_relu_cell"),
+}
+"""Functions that have kinks among any values."""
+
+NAMES = {*ELEMENTWISE, *OF_DIFFERENCES, *ALWAYS}
+
+
+def argument(
+    args: Sequence[Any], kwargs: dict[str, Any], index: int, name: str, default: Any = None
+) -> Any:
+    """Return an argument of a call by its position or its name."""
+    return args[index] if len(args) > index else kwargs.get(name, default)
+
+
+def kinked(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return whether values lie on both sides of a kink of a function, a boolean scalar.
+
+    None where the function has none, or what it is called with does not depend on weights.
+
+    Args:
+        name: The function's name, without underscores.
+        args: Its positional arguments.
+        kwargs: The others.
+    """
+    x, other = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "other")
+    other = kwargs.get("target", other)
+    depends = [t for t in (x, other) if isinstance(t, Tensor) and t.requires_grad]
+    if not (depends and torch.is_grad_enabled()):
+        return None
+    with torch.no_grad():
+        if name in ALWAYS:
+            return torch.ones((), dtype=torch.bool, device=depends[0].device)
+        if name in OF_DIFFERENCES:
+            if not (isinstance(x, Tensor) and isinstance(other, Tensor)):
+                return None
+            values, kinks = x - other, OF_DIFFERENCES[name](args, kwargs)
+        else:
+            values, kinks = x, ELEMENTWISE[name](args, kwargs)
+        found = None
+        for kink in kinks:
+            above = values > kink
+            crossed = above.any() & ~above.all()
+            found = crossed if found is None else found | crossed
+        return found

@@ -1,0 +1,112 @@
+"""Which functions make kinks, and that all ranks know of those that one of them has met."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import ds_hessian
+from ds_hessian.backends.function import FixedFunction
+from tests.ranks import RankPool
+
+Function = Callable[[Tensor], Tensor]
+KINKED: dict[str, Function] = {
+    "relu": nn.ReLU(),
+    "relu in place": lambda x: functional.relu_(1 * x),
+    "leaky relu": nn.LeakyReLU(),
+    "elu": nn.ELU(),
+    "celu": nn.CELU(),
+    "selu": nn.SELU(),
+    "prelu": nn.PReLU(),
+    "relu6": nn.ReLU6(),
+    "hard swish": nn.Hardswish(),
+    "hard sigmoid": nn.Hardsigmoid(),
+    "hard tanh": nn.Hardtanh(),
+    "threshold": nn.Threshold(0.1, 0.0),
+    "soft shrink": nn.Softshrink(),
+    "hard shrink": nn.Hardshrink(),
+    "abs": abs,
+    "clamp": lambda x: x.clamp(min=0.5),
+    "clip": lambda x: torch.clip(x, -1, 1),
+    "hinge": lambda x: (1 - x).clamp_min(0),
+    "max pooling": nn.MaxPool1d(2),
+    "adaptive max pooling": nn.AdaptiveMaxPool1d(2),
+    "maximum": lambda x: torch.maximum(x, x.flip(0)),
+    "max of two": lambda x: torch.max(x, x.flip(0)),
+    "huber": lambda x: functional.huber_loss(x, torch.zeros_like(x), delta=0.5),
+    "smooth l1": lambda x: nn.SmoothL1Loss()(x, torch.zeros_like(x)),
+    "l1": lambda x: nn.L1Loss()(x, torch.zeros_like(x)),
+    "margins": lambda x: functional.multi_margin_loss(x, torch.zeros(4, dtype=torch.long)),
+    "a recurrence": lambda x: nn.RNN(8, 3, nonlinearity="relu")(x)[0],
+    "recomputed": lambda x: checkpoint(torch.relu, x, use_reentrant=True),
+}
+SMOOTH: dict[str, Function] = {
+    "gelu": nn.GELU(),
+    "silu": nn.SiLU(),
+    "softplus": nn.Softplus(),
+    "layer norm": nn.LayerNorm(8),
+    "normalised": functional.normalize,
+    "attention": lambda x: functional.scaled_dot_product_attention(x, x, x),
+    "cross entropy": lambda x: functional.cross_entropy(x, torch.zeros(4, dtype=torch.long)),
+    "a guard": lambda x: x.square().clamp(min=-1e-6).sqrt(),
+    "a mask": lambda x: torch.max(x, torch.full((), -1e30)),
+    "relu of data": lambda x: torch.relu(x.detach()) * x,
+    "relu of one side": lambda x: torch.relu(x.square()),
+    "held choices": lambda x: x.max(-1).values + x.topk(2).values.sum(-1),
+}
+
+
+def is_smooth(function: Function) -> bool:
+    """Whether a function of values on both sides of 0 counts as smooth."""
+    x, fixed = torch.linspace(-6, 6, 32).view(4, 8).requires_grad_(), FixedFunction(dropout=False)
+    with fixed.evaluating(0):
+        function(x).sum().backward()
+    return fixed.smooth
+
+
+@pytest.mark.parametrize("name", KINKED)
+def test_values_on_both_sides_of_a_kink_are_seen(name: str) -> None:
+    assert not is_smooth(KINKED[name])
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_smooth_functions_and_kinks_out_of_reach_are_none(name: str) -> None:
+    assert is_smooth(SMOOTH[name])
+
+
+def displacements(data: list[Tensor]) -> list[float]:
+    """The steps of some products of a ReLU net, of which a rank has its share of the data."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4, bias=False), nn.ReLU(), nn.Linear(4, 2), nn.Tanh())
+    with torch.no_grad():
+        net[0].weight.abs_()
+    model: nn.Module = net
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        model, data = DistributedDataParallel(net), data[dist.get_rank() :: dist.get_world_size()]
+    hessian = ds_hessian.attach(model)
+    hessian.use(data, loss_fn=lambda model, x: model(x).square().mean())
+    found = []
+    with hessian.measuring():
+        for seed in range(4):
+            product = hessian.matvec(hessian.random_vector(seed=seed))
+            assert product.error is not None and math.isfinite(product.error)
+            found.append(product.displacement)
+    return found
+
+
+def test_kinks_of_one_rank_are_kinks_of_all(ranks: Callable[[int], RankPool]) -> None:
+    """The inputs of one rank's units are positive; the step is decided alike."""
+    torch.manual_seed(1)
+    data = [torch.rand(8, 3), torch.randn(8, 3)]
+    one, other = ranks(2).run(displacements, data, timeout=120)
+    smooth, _ = ranks(2).run(displacements, [x.abs() for x in data], timeout=120)
+    assert one == other
+    assert all(h < s for h, s in zip(one[1:], smooth[1:], strict=True)), (one, smooth)
