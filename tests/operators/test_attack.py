@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from ds_hessian.backends import kinks
 from ds_hessian.operators.displacement.belief import ROUNDOFF
 from ds_hessian.operators.outputs.gauss_newton import GaussNewton
 from tests.operators.gauss_newton import ExactGaussNewton
@@ -99,6 +100,28 @@ def test_among_kinks_the_second_difference_is_the_error(
     assert ratios.min() > LEAST and np.median(ratios) < 1 / LEAST, ratios
     if name in OF_SLOPES:  # the step is that of one-sided differences
         assert np.median(estimates) < 4 * math.sqrt(ROUNDOFF), estimates
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    cells(
+        [
+            (n, c)
+            for n in ("hinge", "squared hinge", "relu6", "relu", "max pooling")
+            for c in (4, 8, 16)
+        ],
+        [("relu", 8)],
+    ),
+)
+def test_kinks_of_unknown_functions_are_seen_by_the_third_difference(
+    attack: Found, name: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in compiled code. Of the pilot of 8 of the ReLU net no unit changes sign, of others some
+    do.
+    """
+    monkeypatch.setattr(kinks, "NAMES", ())
+    ratios, _ = told(attack, name, "fp32", count)
+    assert ratios.min() > LEAST and np.median(ratios) < 3, ratios
 
 
 @pytest.mark.parametrize("count", cells([1, 4, 16], [4]))
