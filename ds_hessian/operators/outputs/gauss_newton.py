@@ -106,8 +106,9 @@ class GaussNewton:
             session,
             reading.tap,
             self._product_of(reading, matrix),
-            session.unit_roundoff ** (1 / 3),
+            session.unit_roundoff ** (1 / (2 if reading.kinked else 3)),
             *self._room(reading.largest),
+            reading.cotangents,
         )
         self._around = self._gradient_around() if reading.passes_by else None
         self._before: _Before | None = None
@@ -277,6 +278,7 @@ class GaussNewton:
             sums.squares += more.squares
             sums.form += more.form
             sums.choices += more.choices
+            sums.values += more.values
         found = self._figures(v, length, h, out, sums, 1.0)
         if not found.trial.finite:
             raise NumericsError(
@@ -299,9 +301,10 @@ class GaussNewton:
             pairs += [(self._before.vector, self._before.vector), (self._before.vector, out)]
         dots = ops.dots(pairs, self.space.n_owned).cpu()
         form = torch.tensor([sums.form], dtype=torch.float64)
-        parts = [sums.squares, form, sums.change, sums.choices, dots]
+        parts = [sums.squares, form, sums.change, sums.choices, sums.values, dots]
         figures = self.space.reduce(torch.cat(parts)).tolist()
-        _, count, first, second, q, along, moved, held, flips, square, dot, *before = figures
+        _, count, first, second, q, along, moved, held, flips, *figures = figures
+        values, bent, square, dot, *before = figures
         unit, kappa, change = self._unit(h) / share, self._passes.kappa, math.inf
         if before and self._before is not None:
             other = self._before.unit
@@ -314,6 +317,7 @@ class GaussNewton:
             spread=math.sqrt(first / count) / (2 * h) if first > 0 else 0.0,
             form=q * self.scale / (share * (2 * h * kappa) ** 2),
             change=change,
+            values=_nonlinearity(values, bent),
         )
         fidelity = -_ratio(along, math.sqrt(moved) * length, nothing=0.0)
         return _Figures(trial, dot * unit / length, fidelity, (held, flips))

@@ -21,10 +21,7 @@ from torch import Tensor
 
 from ds_hessian import ops
 from ds_hessian.backends.protocol import Session
-from ds_hessian.operators.outputs.tap import Listener, Tap
-
-SAMPLES = 2**16
-"""Entries of the outputs of a micro-batch from which the nonlinearity ratio is taken, at most."""
+from ds_hessian.operators.outputs.tap import Listener, Tap, sample
 
 OutputProduct = Callable[[int, Tensor, Tensor], Tensor]
 """`(micro-batch, f, u)` to `H_out u` in units of the gradient's terms, in the shape of f, fp32."""
@@ -41,12 +38,15 @@ class Sums:
         change: `(2,)`: what `displace` returned for the way from `w + h v` to `w - h v`.
         choices: `(2,)` fp64: discrete choices that the forwards at `w - h v` have held, and how
             many of them they would have made otherwise.
+        values: `(2,)` fp64: the squares of the first and of the second differences of a sample of
+            the cotangents, where `Passes.cotangents` has them at the weights.
     """
 
     squares: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
     form: float = 0.0
     change: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
     choices: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+    values: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
 
 
 class _Recorder:
@@ -100,9 +100,10 @@ class _Shifted:
         rho: float,
         sums: Sums,
         third: dict[int, Tensor] | None,
+        middles: dict[int, Tensor],
     ) -> None:
         self.session, self.group, self.rho = session, group, rho
-        self.sums, self.third = sums, third
+        self.sums, self.third, self.middles = sums, third, middles
 
     def outputs(self, index: int, f: Tensor) -> Tensor:
         if self.rho > 0:
@@ -114,7 +115,16 @@ class _Shifted:
             part = c.float() * (-3.0 if self.rho > 0 else -1.0)
             self.third[index] = self.third[index] + part if index in self.third else part
         along = _dot(c.float(), self.group.differences[index])
-        self.sums.form += along * self.session.cotangent_scale / (2 * self.rho)
+        scale = self.session.cotangent_scale
+        self.sums.form += along * scale / (2 * self.rho)
+        if index in self.middles:
+            here = sample(c).float() * scale
+            if self.rho > 0:
+                self.group.cotangents[index] = here.clone()
+                return
+            above = self.group.cotangents.pop(index)
+            second = above + here - 2 * self.middles[index]
+            self.sums.values += torch.tensor([_square(above - here), _square(second)])
 
 
 class _Third:
@@ -152,12 +162,14 @@ class Group:
     Attributes:
         differences: `{micro-batch: difference}`, fp32.
         middles: A sample of `f(w + h v) + f(w - h v)`, for the second difference.
+        cotangents: A sample of those at `f + rho kappa delta`, of micro-batches that have had it.
     """
 
     def __init__(self, above: dict[int, Tensor], below: dict[int, Tensor]) -> None:
-        self.middles = {i: _sample(f) + _sample(below[i]) for i, f in above.items()}
+        self.middles = {i: sample(f) + sample(below[i]) for i, f in above.items()}
         self.differences = {i: f.sub_(below.pop(i)) for i, f in above.items()}
-        self._first = {i: _square(_sample(d)) for i, d in self.differences.items()}
+        self._first = {i: _square(sample(d)) for i, d in self.differences.items()}
+        self.cotangents = dict[int, Tensor]()
 
     def sizes(self, sums: Sums) -> None:
         """Add the squares of the differences, and their number."""
@@ -166,7 +178,7 @@ class Group:
 
     def bend(self, index: int, f: Tensor, sums: Sums) -> None:
         """Add the square of the second difference."""
-        sums.squares[3] += _square(self.middles[index] - 2 * _sample(f.float()))
+        sums.squares[3] += _square(self.middles[index] - 2 * sample(f.float()))
 
     def scale(self, kappa: float) -> None:
         """Multiply the differences."""
@@ -184,6 +196,8 @@ class Passes:
         rho: The displacement of the outputs where it is not, in units of the rms of delta.
         largest: Bytes of the largest outputs of a micro-batch on any rank, in fp32.
         room: Bytes of the smallest rank's vector.
+        cotangents: A sample of the cotangents of each micro-batch at the weights, in units of the
+            gradient's terms; empty where the loss is smooth.
     """
 
     def __init__(
@@ -194,8 +208,10 @@ class Passes:
         rho: float,
         largest: int,
         room: int,
+        cotangents: dict[int, Tensor],
     ) -> None:
         self.session, self.tap, self.product, self.rho = session, tap, product, rho
+        self.cotangents = cotangents
         self.size = max(1, room // max(largest, 1))
         self.kappa = 1.0
         self._last: Group | None = None  # while there may be a `repeat`, or a `third`
@@ -289,7 +305,8 @@ class Passes:
             return
         self._third = {} if micro_batches.start == 0 else None
         for sign in (1.0, -1.0):
-            listener = _Shifted(self.session, group, sign * self.rho, sums, self._third)
+            rho, kept = sign * self.rho, self.cotangents
+            listener = _Shifted(self.session, group, rho, sums, self._third, kept)
             self._pass(out, micro_batches, listener)
             out.neg_()
 
@@ -351,11 +368,6 @@ class Passes:
         """Add the gradient that does not pass the outputs to `out`, at the weights as they are."""
         with self.tap.listening(micro_batches, _Silence()):
             self.session.add_gradient(out, micro_batches)
-
-
-def _sample(x: Tensor) -> Tensor:
-    flat = x.reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLES)]
 
 
 def _square(x: Tensor) -> float:

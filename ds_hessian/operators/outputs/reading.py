@@ -29,6 +29,7 @@ from ds_hessian.operators.outputs.losses import (
     read_cross_entropy,
     read_squares,
 )
+from ds_hessian.operators.outputs.tap import sample
 
 Read = TypeVar("Read", Tokens, Squares)
 
@@ -45,10 +46,12 @@ class _Listener:
     Attributes:
         failed: Micro-batches whose loss is not of the kind that is read.
         largest: Bytes of the largest outputs, in fp32.
+        samples: A sample of the cotangents of each micro-batch that passed as it is.
     """
 
     def __init__(self) -> None:
         self.failed = self.largest = 0
+        self.samples: dict[int, Tensor] = {}
 
     def outputs(self, index: int, f: Tensor) -> Tensor | None:
         self.largest = max(self.largest, FP32 * f.numel())
@@ -72,6 +75,7 @@ class _Reader(_Listener):
         self.others: dict[int, Tensor] | None = {}
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> None:
+        self.samples[index] = sample(c).float().clone()
         found = read_cross_entropy(f, c, group_of(f, self.head))
         if found is not None:
             self.tokens[index] = found
@@ -130,6 +134,7 @@ class _Prober(_Listener):
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor | None:
         if self.passes == 0:
             self._before[index] = c.clone()
+            self.samples[index] = sample(c).float().clone()
             return None
         secant = Secant.of(self._before[index], c, self._added[index])
         if self.passes == 1:
@@ -175,6 +180,9 @@ class Reading:
         squares: The same where the loss is quadratic in the outputs.
         kind: Which of the two, on all ranks; None for another loss.
         passes_by: Whether a part of such a loss does not pass the outputs.
+        kinked: Whether the loss is neither, and there are kinks on some rank.
+        cotangents: If so, a sample of the cotangents of each micro-batch, in units of the terms of
+            the gradient; else empty.
         seconds: The time of one gradient over all micro-batches, without what the first builds.
         largest: Bytes of the largest outputs of a micro-batch, in fp32.
 
@@ -186,6 +194,7 @@ class Reading:
         self.tokens: dict[int, Tokens] = {}
         self.squares: dict[int, Squares] = {}
         self.kind: Literal["cross entropy", "squares"] | None = None
+        self.cotangents: dict[int, Tensor] = {}
         self.passes_by, self.largest, self.seconds = False, 0, 0.0
         session.displace(None, 0.0)
         self.gradient = self.space.zeros()
@@ -201,6 +210,9 @@ class Reading:
         if entropic and not self._failed(reader):
             self.tokens, self.kind = reader.tokens, "cross entropy"
         self.passes_by &= self.kind is not None
+        self.kinked = self._anywhere(not session.smooth) and self.kind is None
+        if not self.kinked:
+            self.cotangents.clear()
 
     def _read_first(self, outputs: str | None, reader: _Reader) -> None:
         """Find the outputs, and read the first micro-batch, whose gradient is added."""
@@ -250,6 +262,9 @@ class Reading:
         with self.tap.listening(some, listener):
             seconds = add_gradient(self.session, out, some)
         self.largest = max(self.largest, listener.largest)
+        for i, c in listener.samples.items():
+            self.cotangents[i] = c * self.session.cotangent_scale
+        listener.samples.clear()
         return seconds
 
     def _scale(self, kept: dict[int, Read], some: range) -> None:

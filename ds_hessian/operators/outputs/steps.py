@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ds_hessian.operators.displacement.control import products_of_a_third
 
@@ -57,6 +58,9 @@ AFTER_PROBE = 6.0
 INDEPENDENT = 0.45
 """The noise of k pilots falls as k^-0.45: micro-batches share the rounding of the weights."""
 
+TINY = 1e-30
+"""A square of a change that counts as none."""
+
 TYPICAL = 1.0
 """kappa before it is measured: 2/3 for an exponential, more where curvature is concentrated."""
 
@@ -72,6 +76,9 @@ class Trial:
         spread: Norm of the outputs' derivative, in the units of r's noise.
         form: `v'Gv` from the outputs alone.
         change: `|P - P'|` from the trial before; inf for the first.
+        values: The nonlinearity ratio of the cotangents of a loss with kinks that is known by its
+            values: the relative error from differencing it, as of any difference among kinks
+            (`ds_hessian.operators.displacement.schemes.Scheme.among_kinks`); else 0.
     """
 
     h: float
@@ -80,6 +87,7 @@ class Trial:
     spread: float
     form: float
     change: float = math.inf
+    values: float = 0.0
 
     @property
     def finite(self) -> bool:
@@ -331,7 +339,8 @@ class OutputSteps:
         if product.nonlinearity > 0.5:  # no ratio above it tells how far the outputs bend
             # Nor does the product's length, of which the trials may have shown more.
             error = max(error, product.nonlinearity, self._seen / product.size)
-        error = math.hypot(max(error, mismatch / product.size), found.values)
+        values = max(found.values, min(product.values, 1.0))
+        error = math.hypot(max(error, mismatch / product.size), values)
         first = found.products == 0
         found.noise = self._noise if first else math.sqrt(found.noise * self._noise)
         found.kappa = self._kappa if first else math.sqrt(found.kappa * self._kappa)
@@ -343,24 +352,20 @@ class OutputSteps:
 
 
 def _two_terms(first: list[float], second: list[float]) -> tuple[float, float]:
-    """Return x, y >= 0 that make `(x first)^2 + (y second)^2` nearest to 1 for all entries."""
+    """Return x, y >= 0 with `(x first)^2 + (y second)^2` near 1 for all entries but a few.
+
+    Their logarithms are to be small, in absolute value, in the sum: changes span many orders of
+    magnitude, and one that passes a kink, or saturates, is unlike all others. The sum is smallest
+    near where one term alone fits an entry, so that each of these is tried.
+    """
     a, b = np.square(first), np.square(second)
-    scale_a, scale_b = a.max(), b.max()
-    if not (scale_a > 0 and scale_b > 0):
+    if not (a.max() > 0 and b.max() > 0):
         return 0.0, 0.0
-    a, b = a / scale_a, b / scale_b
-    # Changes span many orders of magnitude: each counts by its logarithm, by a fixed-point weight.
-    x, y = 1.0, 1.0
-    weight = np.ones(len(a))
-    for _ in range(20):
-        aa, ab, bb = (weight * a * a).sum(), (weight * a * b).sum(), (weight * b * b).sum()
-        ra, rb = (weight * a).sum(), (weight * b).sum()
-        determinant = aa * bb - ab * ab
-        if determinant > 1e-12 * aa * bb:
-            x, y = (ra * bb - rb * ab) / determinant, (rb * aa - ra * ab) / determinant
-        if x <= 0 or determinant <= 1e-12 * aa * bb:
-            x, y = 0.0, rb / bb
-        elif y <= 0:
-            x, y = ra / aa, 0.0
-        weight = 1 / np.square(np.maximum(x * a + y * b, 1e-3))
-    return math.sqrt(x / scale_a), math.sqrt(y / scale_b)
+    tried = [(x, y) for x in (0.0, *_inverse(a)) for y in (0.0, *_inverse(b)) if x or y]
+    sums = [np.abs(np.log(np.maximum(x * a + y * b, TINY))).sum() for x, y in tried]
+    x, y = tried[int(np.argmin(sums))]
+    return math.sqrt(x), math.sqrt(y)
+
+
+def _inverse(squares: NDArray[np.float64]) -> list[float]:
+    return [float(1 / square) for square in squares if square > 0]

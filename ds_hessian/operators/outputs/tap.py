@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from ds_hessian.backends.function import beside
 from ds_hessian.errors import UnsupportedError
 
+SAMPLES = 2**16
+"""Entries of the outputs of a micro-batch from which nonlinearity ratios are taken."""
+
 
 class Listener(Protocol):
     """What a pass does at the outputs."""
@@ -140,3 +143,9 @@ def with_tensor(output: Any, f: Tensor) -> Any:
     if hasattr(output, "_fields"):
         return type(output)(f, *output[1:])
     return type(output)((f, *output[1:]))
+
+
+def sample(x: Tensor) -> Tensor:
+    """Return entries at equal distances, as many as `SAMPLES` at least."""
+    flat = x.reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLES)]
