@@ -17,6 +17,9 @@ An embedding with a `padding_idx` reads that row, and gives it no gradient: to t
 constant. It is held as well, at its value at the weights, so that gradients at displaced weights
 are those of one function, masked or not, and where an output's row is tied to it.
 
+Functions with kinks (ReLU, say) are evaluated as they are; but it is noted that the model, or its
+loss, calls them (`ds_hessian.backends.kinks`).
+
 Memory: the recorded indices, in one byte for each chosen expert of at most 256.
 """
 

@@ -7,8 +7,8 @@ cannot be told from second differences that smooth parts make (docs/numerics.md)
 here which functions are called that have kinks, and whether values lie on both sides.
 
 A guard such as `clamp(min=1e-6)` of what is always larger has no kink within reach and counts as
-smooth. What is not called as a function of torch's (compiled code, kernels of one's own) is not
-seen; then third differences and the asymmetry of Lanczos' matrix are the witnesses.
+smooth. What is not called as a function of torch's (TorchScript, kernels of one's own) is not seen;
+then third differences and the asymmetry of Lanczos' matrix are the witnesses.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def test_among_kinks_the_second_difference_is_the_error(
 def test_kinks_of_unknown_functions_are_seen_by_the_third_difference(
     attack: Found, name: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in compiled code. Of the pilot of 8 of the ReLU net no unit changes sign, of others some
+    """As in TorchScript. Of the pilot of 8 of the ReLU net no unit changes sign, of others some
     do.
     """
     monkeypatch.setattr(kinks, "NAMES", ())
