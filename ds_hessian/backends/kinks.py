@@ -73,6 +73,8 @@ ALWAYS = {
 }
 """Functions that have kinks among any values."""
 
+REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 NAMES = {*ELEMENTWISE, *OF_DIFFERENCES, *ALWAYS}
 
 
@@ -101,15 +103,22 @@ def kinked(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | N
     with torch.no_grad():
         if name in ALWAYS:
             return torch.ones((), dtype=torch.bool, device=depends[0].device)
-        if name in OF_DIFFERENCES:
-            if not (isinstance(x, Tensor) and isinstance(other, Tensor)):
-                return None
-            values, kinks = x - other, OF_DIFFERENCES[name](args, kwargs)
-        else:
-            values, kinks = x, ELEMENTWISE[name](args, kwargs)
-        found = None
-        for kink in kinks:
-            above = values > kink
-            crossed = above.any() & ~above.all()
-            found = crossed if found is None else found | crossed
-        return found
+        if name in ELEMENTWISE:
+            return _between(x, ELEMENTWISE[name](args, kwargs))
+        if isinstance(x, Tensor) and isinstance(other, Tensor):
+            return _between(x - other, OF_DIFFERENCES[name](args, kwargs))
+    return None
+
+
+def _between(values: Tensor, kinks: Sequence[Any]) -> Tensor | None:
+    """Return whether a kink, a number or a tensor of them, lies between values."""
+    # The absolute value of complex numbers is smooth, but at 0.
+    if values.dtype not in REAL or values.layout != torch.strided or values.is_nested:
+        return None
+    found = None
+    for kink in kinks if values.numel() else ():
+        apart, at = (values - kink, 0.0) if isinstance(kink, Tensor) else (values, kink)
+        least, largest = apart.aminmax()
+        crossed = (least <= at) & (largest > at)
+        found = crossed if found is None else found | crossed
+    return found

@@ -35,7 +35,9 @@ KINKED: dict[str, Function] = {
     "hard shrink": nn.Hardshrink(),
     "abs": abs,
     "clamp": lambda x: x.clamp(min=0.5),
+    "clamp of each": lambda x: x.clamp(min=torch.linspace(-1, 1, 8)),
     "clip": lambda x: torch.clip(x, -1, 1),
+    "bf16": lambda x: torch.relu(x.bfloat16()),
     "hinge": lambda x: (1 - x).clamp_min(0),
     "max pooling": nn.MaxPool1d(2),
     "adaptive max pooling": nn.AdaptiveMaxPool1d(2),
@@ -60,6 +62,8 @@ SMOOTH: dict[str, Function] = {
     "a mask": lambda x: torch.max(x, torch.full((), -1e30)),
     "relu of data": lambda x: torch.relu(x.detach()) * x,
     "relu of one side": lambda x: torch.relu(x.square()),
+    "moduli": lambda x: torch.fft.fft(x).abs(),
+    "no values": lambda x: torch.relu(x[:0]),
     "held choices": lambda x: x.max(-1).values + x.topk(2).values.sum(-1),
 }
 
