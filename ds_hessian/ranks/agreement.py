@@ -73,6 +73,9 @@ class Follower:
         """End a meeting."""
         self.met += 1
 
+    def told(self, error: BaseException) -> None:
+        """Take note that all ranks know of a failure by a meeting; this one raises `error`."""
+
     def undisturbed(self) -> AbstractContextManager[None]:
         """Return a context for a meeting."""
         return nullcontext()
@@ -116,8 +119,16 @@ class _Failure(NamedTuple):
 
 
 def _failure(error: BaseException, when: When, rank: int, depth: int, doing: str) -> _Failure:
-    message = f"{type(error).__name__}: {error}"
-    return _Failure(when, rank, depth, doing, message, interrupts(error))
+    return _Failure(when, rank, depth, doing, text_of(error), interrupts(error))
+
+
+def text_of(error: BaseException) -> str:
+    """Return the class of an error and what it says, if it can say it: the other ranks wait."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception as why:
+        return f"{name}, which raises {type(why).__name__} when it is printed"
 
 
 def agree(
@@ -132,7 +143,7 @@ def agree(
 
     The message names the lowest of the ranks that failed first; a later failure may be a
     consequence of theirs. A rank raises its own error if that is an interrupt, or if it is a
-    `HessianError` and was first.
+    `HessianError` and was first. What fails on a rank on its way to the meeting is its error too.
 
     Args:
         error: This rank's error.
@@ -157,6 +168,28 @@ def agree(
         if error is not None:
             _raise_first([_failure(error, (), 0, 1, doing)], error, (), as_it_is)
         return interrupted
+    met = follower.met
+    try:
+        return _meet(follower, error, doing, group, device, as_it_is, interrupted)
+    except LockstepError:
+        raise
+    except BaseException as failure:
+        if follower.met > met:
+            raise
+        error = error or failure
+    return _meet(follower, error, doing, group, device, as_it_is, interrupted)
+
+
+def _meet(
+    follower: Follower,
+    error: BaseException | None,
+    doing: str,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+    as_it_is: bool,
+    interrupted: bool,
+) -> bool:
+    """Meet the others in `agree`."""
     failed: list[_Failure] = []
     with follower.undisturbed():
         error, when = follower.arrive(error)
@@ -178,6 +211,7 @@ def agree(
         try:
             _raise_first(failed, error, when, alike and as_it_is)
         except BaseException as known:
+            follower.told(known)
             depth = min(failure.depth for failure in failed)
             if follower.depth >= depth:
                 follower.over = depth, known

@@ -33,5 +33,5 @@ def collective(doing: str, device: torch.device | str, as_it_is: bool = True) ->
     if active.follower.follows:
         yield
         return
-    with Lockstep(torch.device(device)) as lockstep, lockstep.together(doing, as_it_is):
+    with Lockstep(torch.device(device)) as lockstep, lockstep.whole(doing, as_it_is):
         yield

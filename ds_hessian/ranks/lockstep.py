@@ -50,6 +50,7 @@ from ds_hessian.ranks.agreement import (
     active,
     agree,
     interrupts,
+    text_of,
     together,
 )
 from ds_hessian.ranks.collectives import (
@@ -101,6 +102,7 @@ class Lockstep(Follower):
         self._interrupts = Interrupts()
         self._pass = Pass(0)
         self._raised: BaseException | None = None  # to all ranks, by the latest meeting
+        self._told: BaseException | None = None  # of which all ranks know by the latest meeting
         self._stack, self._thread, self._inside = ExitStack(), 0, False
         self._interrupted = False  # some rank, at the end
         self._paused = False  # while another lockstep in its body is entered
@@ -211,27 +213,35 @@ class Lockstep(Follower):
             yield
 
     @contextmanager
+    def whole(self, doing: str, as_it_is: bool = False) -> Iterator[None]:
+        """Run the body, which is all of the lockstep, as `together` does. Signals that come after
+        the end of the body are handled after that of the lockstep: the others go on then.
+
+        Collective: every rank must enter and leave; one small all-reduce.
+        """
+        with self._noting(), together(doing, device=self.device, as_it_is=as_it_is):
+            try:
+                yield
+            finally:
+                self._interrupts.hold()  # until `_ending`
+
+    @contextmanager
     def guarded(self) -> Iterator[None]:
         """Run the body between saving the training state and restoring it.
 
         A host enters the lockstep first, saves the state `together`, runs this, and restores
-        the state as it leaves, by the same collectives on all ranks. Signals that come after the
-        end of the body are handled after that of the lockstep.
+        the state as it leaves, by the same collectives on all ranks.
 
         Raises:
             Exception: the body failed on some rank: as in `together`, or the error of all ranks.
 
         Collective: every rank must enter and leave; one small all-reduce.
         """
-        with self._noting():
-            try:
-                with together("measuring", device=self.device, as_it_is=True):
-                    try:
-                        yield
-                    finally:
-                        self._interrupts.hold()  # until `_ending`
-            finally:
-                self.restoring = True
+        try:
+            with self.whole("measuring", as_it_is=True):
+                yield
+        finally:
+            self.restoring = True
 
     def _require_restored(self, error: BaseException | None) -> BaseException | None:
         """Agree that nothing was raised but the error that all ranks have raised in the bodies.
@@ -242,16 +252,12 @@ class Lockstep(Follower):
         """
         lost, own = None if error is self._raised else error, self._interrupted
         doing = "putting back the training state"
-        # Again where the first fails before this rank has met the others.
-        for _ in range(1 if self.world_size == 1 else 2):
-            if self._pass.number == self._last:
-                try:
-                    self._interrupted = agree(lost, doing, device=self.device, interrupted=own)
-                except BaseException as failure:
-                    agreed = isinstance(failure, (MeasurementError, RankInterrupt))
-                    if lost is None and not agreed and self._pass.number > self._last:
-                        return failure
-                    lost = failure
+        try:
+            self._interrupted = agree(lost, doing, device=self.device, interrupted=own)
+        except BaseException as failure:
+            if lost is None and failure is not self._told and self._pass.number > self._last:
+                return failure
+            lost = failure
         if lost is not None:
             raise LockstepError(f"{lost}; the training state is lost, end the job") from error
         return None
@@ -339,6 +345,10 @@ class Lockstep(Follower):
 
     follows = True
 
+    def told(self, error: BaseException) -> None:
+        """Take note of the error that all ranks know."""
+        self._told = error
+
     def undisturbed(self) -> AbstractContextManager[None]:
         """Return a context that holds interrupts back until the meeting is over."""
         return self._interrupts.held()
@@ -380,7 +390,7 @@ class Lockstep(Follower):
             yield Following(self._log, self._peers, self._meshed, self._communication, self.device)
         except Exception as why:
             message = (
-                f"rank {self.rank} failed ({type(error).__name__}: {error}) and cannot take part "
+                f"rank {self.rank} failed ({text_of(error)}) and cannot take part "
                 f"in what the other ranks wait for: {why}; end the job"
             )
             logger.error(message)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import DEFAULT, MagicMock, patch
 
 import pytest
 import torch
@@ -369,6 +369,83 @@ def interrupted_entering() -> str:
 def test_an_interrupt_while_ranks_enter_a_measurement_ends_it_on_all(ranks: Ranks) -> None:
     other, mine = ranks(2).run(interrupted_entering, timeout=120)
     assert other == "while measuring, rank 1: Signalled: received SIGINT" and mine == ""
+
+
+def interrupted_leaving() -> tuple[str, str]:
+    """Rank 1 gets SIGINT while it waits for rank 0, which is late, to leave a call; returns what
+    it raises, and a sum of both ranks in the next one.
+    """
+    error = "no error"
+    try:
+        with collective("calling", "cpu"):
+            be_late_or_interrupted()
+    except KeyboardInterrupt as caught:
+        error = f"KeyboardInterrupt {caught}"
+    with collective("calling", "cpu"):
+        return error, f"{reduce(torch.ones(3, dtype=torch.float64)).tolist()}"
+
+
+def test_an_interrupt_while_ranks_leave_a_call_is_raised_once_they_have(ranks: Ranks) -> None:
+    """As one that comes just after: rank 0 has left the call without an error."""
+    said = ranks(2).run(interrupted_leaving, timeout=60)
+    assert said == [("no error", "[2.0, 2.0, 2.0]"), ("KeyboardInterrupt ", "[2.0, 2.0, 2.0]")]
+
+
+class Unprintable(ValueError):
+    """An error that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise KeyError("what")
+
+
+def unprintable() -> list[str]:
+    """Rank 1 fails with an error that cannot be printed, in a call and in a measurement."""
+    errors = []
+    for entered in (lambda: collective("calling", "cpu"), whole_measurement):
+        try:
+            with entered():
+                if dist.get_rank() == 1:
+                    raise Unprintable
+                dist.all_reduce(torch.ones(1))
+        except HessianError as caught:
+            errors.append(str(caught))
+    return errors
+
+
+@contextlib.contextmanager
+def whole_measurement() -> Iterator[None]:
+    """A measurement that saves and restores nothing."""
+    with Lockstep(torch.device("cpu"), communication()) as lockstep, lockstep.guarded():
+        yield
+
+
+def test_an_error_that_cannot_be_printed_is_named_on_all_ranks(ranks: Ranks) -> None:
+    said = "rank 1: Unprintable, which raises KeyError when it is printed"
+    found = ranks(2).run(unprintable, timeout=60)
+    assert found == [[f"while calling, {said}", f"while measuring, {said}"]] * 2
+
+
+def failing_to_meet() -> list[str]:
+    """Rank 1 fails on its way to the meeting at the end of a call, and of a measurement."""
+    errors = []
+    for entered in (lambda: collective("calling", "cpu"), whole_measurement):
+        try:
+            with contextlib.ExitStack() as fault, entered():
+                dist.all_reduce(torch.ones(1))
+                if dist.get_rank() == 1:
+                    first = [MemoryError("full"), *[DEFAULT] * 9]
+                    full = MagicMock(wraps=torch.tensor, side_effect=first)
+                    fault.enter_context(patch.object(torch, "tensor", full))
+            errors.append("no error")
+        except HessianError as caught:
+            errors.append(str(caught))
+    return errors
+
+
+def test_a_failure_on_the_way_to_the_last_meeting_is_raised_in_it(ranks: Ranks) -> None:
+    said = "rank 1: MemoryError: full"
+    found = ranks(2).run(failing_to_meet, timeout=60)
+    assert found == [[f"while calling, {said}", f"while measuring, {said}"]] * 2
 
 
 def open_files(count: int) -> tuple[list[int], list[int]]:
