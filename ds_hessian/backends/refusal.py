@@ -1,8 +1,9 @@
 """Training and checkpointing are refused while the weights of a job are displaced.
 
-Inside a measurement an optimizer's step would start from displaced weights, and a state dict would
-hold them. A handler of preemption does either: it is called after the measurement
-(`ds_hessian.ranks.interrupts`), and code inside of it gets a `MeasurementError`.
+Inside a measurement an optimizer's step would start from displaced weights, a state dict would
+hold them, and another measurement would be of them. A handler of preemption steps or saves: it is
+called after the measurement (`ds_hessian.ranks.interrupts`), and code inside of it gets a
+`MeasurementError`.
 """
 
 from __future__ import annotations
@@ -18,16 +19,25 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ds_hessian.backends.guard import Attributes
 from ds_hessian.errors import MeasurementError
 
+_displaced: set[nn.Module] = set()
+"""The submodules, with weights of their own, of the measurements that are open."""
+
 
 @contextmanager
 def training_refused(modules: Sequence[nn.Module], weights: Iterable[Tensor]) -> Iterator[None]:
-    """Refuse, in the body, steps of torch's optimizers on the weights, and state dicts of the
-    modules.
+    """Refuse, in the body, steps of torch's optimizers on the weights, state dicts of the modules,
+    and other measurements of them.
 
     Args:
         modules: The modules that hold this rank's weights.
         weights: What an optimizer of the job steps: the weights, and their masters.
+
+    Raises:
+        MeasurementError: they are being measured already, by another `Hessian`.
     """
+    own = {m for module in modules for m in module.modules() if _trained(m)}
+    if own & _displaced:
+        refuse("a measurement of the same weights")
     parameters = [p for module in modules for p in module.parameters()]
     storages = {_storage(tensor) for tensor in (*parameters, *weights)} - {0}
 
@@ -44,6 +54,8 @@ def training_refused(modules: Sequence[nn.Module], weights: Iterable[Tensor]) ->
         for module in modules:
             hooked: Any = module  # whose method has no types
             stack.callback(hooked.register_state_dict_pre_hook(before_state_dict).remove)
+        stack.callback(_displaced.difference_update, own)
+        _displaced.update(own)
         yield
 
 
@@ -74,6 +86,10 @@ class _Refused:
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         refuse(self.what)
+
+
+def _trained(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters(recurse=False))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -231,6 +231,12 @@ def _raise_first(
     text = f"while {first.doing}, rank {first.rank}: {first.message}"
     if interrupted:
         raise RankInterrupt(text) from error
+    if isinstance(error, StopIteration):
+        # Else `contextlib` takes a RuntimeError that it has caused for Python's own (PEP 479), and
+        # this rank alone would raise the StopIteration instead.
+        cause = Exception(text_of(error))
+        cause.__cause__ = error
+        raise MeasurementError(text) from cause
     raise MeasurementError(text) from error
 
 

@@ -425,6 +425,26 @@ def test_an_error_that_cannot_be_printed_is_named_on_all_ranks(ranks: Ranks) -> 
     assert found == [[f"while calling, {said}", f"while measuring, {said}"]] * 2
 
 
+def exhausted() -> list[str]:
+    """Rank 1 fails with a StopIteration in a measurement that is in a call."""
+    try:
+        with collective("calling", "cpu"), whole_measurement():
+            if dist.get_rank() == 1:
+                next(iter(()))
+            dist.all_reduce(torch.ones(1))
+    except Exception as caught:
+        origin = caught.__cause__ and caught.__cause__.__cause__
+        return [type(caught).__name__, str(caught), type(origin).__name__]
+    return []
+
+
+def test_a_stop_iteration_is_an_error_like_others(ranks: Ranks) -> None:
+    """`contextlib` has ideas of its own of these, by which the ranks would raise two kinds."""
+    other, own = ranks(2).run(exhausted, timeout=60)
+    assert other[:2] == own[:2]
+    assert own == ["MeasurementError", "while measuring, rank 1: StopIteration: ", "StopIteration"]
+
+
 def failing_to_meet() -> list[str]:
     """Rank 1 fails on its way to the meeting at the end of a call, and of a measurement."""
     errors = []

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import ds_hessian
 from ds_hessian.backends.objective import Call
-from ds_hessian.errors import ConfigError, ResultError
+from ds_hessian.errors import ConfigError, MeasurementError, ResultError
 from ds_hessian.records import HessianEigenpairs, HessianSpectrum
 from ds_hessian.records.safetensors import Reader
 from tests.nets import TinyGPT, batch
@@ -177,6 +177,25 @@ def test_ddp_has_records_adam_resume_and_a_schedule_too(ranks: Ranks, tmp_path: 
     assert first == second
     assert first["steps"] == [2] and first["layout"] == "DDP, 2 ranks" and first["passed"]
     assert first["resumed"] and first["gathered"]
+
+
+def test_another_measurement_of_displaced_weights_is_refused() -> None:
+    """By another Hessian of the job, or of a part of its model; another model's is not."""
+    whole, other = nn.Sequential(mlp(), nn.Linear(3, 3)), mlp()
+
+    def attached(module: nn.Module) -> Any:
+        return ds_hessian.attach(module).use(batches(2), loss_of)
+
+    hessians = [attached(module) for module in (whole, whole, whole[0], other)]
+    v = hessians[0].random_vector()
+    expected = hessians[1].matvec(v).vector
+    with hessians[0].measuring():
+        hessians[0].matvec(v)
+        for hessian in hessians[1:3]:
+            with pytest.raises(MeasurementError, match="a measurement of the same weights"):
+                hessian.spectrum(num_matvecs=1)
+        hessians[3].spectrum(num_matvecs=1)
+    assert torch.equal(hessians[1].matvec(v).vector, expected)
 
 
 def test_what_is_no_job_is_refused() -> None:
