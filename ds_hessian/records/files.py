@@ -71,7 +71,8 @@ def flush_folder(folder: Path) -> None:
 def one_writer(folder: Path) -> Iterator[None]:
     """Let other writers of the folder wait until the block ends, where the file system has locks.
 
-    A writer that is killed leaves no lock. The folder is made if there is none.
+    Neither a writer that is killed nor one that cannot close the folder leaves a lock. The folder
+    is made if there is none.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -80,6 +81,8 @@ def one_writer(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from ds_hessian.errors import ResultError
 from ds_hessian.records import HessianSpectrum, Record, SamplingErrors
-from ds_hessian.records.files import replacing
+from ds_hessian.records.files import one_writer, replacing
 from ds_hessian.records.safetensors import Reader, Writer
 from ds_hessian.show.canvas import new_figure, save_figure
 from tests.records.makers import semicircle, spectrum_of
@@ -214,3 +216,16 @@ def test_vectors_of_a_killed_writer_are_not_read(tmp_path: Path) -> None:
     with pytest.raises(ResultError, match="cannot read"):
         Reader(tmp_path / "v")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_closed_stays_unlocked(tmp_path: Path) -> None:
+    """Its file is open for as long as the process runs, which may write there again."""
+    with (
+        pytest.raises(OSError, match="full"),
+        patch("ds_hessian.records.files.os.close", side_effect=OSError("full")),
+        one_writer(tmp_path),
+    ):
+        pass
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(other)
