@@ -134,7 +134,7 @@ def _trainer_step(folder: Path) -> int | None:
         return _number(folder.resolve().name)
     try:
         step = json.loads(state.read_text(encoding="utf-8"))["global_step"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ResultError(f"{state} is damaged: {error!r}") from error
     return step if isinstance(step, int) and step >= 0 else None
 

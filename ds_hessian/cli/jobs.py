@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from ds_hessian.cli.options import value_of
 from ds_hessian.config import read_deepspeed
+from ds_hessian.config.messages import shown
 from ds_hessian.errors import ConfigError
 from ds_hessian.planning import Job, Mesh, Shape
+from ds_hessian.planning.job import Recompute
 
 LLAMA: Mapping[str, Any] = {"gated": True, "rms": True, "bias": False, "tied": False}
 """What differs from a GPT as megatron-core builds it by default."""
@@ -100,18 +103,35 @@ def _shape(given: Mapping[str, Any]) -> Shape:
 
 def _of_deepspeed(config: Path) -> dict[str, Any]:
     settings = read_deepspeed(config)
-    zero = settings.get("zero_optimization", {})
+    sections = {}
+    for name in ("zero_optimization", "bf16", "fp16"):
+        section = settings.get(name)
+        if not (section is None or isinstance(section, Mapping)):
+            raise ConfigError(f"{config}: {name} must be an object, got {shown(section)}")
+        sections[name] = section or {}
+    zero = sections["zero_optimization"]
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
-        raise ConfigError(f"{config}: zero_optimization.stage must be 0, 1, 2 or 3: {stage!r}")
-    dtypes = [d for d in ("bf16", "fp16") if settings.get(d, {}).get("enabled") is True]
+        raise ConfigError(f"{config}: zero_optimization.stage must be 0, 1, 2 or 3: {shown(stage)}")
+    _require_counts(config, zero, ["zero_hpz_partition_size"], 1)
+    dtypes = [d for d in ("bf16", "fp16") if sections[d].get("enabled") is True]
     return {
         "stage": stage,
         "dtype": dtypes[0] if dtypes else "fp32",
         "offload_optimizer": _offloads(zero.get("offload_optimizer")),
         "offload_parameters": _offloads(zero.get("offload_param")),
-        "secondary": int(zero.get("zero_hpz_partition_size", 1)) if stage == 3 else 1,
+        "secondary": zero.get("zero_hpz_partition_size", 1) if stage == 3 else 1,
     }
+
+
+def _require_counts(file: Path, found: Mapping[str, Any], names: Iterable[str], least: int) -> None:
+    """Raise if one of these entries, where a file has it, is no count."""
+    for name in names:
+        value = found.get(name)
+        if value is not None and not (type(value) is int and least <= value <= MOST):
+            raise ConfigError(
+                f"{file}: {name} must be an integer of at least {least}, got {shown(value)}"
+            )
 
 
 def _offloads(section: object) -> bool:
@@ -142,21 +162,29 @@ def read_megatron(path: Path) -> Arguments:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     try:
         found = json.loads(text) if text.lstrip().startswith("{") else _of_command_line(text)
+    except RecursionError:
+        raise ConfigError(f"{path}: it is nested too deeply for arguments") from None
     except ValueError as error:
         raise ConfigError(f"{path}: neither JSON nor arguments: {error}") from None
+    _require_counts(path, found, (*(set(MESH) - FLAGS), *DIVISORS), 1)
+    _require_counts(path, found, (*(set(SHAPE) - FLAGS), *COUNTS), 0)
+    recompute = found.get("recompute_granularity") or "none"
+    if recompute not in get_args(Recompute):
+        raise ConfigError(f"{path}: recompute_granularity cannot be {shown(recompute)}")
     unknown = [name for name in UNKNOWN if found.get(name)]
     if unknown:
         raise ConfigError(f"{path}: a plan does not know {', '.join(unknown)}")
     mesh = _named(found, MESH)
     per_stage = found.get("num_layers_per_virtual_pipeline_stage")
+    if per_stage and not found.get("num_layers"):
+        raise ConfigError(f"{path}: num_layers_per_virtual_pipeline_stage needs num_layers")
     if per_stage:
         mesh["virtual"] = found["num_layers"] // (mesh.get("pipeline", 1) * per_stage)
     mesh["distributed_optimizer"] = bool(found.get("use_distributed_optimizer"))
     others: dict[str, Any] = {"dtype": "bf16" if found.get("bf16") else "fp32"}
     if found.get("fp16"):
         others["dtype"] = "fp16"
-    if found.get("recompute_granularity"):
-        others["recompute"] = found["recompute_granularity"]
+    others["recompute"] = recompute
     return Arguments(mesh, _shape_of(found, mesh.get("tensor", 1)), others)
 
 
@@ -186,6 +214,12 @@ SHAPE = {
     "moe_shared_expert_intermediate_size": "shared_ffn",
 }
 
+FLAGS = {"sequence_parallel", "add_qkv_bias", "qk_layernorm"}
+DIVISORS = ("num_layers_per_virtual_pipeline_stage", "make_vocab_size_divisible_by")
+COUNTS = ("padded_vocab_size", "vocab_size", "max_position_embeddings")
+"""Arguments that are no count, and further ones that are."""
+MOST = 2**63 - 1
+
 
 def _named(found: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {ours: found[name] for name, ours in names.items() if found.get(name) is not None}
@@ -198,6 +232,8 @@ def _shape_of(found: Mapping[str, Any], tensor: int) -> dict[str, Any]:
     if found.get("group_query_attention") is False:
         shape.pop("groups", None)
     gated = bool(found.get("swiglu") or found.get("gated_linear_unit"))
+    if gated and "ffn" not in shape and "hidden" not in shape:
+        raise ConfigError("the width of a gated MLP needs ffn_hidden_size or hidden_size")
     if gated and "ffn" not in shape:  # as Megatron-LM's arguments.py: a GPT's operations, rounded
         shape["ffn"] = int(4 * shape["hidden"] * 2 / 3 / 64) * 64
     rows = found.get("padded_vocab_size")
@@ -236,12 +272,5 @@ def _of_command_line(text: str) -> dict[str, Any]:
             if not equals and following.startswith("--"):
                 found[name.replace("-", "_")] = True
             else:
-                found[name.replace("-", "_")] = _value(value if equals else following)
+                found[name.replace("-", "_")] = value_of(value if equals else following)
     return found
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text

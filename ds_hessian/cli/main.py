@@ -156,7 +156,22 @@ def schema() -> None:
     echo(json.dumps(schema(), indent=2))
 
 
-POSITIVE = click.FloatRange(min=0, min_open=True)
+LARGEST = 1e15
+"""No figure of a machine is larger, or smaller than its inverse."""
+
+
+class Figure(click.FloatRange):
+    """A number in a range, which NaN is not, although it is not outside of it either."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: Any) -> float:
+        """The number."""
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
+
+
+POSITIVE = Figure(min=1 / LARGEST, max=LARGEST)
 
 
 class Number(click.ParamType):
@@ -192,7 +207,7 @@ class Tiered(click.ParamType):
             number = float(text)
         except ValueError:
             number = 0.0
-        if tier not in TIERS or not (math.isfinite(number) and number > 0):
+        if tier not in TIERS or not 1 / LARGEST <= number <= LARGEST:
             self.fail(f"{value!r} is not one of {', '.join(TIERS)} and a number: host=64", param)
         return tier, number
 
@@ -233,7 +248,7 @@ class Tiered(click.ParamType):
 @click.option("--latency", type=POSITIVE, help="Of a small message, in microseconds.")
 @click.option(
     "--overlap",
-    type=click.FloatRange(0, 1),
+    type=Figure(0, 1),
     default=0.0,
     show_default=True,
     help="Share of a micro-batch's communication that operations hide.",

@@ -27,14 +27,15 @@ def assignments(texts: Sequence[str]) -> dict[str, object]:
         name, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"--set takes name=value, got {text!r}")
-        given[name] = _value(value)
+        given[name] = value_of(value)
     return given
 
 
-def _value(text: str) -> object:
+def value_of(text: str) -> object:
+    """Return the JSON value of a text, or the text where it has none that can be read."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

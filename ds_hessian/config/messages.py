@@ -108,7 +108,7 @@ def _is_literal(text: str) -> bool:
     """Return whether the text of a string would be a JSON number or truth value."""
     try:
         return isinstance(json.loads(text.strip().lower()), int | float)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

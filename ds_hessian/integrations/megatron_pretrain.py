@@ -66,7 +66,7 @@ def _value(text: str) -> object:
     try:
         value: object = json.loads(text)
         return value
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

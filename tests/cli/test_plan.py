@@ -198,15 +198,54 @@ def test_experts_and_what_megatron_adds_are_read(tmp_path: Path) -> None:
             [*JOB, "--free", "gpu=3"],
             "'gpu=3' is not one of accelerator, host, disk, resume and a number",
         ),
+        ([*JOB, "--free", "host=1e308"], "'host=1e308' is not one of"),
+        ([*JOB, "--seconds-per-micro-batch", "nan"], "'nan' is not a number"),
+        ([*JOB, "--network", "inf"], "inf is not in the range"),
+        ([*JOB, "-s", "num_matvecs=" + "9" * 5000], "num_matvecs: must be an integer"),
+        ([*JOB, "-s", "num_matvecs=" + "[" * 10**5], "num_matvecs: must be an integer"),
         ([*JOB, "--config", "none.json"], "no such file"),
         (
             [*JOB, "--analysis", "block_coupling", "--seconds-per-micro-batch", "1"],
             "depends on the model: give --products",
         ),
     ],
-    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value[-2:])[:60] if isinstance(value, list) else "",
 )
 def test_broken_input_is_one_line_and_2(options: list[str], words: str) -> None:
     done = call("plan", *options)
     assert done.returncode == 2 and not done.stdout
     assert words in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "words"),
+    [
+        ("--config", {"zero_optimization": [1]}, "zero_optimization must be an object, got [1]"),
+        ("--config", {"bf16": 1}, "bf16 must be an object, got 1"),
+        *(
+            (
+                "--config",
+                {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": size}},
+                "zero_hpz_partition_size must be an integer of at least 1, got",
+            )
+            for size in (0, -4, "a", 1.5, True)
+        ),
+        ("--megatron", {"num_layers": "many"}, "num_layers must be an integer of at least 0"),
+        ("--megatron", {"tensor_model_parallel_size": 0}, "must be an integer of at least 1"),
+        ("--megatron", {"recompute_granularity": [1]}, "recompute_granularity cannot be [1]"),
+        ("--megatron", {"num_layers_per_virtual_pipeline_stage": 2}, "needs num_layers"),
+        ("--megatron", {"num_layers": 2, "swiglu": True}, "needs ffn_hidden_size or hidden_size"),
+    ],
+)
+def test_files_with_values_of_other_types_are_one_line_and_2(
+    tmp_path: Path, option: str, content: object, words: str
+) -> None:
+    path = tmp_path / "given.json"
+    path.write_text(json.dumps(content))
+    test_broken_input_is_one_line_and_2([*JOB, option, path], words)
+
+
+def test_deeply_nested_arguments_of_megatron_are_one_line_and_2(tmp_path: Path) -> None:
+    path = tmp_path / "given.json"
+    path.write_text('{"a":' * 10**5)
+    test_broken_input_is_one_line_and_2([*JOB, "--megatron", path], "it is nested too deeply")
