@@ -9,8 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from ds_hessian.cli.options import value_of
-from ds_hessian.config import read_deepspeed
+from ds_hessian.config import read_deepspeed, value_of
 from ds_hessian.config.messages import shown
 from ds_hessian.errors import ConfigError
 from ds_hessian.planning import Job, Mesh, Shape

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ def assignments(texts: Sequence[str]) -> dict[str, object]:
     Raises:
         ConfigError: one is not of this form.
     """
+    from ds_hessian.config import value_of
+
     given = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -29,14 +30,6 @@ def assignments(texts: Sequence[str]) -> dict[str, object]:
             raise ConfigError(f"--set takes name=value, got {text!r}")
         given[name] = value_of(value)
     return given
-
-
-def value_of(text: str) -> object:
-    """Return the JSON value of a text, or the text where it has none that can be read."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 ANALYSIS = click.option(

@@ -28,7 +28,7 @@ from ds_hessian.config.messages import (
     shown,
     suggestion,
 )
-from ds_hessian.config.reading import read_deepspeed
+from ds_hessian.config.reading import read_deepspeed, value_of
 from ds_hessian.errors import ConfigError
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "leaves",
     "read_deepspeed",
     "schema",
+    "value_of",
 ]
 
 OperatorName = Literal["hessian", "ggn", "residual", "fisher"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,3 +66,12 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
             "object: keep one of each"
         )
     return dict(pairs)
+
+
+def value_of(text: str) -> object:
+    """Return the JSON value of a text, or the text where it has none that can be read."""
+    try:
+        value: object = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value

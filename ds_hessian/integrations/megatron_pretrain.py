@@ -19,7 +19,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,7 @@ from typing_extensions import override
 
 from ds_hessian.backends.megatron.objective import ForwardStep
 from ds_hessian.backends.zero import of_first_tensor_rank
-from ds_hessian.config import HessianConfig, leaves
+from ds_hessian.config import HessianConfig, leaves, value_of
 from ds_hessian.errors import UnsupportedError
 from ds_hessian.hessian import Hessian
 from ds_hessian.hosts import device_of, hessian_of, megatron_hessian
@@ -58,16 +57,8 @@ def hessian_arguments(parser: ArgumentParser) -> ArgumentParser:
         if path != "enabled":
             flag = "--hessian-" + path.split(".")[-1].replace("_", "-")
             text = (field.description or "").replace("%", "%%")
-            group.add_argument(flag, type=_value, default=None, help=text)
+            group.add_argument(flag, type=value_of, default=None, help=text)
     return parser
-
-
-def _value(text: str) -> object:
-    try:
-        value: object = json.loads(text)
-        return value
-    except (ValueError, RecursionError):
-        return text
 
 
 def config_from(args: Namespace) -> HessianConfig:
