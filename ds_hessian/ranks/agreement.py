@@ -206,16 +206,16 @@ def _meet(
                 failed = [failure for failure in found if failure is not None]
         finally:  # the others have left the meeting: a failure from here on is of the next pass
             follower.depart()
-    if failed:
-        alike = len(failed) == len(found) and len({failure.message for failure in failed}) == 1
-        try:
-            _raise_first(failed, error, when, alike and as_it_is)
-        except BaseException as known:
-            follower.told(known)
-            depth = min(failure.depth for failure in failed)
-            if follower.depth >= depth:
-                follower.over = depth, known
-            raise
+        if failed:  # noted before a signal that has been held back is raised: the body is over
+            alike = len(failed) == len(found) and len({failure.message for failure in failed}) == 1
+            try:
+                _raise_first(failed, error, when, alike and as_it_is)
+            except BaseException as known:
+                follower.told(known)
+                depth = min(failure.depth for failure in failed)
+                if follower.depth >= depth:
+                    follower.over = depth, known
+                raise
     return some_interrupted
 
 

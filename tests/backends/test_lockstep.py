@@ -671,3 +671,43 @@ def test_a_rank_that_fails_before_a_reduction_raises_on_all_in_it(ranks: Ranks, 
     message = "while measuring, rank 1: MemoryError: full"
     for errors, total in ranks(2).run(reduced, place, timeout=60):
         assert errors == ["no error", message, "no error"] and total == 2
+
+
+def signalled_in_a_failing_meeting() -> tuple[str, int]:
+    """Rank 1 fails in a body; a signal comes to rank 0 while that is agreed on.
+
+    Returns the error, and the sum of a later all-reduce.
+    """
+    import os
+    import signal
+
+    from ds_hessian.ranks import agreement
+
+    inner, error = agreement.gather_objects, ""
+
+    def gathered(*args: Any) -> Any:
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return inner(*args)
+
+    old = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with patch.object(agreement, "gather_objects", gathered), collective("measuring", "cpu"):
+            with agreement.together("outer"), agreement.together("inner"):
+                if dist.get_rank() == 1:
+                    raise ValueError("first")
+            dist.all_reduce(torch.ones(1))
+    except BaseException as caught:
+        error = str(caught)
+    finally:
+        signal.signal(signal.SIGTERM, old)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return error, int(total)
+
+
+def test_a_signal_amid_the_meeting_that_tells_of_a_failure_leaves_no_rank_behind(
+    ranks: Ranks,
+) -> None:
+    for error, total in ranks(2).run(signalled_in_a_failing_meeting, timeout=30):
+        assert error and total == 2
