@@ -235,11 +235,12 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         """Return the micro-batches that the user has chosen, read with the random states kept."""
         if self._batches is None and self._dataset is None:
             return None
-        with reading(self._batches or (), space.device):
+        batches = () if self._batches is None else self._batches
+        with reading(batches, space.device):
             if self._dataset is not None:
                 inputs = self._collated(self._dataset, space)
             else:
-                inputs = [dict(batch) for batch in self._batches or ()]
+                inputs = [dict(batch) for batch in batches]
         return [{"inputs": each, "num_items": None, "repeats": 1} for each in inputs]
 
     def _collated(self, dataset: Sequence[object], space: VectorSpace) -> list[dict[str, object]]:

@@ -164,20 +164,25 @@ def agree(
     """
     follower = _follower(group)
     follower.require_open(error)
-    if not (dist.is_available() and dist.is_initialized()):
-        if error is not None:
-            _raise_first([_failure(error, (), 0, 1, doing)], error, (), as_it_is)
-        return interrupted
     met = follower.met
     try:
-        return _meet(follower, error, doing, group, device, as_it_is, interrupted)
+        if _several():
+            return _meet(follower, error, doing, group, device, as_it_is, interrupted)
     except LockstepError:
         raise
     except BaseException as failure:
         if follower.met > met:
             raise
         error = error or failure
-    return _meet(follower, error, doing, group, device, as_it_is, interrupted)
+        if _several():
+            return _meet(follower, error, doing, group, device, as_it_is, interrupted)
+    if error is not None:
+        _raise_first([_failure(error, (), 0, 1, doing)], error, (), as_it_is)
+    return interrupted
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _meet(

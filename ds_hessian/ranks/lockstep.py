@@ -42,7 +42,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ds_hessian.errors import MeasurementError
+from ds_hessian.errors import ConfigError, MeasurementError
 from ds_hessian.ranks.agreement import (
     Follower,
     LockstepError,
@@ -72,6 +72,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+_measuring: list[int] = []
+"""The thread that measures, once for each lockstep that it has entered."""
+
+
 class Lockstep(Follower):
     """A measurement in which ranks may fail alone: a context manager around it.
 
@@ -84,6 +88,9 @@ class Lockstep(Follower):
     Attributes:
         restoring: Whether the measurement has ended, and the training state is being restored.
         outer: What the thread follows around it.
+
+    Raises:
+        ConfigError: another thread of this process measures.
 
     Collective: to enter it and to leave it.
     """
@@ -119,15 +126,20 @@ class Lockstep(Follower):
 
     def __enter__(self) -> Lockstep:
         if self.world_size == 1:
-            self._stack.enter_context(self._interrupts)
+            self._interrupts.hold()
+            self._interrupts.__enter__()
             return self
-        self.outer = active.follower
+        self.outer, self._thread = active.follower, threading.get_ident()
+        if any(other != self._thread for other in _measuring):
+            raise ConfigError(
+                "another thread of this process is measuring: measure in one thread at a time"
+            )
         around = self.outer._interrupts if isinstance(self.outer, Lockstep) else Interrupts()
         with around.entering(self._interrupts):
+            self._interrupts.hold()  # until `whole`, in whose body they end it on all ranks
             self._meet()
             self._stack.callback(self._close)
             self._stack.callback(setattr, active, "follower", self.outer)
-            self._thread = threading.get_ident()
             active.follower = self
             if isinstance(self.outer, Lockstep):
                 self._stack.callback(setattr, self.outer, "_paused", False)
@@ -146,7 +158,11 @@ class Lockstep(Follower):
         with self._stack:
             if not isinstance(error, LockstepError):
                 alone = self._require_restored(error)
-        ended = self._ending(error)
+        try:
+            ended = self._ending(error)
+        finally:
+            self._interrupts.__exit__()
+        ended = self._interrupts.handled() or ended  # what came while that was agreed on
         if isinstance(self.outer, Lockstep):
             self.outer._ended = None if error is None else ended
         if ended is not error and ended is not None:
@@ -163,7 +179,7 @@ class Lockstep(Follower):
         before = self.outer.met
         try:
             self._meshed, name = mesh_of(self._peers, self.device)
-            self._stack.enter_context(self._interrupts)
+            self._interrupts.__enter__()
             self._stack.enter_context(self._recording())
             self._log = Log(self.rank, Watch(node_of(name), name), lambda: self._pass)
             self._log.start()
@@ -214,16 +230,15 @@ class Lockstep(Follower):
 
     @contextmanager
     def whole(self, doing: str, as_it_is: bool = False) -> Iterator[None]:
-        """Run the body, which is all of the lockstep, as `together` does. Signals that come after
-        the end of the body are handled after that of the lockstep: the others go on then.
+        """Run the body, which is all of the lockstep, as `together` does. Signals that come before
+        the body end it; those that come after its end are handled after that of the lockstep: the
+        others go on then.
 
         Collective: every rank must enter and leave; one small all-reduce.
         """
         with self._noting(), together(doing, device=self.device, as_it_is=as_it_is):
-            try:
+            with self._interrupts.let():  # they are held around it: from entry, and to `_ending`
                 yield
-            finally:
-                self._interrupts.hold()  # until `_ending`
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -411,6 +426,8 @@ class Lockstep(Follower):
     def _recording(self) -> Iterator[None]:
         """Record each collective of a segment before it is made."""
         with ExitStack() as stack:
+            _measuring.append(self._thread)
+            stack.callback(_measuring.pop)
             for name in (*COLLECTIVES, *OTHERS):
                 if name in vars(dist.ProcessGroup):
                     # As it is stored: what `getattr` gives would not be bound to a group again.

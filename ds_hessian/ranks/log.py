@@ -141,8 +141,8 @@ class Log:
                 if current.wanted:
                     self._publish_new(current)
         except Exception as error:
-            logger.error("the log of collectives cannot be published any more: %s", error)
             self._watch.lost()
+            logger.error("the log of collectives cannot be published any more: %s", error)
 
     def _publish_new(self, current: Pass) -> None:
         meeting, store = current.meeting, self._watch.store()  # before the segments: it is last

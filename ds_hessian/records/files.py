@@ -19,7 +19,8 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, ClassVar
+from weakref import WeakValueDictionary
 
 from ds_hessian.errors import ConfigError
 
@@ -123,7 +124,8 @@ class Claim:
     """The claim of this process on a folder, until it is released or the process ends.
 
     It is a lock on a hidden file of the folder, which says whose it is. Within one process it is
-    not exclusive; a file system without locks has no claims.
+    not exclusive: the folder is claimed until all of its claims are released. A file system without
+    locks has no claims.
 
     Raises:
         ConfigError: another process has claimed the folder; the message names it.
@@ -132,16 +134,38 @@ class Claim:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / ".in_use"
-        descriptor = _locked(path)
-        who = f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}"
-        self._release = weakref.finalize(self, _unlock, path, descriptor, os.getpid())
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, who.encode(), 0)
+        self._lock: _Lock | None = _Lock.of(folder)
 
     def release(self) -> None:
         """Let other processes claim the folder."""
-        self._release()
+        self._lock = None
+
+
+class _Lock:
+    """The lock of this process on a folder, while there is a reference to it.
+
+    All claims of a process share it: the system drops every lock that a process has on a file as
+    soon as it closes one descriptor of the file.
+    """
+
+    _of: ClassVar[WeakValueDictionary[tuple[int, Path], _Lock]] = WeakValueDictionary()
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._descriptor = path, _locked(path)
+        who = f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}"
+        weakref.finalize(self, _unlock, path, self._descriptor, os.getpid())
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, who.encode(), 0)
+
+    @classmethod
+    def of(cls, folder: Path) -> _Lock:
+        """Return the lock that this process has on a folder, or take it."""
+        path = folder.resolve() / ".in_use"
+        key = os.getpid(), path  # a process that was forked from this one has not its locks
+        found = cls._of.get(key)
+        if found is None or not _is_at(found._descriptor, path):
+            found = cls._of[key] = cls(path)
+        return found
 
 
 def _locked(path: Path) -> int:
@@ -159,12 +183,23 @@ def _locked(path: Path) -> int:
             ) from None
         except OSError:  # no locks here
             return descriptor
-        if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
+        if _is_at(descriptor, path):
             return descriptor
         os.close(descriptor)  # its owner has removed it meanwhile
 
 
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Return whether an open file is the one that others find at a path."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
 def _unlock(path: Path, descriptor: int, owner: int) -> None:
     if os.getpid() == owner:  # not a child that was forked from it
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
+        try:
+            if _is_at(descriptor, path):
+                path.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)

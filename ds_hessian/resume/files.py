@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -45,6 +46,15 @@ class Origin:
 
     def __str__(self) -> str:
         return f"vector {self.vector} of rank {self.rank} in {self.run}"
+
+
+class Entries(dict[str, Any]):
+    """A JSON object of a state, in which a missing entry is damage: files of another version, or
+    that were changed by hand.
+    """
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise ResultError(f"the state is damaged: it has no entry {name!r}")
 
 
 def write_vector(path: Path, v: Tensor, origin: Origin) -> None:
@@ -92,8 +102,8 @@ def read_json(path: Path) -> Json:
         ResultError: the file is missing or damaged.
     """
     try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-        content, digest = dict(whole["content"]), whole["blake2b"]
+        whole = json.loads(path.read_text(encoding="utf-8"), object_hook=Entries)
+        content, digest = Entries(whole["content"]), whole["blake2b"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ResultError(f"{path} is missing or damaged: {error}") from error
     if text_digest(json.dumps(content)) != digest:

@@ -194,9 +194,13 @@ class StateStore:
         self._source, self._written, self._kept = None, frozenset(), []
         self._mapped.clear()
         with together(self._doing, device=self.space.device):
-            if self.space.rank == 0:
-                remove_all(self.folder)
-            self.close()
+            try:
+                if self.space.rank == 0:
+                    remove_all(self.folder)
+                self.close()
+            except OSError as error:  # the run has its record: a state that stays gives it again
+                text = "the state in %s cannot be removed (%s): remove the folder"
+                logger.warning(text, self.folder, error)
 
     def close(self) -> None:
         """Let other jobs use the folder. Not collective."""
@@ -212,7 +216,10 @@ class StateStore:
                 if not isinstance(content, str):
                     self._kept.insert(0, Generation.of(content))
                 continue
-            problem = self._require_usable(content, bad)
+            try:
+                problem = self._require_usable(content, bad)
+            except ResultError as error:  # of the figures, the same on every rank
+                problem = _Unusable(str(error))
             if isinstance(problem, _Unusable):
                 problems.append(problem.text)
                 bad |= problem.vectors

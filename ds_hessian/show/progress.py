@@ -36,7 +36,7 @@ class SpectrumProgress:
 
     def __enter__(self) -> Self:
         self._started = time.monotonic()
-        if self.enabled and sys.stderr.isatty():
+        if self.enabled and _on_terminal():
             from tqdm import tqdm  # type: ignore[import-untyped]
 
             self._bar = tqdm(total=self.total, desc=self._title, unit="product")
@@ -78,3 +78,11 @@ class SpectrumProgress:
         self._extremes[probe] = float(ritz[0]), float(ritz[-1])
         lows, highs = zip(*self._extremes.values(), strict=True)
         return f"eigenvalues {min(lows):.4g} .. {max(highs):.4g}"
+
+
+def _on_terminal() -> bool:
+    """Return whether people see the standard error, which a job may have closed or replaced."""
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):
+        return False

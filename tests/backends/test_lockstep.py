@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import DEFAULT, MagicMock, patch
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import all_reduce as taken_by_name
 
 from ds_hessian.backends.zero.host import communication
-from ds_hessian.errors import HessianError
+from ds_hessian.errors import ConfigError, HessianError
 from ds_hessian.ranks import agree, collective, reduce
 from ds_hessian.ranks import lockstep as lockstep_module
 from ds_hessian.ranks.interrupts import Interrupts
@@ -679,7 +681,6 @@ def signalled_in_a_failing_meeting() -> tuple[str, int]:
     Returns the error, and the sum of a later all-reduce.
     """
     import os
-    import signal
 
     from ds_hessian.ranks import agreement
 
@@ -713,3 +714,74 @@ def test_a_signal_amid_the_meeting_that_tells_of_a_failure_leaves_no_rank_behind
 ) -> None:
     for error, total in ranks(2).run(signalled_in_a_failing_meeting, timeout=30):
         assert error and total == 2
+
+
+def signalled_between(number: int, place: str) -> tuple[str, int]:
+    """A signal whose handler raises comes to rank 1 amid the meeting before the guarded body, or
+    amid one in it.
+
+    Returns the error, and the sum of a later all-reduce.
+    """
+
+    def handler(*_: object) -> None:
+        raise RuntimeError("time is up")
+
+    inner, error = dist.all_reduce, ""
+
+    def reduced(*args: Any, **kwargs: Any) -> Any:
+        made = inner(*args, **kwargs)
+        if dist.get_rank() == 1:
+            signal.raise_signal(number)
+        return made
+
+    old = signal.signal(number, handler)
+    try:
+        with Lockstep(torch.device("cpu")) as lockstep:
+            with patch.object(dist, "all_reduce", reduced if place == "before" else inner):
+                with lockstep.together("saving the training state"):
+                    pass
+            with lockstep.guarded():
+                with patch.object(dist, "all_reduce", reduced if place == "in" else inner):
+                    agree(None, "measuring")
+                dist.broadcast(torch.ones(1), 0)
+    except BaseException as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    finally:
+        signal.signal(number, old)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return error, int(total)
+
+
+@pytest.mark.parametrize("place", ["before", "in"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGALRM", "SIGCHLD"])
+def test_a_signal_amid_a_meeting_ends_the_measurement_on_all_ranks(
+    ranks: Ranks, name: str, place: str
+) -> None:
+    found = ranks(2).run(signalled_between, getattr(signal, name), place, timeout=30)
+    for error, total in found:
+        assert error and total == 2, found
+    assert any("time is up" in error for error, _ in found), found
+
+
+def in_another_thread() -> str:
+    """A measurement is entered while another thread measures."""
+    errors = list[str]()
+
+    def second() -> None:
+        try:
+            with Lockstep(torch.device("cpu")):
+                pass
+        except ConfigError as error:
+            errors.append(str(error))
+
+    with collective("measuring", "cpu"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+    return errors[0]
+
+
+def test_one_thread_measures_at_a_time(ranks: Ranks) -> None:
+    for error in ranks(2).run(in_another_thread, timeout=30):
+        assert "another thread of this process is measuring" in error

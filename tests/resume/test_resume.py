@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,11 +17,14 @@ import torch
 
 from ds_hessian.errors import ConfigError, ResultError
 from ds_hessian.krylov import LanczosOptions, Storage
+from ds_hessian.records.files import Claim
 from ds_hessian.resume import refuse_foreign
-from ds_hessian.resume.files import Origin, read_vector, write_vector
+from ds_hessian.resume.files import Origin, read_vector, write_json, write_vector
 from ds_hessian.resume.generations import Generation, still_whole
-from ds_hessian.resume.parts import overlaps
-from ds_hessian.vectors import Box, Fragment, Layout
+from ds_hessian.resume.parts import overlaps, to_json
+from ds_hessian.resume.run import SavedRun
+from ds_hessian.resume.store import StateStore
+from ds_hessian.vectors import Box, Fragment, Layout, VectorSpace
 from tests.ranks import RankPool
 from tests.resume import jobs, kills
 from tests.tiers import cells
@@ -340,3 +346,53 @@ def test_loss_and_gradient_may_differ_by_rounding_only() -> None:
 
 def test_random_states_are_those_of_the_beginning(ranks: Ranks, tmp_path: Path) -> None:
     assert all(ranks(2).run(jobs.random_states, str(tmp_path)))
+
+
+def test_a_state_without_an_entry_is_damaged(tmp_path: Path) -> None:
+    """Its checksum may be right: it was changed by hand, or is of another version."""
+    generation = {"format": 2, "generation": 1, "run": "run-0", "world_size": 1, "vectors": []}
+    for missing, text in [("run", "no entry 'run'"), ("format", "no entry 'format'")]:
+        content = {name: value for name, value in generation.items() if name != missing}
+        write_json(tmp_path / missing / "state.1.json", {**content, "figures": {}})
+        with pytest.raises(ConfigError, match=text):
+            alone(tmp_path / missing)
+    write_json(tmp_path / "figures" / "state.1.json", {**generation, "figures": {"entries": []}})
+    layout = {"run": "run-0", "rank": 0, "fragments": to_json(Layout([])), "notes": {}}
+    write_json(tmp_path / "figures" / "run-0" / "rank0" / "layout.json", layout)
+    with pytest.raises(ResultError, match="no entry 'seconds'"):
+        SavedRun(tmp_path / "figures", Layout([]), VectorSpace(0, 0, torch.device("cpu")))
+
+
+def test_a_state_that_cannot_be_removed_does_not_lose_the_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = alone(tmp_path)
+    store.save({}, {})
+    with patch("ds_hessian.resume.store.remove_all", side_effect=PermissionError("not yours")):
+        store.clear()
+    assert "cannot be removed (not yours): remove the folder" in caplog.text
+
+
+def test_claims_of_one_process_are_one(tmp_path: Path) -> None:
+    """The end of one of them does not let other processes in."""
+    first, second = Claim(tmp_path), Claim(tmp_path / ".")
+    first.release()
+    found = subprocess.run(
+        [sys.executable, "-c", CLAIMING, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert "is in use by process" in found.stderr, found.stderr
+    second.release()
+    subprocess.run([sys.executable, "-c", CLAIMING, str(tmp_path)], check=True)
+
+
+CLAIMING = """
+import sys
+from pathlib import Path
+from ds_hessian.records.files import Claim
+
+Claim(Path(sys.argv[1]))
+"""
+
+
+def alone(folder: Path) -> StateStore:
+    return StateStore(folder, Layout([]), VectorSpace(0, 0, torch.device("cpu")), {})
