@@ -8,7 +8,9 @@ and backward of the engine on the same micro-batches, nothing of ds_hessian in b
 averaged over 20 Lanczos vectors with all trials, the rest of Lanczos as a share of the products,
 and the peak memory of each rank over that of training. Of the Gauss-Newton matrix also v'Gv by
 forwards alone, and Kronecker factors of all layers: K-FAC and Shampoo in one pass, EK-FAC in one
-more. Gradients and measurements take turns, since a machine's speed changes from minute to minute.
+more; of these also the sums alone, without the eigendecompositions, which each owner makes once
+however many micro-batches there are. Gradients and measurements take turns, since a machine's speed
+changes from minute to minute.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import time
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -28,6 +31,7 @@ from train_gpt import GPT, sample, standard_library
 import ds_hessian
 from ds_hessian.operators.kronecker import Kind, Settings, estimate, find_layers
 
+UNDECOMPOSED = ", the sums alone"
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 8,
@@ -56,14 +60,28 @@ def form_seconds(engine: Any, batches: Iterable[object], count: int = 4) -> list
     return found[1:]
 
 
-def factor_seconds(engine: Any, batches: Iterable[object], kinds: Sequence[Kind]) -> float:
-    """The time of Kronecker factors of all linear layers, their decompositions included."""
-    backend = engine.hessian.backend
+def factor_seconds(
+    engine: Any, batches: Iterable[object], kinds: Sequence[Kind]
+) -> tuple[float, float]:
+    """The time of Kronecker factors of all linear layers, and that without decompositions."""
+    backend, inner, spent = engine.hessian.backend, torch.linalg.eigh, [0.0]
     layers, _ = find_layers(backend, None)
+
+    def timed(matrix: torch.Tensor) -> Any:
+        began = time.perf_counter()
+        found = inner(matrix)
+        spent[0] += time.perf_counter() - began
+        return found
+
     with backend.measuring(backend.objective(batches)) as session:
         began = time.perf_counter()
-        estimate(session, backend, layers, Settings(kinds, required=False))
-        return time.perf_counter() - began
+        with patch.object(torch.linalg, "eigh", timed):
+            estimate(session, backend, layers, Settings(kinds, required=False))
+        seconds = time.perf_counter() - began
+    # The others wait for the owner that takes longest.
+    slowest = torch.tensor(spent, dtype=torch.float64, device=backend.space.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return seconds, seconds - float(slowest)
 
 
 def main() -> None:
@@ -105,16 +123,19 @@ def main() -> None:
             "EK-FAC": ("ekfac",),
         }
         beside = [plain_gradient(engine, batches) for _ in range(4)]
-        seconds: dict[str, list[float]] = {name: [] for name in ("v'Gv", *factors)}
+        seconds: dict[str, list[float]] = {"v'Gv": []}
+        seconds |= {name + end: [] for name in factors for end in ("", UNDECOMPOSED)}
         for _ in range(args.rounds):
             seconds["v'Gv"] += form_seconds(engine, batches)
             for name, kinds in factors.items():
-                seconds[name].append(factor_seconds(engine, batches, kinds))
+                whole, rest = factor_seconds(engine, batches, kinds)
+                seconds[name].append(whole)
+                seconds[name + UNDECOMPOSED].append(rest)
             beside += [plain_gradient(engine, batches) for _ in range(4)]
         if dist.get_rank() == 0:
             for name, found in seconds.items():
                 ratio = fmean(found) / fmean(beside)
-                print(f"{name:33} {fmean(found):8.3f} s  = {ratio:.3f} gradients")
+                print(f"{name:36} {fmean(found):8.3f} s  = {ratio:.3f} gradients")
     dist.barrier()
     dist.destroy_process_group()
 

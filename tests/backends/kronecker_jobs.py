@@ -50,7 +50,7 @@ def failing(where: str) -> Any:
     weights, before = jobs.full_weights(engine), forward_hooks(engine.module)
     from ds_hessian.operators.kronecker import factors as module
 
-    owner, name = {"hook": (module._Sums, "note"), "eigh": (torch.linalg, "eigh")}[where]
+    owner, name = {"hook": (module._KFAC, "note"), "eigh": (torch.linalg, "eigh")}[where]
     failing = mock.patch.object(owner, name, side_effect=OSError("on purpose"))
     error = ""
     try:

@@ -47,8 +47,9 @@ def test_factors_are_those_of_one_process(ranks: Ranks, one: Any, name: str) -> 
     for layer, kinds in exact.items():
         for kind, whole in kinds.items():
             a, b = _apply(*forms[layer][kind]), _apply(*whole)
-            # Inverses of singular factors magnify rounding by 1 over their ridge, 1e4.
-            limit = 1e-2 if kind == "klshampoo" else 1e-4
+            # Roots of inverses of singular factors magnify rounding by 1 over their ridge's, 1e2,
+            # in each round.
+            limit = 1e-3 if kind == "klshampoo" else 1e-4
             assert (a - b).norm() < limit * b.norm(), (layer, kind)
 
 

@@ -22,6 +22,7 @@ from ds_hessian.backends.protocol import Backend
 from ds_hessian.backends.restricted import Choice, chosen
 from ds_hessian.backends.weights import Weight
 from ds_hessian.errors import ConfigError, UnsupportedError
+from ds_hessian.operators.kronecker.planned import owners
 from ds_hessian.ranks import union
 
 TRANSPOSED = ("Conv1D",)
@@ -79,16 +80,19 @@ def find_layers(backend: Backend, choice: Choice | None) -> tuple[list[Layer], d
     mine = {(n, (_no_layer(w.module), _transposed(w.module))) for n, w in weights.items()}
     # Tied to an embedding of another stage, it is one.
     everywhere = dict(sorted(union(mine, backend.space.device)))
-    layers, others = list[Layer](), dict[str, str]()
+    kept, others = dict[str, tuple[tuple[int, int], bool]](), dict[str, str]()
     for name in names:
         reason, transposed = everywhere.get(name, ("it is no weight of a module", False))
         if reason:
             others[name] = reason
             continue
         rows, columns = shapes[name]
-        shape = (columns, rows) if transposed else (rows, columns)
-        owner = len(layers) % backend.space.world_size
-        layers.append(Layer(name, shape, weights.get(name), transposed, owner))
+        kept[name] = ((columns, rows) if transposed else (rows, columns)), transposed
+    whose = owners([shape for shape, _ in kept.values()], backend.space.world_size)
+    layers = [
+        Layer(name, shape, weights.get(name), transposed, owner)
+        for (name, (shape, transposed)), owner in zip(kept.items(), whose, strict=True)
+    ]
     if not layers or (others and named(choice)):
         text = "; ".join(f"{name}: {reason}" for name, reason in list(others.items())[:8])
         raise UnsupportedError(

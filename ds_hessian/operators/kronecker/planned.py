@@ -1,10 +1,26 @@
-"""The memory of Kronecker factors on one rank, from the sizes of the layers."""
+"""Who owns the Kronecker factors of a layer, and their memory, from the sizes of the layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ds_hessian.memory import FP32, Item, Tier
+
+
+def owners(shapes: Sequence[tuple[int, int]], ranks: int) -> list[int]:
+    """Return the rank that decomposes the factors of each layer: the largest first, each to the
+    rank that has least to do (Graham, SIAM J. Appl. Math. 1969), by m^3 + n^3.
+
+    Args:
+        shapes: Outputs and inputs of each layer.
+        ranks: Ranks that share the layers.
+    """
+    found, loads = [0] * len(shapes), [0] * ranks
+    cost = [m**3 + n**3 for m, n in shapes]
+    for i in sorted(range(len(shapes)), key=lambda i: -cost[i]):
+        found[i] = min(range(ranks), key=loads.__getitem__)
+        loads[found[i]] += cost[i]
+    return found
 
 
 def memory_of_factors(
@@ -23,10 +39,11 @@ def memory_of_factors(
         at_once: Layers of one pass, the largest of them; None for all.
         ranks: Ranks that share the layers.
     """
-    sums = sorted((2 * (m * m + n * n + m * n) for m, n in shapes), reverse=True)[:at_once]
-    owned = shapes[::ranks]  # of layers in a row: each rank has every so manyth
-    factors = sum(2 * kinds * (m * m + n * n + m * n) for m, n in owned)  # fp64
+    sums = sorted((2 * (m * m + n * n) + m * n for m, n in shapes), reverse=True)[:at_once]
+    owned = [0] * ranks
+    for owner, (m, n) in zip(owners(shapes, ranks), shapes, strict=True):
+        owned[owner] += 2 * kinds * (m * m + n * n + m * n)  # fp64
     return [
         Item("Kronecker sums of a pass", tier, FP32 * sum(sums), ("passes",)),
-        Item("Kronecker factors", tier, FP32 * factors),
+        Item("Kronecker factors", tier, FP32 * max(owned)),
     ]
