@@ -5,7 +5,8 @@ gradient: where the cotangent at a module's output is that of cross entropy, the
 logits; where this is so at none, the outputs are those of the module that transformers call the
 output embeddings, or of the last that was called. Two different outputs with a cross entropy are
 two heads, which are refused; outputs that differ by a number in each row have the same softmax, and
-are one head.
+are one head. Parts of a head (an expert, the frozen layer beside a low-rank update) may have nearly
+its softmax: the head is the module that returns last, or one inside of it with the same outputs.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class _Watch:
         self.named = named
         self.table = torch.zeros(len(named), 5, dtype=torch.float64)
         self.outputs: dict[int, tuple[Tensor, Tokens]] = {}  # of cross entropies
+        self.several = set[int]()  # modules that return more than one tensor
         self._ended = 0
 
     @contextmanager
@@ -51,6 +53,8 @@ class _Watch:
             if in_backward():
                 return
             f, row = tensor_of(output), self.table[number]
+            if not isinstance(output, Tensor):
+                self.several.add(number)
             self._ended += 1
             row[ORDER] = self._ended
             if f is None or f.ndim == 0 or not torch.is_grad_enabled() or not f.requires_grad:
@@ -134,7 +138,10 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, 
     mine[:, ORDER] *= session.space.rank == 0
     table = session.space.reduce(mine.reshape(-1)).reshape(mine.shape)
     chosen = _named(name, named) if name is not None else _chosen(session, named, table)
-    _refuse_other_heads(session, named, table, watch, chosen)
+    alike = _alike(session, watch, chosen)
+    if name is None and bool(table[chosen, SEEN]):
+        chosen = int(torch.where(alike, table[:, ORDER], torch.inf).argmin())  # the innermost
+    _refuse_other_heads(watch, table, alike, chosen)
     tap = Tap(named[chosen][0] or "the model itself", named[chosen][1])
     once = table[chosen, [CALLED, ELSEWHERE, SEEN]].tolist()
     everywhere = once == [session.space.world_size, 0, session.space.world_size]
@@ -156,7 +163,7 @@ def _chosen(session: Session, named: Sequence[tuple[str, nn.Module]], table: Ten
     entropic = once & (table[:, SEEN] > 0) & (table[:, OTHER] == 0)
     order = torch.where(once, table[:, ORDER], -1.0)
     if bool(entropic.any()):
-        return int(torch.where(entropic, order, torch.inf).argmin())  # the innermost
+        return int(torch.where(entropic, order, -1.0).argmax())
     for root in session.head.modules:
         module = getattr(root, "get_output_embeddings", lambda: None)()
         for number, (_, other) in enumerate(named):
@@ -170,22 +177,28 @@ def _chosen(session: Session, named: Sequence[tuple[str, nn.Module]], table: Ten
     return int(order.argmax())
 
 
-def _refuse_other_heads(
-    session: Session,
-    named: Sequence[tuple[str, nn.Module]],
-    table: Tensor,
-    watch: _Watch,
-    chosen: int,
-) -> None:
-    """Raise if the outputs of another module, other numbers, have a cross entropy too."""
-    different = torch.zeros(len(named), dtype=torch.float64)
-    mine = watch.outputs.get(chosen)
-    for number, found in watch.outputs.items():
-        different[number] = not _same(found, mine)
-    different = session.space.reduce(different)
-    heads = [n for (n, _), other in zip(named, different, strict=True) if other]
-    if heads and bool(table[chosen, SEEN]):
-        several = ", ".join(repr(n) for n in [named[chosen][0], *heads])
+def _alike(session: Session, watch: _Watch, chosen: int) -> Tensor:
+    """Return of each module whether its outputs have the cross entropy of the chosen one's, on
+    every rank that saw one.
+    """
+    found = torch.zeros(2, len(watch.named), dtype=torch.float64)
+    for number, outputs in watch.outputs.items():
+        found[int(_same(outputs, watch.outputs.get(chosen))), number] = 1.0
+    others, same = session.space.reduce(found.reshape(-1)).reshape(2, -1)
+    return (same > 0) & (others == 0)
+
+
+def _refuse_other_heads(watch: _Watch, table: Tensor, alike: Tensor, chosen: int) -> None:
+    """Raise if the outputs of another module, which is no part of the chosen one, have a cross
+    entropy too.
+    """
+    names, same = [name for name, _ in watch.named], alike.tolist()
+    whole = [n for i, n in enumerate(names) if same[i] and n and i not in watch.several]
+    inside = tuple(f"{name}." for name in whole)
+    seen = [i for i, times in enumerate(table[:, SEEN].tolist()) if times]
+    others = [i for i in seen if not same[i] and not names[i].startswith(inside)]
+    if others and bool(table[chosen, SEEN]):
+        several = ", ".join(repr(names[i]) for i in sorted([chosen, *others]))
         raise UnsupportedError(
             f"ds_hessian does not support a Gauss-Newton operator of several heads, each with a "
             f'cross entropy: {several}; use operator "hessian", or a loss of one of them'

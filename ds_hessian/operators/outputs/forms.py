@@ -5,11 +5,12 @@
 Two forwards over all micro-batches, two thirds of a gradient; nothing is kept for a backward. The
 form is that of a square, so that rounding of the outputs enters it in second order, and the first
 order of what is left falls as h^2: between the two it hardly depends on h, and the change from one
-displacement to another is the error. It is measured on the micro-batch with the largest form, of
-which the sum is mostly made, at one displacement beside the best; that is found for the first
-vector, at a ladder of displacements of the first micro-batch, and anew where the largest one says
-something else. Two forms may agree by chance, so no error is stated that is less than is usual
-among the vectors so far.
+displacement to another is the error. The displacement is found for the first vector, at a ladder of
+displacements of the first micro-batch, and anew where another one says something else. Changes are
+measured of the micro-batches with the largest forms first, `SAMPLE` of them, and with each further
+vector of one: of all in turn, since some may pass kinks that the others do not, and between them of
+the one that changes the sum most. Forms may agree by chance, so no error is stated that is less
+than is usual among the vectors so far.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ TRUNCATION = STEP**2 / (STEP**2 - 1)
 RUNGS = 6
 """Displacements of a first vector, at least."""
 
+SAMPLE = 4
+"""Micro-batches whose changes are measured with the first vector."""
+
 SMALL = 1e-2
 """A form that changes by more is looked for further down the ladder."""
 
@@ -41,7 +45,8 @@ class Ladder:
     """The displacement of one operator's forms, and their error."""
 
     def __init__(self) -> None:
-        self._h = 0.0
+        self._h = self._settled = 0.0  # the displacement, and the change there on the ladder
+        self._changes: NDArray[np.float64] | None = None  # of the sum by each micro-batch's form
         self._errors = list[float]()  # of the vectors so far, each by its own forms
 
     def settled(self, forms: Forms, first: float, least: float) -> tuple[float, float, float]:
@@ -56,25 +61,39 @@ class Ladder:
         if not self._h:
             one, relative = 0, self._descend(forms, 0, STEP * first, least)
         found = forms(self._h, None)
-        largest = int(abs(found).argmax())
-        if largest != one:  # which may bend more
-            relative = max(relative, self._change_above(forms, found, largest))
-        if relative > SMALL and largest != one:
-            one, relative = largest, self._descend(forms, largest, STEP * first, least)
-            found = forms(self._h, None)
-            largest = int(abs(found).argmax())
-            if largest != one:
-                relative = max(relative, self._change_above(forms, found, largest))
+        parts = self._changed(forms, found)
+        worst = int(np.nanargmax(abs(parts)))
+        if abs(parts[worst]) > max(SMALL, STEP**2 * self._settled) and worst != one:
+            relative = self._descend(forms, worst, STEP * first, least)
+            found, self._changes = forms(self._h, None), None
+            parts = self._changed(forms, found)
+        # Truncation has one sign, noise has both; what is not measured yet changes as the rest.
+        unseen = len(parts) / np.count_nonzero(~np.isnan(parts))
+        noise = math.sqrt(unseen * float(np.nansum(parts**2)))
+        relative = max(relative, unseen * abs(float(np.nansum(parts))), noise)
         self._errors.append(relative)
         error = max(relative, float(np.median(self._errors))) * float(abs(found).mean())
         return float(found.mean()), error, self._h
 
-    def _change_above(self, forms: Forms, found: NDArray[np.float64], one: int) -> float:
-        """Return by how much the form of one micro-batch changes from a larger displacement.
+    def _changed(self, forms: Forms, found: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return by how much each micro-batch's form changes the sum, relative, from a larger
+        displacement on; NaN where it is not measured yet.
 
-        Not over STEP^2, though truncation falls so: other micro-batches may bend more.
+        Not over STEP^2, though truncation falls so: a kink's part does not.
         """
-        return _change(float(found[one]), float(forms(STEP * self._h, range(one, one + 1))[0]))
+        size, count = float(abs(found).sum()), len(self._errors)
+        if self._changes is None:
+            self._changes = np.full(len(found), np.nan)
+            some = np.argsort(-abs(found), kind="stable")[:SAMPLE]
+        elif np.isnan(self._changes).any():
+            some = np.flatnonzero(np.isnan(self._changes))[:1]
+        else:
+            worst = int(abs(self._changes).argmax())
+            some = np.array([worst if count % 2 else count // 2 % len(found)])
+        for one in map(int, some):
+            above = forms(STEP * self._h, range(one, one + 1))
+            self._changes[one] = _change(found[one], above[0], size)
+        return self._changes
 
     def _descend(self, forms: Forms, number: int, top: float, least: float) -> float:
         """Take the displacement where the form of one micro-batch changes least; return by how
@@ -85,15 +104,18 @@ class Ladder:
         # The curvature can be that of parameters far smaller than the norm of all: then forms fall
         # as 1 / h^2 at every height so far.
         while len(heights) < RUNGS or (_falling(changes) and heights[-1] > least):
+            if any(found) and not found[-1]:  # rounding has lost the step
+                break
             heights.append(heights[-1] / STEP)
             found.append(float(forms(heights[-1], one)[0]))
-            changes.append(_change(found[-2], found[-1]))
+            changes.append(abs(_change(found[-2], found[-1], abs(found[-2]))))
         best = int(np.argmin(changes))
         self._h = heights[best]  # the noise of the lower one is larger
         # Two that agree by chance have neighbours that do not: of these the lower one has the noise
         # of this height, STEP^2 times as large.
         beside = changes[best + 1 : best + 2] or changes[max(best - 1, 0) : best]
-        return max(TRUNCATION * changes[best], *(change / STEP**2 for change in beside))
+        self._settled = max(TRUNCATION * changes[best], *(change / STEP**2 for change in beside))
+        return self._settled
 
 
 def _falling(changes: list[float]) -> bool:
@@ -101,8 +123,8 @@ def _falling(changes: list[float]) -> bool:
     return min(changes) > SMALL or changes[-1] < min(changes[:-1])
 
 
-def _change(a: float, b: float) -> float:
-    """Return the distance of two forms in units of the first, whose error it is."""
+def _change(a: float, b: float, size: float) -> float:
+    """Return the change from the first of two forms, whose error it is, in units of a size."""
     if not math.isfinite(a - b):
         return math.inf
-    return abs(a - b) / abs(a) if a else (math.inf if b else 0.0)
+    return (b - a) / size if size else (math.inf if b else 0.0)

@@ -303,7 +303,7 @@ class GaussNewton:
         form = torch.tensor([sums.form], dtype=torch.float64)
         parts = [sums.squares, form, sums.change, sums.choices, sums.values, dots]
         figures = self.space.reduce(torch.cat(parts)).tolist()
-        _, count, first, second, q, along, moved, held, flips, *figures = figures
+        _, count, first, second, whole, q, along, moved, held, flips, *figures = figures
         values, bent, square, dot, *before = figures
         unit, kappa, change = self._unit(h) / share, self._passes.kappa, math.inf
         if before and self._before is not None:
@@ -314,6 +314,7 @@ class GaussNewton:
             h=h,
             size=math.sqrt(square) * unit if square >= 0 else math.inf,
             nonlinearity=_nonlinearity(first, second),
+            roundoff=self.session.unit_roundoff * math.sqrt(whole / first) if first > 0 else 0.0,
             spread=math.sqrt(first / count) / (2 * h) if first > 0 else 0.0,
             form=q * self.scale / (share * (2 * h * kappa) ** 2),
             change=change,

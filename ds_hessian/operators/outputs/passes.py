@@ -32,8 +32,8 @@ class Sums:
     """Sums of this rank over the outputs of an evaluation.
 
     Attributes:
-        squares: `(4,)` fp64: the squares of delta and their number; of the first and of the second
-            differences of a sample.
+        squares: `(5,)` fp64: the squares of delta and their number; of a sample, those of the first
+            and of the second differences, and of the outputs themselves.
         form: `<kappa delta, H_out kappa delta>`.
         change: `(2,)`: what `displace` returned for the way from `w + h v` to `w - h v`.
         choices: `(2,)` fp64: discrete choices that the forwards at `w - h v` have held, and how
@@ -42,7 +42,7 @@ class Sums:
             the cotangents, where `Passes.cotangents` has them at the weights.
     """
 
-    squares: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
+    squares: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
     form: float = 0.0
     change: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
     choices: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
@@ -174,11 +174,13 @@ class Group:
     def sizes(self, sums: Sums) -> None:
         """Add the squares of the differences, and their number."""
         for i, d in self.differences.items():
-            sums.squares += torch.tensor([_square(d), d.numel(), self._first[i], 0.0])
+            sums.squares += torch.tensor([_square(d), d.numel(), self._first[i], 0.0, 0.0])
 
     def bend(self, index: int, f: Tensor, sums: Sums) -> None:
-        """Add the square of the second difference."""
-        sums.squares[3] += _square(self.middles[index] - 2 * sample(f.float()))
+        """Add the squares of the second difference, and of the outputs at w."""
+        here = sample(f.float())
+        sums.squares[3] += _square(self.middles[index] - 2 * here)
+        sums.squares[4] += _square(here)
 
     def scale(self, kappa: float) -> None:
         """Multiply the differences."""

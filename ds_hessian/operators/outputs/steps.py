@@ -35,6 +35,9 @@ from numpy.typing import NDArray
 
 from ds_hessian.operators.displacement.control import products_of_a_third
 
+UNEXPECTED = 2.0
+"""Ratio of a change to what is expected of it, above which something else has made it: a kink."""
+
 LADDER = 4.0
 """Ratio of the displacements of the first vector's trials."""
 
@@ -58,6 +61,15 @@ AFTER_PROBE = 6.0
 INDEPENDENT = 0.45
 """The noise of k pilots falls as k^-0.45: micro-batches share the rounding of the weights."""
 
+ROUNDOFF = 2.0**-24
+"""Unit roundoff of fp32, in which products are added up whatever the dtype of the passes."""
+
+BENT = 0.5
+"""The nonlinearity ratio above which it does not tell how far the outputs bend."""
+
+GROWN = 32.0
+"""Noise of the outputs in units of their roundoff, at most: that of all layers adds up."""
+
 TINY = 1e-30
 """A square of a change that counts as none."""
 
@@ -73,6 +85,7 @@ class Trial:
         h: The displacement.
         size: `|P|`.
         nonlinearity: r.
+        roundoff: The roundoff of the outputs, relative to their first difference.
         spread: Norm of the outputs' derivative, in the units of r's noise.
         form: `v'Gv` from the outputs alone.
         change: `|P - P'|` from the trial before; inf for the first.
@@ -84,6 +97,7 @@ class Trial:
     h: float
     size: float
     nonlinearity: float
+    roundoff: float
     spread: float
     form: float
     change: float = math.inf
@@ -93,6 +107,13 @@ class Trial:
     def finite(self) -> bool:
         """Whether every figure is."""
         return all(map(math.isfinite, (self.size, self.nonlinearity, self.form)))
+
+    @property
+    def beyond(self) -> bool:
+        """Whether the outputs bend so much that no change between such displacements means
+        anything: r is large, and no noise.
+        """
+        return self.nonlinearity > BENT and self.roundoff < BENT / GROWN
 
 
 @dataclass
@@ -108,6 +129,7 @@ class Learnt:
         kappa: kappa.
         backward: nu.
         values: The relative error from differencing the loss in the outputs; 0 where it is known.
+        unseen: Whether r was no more than its noise in the last product: h may be too small.
         products: Their number.
     """
 
@@ -119,6 +141,7 @@ class Learnt:
     kappa: float = TYPICAL
     backward: float = 0.0
     values: float = 0.0
+    unseen: bool = False
     products: int = 0
 
 
@@ -143,6 +166,7 @@ class OutputSteps:
         self.learnt = Learnt(fixed or 3 * unit_roundoff ** (1 / 3) * scale, 3 * scale)
         self._bend = 0.0  # of the present vector
         self._seen = 0.0  # the largest |P| of its trials
+        self._doubt = 0.0  # what its last trial has shown that the model does not explain
         self._kappa = self._noise = 0.0  # as the present vector's trials have it
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,7 +183,7 @@ class OutputSteps:
         """Return the displacement of the next vector's first trial."""
         found = self.learnt
         self._bend, self._kappa, self._noise = found.bend, found.kappa, found.noise
-        return self.fixed or self._clamp(found.h * (ABOVE if self._due else 1.0))
+        return self.fixed or self._clamp(found.h * (ABOVE if self._due or found.unseen else 1.0))
 
     @property
     def _due(self) -> bool:
@@ -171,6 +195,25 @@ class OutputSteps:
 
         With a fixed displacement the first vector has a trial beside it, for its error.
         """
+        found = self._advise(trials)
+        self._doubt = self._unexplained(trials)
+        return found
+
+    def _unexplained(self, trials: list[Trial]) -> float:
+        """Return the largest relative change across the last trial's displacement that is more than
+        the model explains.
+        """
+        h, found = trials[-1].h, 0.0
+        for a, b in zip(trials, trials[1:], strict=False):
+            if not self._noise or not min(a.h, b.h) <= h <= max(a.h, b.h):
+                continue
+            bent = self._kappa * self._bend**2 * abs(a.h**2 - b.h**2) * b.size
+            expected = math.hypot(self._noise * math.hypot(1 / a.h, 1 / b.h), bent)
+            if b.size and math.isfinite(b.change) and b.change > UNEXPECTED * expected:
+                found = max(found, b.change / b.size)
+        return found
+
+    def _advise(self, trials: list[Trial]) -> tuple[float, bool]:
         last, count = trials[-1], len(trials)
         self._seen = max((t.size for t in trials if t.finite), default=0.0)
         if last.size == 0 or count > MOST:
@@ -188,7 +231,7 @@ class OutputSteps:
         best = self._best(last.size)
         if self._due and count == 1:
             return self._clamp(min(best, last.h / ABOVE)), False
-        good = self.error(last.h, last.size) <= ACCEPT * self.error(best, last.size)
+        good = self._excess(last, best) <= ACCEPT
         return (last.h, True) if good or count == MOST else (best, False)
 
     def _beside(self, trials: list[Trial]) -> tuple[float, bool]:
@@ -206,10 +249,15 @@ class OutputSteps:
         """Walk down the ladder, or up, until the changes between its steps have a least one."""
         if not self._accepting(trials):
             here, heights = trials[-1].h, [t.h for t in trials if t.finite]
+            lowest = min((t for t in trials if t.finite), key=lambda t: t.h)
+            if lowest.beyond and lowest.h / LADDER > self.least:
+                return lowest.h / LADDER, False
             changes = self._changes(trials)
             if len(changes) < 2:
                 return here / LADDER, False
             low, high = min(changes, key=lambda pair: changes[pair])
+            if changes[low, high] <= ROUNDOFF:  # nothing is to be found below
+                return self._fitted(trials)
             # Far above the bend, and far below the noise, all changes are LADDER - 1: the curvature
             # can be that of parameters far smaller than the norm of all.
             if changes[low, high] > 1 and min(heights) / LADDER > self.least:
@@ -220,10 +268,14 @@ class OutputSteps:
                 return high * LADDER**2, False
             if here == max(heights):  # after a step up: its neighbour below
                 return here / LADDER, False
+        return self._fitted(trials)
+
+    def _fitted(self, trials: list[Trial]) -> tuple[float, bool]:
+        """Fit the model to the first vector's trials; return as `advise`."""
         self._fit(trials)
         last = trials[-1]
         best = self._best(last.size)
-        good = self.error(last.h, last.size) <= ACCEPT * self.error(best, last.size)
+        good = self._excess(last, best) <= ACCEPT
         return (last.h, True) if good or len(trials) >= MOST else (best, False)
 
     def _accepting(self, trials: list[Trial]) -> bool:
@@ -238,24 +290,26 @@ class OutputSteps:
         found = {}
         for a, b in zip(trials, trials[1:], strict=False):
             low, high = sorted((a.h, b.h))
-            near = high < 1.5 * LADDER * low
+            near = high < 1.5 * LADDER * low and not (a.beyond and b.beyond)
             if near and math.isfinite(b.change) and min(a.size, b.size) > 0:
                 found[low, high] = b.change / min(a.size, b.size)
         return found
 
     def _fit(self, trials: list[Trial]) -> None:
         """Fit N, kappa, the bend and the ratio's noise to all trials of the vector."""
+        finite = [t for t in trials if t.finite]
         pairs = [(a, b) for a, b in zip(trials, trials[1:], strict=False) if a.finite and b.finite]
-        size = min(t.size for t in trials if t.finite)
+        pairs = [(a, b) for a, b in pairs if not (a.beyond and b.beyond)] or pairs
+        size = min(t.size for t in finite)
         bent, noisy = [], []
         for a, b in pairs:
             change = max(b.change, 1e-30)
             bent.append(abs(a.h**2 - b.h**2) * size / change)
             noisy.append(math.hypot(1 / a.h, 1 / b.h) / change)
         truncation, self._noise = _two_terms(bent, noisy)
-        finite = [t for t in trials if t.finite and t.nonlinearity > 0]
-        ratio = [t.h / t.nonlinearity for t in finite if t.nonlinearity < 0.5]
-        rounding = [1 / (t.h * t.spread * t.nonlinearity) for t in finite if t.nonlinearity < 0.5]
+        bending = [t for t in finite if 0 < t.nonlinearity < BENT]
+        ratio = [t.h / t.nonlinearity for t in bending]
+        rounding = [1 / (t.h * t.spread * t.nonlinearity) for t in bending]
         bend, self.learnt.ratio_noise = _two_terms(ratio, rounding) if ratio else (0.0, 0.0)
         self._bend = bend or math.sqrt(truncation / TYPICAL)
         self._kappa = max(truncation / self._bend**2, 1e-3) if self._bend else TYPICAL
@@ -264,7 +318,10 @@ class OutputSteps:
     def _observe(self, trials: list[Trial]) -> None:
         """Learn from the last trial of a later vector, and from its change to the one before."""
         last = trials[-1]
-        self._bend = self._bend_of(last)
+        self._observe_ratio(trials[-2:])
+        self._bend = self.learnt.bend
+        for trial in trials:
+            self._bend = self._bend_of(trial)
         if len(trials) < 2 or not trials[-2].finite or not self._bend:
             return
         above, below = sorted(trials[-2:], key=lambda t: -t.h)
@@ -277,17 +334,39 @@ class OutputSteps:
             rest = math.sqrt(seen**2 - (self._kappa * width) ** 2)
             self._noise *= math.sqrt(rest / noise) if noise > 0 else 1.0
 
+    def _observe_ratio(self, pair: list[Trial]) -> None:
+        """Learn the noise of r from two trials: where r is larger at the smaller displacement."""
+        above, below = max(pair, key=lambda t: t.h), min(pair, key=lambda t: t.h)
+        if above.finite and below.finite and below.nonlinearity > above.nonlinearity:
+            noise = below.nonlinearity * below.h * below.spread
+            self.learnt.ratio_noise = max(self.learnt.ratio_noise, noise)
+
     def _bend_of(self, trial: Trial) -> float:
-        noise = self.learnt.ratio_noise / (trial.h * trial.spread) if trial.spread else math.inf
-        if trial.nonlinearity > 2 * noise:
-            return math.sqrt(trial.nonlinearity**2 - noise**2) / trial.h
+        if self._shows_bend(trial):
+            return math.sqrt(trial.nonlinearity**2 - self._noise_of_ratio(trial) ** 2) / trial.h
         return min(self._bend, trial.nonlinearity / trial.h) if self._bend else 0.0
+
+    def _shows_bend(self, trial: Trial) -> bool:
+        return trial.nonlinearity > 2 * self._noise_of_ratio(trial)
+
+    def _noise_of_ratio(self, trial: Trial) -> float:
+        return self.learnt.ratio_noise / (trial.h * trial.spread) if trial.spread else math.inf
 
     def _best(self, size: float) -> float:
         bent = math.sqrt(2) * self._kappa * self._bend**2 * size
         if self._noise <= 0 or bent <= 0:
             return self._clamp(self.learnt.h)
         return self._clamp((self._noise / bent) ** (1 / 3))
+
+    def _excess(self, trial: Trial, best: float) -> float:
+        """Return the error expected at a trial's h, over that at the best one."""
+        back = math.hypot(self._backward(trial), ROUNDOFF)
+        here, there = (math.hypot(self.error(h, trial.size), back) for h in (trial.h, best))
+        return here / there
+
+    def _backward(self, trial: Trial) -> float:
+        """Return the relative error of the pilot's backward."""
+        return self.learnt.backward * math.sqrt(max(trial.form, 0.0)) / trial.size
 
     def error(self, h: float, size: float, quiet: float = 1.0) -> float:
         """Return the expected relative error at a displacement, without the backward's."""
@@ -320,8 +399,7 @@ class OutputSteps:
             return product.h
         self._bend = max(self._bend, self._bend_of(product))
         best = self._best(product.size)
-        bad = self.error(product.h, product.size) > REPEAT * self.error(best, product.size)
-        return best if bad else product.h
+        return best if self._excess(product, best) > REPEAT else product.h
 
     def conclude(self, product: Trial, mismatch: float) -> tuple[float | None, float | None]:
         """Learn from the product that is kept; return its relative noise and error.
@@ -333,18 +411,19 @@ class OutputSteps:
         found = self.learnt
         if product.size == 0 or not self._noise:
             return None, None
-        back = found.backward * math.sqrt(max(product.form, 0.0)) / product.size * self.quiet
+        back = self.quiet * self._backward(product)
         noise = math.hypot(self.quiet * self._noise / (product.h * product.size), back)
         error = math.hypot(self.error(product.h, product.size, self.quiet), back)
-        if product.nonlinearity > 0.5:  # no ratio above it tells how far the outputs bend
+        if product.nonlinearity > BENT:  # it does not tell how far the outputs bend
             # Nor does the product's length, of which the trials may have shown more.
             error = max(error, product.nonlinearity, self._seen / product.size)
         values = max(found.values, min(product.values, 1.0))
-        error = math.hypot(max(error, mismatch / product.size), values)
+        error = max(error, mismatch / product.size, self._doubt)
+        error = math.hypot(error, values, ROUNDOFF)
         first = found.products == 0
         found.noise = self._noise if first else math.sqrt(found.noise * self._noise)
         found.kappa = self._kappa if first else math.sqrt(found.kappa * self._kappa)
-        found.bend = self._bend
+        found.bend, found.unseen = self._bend, not self._shows_bend(product)
         if self.fixed is None:
             found.h = self._clamp(self._best(product.size) / (AFTER_PROBE if first else 1.0))
         found.products += 1
