@@ -34,6 +34,9 @@ TRUNCATION = STEP**2 / (STEP**2 - 1)
 RUNGS = 6
 """Displacements of a first vector, at least."""
 
+APART = 3.0
+"""Forms that differ by more than so many errors of both are on two plateaus."""
+
 SAMPLE = 4
 """Micro-batches whose changes are measured with the first vector."""
 
@@ -45,7 +48,7 @@ class Ladder:
     """The displacement of one operator's forms, and their error."""
 
     def __init__(self) -> None:
-        self._h = self._settled = 0.0  # the displacement, and the change there on the ladder
+        self._h = 0.0
         self._changes: NDArray[np.float64] | None = None  # of the sum by each micro-batch's form
         self._errors = list[float]()  # of the vectors so far, each by its own forms
 
@@ -63,7 +66,7 @@ class Ladder:
         found = forms(self._h, None)
         parts = self._changed(forms, found)
         worst = int(np.nanargmax(abs(parts)))
-        if abs(parts[worst]) > max(SMALL, STEP**2 * self._settled) and worst != one:
+        if abs(parts[worst]) > SMALL and worst != one:
             relative = self._descend(forms, worst, STEP * first, least)
             found, self._changes = forms(self._h, None), None
             parts = self._changed(forms, found)
@@ -109,13 +112,26 @@ class Ladder:
             heights.append(heights[-1] / STEP)
             found.append(float(forms(heights[-1], one)[0]))
             changes.append(abs(_change(found[-2], found[-1], abs(found[-2]))))
-        best = int(np.argmin(changes))
+        errors = [_error(changes, i) for i in range(len(changes))]
+        best = int(np.argmin(errors))
+        # Outputs that saturate can have a second plateau: the one below it is nearer to the limit.
+        for i in range(best + 1, len(changes)):
+            apart = abs(found[i] - found[best])
+            bars = errors[i] * abs(found[i]) + errors[best] * abs(found[best])
+            if apart > APART * bars:
+                best = i
         self._h = heights[best]  # the noise of the lower one is larger
-        # Two that agree by chance have neighbours that do not: of these the lower one has the noise
-        # of this height, STEP^2 times as large.
-        beside = changes[best + 1 : best + 2] or changes[max(best - 1, 0) : best]
-        self._settled = max(TRUNCATION * changes[best], *(change / STEP**2 for change in beside))
-        return self._settled
+        return errors[best]
+
+
+def _error(changes: list[float], i: int) -> float:
+    """Return the relative error of the form at rung i of a ladder.
+
+    Two that agree by chance have neighbours that do not: of these the lower one has the noise of
+    this height, STEP^2 times as large.
+    """
+    beside = changes[i + 1 : i + 2] or changes[max(i - 1, 0) : i]
+    return max(TRUNCATION * changes[i], *(change / STEP**2 for change in beside))
 
 
 def _falling(changes: list[float]) -> bool:

@@ -162,6 +162,8 @@ class OutputSteps:
         self.rounding, self.fixed = unit_roundoff * scale, fixed
         self.least = self.rounding / 64  # which rounding of the weights loses
         self.quiet = pilot**INDEPENDENT
+        # The backward rounds what it returns of each micro-batch.
+        self.least_error = max(ROUNDOFF, math.sqrt(pilot / 3) * unit_roundoff)
         self.thirds = products_of_a_third(pilot, 0)  # no trials above h
         self.learnt = Learnt(fixed or 3 * unit_roundoff ** (1 / 3) * scale, 3 * scale)
         self._bend = 0.0  # of the present vector
@@ -360,7 +362,7 @@ class OutputSteps:
 
     def _excess(self, trial: Trial, best: float) -> float:
         """Return the error expected at a trial's h, over that at the best one."""
-        back = math.hypot(self._backward(trial), ROUNDOFF)
+        back = math.hypot(self._backward(trial), self.least_error)
         here, there = (math.hypot(self.error(h, trial.size), back) for h in (trial.h, best))
         return here / there
 
@@ -419,7 +421,7 @@ class OutputSteps:
             error = max(error, product.nonlinearity, self._seen / product.size)
         values = max(found.values, min(product.values, 1.0))
         error = max(error, mismatch / product.size, self._doubt)
-        error = math.hypot(error, values, ROUNDOFF)
+        error = math.hypot(error, values, self.least_error)
         first = found.products == 0
         found.noise = self._noise if first else math.sqrt(found.noise * self._noise)
         found.kappa = self._kappa if first else math.sqrt(found.kappa * self._kappa)
