@@ -37,6 +37,7 @@ from ds_hessian.job_measuring import Batches, JobMeasuring, Loss, as_exact_as
 from ds_hessian.krylov import SolveMethod, Which
 from ds_hessian.krylov.traces import Method
 from ds_hessian.operators.kronecker import Adapter, Kind
+from ds_hessian.ranks import collective
 from ds_hessian.records import (
     DisplacementSweep,
     HessianAlignment,
@@ -217,21 +218,22 @@ class Hessian(JobMeasuring):
             NumericsError: the query's gradient is zero, no dampings, or something is not finite.
             MeasurementError: batches, model or loss raised on some rank.
         """
-        subject = self._subject(overrides)
-        asked, given = (
-            self.backend.objective(batches, loss_fn, like=self._objective)
-            for batches in (query, examples)
-        )
-        analysis = Influence(
-            dampings=dampings,
-            method=method,
-            tolerance=tolerance,
-            num_matvecs=num_matvecs,
-            preconditioner=preconditioner,
-            query=asked,
-            examples=given,
-        )
-        return measure(analysis, subject)
+        with collective("measuring the influence", self.backend.space.device):
+            subject = self._subject(overrides)
+            asked, given = (
+                self.backend.objective(batches, loss_fn, like=self._objective)
+                for batches in (query, examples)
+            )
+            analysis = Influence(
+                dampings=dampings,
+                method=method,
+                tolerance=tolerance,
+                num_matvecs=num_matvecs,
+                preconditioner=preconditioner,
+                query=asked,
+                examples=given,
+            )
+            return measure(analysis, subject)
 
     def sharpness(
         self,
@@ -255,15 +257,16 @@ class Hessian(JobMeasuring):
                 `preconditioned=False`.
             NumericsError: the gradient is zero, or something is not finite.
         """
-        subject = self._subject(as_exact_as(tolerance, overrides))
-        matrix = repr((subject.config.operator, subject.config.parameters))
-        analysis = Sharpness(
-            preconditioned=preconditioned,
-            tolerance=tolerance,
-            max_matvecs=max_matvecs,
-            followed=self._followed.setdefault(matrix, Followed()),
-        )
-        return measure(analysis, subject)
+        with collective("measuring the sharpness", self.backend.space.device):
+            subject = self._subject(as_exact_as(tolerance, overrides))
+            matrix = repr((subject.config.operator, subject.config.parameters))
+            analysis = Sharpness(
+                preconditioned=preconditioned,
+                tolerance=tolerance,
+                max_matvecs=max_matvecs,
+                followed=self._followed.setdefault(matrix, Followed()),
+            )
+            return measure(analysis, subject)
 
     def block_coupling(
         self, blocks: Blocks = BlockCoupling.blocks, **overrides: object

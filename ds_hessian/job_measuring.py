@@ -204,4 +204,5 @@ class JobMeasuring(JobVectors):
         return plan_here(found, backend, config, self._objective)
 
     def _measure(self, analysis: Analysis[R], overrides: Mapping[str, object]) -> R:
-        return measure(analysis, self._subject(overrides))
+        with collective(f"measuring the {analysis.title}", self.backend.space.device):
+            return measure(analysis, self._subject(overrides))

@@ -11,7 +11,7 @@ from torch import Tensor
 from ds_hessian import vector_files
 from ds_hessian.backends.protocol import Backend
 from ds_hessian.config import HessianConfig
-from ds_hessian.ranks import together
+from ds_hessian.ranks import collective, together
 from ds_hessian.records import HessianDecomposition, HessianSpectrum, Savable
 from ds_hessian.show.page import SHOWN, PageKeeper
 from ds_hessian.vectors import ProbeKind, random_vector
@@ -114,19 +114,21 @@ class JobVectors:
             ConfigError: another job uses the `output_path`.
             MeasurementError: rank 0 could not write.
         """
-        source = record.provenance
-        found = Path(folder) if folder else self.output.of_step(source.step, source.operator)
-        vector_files.save_record(self.backend, record, found)
-        drawn = isinstance(record, (HessianSpectrum, HessianDecomposition))
-        if self.config.plot and drawn:
-            picture = found / f"{record.kind}.png"
-            with together(f"drawing {picture}", device=self.backend.space.device):
-                if self.rank == 0:
-                    record.plot(picture)
-        on_page = isinstance(record, SHOWN) and found.parent == self.output.folder
-        if self.config.plot and self.rank == 0 and on_page:
-            self._page.update(self.output.folder)
-        return found
+        device = self.backend.space.device
+        with collective("saving a record", device):
+            source = record.provenance
+            found = Path(folder) if folder else self.output.of_step(source.step, source.operator)
+            vector_files.save_record(self.backend, record, found)
+            drawn = isinstance(record, (HessianSpectrum, HessianDecomposition))
+            if self.config.plot and drawn:
+                picture = found / f"{record.kind}.png"
+                with together(f"drawing {picture}", device=device):
+                    if self.rank == 0:
+                        record.plot(picture)
+            on_page = isinstance(record, SHOWN) and found.parent == self.output.folder
+            if self.config.plot and self.rank == 0 and on_page:
+                self._page.update(self.output.folder)
+            return found
 
     def load(self, record: type[S], folder: str | Path) -> S:
         """Return the record of a kind that `save` wrote, its vectors in this job's layout.

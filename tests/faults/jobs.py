@@ -194,17 +194,20 @@ def _points() -> dict[str, Callable[[], tuple[Any, str, int]]]:
     from ds_hessian.analyses import base, measurement
     from ds_hessian.backends.objective import MicroBatches
     from ds_hessian.backends.zero.backend import ZeroBackend
+    from ds_hessian.job_measuring import JobMeasuring
     from ds_hessian.records import HessianSpectrum
     from ds_hessian.resume import run
 
     return {
         "attaching": lambda: (ZeroBackend, "_map", 1),
+        "the settings": lambda: (JobMeasuring, "_subject", 1),
         "planning": lambda: (base, "share_of", 1),
         "the state before": lambda: (run, "_plain", 1),
         "a digest of the data": lambda: (MicroBatches, "digests", 1),
         "the fingerprint": lambda: (MicroBatches, "fingerprint", 1),
         "the versions": lambda: (measurement, "Provenance", 1),
         "the record": lambda: (HessianSpectrum, "from_runs", 1),
+        "beginning to save": lambda: (vector_files, "save_record", 1),
         "collecting a parameter": lambda: (vector_files, "collected", 3),
         "distributing a parameter": lambda: (vector_files, "distribute", 2),
     }

@@ -71,7 +71,8 @@ def test_a_failure_in_the_last_meeting_leaves_no_rank_behind(ranks: Ranks) -> No
 
 
 QUICK_POINTS = (
-    *("attaching", "planning", "the record", "collecting a parameter", "distributing a parameter"),
+    *("attaching", "the settings", "planning", "the record", "beginning to save"),
+    *("collecting a parameter", "distributing a parameter"),
 )
 
 
