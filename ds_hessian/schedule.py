@@ -31,7 +31,7 @@ from ds_hessian.backends.objective import Call
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import HessianError
 from ds_hessian.hessian import Hessian
-from ds_hessian.ranks import collective
+from ds_hessian.ranks import collective, report
 from ds_hessian.records import PICTURE, HessianCurvatures, HessianSharpness, HessianSpectrum
 from ds_hessian.show.monitor import (
     monitor_events,
@@ -190,9 +190,8 @@ class Measurements:
             before: The number of optimizer steps made before this one.
         """
         if before == 0 and 0 in config.steps and not {0} & {*self.spectra, *self.failures}:
-            logger.warning(
-                "no Hessian spectrum at step 0, which hessian.steps asks for: %s", self.before_start
-            )
+            text = "no Hessian spectrum at step 0, which hessian.steps asks for: %s"
+            report(logger.warning, text, self.before_start)
 
     def take(
         self,
@@ -229,7 +228,8 @@ class Measurements:
         except HessianError as error:  # every rank has it: training must not end by a measurement
             self.failures[step] = error
             if first:
-                logger.exception("no Hessian %s at step %d; training continues", kind, step)
+                text = "no Hessian %s at step %d; training continues"
+                report(logger.exception, text, kind, step)
 
     def _record(self, kind: Kind, hessian: Hessian) -> tuple[Scheduled, Path | None]:
         """Measure and save; return the record and its picture."""

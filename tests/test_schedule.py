@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import ds_hessian
+from ds_hessian import schedule
 from ds_hessian.config import HessianConfig
-from ds_hessian.schedule import Capture, due
+from ds_hessian.errors import MeasurementError
+from ds_hessian.hessian import Hessian
+from ds_hessian.schedule import Capture, Measurements, due
 
 EVERY_3_AND_2 = {"interval": 3, "sharpness_interval": 2}
 CASES = [
@@ -95,3 +100,23 @@ def test_the_passes_of_a_measurement_are_not_captured() -> None:
     assert captured.calls == []
     engine(**batch)
     assert len(captured.calls) == 1
+
+
+class Raising(logging.Handler):
+    """A handler of the user's that cannot write."""
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        raise RuntimeError("no space left")
+
+
+def test_a_report_that_fails_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 alone makes it: the others would wait for it."""
+    monkeypatch.setattr(schedule.logger, "handlers", [Raising()])
+    measurements, failure = Measurements(), MeasurementError("no batches")
+
+    def ready() -> Hessian:
+        raise failure
+
+    measurements.warn_of_start(HessianConfig(steps=[0]), 0)
+    measurements.take("spectrum", 3, torch.device("cpu"), ready, lambda record, picture: None)
+    assert measurements.failures == {3: failure}

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -129,6 +129,18 @@ def text_of(error: BaseException) -> str:
         return f"{name}: {error}"
     except Exception as why:
         return f"{name}, which raises {type(why).__name__} when it is printed"
+
+
+def report(log: Callable[..., object], *args: object) -> None:
+    """Write to the log where the other ranks go on: what a handler of the user's raises must not
+    keep this rank from what they wait for.
+
+    Args:
+        log: Method of a logger.
+        args: Its arguments.
+    """
+    with suppress(Exception):
+        log(*args, stacklevel=2)
 
 
 def agree(

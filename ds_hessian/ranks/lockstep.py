@@ -50,6 +50,7 @@ from ds_hessian.ranks.agreement import (
     active,
     agree,
     interrupts,
+    report,
     text_of,
     together,
 )
@@ -408,7 +409,7 @@ class Lockstep(Follower):
                 f"rank {self.rank} failed ({text_of(error)}) and cannot take part "
                 f"in what the other ranks wait for: {why}; end the job"
             )
-            logger.error(message)
+            report(logger.error, message)
             self._lost = LockstepError(message)
             raise self._lost from error
 

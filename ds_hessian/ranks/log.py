@@ -25,7 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_hessian.ranks.agreement import LockstepError
+from ds_hessian.ranks.agreement import LockstepError, report
 from ds_hessian.ranks.passes import ABSENT, Pass
 from ds_hessian.ranks.watch import ASKED, TICK, Watch
 
@@ -142,7 +142,8 @@ class Log:
                     self._publish_new(current)
         except Exception as error:
             self._watch.lost()
-            logger.error("the log of collectives cannot be published any more: %s", error)
+            text = "the log of collectives cannot be published any more: %s"
+            report(logger.error, text, error)
 
     def _publish_new(self, current: Pass) -> None:
         meeting, store = current.meeting, self._watch.store()  # before the segments: it is last

@@ -596,10 +596,11 @@ def test_a_failure_once_ranks_have_met_to_enter_is_of_the_measurement(
 
 
 def unfollowed(subgroup: bool) -> str:
-    """Rank 0 fails where the others make a collective that cannot be followed."""
+    """Rank 0 fails where the others make a collective that cannot be followed, and cannot log it."""
     from deepspeed import comm
 
     group = dist.new_group([1, 2])
+    full = patch.object(lockstep_module.logger, "error", side_effect=RuntimeError("full"))
 
     def impossible() -> None:
         if subgroup:
@@ -609,6 +610,7 @@ def unfollowed(subgroup: bool) -> str:
 
     try:
         with (
+            full,
             Lockstep(torch.device("cpu"), communication()) as lockstep,
             lockstep.together("trying"),
         ):

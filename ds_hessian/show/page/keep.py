@@ -7,6 +7,7 @@ import logging
 import time
 from pathlib import Path
 
+from ds_hessian.ranks import report
 from ds_hessian.show.page.run import page_of, run_in
 from ds_hessian.show.page.write import write_page
 
@@ -50,6 +51,6 @@ class PageKeeper:
         try:
             write_page(run_in(folder), page_of(folder))
         except Exception:  # one rank alone is here, and the others go on training
-            logger.exception("no page of %s; the records are there", folder)
+            report(logger.exception, "no page of %s; the records are there", folder)
         spent = time.monotonic() - began
         self._next = time.monotonic() + spent / SHARE
