@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from ds_hessian.config import read_deepspeed, value_of
+from ds_hessian.config import read_deepspeed, text_in, value_of
 from ds_hessian.config.messages import shown
 from ds_hessian.errors import ConfigError
 from ds_hessian.planning import Job, Mesh, Shape
@@ -156,7 +156,7 @@ def read_megatron(path: Path) -> Arguments:
         ConfigError: it cannot be read, or has what is not planned.
     """
     try:
-        text = path.read_text()
+        text = text_in(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     try:

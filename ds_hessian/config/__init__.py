@@ -28,7 +28,7 @@ from ds_hessian.config.messages import (
     shown,
     suggestion,
 )
-from ds_hessian.config.reading import read_deepspeed, value_of
+from ds_hessian.config.reading import read_deepspeed, text_in, value_of
 from ds_hessian.errors import ConfigError
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "leaves",
     "read_deepspeed",
     "schema",
+    "text_in",
     "value_of",
 ]
 

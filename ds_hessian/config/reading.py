@@ -5,12 +5,40 @@ from __future__ import annotations
 import base64
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ds_hessian.config.messages import shown
 from ds_hessian.errors import ConfigError
+
+LARGEST = 2**24
+"""Bytes of the largest file of settings."""
+
+
+def text_in(path: str | Path) -> str:
+    """Return the UTF-8 text in a file of settings, or in a pipe to which a process writes.
+
+    Raises:
+        ConfigError: nothing is written to the pipe, or the file is larger than such files are: a
+            device that does not end, say.
+        OSError: it cannot be read.
+        UnicodeDecodeError: it is no such text.
+    """
+    with open(path, "rb", opener=_at_once) as file:
+        os.set_blocking(file.fileno(), True)
+        data = file.read(LARGEST + 1)
+        if not data and stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+            raise ConfigError(f"{path} is a pipe to which nothing is written")
+    if len(data) > LARGEST:
+        raise ConfigError(f"{path} is no file of settings: it has more than {LARGEST} bytes")
+    return data.decode("utf-8")
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open a file; a pipe too that no process has opened to write to."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_deepspeed(config: str | Path) -> Mapping[str, Any]:
@@ -41,7 +69,7 @@ def _text_of(config: str | Path) -> tuple[str, str]:
     """Return the text of a configuration, and where it is from."""
     try:
         if os.path.exists(config):
-            return Path(config).read_bytes().decode("utf-8"), str(config)
+            return text_in(config), str(config)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"the DeepSpeed configuration {config} is not UTF-8 text ({error}): save it as UTF-8"

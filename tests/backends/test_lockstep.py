@@ -596,7 +596,7 @@ def test_a_failure_once_ranks_have_met_to_enter_is_of_the_measurement(
 
 
 def unfollowed(subgroup: bool) -> str:
-    """Rank 0 fails where the others make a collective that cannot be followed, and cannot log it."""
+    """Rank 0 fails where a collective of the others cannot be followed, and cannot log it."""
     from deepspeed import comm
 
     group = dist.new_group([1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -249,3 +250,19 @@ def test_deeply_nested_arguments_of_megatron_are_one_line_and_2(tmp_path: Path) 
     path = tmp_path / "given.json"
     path.write_text('{"a":' * 10**5)
     test_broken_input_is_one_line_and_2([*JOB, "--megatron", path], "it is nested too deeply")
+
+
+@pytest.mark.parametrize("option", ["--config", "--megatron"])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("pipe", "a pipe to which nothing is written"), ("endless", "more than 16777216 bytes")],
+)
+def test_files_that_do_not_end_are_one_line_and_2(
+    tmp_path: Path, option: str, kind: str, words: str
+) -> None:
+    path = tmp_path / "given.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    test_broken_input_is_one_line_and_2([*JOB, option, path], words)
