@@ -127,7 +127,7 @@ def text_of(error: BaseException) -> str:
     name = type(error).__name__
     try:
         return f"{name}: {error}"
-    except Exception as why:
+    except BaseException as why:
         return f"{name}, which raises {type(why).__name__} when it is printed"
 
 

@@ -396,18 +396,22 @@ def test_an_interrupt_while_ranks_leave_a_call_is_raised_once_they_have(ranks: R
 class Unprintable(ValueError):
     """An error that cannot say what it is."""
 
+    def __init__(self, kind: type[BaseException]) -> None:
+        super().__init__()
+        self.kind = kind
+
     def __str__(self) -> str:
-        raise KeyError("what")
+        raise self.kind("what")
 
 
-def unprintable() -> list[str]:
+def unprintable(kind: type[BaseException]) -> list[str]:
     """Rank 1 fails with an error that cannot be printed, in a call and in a measurement."""
     errors = []
     for entered in (lambda: collective("calling", "cpu"), whole_measurement):
         try:
             with entered():
                 if dist.get_rank() == 1:
-                    raise Unprintable
+                    raise Unprintable(kind)
                 dist.all_reduce(torch.ones(1))
         except HessianError as caught:
             errors.append(str(caught))
@@ -421,9 +425,12 @@ def whole_measurement() -> Iterator[None]:
         yield
 
 
-def test_an_error_that_cannot_be_printed_is_named_on_all_ranks(ranks: Ranks) -> None:
-    said = "rank 1: Unprintable, which raises KeyError when it is printed"
-    found = ranks(2).run(unprintable, timeout=60)
+@pytest.mark.parametrize("kind", [KeyError, SystemExit])
+def test_an_error_that_cannot_be_printed_is_named_on_all_ranks(
+    ranks: Ranks, kind: type[BaseException]
+) -> None:
+    said = f"rank 1: Unprintable, which raises {kind.__name__} when it is printed"
+    found = ranks(2).run(unprintable, kind, timeout=60)
     assert found == [[f"while calling, {said}", f"while measuring, {said}"]] * 2
 
 
