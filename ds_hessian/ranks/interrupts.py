@@ -9,6 +9,7 @@ handler runs where `Signalled` would be raised, and what it raises is an error o
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -29,10 +30,12 @@ class Signalled(KeyboardInterrupt):
 class Interrupts:
     """A context manager in which signals with handlers written in Python end the body, or wait.
 
-    It does nothing outside of the main thread, where Python runs no handler.
+    It does nothing outside of the main thread, where Python runs no handler, and in processes that
+    are forked in the body, which have the script's own handlers.
     """
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         self._depth = self._reported = 0
         self._waiting: list[int] = []  # to be handled when the measurement has ended
         self._passing: list[int] = []  # to be handled as soon as nothing holds them back
@@ -109,6 +112,9 @@ class Interrupts:
         return raised
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            self._handlers[number](number, frame)
+            return
         (self._waiting if number in self._ending else self._passing).append(number)
         self._report()
 

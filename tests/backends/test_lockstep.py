@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -391,6 +392,29 @@ def test_an_interrupt_while_ranks_leave_a_call_is_raised_once_they_have(ranks: R
     """As one that comes just after: rank 0 has left the call without an error."""
     said = ranks(2).run(interrupted_leaving, timeout=60)
     assert said == [("no error", "[2.0, 2.0, 2.0]"), ("KeyboardInterrupt ", "[2.0, 2.0, 2.0]")]
+
+
+def forked_inside(held: bool) -> int:
+    """The status with which a process ends that is forked in a measurement, and gets SIGTERM."""
+    old = signal.signal(signal.SIGTERM, lambda number, frame: os._exit(7))
+    try:
+        with Interrupts() as interrupts, interrupts.held() if held else contextlib.nullcontext():
+            process = os.fork()
+            if process == 0:
+                with contextlib.suppress(BaseException):
+                    signal.raise_signal(signal.SIGTERM)
+                os._exit(1)
+            return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_process_forked_in_a_measurement_has_the_handlers_of_the_script(
+    ranks: Ranks, held: bool
+) -> None:
+    """A process of the loss's own, say, which is then terminated, and waited for."""
+    assert ranks(1).run(forked_inside, held, timeout=60) == [7]
 
 
 class Unprintable(ValueError):
