@@ -15,7 +15,7 @@ first micro-batches of training, which stays bit for bit the same.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -236,11 +236,14 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         if self._batches is None and self._dataset is None:
             return None
         batches = () if self._batches is None else self._batches
+        if isinstance(batches, Iterator):  # where reading fails, its rest must not be measured
+            self._batches = ()
         with reading(batches, space.device):
             if self._dataset is not None:
                 inputs = self._collated(self._dataset, space)
             else:
                 inputs = [dict(batch) for batch in batches]
+                self._batches = inputs
         return [{"inputs": each, "num_items": None, "repeats": 1} for each in inputs]
 
     def _collated(self, dataset: Sequence[object], space: VectorSpace) -> list[dict[str, object]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -225,3 +226,38 @@ def test_a_trainer_without_settings_is_refused() -> None:
     trainer.add_callback(HessianCallback(trainer))
     with pytest.raises(ConfigError, match="must be above 0 for HessianCallback"):
         trainer.train()
+
+
+class OneFailure(Iterator[dict[str, Tensor]]):
+    """Micro-batches that can be read once; one of them cannot, at first."""
+
+    def __init__(self, fails: bool) -> None:
+        self.rows = [{k: v[None] for k, v in row.items()} for row in jobs.text(5)]
+        self.fails = fails
+
+    def __next__(self) -> dict[str, Tensor]:
+        if not self.rows:
+            raise StopIteration
+        row = self.rows.pop()
+        if self.fails and len(self.rows) == 3:
+            raise OSError("lost")
+        return row
+
+
+@pytest.mark.parametrize("fails", ["reading", "keeping"])
+def test_batches_that_can_be_read_once_are_measured_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """The first measurement fails while it reads them, or once it has."""
+    if fails == "keeping":
+        keep = mock.Mock(side_effect=[OSError("full"), None])
+        monkeypatch.setattr("ds_hessian.slices._write", keep)
+    settings = {"sharpness_interval": 0}
+    batches = OneFailure(fails == "reading")
+    callback = plain_jobs.train(tmp_path, True, settings=settings, batches=batches)["callback"]
+    said = {step: str(error) for step, error in callback.failures.items()}
+    if fails == "keeping":
+        assert list(said) == [2] and "OSError: full" in said[2]
+        assert callback.spectra[4].provenance.num_micro_batches == 5
+    else:
+        assert "OSError: lost" in said[2] and "batches is empty" in said[4]
