@@ -101,7 +101,7 @@ def echo(*texts: str, error: bool = False) -> None:
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")  # of a locale without ±
     for text in texts:
-        if isinstance(text, Table) and stream.isatty():
+        if isinstance(text, Table) and stream and stream.isatty():  # None: closed by the shell
             from rich.console import Console
 
             console = Console(file=stream)

@@ -176,7 +176,7 @@ def _states(work: Work) -> list[_State]:
 def _progress_shown() -> Iterator[None]:
     """Show the lines of progress, and warnings, on stderr."""
     handler: logging.Handler = logging.StreamHandler()
-    if sys.stderr.isatty():
+    if sys.stderr and sys.stderr.isatty():  # None: closed by the shell
         from rich.console import Console
         from rich.logging import RichHandler
 
