@@ -67,7 +67,7 @@ class Ladder:
         parts = self._changed(forms, found)
         worst = int(np.nanargmax(abs(parts)))
         if abs(parts[worst]) > SMALL and worst != one:
-            relative = self._descend(forms, worst, STEP * first, least)
+            relative = self._descend(forms, worst, STEP**2 * self._h, least)
             found, self._changes = forms(self._h, None), None
             parts = self._changed(forms, found)
         # Truncation has one sign, noise has both; what is not measured yet changes as the rest.
