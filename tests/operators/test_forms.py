@@ -50,6 +50,38 @@ def test_displacements_at_which_nothing_is_finite_are_left() -> None:
     assert h <= 1e-6 and abs(value - 1) <= error < 1e-3
 
 
+def test_of_two_plateaus_the_lower_one_is_taken() -> None:
+    """Of outputs whose first layers saturate, with the noise of 16 bits."""
+
+    def forms(h: float, some: range | None) -> NDArray[np.float64]:
+        sine = 0.02 * np.sin(7 * np.log(h))
+        return np.array([0.4 + 0.6 / (1 + (h / 0.3) ** 2) + sine / min(1, h / 1e-3)])
+
+    value, error, h = Ladder().settled(forms, 3.0, 1e-5)
+    assert h < 0.1 and abs(value - 1) <= 3 * error < 0.5
+
+
+def test_the_bar_has_kinks_of_other_micro_batches_than_the_largest() -> None:
+    off = np.array([0.0, 0.03, 0.0, 0.01])
+
+    def forms(h: float, some: range | None) -> NDArray[np.float64]:
+        found = np.array([5.0, 1.0, 4.0, 2.0]) * (1 - off * (h / 1e-1) ** 0.5)
+        return found if some is None else found[some.start : some.stop]
+
+    ladder = Ladder()
+    for _ in range(2):
+        value, error, _ = ladder.settled(forms, 1e-1, LEAST)
+        assert abs(value - 3) <= 3 * error + ROUNDOFF
+
+
+def test_a_step_that_rounding_loses_is_no_plateau() -> None:
+    def forms(h: float, some: range | None) -> NDArray[np.float64]:
+        return np.array([0.0 if h < 1e-3 else 1 + 0.05 * np.sin(5 * np.log(h))])
+
+    value, _, h = Ladder().settled(forms, 0.1, 1e-9)
+    assert h >= 1e-3 and abs(value - 1) < 0.1
+
+
 def _net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(12, 4), nn.Tanh(), nn.Linear(4, 3))

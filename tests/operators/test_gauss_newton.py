@@ -21,6 +21,7 @@ from ds_hessian.config import FiniteDifferenceConfig, OperatorName
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.krylov import lanczos
 from ds_hessian.operators import Curvature, FiniteDifferenceHessian, curvature
+from ds_hessian.operators.outputs.losses import read_cross_entropy
 from ds_hessian.vectors import random_vector
 from tests.nets import TinyGPT, batch
 from tests.operators.gauss_newton import ExactGaussNewton
@@ -392,6 +393,85 @@ def test_outputs_that_differ_by_a_number_in_each_row_are_one_head() -> None:
     error = relative(product.vector, truth)
     assert product.error is not None
     assert error < 1e-2 and LEAST * error < product.error < 5 * error
+
+
+class LowRank(nn.Module):
+    """A frozen layer and a low-rank update beside it, small enough that both have one softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.a, self.b = nn.Linear(8, 3), nn.Linear(8, 2), nn.Linear(2, 3)
+        self.frozen.requires_grad_(False)
+        nn.init.normal_(self.b.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(b, 8)` to `(b, 3)`."""
+        found = self.frozen(x) + self.b(self.a(x))
+        assert isinstance(found, Tensor)
+        return found
+
+
+def test_a_part_of_the_head_is_not_the_head() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), LowRank()).to(torch.bfloat16)
+    data = [(x.bfloat16(), y) for x, y in batches(2)]
+    with operators(net, data, loss_of, "ggn") as (_, (g,)):
+        assert g.outputs == "2: cross entropy"
+
+
+class Scaled(nn.Linear):
+    """A layer whose weights are of another size than its outputs."""
+
+    factor: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(b, n)` to `(b, m)`."""
+        return super().forward(x) / self.factor
+
+
+def uneven() -> nn.Module:
+    """Weights of two layers, a factor of 10^4 apart: a step of the norm of all saturates one."""
+    torch.manual_seed(0)
+    net = nn.Sequential(Scaled(10, 16), nn.SiLU(), Scaled(16, 3))
+    for layer, factor in ((net[0], 1e-2), (net[2], 1e2)):
+        layer.factor = factor
+        for p in layer.parameters():
+            p.data.mul_(factor)
+    return net
+
+
+def distance(net: nn.Module, batch: Any) -> Tensor:
+    """Mean square of the distance from unit vectors."""
+    found = net(batch[0].to(net[0].weight.dtype))
+    return (found - functional.one_hot(batch[1], 3).to(found.dtype)).square().mean()
+
+
+def test_outputs_that_saturate_are_left_downward() -> None:
+    net, data = uneven(), batches(4)
+    exact = ExactGaussNewton(net, "2", distance, data)
+    with operators(net, data, distance, "ggn") as (backend, (g,)):
+        for v, truth in krylov(backend, exact, 3):
+            product = g.matvec(v)
+            error = relative(product.vector, truth)
+            assert error < min(1e-3, SLACK * product.error)
+            found = g.along(v)
+            form = float(v.double() @ truth) / float(v.double() @ v.double())
+            assert abs(found.value - form) < SLACK * found.error < 1e-2 * form
+
+
+def test_sure_tokens_are_as_exact_as_others() -> None:
+    """Their `H_out u` is a difference of nearly equal entries of u."""
+    torch.manual_seed(0)
+    f, y = 2 * torch.randn(32, 5), torch.randint(5, (32,))
+    f[torch.arange(32), y] += 14
+    p = f.double().softmax(-1)
+    c = (p - functional.one_hot(y, 5)).float() / 32
+    found = read_cross_entropy(f, c)
+    assert found is not None
+    u = torch.randn(32, 5)
+    truth = p * (u - (p * u).sum(-1, keepdim=True)) / 32
+    apart = (found.hessian(f, u) - truth).norm(dim=-1) / truth.norm(dim=-1)
+    assert apart.max() < 1e-5
 
 
 class Auxiliary(nn.Module):

@@ -63,13 +63,16 @@ class Tokens:
     def hessian(self, f: Tensor, u: Tensor) -> Tensor:
         """Return `H_out u`, in the shape of the outputs, fp32."""
         classes, rows = _Classes(f, self.dim, self.group), _rows(u, self.dim)
-        means = classes.new_zeros()
+        # Of a sure token only distances from the likeliest class are left: no rounding of u itself.
+        start, means = classes.at_highest(rows), classes.new_zeros()
         for some in classes.blocks():
-            means[some] = (classes.probabilities(some) * rows[some]).sum(-1)
+            apart = rows[some] - start[some, None]
+            means[some] = apart.mul_(classes.probabilities(some)).sum(-1)
         means = _summed(means, self.group)
         out = torch.empty_like(rows, dtype=torch.float32)
         for some in classes.blocks():
-            p = classes.probabilities(some).mul_(rows[some] - means[some, None])
+            apart = (rows[some] - start[some, None]).sub_(means[some, None])
+            p = classes.probabilities(some).mul_(apart)
             out[some] = p.mul_(self.weights[some, None])
         return _shaped(out, f, self.dim)
 
@@ -201,13 +204,14 @@ def _read(f: Tensor, c: Tensor, dim: int, group: dist.ProcessGroup | None) -> To
     found = _summed(found, group)
     if bool(found.gt(1).any()):  # enough for most other losses
         return None
-    classes.labels, sums = labels, torch.zeros(4, len(given), device=f.device)
+    classes.labels, sums = labels, torch.zeros(5, len(given), device=f.device)
     for some in classes.blocks():
         d, cotangents = classes.less_labels(some), given[some].float()
-        parts = (d * d, cotangents * d, cotangents, cotangents.square())
+        p = _set_labels(d.clone(), labels[some], 0.0)  # of the others, which no 1 was taken from
+        parts = (d.square(), cotangents, cotangents.square(), p.square(), cotangents * p)
         sums[:, some] = torch.stack([part.sum(-1) for part in parts])
-    squares, along, total, seen = _summed(sums, group)
-    weights = along / squares.clamp_min(torch.finfo(torch.float32).tiny)
+    squares, total, seen, others, along = _summed(sums, group)
+    weights = along / others.clamp_min(torch.finfo(torch.float32).tiny)
     # The cotangent of a sure token is all rounding, of entries that were near 1, and so is omega;
     # in 16 bits its label may not show. Without a loss it is zero.
     sure = (squares.sqrt() <= ROUNDING * roundoff) | (found == 0)
@@ -247,7 +251,7 @@ class _Classes:
         labels: Tensor | None = None,
         less: Tensor | None = None,
     ) -> None:
-        self._rows, self.labels = _rows(f, dim), labels
+        self._rows, self.labels, self._group = _rows(f, dim), labels, group
         self._less = None if less is None else _rows(less, dim)
         self._split: tuple[Tensor, Tensor] | None = None
         if group is None:
@@ -278,6 +282,20 @@ class _Classes:
         highest, total = self._split
         return (rows - highest[some, None]).exp_().div_(total[some, None])
 
+    def at_highest(self, rows: Tensor) -> Tensor:
+        """Return of each token the entry of `rows`, `(T, classes)`, at the likeliest class.
+
+        Collective in the group.
+        """
+        found = torch.zeros(2, len(rows), device=rows.device)
+        for some in self.blocks():
+            highest, place = self._outputs(some).max(-1)
+            here = 1.0 if self._split is None else (highest == self._split[0][some]).float()
+            found[0, some] = rows[some].gather(1, place[:, None])[:, 0] * here
+            found[1, some] = here
+        total, ranks = _summed(found, self._group)
+        return total / ranks.clamp_min(1.0)
+
     def less_labels(self, some: slice) -> Tensor:
         """Return p - y of some tokens, `(t, classes)`."""
         assert self.labels is not None
@@ -293,6 +311,13 @@ def _less_labels(p: Tensor, labels: Tensor) -> Tensor:
     here = labels >= 0
     p[here, labels[here]] -= 1.0
     return p
+
+
+def _set_labels(rows: Tensor, labels: Tensor, value: float) -> Tensor:
+    """Set the entries of the labels that this rank has, in place."""
+    here = labels >= 0
+    rows[here, labels[here]] = value
+    return rows
 
 
 def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
