@@ -23,8 +23,8 @@ refused. Both are compared by their products with `SKETCH` vectors of random sig
 Cost: one gradient for `kfac` and `shampoo`, one more for `ekfac` and for each of the `ROUNDS` of
 `klshampoo`; with drawn labels each pass once for every draw, and two more gradients. Beside a pass,
 for each token m^2 + n^2 multiplications and additions for `kfac` (one triangle of each factor),
-2 m n for `shampoo`. Memory on each rank: the sums of the layers of one pass, m^2 + n^2 each for
-`kfac`, and m^2 + n^2 + m n for `shampoo`.
+2 m n for `shampoo`. Memory on each rank: the sums of the layers of one pass, up to m^2 + n^2 each
+for `kfac` and m^2 + n^2 + m n for `shampoo`, 9/16 of the squares where they are large.
 
 Sources: Martens, Grosse, ICML 2015 (K-FAC); George et al., NeurIPS 2018 (EK-FAC); Gupta, Koren,
 Singer, ICML 2018, and Morwani et al., arXiv 2406.17748 (Shampoo^2); Lin et al., arXiv 2509.03378
@@ -46,6 +46,7 @@ from ds_hessian.backends.protocol import Backend, Session
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.operators.kronecker.forms import Eigenform
 from ds_hessian.operators.kronecker.layers import Layer, listening
+from ds_hessian.operators.kronecker.planned import size_of_square, spans
 from ds_hessian.operators.outputs.reading import Reading
 from ds_hessian.ranks import together
 from ds_hessian.vectors import VectorSpace, collected
@@ -80,12 +81,6 @@ makes, below what another use of the weight does."""
 SKETCH = 32
 """Columns of random signs by whose products the two are compared: the square of a distance is then
 known to sqrt(2 / SKETCH), a quarter, or better (Hutchinson, 1990)."""
-
-PIECES, SMALLEST = 8, 128
-"""Pieces of columns in which one triangle of a symmetric product is added, each a call of a matrix
-product, and the least size of a piece: 9/16 of the operations of the whole remain. On one core 256
-tokens take 0.59 - 0.67 of the time at 768 to 4096 columns, 0.86 at 256; pieces of 32 columns cost
-what they save."""
 
 
 @dataclass(frozen=True)
@@ -159,16 +154,43 @@ class _Seen:
         self._before = self.tokens
 
 
+class _Square:
+    """A sum of `x' x` over tensors x `(T, n)`: its pieces of columns from the diagonal downward."""
+
+    def __init__(self, n: int, device: torch.device) -> None:
+        self.n, self._spans = n, spans(n)
+        self.flat = torch.zeros(size_of_square(n), device=device)
+        self._pieces = self._cut(self.flat)
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        shapes = [(self.n - start, end - start) for start, end in self._spans]
+        parts = flat.split([rows * columns for rows, columns in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def add(self, x: Tensor, alpha: float = 1.0) -> None:
+        """Add `alpha x' x`."""
+        for (start, end), piece in zip(self._spans, self._pieces, strict=True):
+            piece.addmm_(x[:, start:].T, x[:, start:end], alpha=alpha)
+
+    def whole(self, flat: Tensor) -> Tensor:
+        """Return the matrix `(n, n)` from pieces in the order of `flat`."""
+        found = flat.new_empty(self.n, self.n)
+        for (start, end), piece in zip(self._spans, self._cut(flat), strict=True):
+            found[start:, start:end] = piece
+            found[start:end, start:] = piece.T
+        return found
+
+
 class _KFAC:
     """The factors `sum a a'` and `sum c c'`."""
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
         m, n = shape
-        self.squares = [torch.zeros(s, s, device=device) for s in (n, m)]
+        self.squares = [_Square(s, device) for s in (n, m)]
 
     def note(self, a: Tensor, c: Tensor) -> None:
-        _add_square(self.squares[0], a)
-        _add_square(self.squares[1], c)
+        self.squares[0].add(a)
+        self.squares[1].add(c)
 
     def close(self) -> None:
         pass
@@ -179,16 +201,15 @@ class _Shampoo:
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
         self.gradient = torch.zeros(shape, device=device)
-        self.squares = [torch.zeros(s, s, device=device) for s in shape]
+        self.squares = [_Square(s, device) for s in shape]
 
     def note(self, a: Tensor, c: Tensor) -> None:
         self.gradient.addmm_(c.T, a)
 
     def close(self) -> None:
-        g = self.gradient
-        _add_square(self.squares[0], g.T)
-        _add_square(self.squares[1], g)
-        g.zero_()
+        self.squares[0].add(self.gradient.T)
+        self.squares[1].add(self.gradient)
+        self.gradient.zero_()
 
 
 class _Moments:
@@ -216,15 +237,15 @@ class _Round:
     def __init__(self, shape: tuple[int, int], roots: tuple[Tensor, Tensor]) -> None:
         self.left, self.right = roots
         self.gradient = torch.zeros(shape, device=self.left.device)
-        self.squares = [torch.zeros_like(self.left), torch.zeros_like(self.right)]
+        self.squares = [_Square(s, self.left.device) for s in shape]
 
     def note(self, a: Tensor, c: Tensor) -> None:
         self.gradient.addmm_(c.T, a)
 
     def close(self) -> None:
         g = self.gradient
-        _add_square(self.squares[0], (g @ self.right).T, alpha=1 / g.shape[1])
-        _add_square(self.squares[1], self.left.T @ g, alpha=1 / g.shape[0])
+        self.squares[0].add((g @ self.right).T, alpha=1 / g.shape[1])
+        self.squares[1].add(self.left.T @ g, alpha=1 / g.shape[0])
         g.zero_()
 
 
@@ -414,8 +435,10 @@ class _Estimation:
         return _summed(part, layer, self.space)
 
     def _squares(self, layer: Layer, sums: Mapping[str, _KFAC | _Shampoo | _Round]) -> list[Tensor]:
-        """Return the symmetric sums of a layer over all ranks, as `_owned`."""
-        return [_mirrored(self._owned(layer, part)) for part in sums[layer.name].squares]
+        """Return the sums of squares of a layer over all ranks on its owner; nothing elsewhere."""
+        parts = [(square, self._owned(layer, square.flat)) for square in sums[layer.name].squares]
+        mine = layer.owner == self.space.rank
+        return [square.whole(flat) for square, flat in parts] if mine else []
 
     def _known(self, layer: Layer, part: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """Return the owner's tensor on every rank, fp32."""
@@ -582,20 +605,6 @@ def _signs(n: int) -> Tensor:
     """Return `(n, SKETCH)` random signs, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 2, (n, SKETCH), generator=generator).float().mul_(2).sub_(1)
-
-
-def _add_square(total: Tensor, x: Tensor, alpha: float = 1.0) -> None:
-    """Add the lower triangle of `alpha x' x`, in pieces of columns."""
-    n = len(total)
-    size = max(-(-n // PIECES), SMALLEST)
-    for start in range(0, n, size):
-        end = min(start + size, n)
-        total[start:, start:end].addmm_(x[:, start:].T, x[:, start:end], alpha=alpha)
-
-
-def _mirrored(lower: Tensor) -> Tensor:
-    """Return the symmetric matrix whose lower triangle this is; `(0, n)` stays as it is."""
-    return lower.tril() + lower.tril(-1).T if len(lower) else lower
 
 
 def _unit(factor: Tensor) -> Tensor:
