@@ -577,6 +577,30 @@ RANKS = (
 
 OPERATORS = (
     Defect(
+        "return self.nonlinearity > BENT and self.roundoff < BENT / GROWN",
+        "return False",
+        "changes between saturated outputs are taken for a valley",
+        ("operators/test_gauss_newton.py",),
+    ),
+    Defect(
+        "            apart = (rows[some] - start[some, None]).sub_(means[some, None])",
+        "            apart = rows[some] - (start + means)[some, None]",
+        "of a sure token, rounding of the vector itself is left",
+        ("operators/test_gauss_newton.py",),
+    ),
+    Defect(
+        "            if apart > APART * bars:",
+        "            if apart > 100 * APART * bars:",
+        "of two plateaus of forms the upper one is taken",
+        ("operators/test_forms.py",),
+    ),
+    Defect(
+        "chosen = int(torch.where(alike, table[:, ORDER], torch.inf).argmin())  # the innermost",
+        "chosen = int(table[:, SEEN].gt(0).int().argmax())",
+        "a part of a head is taken for the head",
+        ("operators/test_gauss_newton.py",),
+    ),
+    Defect(
         "self._smooth = not self.space.reduce(kinked).item()",
         "self._smooth = session.smooth",
         "a rank knows of the kinks of its own micro-batches alone",
