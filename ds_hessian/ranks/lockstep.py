@@ -192,6 +192,7 @@ class Lockstep(Follower):
     def _close(self) -> None:
         if self._log is not None:  # this rank has not failed in `_meet`
             self._log.close(met=self._pass.number != self._last)
+        self._log = None  # which refers to this lockstep: no cycle is left to Python's collector
 
     def _ending(self, error: BaseException | None) -> BaseException | None:
         """Run the handlers of the signals that have come, now that the state is restored; return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -818,3 +819,26 @@ def in_another_thread() -> str:
 def test_one_thread_measures_at_a_time(ranks: Ranks) -> None:
     for error in ranks(2).run(in_another_thread, timeout=30):
         assert "another thread of this process is measuring" in error
+
+
+def left_to_the_collector() -> list[str]:
+    """Types of the library's objects that a call of several meetings leaves in cycles."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            with collective("measuring", "cpu"):
+                agree(None, "measuring")
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found = [type(thing) for thing in gc.garbage]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    return [t.__qualname__ for t in found if t.__module__.startswith("ds_hessian")]
+
+
+def test_a_call_leaves_no_cycles(ranks: Ranks) -> None:
+    """Jobs run without Python's collector, or freeze what there is: memory grew with each call."""
+    assert ranks(2).run(left_to_the_collector, timeout=30) == [[], []]
