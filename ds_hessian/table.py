@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -90,6 +90,16 @@ class Table(str):
         return Group(*parts, *notes)
 
 
+def on_terminal(stream: TextIO | None) -> bool:
+    """Return whether people see a standard stream, which the shell may have closed (None), or a job
+    closed or replaced.
+    """
+    try:
+        return stream is not None and stream.isatty()
+    except (AttributeError, ValueError):
+        return False
+
+
 def echo(*texts: str, error: bool = False) -> None:
     """Print texts as they are; tables, on a terminal, in colours and as wide as that.
 
@@ -101,7 +111,7 @@ def echo(*texts: str, error: bool = False) -> None:
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")  # of a locale without ±
     for text in texts:
-        if isinstance(text, Table) and stream and stream.isatty():  # None: closed by the shell
+        if isinstance(text, Table) and on_terminal(stream):
             from rich.console import Console
 
             console = Console(file=stream)

@@ -20,7 +20,7 @@ from ds_hessian.cli.finished import Source, is_finished, note_finished, require_
 from ds_hessian.cli.options import ANALYSIS, COUNT, DTYPE, PATH, SETTINGS
 from ds_hessian.cli.request import Request, Work, checked
 from ds_hessian.errors import ConfigError
-from ds_hessian.table import echo
+from ds_hessian.table import echo, on_terminal
 
 if TYPE_CHECKING:
     from ds_hessian.checkpoints import Checkpoint, Loading
@@ -176,7 +176,7 @@ def _states(work: Work) -> list[_State]:
 def _progress_shown() -> Iterator[None]:
     """Show the lines of progress, and warnings, on stderr."""
     handler: logging.Handler = logging.StreamHandler()
-    if sys.stderr and sys.stderr.isatty():  # None: closed by the shell
+    if on_terminal(sys.stderr):
         from rich.console import Console
         from rich.logging import RichHandler
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from ds_hessian.krylov import LanczosState
 from ds_hessian.show.style import MATRICES
+from ds_hessian.table import on_terminal
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class SpectrumProgress:
 
     def __enter__(self) -> Self:
         self._started = time.monotonic()
-        if self.enabled and _on_terminal():
+        if self.enabled and on_terminal(sys.stderr):
             from tqdm import tqdm  # type: ignore[import-untyped]
 
             self._bar = tqdm(total=self.total, desc=self._title, unit="product")
@@ -78,11 +79,3 @@ class SpectrumProgress:
         self._extremes[probe] = float(ritz[0]), float(ritz[-1])
         lows, highs = zip(*self._extremes.values(), strict=True)
         return f"eigenvalues {min(lows):.4g} .. {max(highs):.4g}"
-
-
-def _on_terminal() -> bool:
-    """Return whether people see the standard error, which a job may have closed or replaced."""
-    try:
-        return sys.stderr.isatty()
-    except (AttributeError, ValueError):
-        return False

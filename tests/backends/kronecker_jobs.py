@@ -48,9 +48,9 @@ def failing(where: str) -> Any:
     engine = jobs.make_engine(hessian=jobs.QUIET)
     hessian = engine.hessian.use(jobs.my_batches())
     weights, before = jobs.full_weights(engine), forward_hooks(engine.module)
-    from ds_hessian.operators.kronecker import factors as module
+    from ds_hessian.operators.kronecker import sums as module
 
-    owner, name = {"hook": (module._KFAC, "note"), "eigh": (torch.linalg, "eigh")}[where]
+    owner, name = {"hook": (module.KFAC, "note"), "eigh": (torch.linalg, "eigh")}[where]
     failing = mock.patch.object(owner, name, side_effect=OSError("on purpose"))
     error = ""
     try:

@@ -18,7 +18,7 @@ logits is `sqrt(omega_t) (p_t - y_t)` for a token of weight omega_t instead, and
 plain sums: the Fisher, or Gauss-Newton, matrix. The first pass is the gradient itself:
 `sum_t c_t a_t'` must be the job's gradient of the weight, up to the one factor that the host's
 scaling of the loss makes, which is found so; a layer whose weight is used in another way is
-refused. Both are compared by their products with `SKETCH` vectors of random signs.
+refused. Both are compared by their products with random signs (`sums.Seen`).
 
 Cost: one gradient for `kfac` and `shampoo`, one more for `ekfac` and for each of the `ROUNDS` of
 `klshampoo`; with drawn labels each pass once for every draw, and two more gradients. Beside a pass,
@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ from ds_hessian.backends.protocol import Backend, Session
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.operators.kronecker.forms import Eigenform
 from ds_hessian.operators.kronecker.layers import Layer, listening
-from ds_hessian.operators.kronecker.planned import size_of_square, spans
+from ds_hessian.operators.kronecker.sums import KFAC, Accumulator, Moments, Round, Seen, Shampoo
 from ds_hessian.operators.outputs.reading import Reading
 from ds_hessian.ranks import together
 from ds_hessian.vectors import VectorSpace, collected
@@ -77,10 +77,6 @@ TINY = 1e-300
 MISMATCH = 0.05
 """Largest relative distance of `sum c a'` to the job's gradient: above what rounding of bf16 passes
 makes, below what another use of the weight does."""
-
-SKETCH = 32
-"""Columns of random signs by whose products the two are compared: the square of a distance is then
-known to sqrt(2 / SKETCH), a quarter, or better (Hutchinson, 1990)."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +112,7 @@ class Factors:
         forms: `{kind: K}` on the layer's owner; empty elsewhere.
         samples: `{kind: number}` of tokens, micro-batches or optimizer steps behind K.
         gradient: `(m, n)` the gradient of the loss in the weight, fp64; None but on the owner.
-        mismatch: `|sum c a' - gradient| / |gradient|`, from `SKETCH` products.
+        mismatch: `|sum c a' - gradient| / |gradient|`, from `sums.SKETCH` products.
     """
 
     layer: Layer
@@ -124,129 +120,6 @@ class Factors:
     samples: Mapping[Kind, int]
     gradient: Tensor | None
     mismatch: float
-
-
-class _Accumulator(Protocol):
-    """What one pass sums over the tokens of one layer on this rank."""
-
-    def note(self, a: Tensor, c: Tensor) -> None:
-        """Add the tokens of a call: inputs `(T, n)` and cotangents `(T, m)`."""
-
-    def close(self) -> None:
-        """End a micro-batch."""
-
-
-class _Seen:
-    """How much is seen of a layer, and products of `sum c a'` with random signs."""
-
-    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
-        m, n = shape
-        self.signs = _signs(n).to(device)
-        self.sketch = torch.zeros(m, SKETCH, device=device)
-        self.tokens = self.batches = self._before = 0
-
-    def note(self, a: Tensor, c: Tensor) -> None:
-        self.sketch.addmm_(c.T, a @ self.signs)
-        self.tokens += len(a)
-
-    def close(self) -> None:
-        self.batches += self.tokens > self._before
-        self._before = self.tokens
-
-
-class _Square:
-    """A sum of `x' x` over tensors x `(T, n)`: its pieces of columns from the diagonal downward."""
-
-    def __init__(self, n: int, device: torch.device) -> None:
-        self.n, self._spans = n, spans(n)
-        self.flat = torch.zeros(size_of_square(n), device=device)
-        self._pieces = self._cut(self.flat)
-
-    def _cut(self, flat: Tensor) -> list[Tensor]:
-        shapes = [(self.n - start, end - start) for start, end in self._spans]
-        parts = flat.split([rows * columns for rows, columns in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    def add(self, x: Tensor, alpha: float = 1.0) -> None:
-        """Add `alpha x' x`."""
-        for (start, end), piece in zip(self._spans, self._pieces, strict=True):
-            piece.addmm_(x[:, start:].T, x[:, start:end], alpha=alpha)
-
-    def whole(self, flat: Tensor) -> Tensor:
-        """Return the matrix `(n, n)` from pieces in the order of `flat`."""
-        found = flat.new_empty(self.n, self.n)
-        for (start, end), piece in zip(self._spans, self._cut(flat), strict=True):
-            found[start:, start:end] = piece
-            found[start:end, start:] = piece.T
-        return found
-
-
-class _KFAC:
-    """The factors `sum a a'` and `sum c c'`."""
-
-    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
-        m, n = shape
-        self.squares = [_Square(s, device) for s in (n, m)]
-
-    def note(self, a: Tensor, c: Tensor) -> None:
-        self.squares[0].add(a)
-        self.squares[1].add(c)
-
-    def close(self) -> None:
-        pass
-
-
-class _Shampoo:
-    """The factors `sum G G'` and `sum G' G` over micro-batches."""
-
-    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
-        self.gradient = torch.zeros(shape, device=device)
-        self.squares = [_Square(s, device) for s in shape]
-
-    def note(self, a: Tensor, c: Tensor) -> None:
-        self.gradient.addmm_(c.T, a)
-
-    def close(self) -> None:
-        self.squares[0].add(self.gradient.T)
-        self.squares[1].add(self.gradient)
-        self.gradient.zero_()
-
-
-class _Moments:
-    """The sum of `(U_B' c)^2 ((U_A' a)^2)'`: EK-FAC's eigenvalues."""
-
-    def __init__(self, shape: tuple[int, int], bases: tuple[Tensor, Tensor]) -> None:
-        self.left, self.right = bases
-        self.total = torch.zeros(shape, device=self.left.device)
-
-    def note(self, a: Tensor, c: Tensor) -> None:
-        self.total.addmm_((c @ self.left).square_().T, (a @ self.right).square_())
-
-    def close(self) -> None:
-        pass
-
-
-class _Round:
-    """The sums of one round of KL-Shampoo: G R^-1 G' / n and G' L^-1 G / m over micro-batches.
-
-    Args:
-        shape: `(m, n)`.
-        roots: S with `S S' = L^-1` and `S S' = R^-1`: by them the sums are as accurate as squares.
-    """
-
-    def __init__(self, shape: tuple[int, int], roots: tuple[Tensor, Tensor]) -> None:
-        self.left, self.right = roots
-        self.gradient = torch.zeros(shape, device=self.left.device)
-        self.squares = [_Square(s, self.left.device) for s in shape]
-
-    def note(self, a: Tensor, c: Tensor) -> None:
-        self.gradient.addmm_(c.T, a)
-
-    def close(self) -> None:
-        g = self.gradient
-        self.squares[0].add((g @ self.right).T, alpha=1 / g.shape[1])
-        self.squares[1].add(self.left.T @ g, alpha=1 / g.shape[0])
-        g.zero_()
 
 
 def estimate(
@@ -335,7 +208,7 @@ class _Estimation:
 
     def run(self) -> list[Factors]:
         """Make all passes."""
-        seen = {x.name: _Seen(x.shape, self.device) for x in self.layers}
+        seen = {x.name: Seen(x.shape, self.device) for x in self.layers}
         first, second = self._sums()
         gradient = self._evaluate([seen] if self.labels.draws else [seen, first, second])
         assert self.session.gradient_scale is not None
@@ -378,18 +251,18 @@ class _Estimation:
             for layer in self.layers
         ]
 
-    def _sums(self) -> tuple[dict[str, _KFAC], dict[str, _Shampoo]]:
+    def _sums(self) -> tuple[dict[str, KFAC], dict[str, Shampoo]]:
         """Return the sums that the kinds begin with."""
         first = bool({"kfac", "ekfac"} & set(self.kinds))
         second = bool({"shampoo", "klshampoo"} & set(self.kinds))
         return (
-            {x.name: _KFAC(x.shape, self.device) for x in self.layers if first},
-            {x.name: _Shampoo(x.shape, self.device) for x in self.layers if second},
+            {x.name: KFAC(x.shape, self.device) for x in self.layers if first},
+            {x.name: Shampoo(x.shape, self.device) for x in self.layers if second},
         )
 
     # ---- passes and transport
 
-    def _pass(self, *sums: Mapping[str, _Accumulator]) -> None:
+    def _pass(self, *sums: Mapping[str, Accumulator]) -> None:
         """Evaluate each unit with hooks on the layers, with the labels that the factors are of."""
         if not self.labels.draws:
             self._evaluate(sums)
@@ -397,7 +270,7 @@ class _Estimation:
             self._evaluate(sums, number)
 
     def _evaluate(
-        self, sums: Sequence[Mapping[str, _Accumulator]], number: int | None = None
+        self, sums: Sequence[Mapping[str, Accumulator]], number: int | None = None
     ) -> Tensor:
         """Add what the hooks see to all sums; return the gradient."""
         session, gradient = self.session, self.space.zeros()
@@ -434,7 +307,7 @@ class _Estimation:
             part.zero_()
         return _summed(part, layer, self.space)
 
-    def _squares(self, layer: Layer, sums: Mapping[str, _KFAC | _Shampoo | _Round]) -> list[Tensor]:
+    def _squares(self, layer: Layer, sums: Mapping[str, KFAC | Shampoo]) -> list[Tensor]:
         """Return the sums of squares of a layer over all ranks on its owner; nothing elsewhere."""
         parts = [(square, self._owned(layer, square.flat)) for square in sums[layer.name].squares]
         mine = layer.owner == self.space.rank
@@ -451,7 +324,7 @@ class _Estimation:
 
     # ---- the factor of the host's scaling
 
-    def _calibrate(self, layer: Layer, seen: _Seen, gradient: Tensor | None) -> float:
+    def _calibrate(self, layer: Layer, seen: Seen, gradient: Tensor | None) -> float:
         """Find the factor from what hooks saw to the gradient of the loss; return the mismatch."""
         counts = torch.tensor([seen.tokens, seen.batches], dtype=torch.float64) * layer.counts
         self.tokens[layer.name], self.batches[layer.name] = map(int, self.space.reduce(counts))
@@ -509,7 +382,7 @@ class _Estimation:
 
     def _ekfac(self, forms: Mapping[str, dict[Kind, Eigenform]]) -> None:
         bases = self._bases({x.name: forms[x.name].get("kfac") for x in self.layers})
-        sums = {x.name: _Moments(x.shape, bases[x.name]) for x in self.layers}
+        sums = {x.name: Moments(x.shape, bases[x.name]) for x in self.layers}
         self._pass(sums)
         for layer in self.layers:
             total = self._owned(layer, sums[layer.name].total)
@@ -546,7 +419,7 @@ class _Estimation:
                 m, n = x.shape
                 left, right = roots[x.name] or (None, None)
                 known = self._known(x, left, (m, m)), self._known(x, right, (n, n))
-                rounds[x.name] = _Round(x.shape, known)
+                rounds[x.name] = Round(x.shape, known)
             self._pass(rounds)
             for x in self.layers:
                 factors[x.name] = self._squares(x, rounds)
@@ -599,12 +472,6 @@ def _checked(layer: Layer, found: tuple[Tensor, Tensor] | None) -> tuple[Tensor,
             f"{[(s, s) for s in layer.shape]}, got {sizes}"
         )
     return found
-
-
-def _signs(n: int) -> Tensor:
-    """Return `(n, SKETCH)` random signs, the same on every rank."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 2, (n, SKETCH), generator=generator).float().mul_(2).sub_(1)
 
 
 def _unit(factor: Tensor) -> Tensor:

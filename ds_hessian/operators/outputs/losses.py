@@ -207,7 +207,7 @@ def _read(f: Tensor, c: Tensor, dim: int, group: dist.ProcessGroup | None) -> To
     classes.labels, sums = labels, torch.zeros(5, len(given), device=f.device)
     for some in classes.blocks():
         d, cotangents = classes.less_labels(some), given[some].float()
-        p = _set_labels(d.clone(), labels[some], 0.0)  # of the others, which no 1 was taken from
+        p = _without_labels(d.clone(), labels[some])  # which no 1 was taken from
         parts = (d.square(), cotangents, cotangents.square(), p.square(), cotangents * p)
         sums[:, some] = torch.stack([part.sum(-1) for part in parts])
     squares, total, seen, others, along = _summed(sums, group)
@@ -313,10 +313,10 @@ def _less_labels(p: Tensor, labels: Tensor) -> Tensor:
     return p
 
 
-def _set_labels(rows: Tensor, labels: Tensor, value: float) -> Tensor:
-    """Set the entries of the labels that this rank has, in place."""
+def _without_labels(rows: Tensor, labels: Tensor) -> Tensor:
+    """Set the entries of the labels that this rank has to zero, in place."""
     here = labels >= 0
-    rows[here, labels[here]] = value
+    rows[here, labels[here]] = 0.0
     return rows
 
 

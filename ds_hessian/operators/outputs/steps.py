@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_hessian.operators.displacement.belief import ROUNDOFF
 from ds_hessian.operators.displacement.control import products_of_a_third
 
 UNEXPECTED = 2.0
@@ -60,9 +61,6 @@ AFTER_PROBE = 6.0
 
 INDEPENDENT = 0.45
 """The noise of k pilots falls as k^-0.45: micro-batches share the rounding of the weights."""
-
-ROUNDOFF = 2.0**-24
-"""Unit roundoff of fp32, in which products are added up whatever the dtype of the passes."""
 
 BENT = 0.5
 """The nonlinearity ratio above which it does not tell how far the outputs bend."""
@@ -230,11 +228,9 @@ class OutputSteps:
         if self.learnt.products == 0:
             return self._descend(trials)
         self._observe(trials)
-        best = self._best(last.size)
         if self._due and count == 1:
-            return self._clamp(min(best, last.h / ABOVE)), False
-        good = self._excess(last, best) <= ACCEPT
-        return (last.h, True) if good or count == MOST else (best, False)
+            return self._clamp(min(self._best(last.size), last.h / ABOVE)), False
+        return self._accepted(trials)
 
     def _beside(self, trials: list[Trial]) -> tuple[float, bool]:
         """Make trials of the first vector at half the displacement, at its double and at it."""
@@ -275,6 +271,10 @@ class OutputSteps:
     def _fitted(self, trials: list[Trial]) -> tuple[float, bool]:
         """Fit the model to the first vector's trials; return as `advise`."""
         self._fit(trials)
+        return self._accepted(trials)
+
+    def _accepted(self, trials: list[Trial]) -> tuple[float, bool]:
+        """Return as `advise`, by the error expected at the last trial and at the best h."""
         last = trials[-1]
         best = self._best(last.size)
         good = self._excess(last, best) <= ACCEPT

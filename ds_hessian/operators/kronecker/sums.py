@@ -1,0 +1,148 @@
+"""What passes sum over the tokens of one linear layer, for its Kronecker factors.
+
+Each of the sums is an `Accumulator` of one layer on one rank; the sum over ranks is made by
+`ds_hessian.operators.kronecker.factors`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ds_hessian.operators.kronecker.planned import size_of_square, spans
+
+SKETCH = 32
+"""Columns of random signs by whose products `sum c a'` and the job's gradient are compared: the
+square of their distance is then known to sqrt(2 / SKETCH), a quarter, or better (Hutchinson, 1990).
+"""
+
+
+class Accumulator(Protocol):
+    """What one pass sums over the tokens of one layer on this rank."""
+
+    @abstractmethod
+    def note(self, a: Tensor, c: Tensor) -> None:
+        """Add the tokens of a call: inputs `(T, n)` and cotangents `(T, m)`."""
+
+    def close(self) -> None:
+        """End a micro-batch, which is nothing to a sum over tokens."""
+        return
+
+
+class Seen(Accumulator):
+    """How much is seen of a layer, and products of `sum c a'` with random signs."""
+
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        m, n = shape
+        self.signs = _signs(n).to(device)
+        self.sketch = torch.zeros(m, SKETCH, device=device)
+        self.tokens = self.batches = self._before = 0
+
+    def note(self, a: Tensor, c: Tensor) -> None:
+        """Count the tokens, and add `c' a` times the signs."""
+        self.sketch.addmm_(c.T, a @ self.signs)
+        self.tokens += len(a)
+
+    def close(self) -> None:
+        """Count the micro-batch if it had tokens."""
+        self.batches += self.tokens > self._before
+        self._before = self.tokens
+
+
+class Square:
+    """A sum of `x' x` over tensors x `(T, n)`: its pieces of columns from the diagonal downward."""
+
+    def __init__(self, n: int, device: torch.device) -> None:
+        self.n, self._spans = n, spans(n)
+        self.flat = torch.zeros(size_of_square(n), device=device)
+        self._pieces = self._cut(self.flat)
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        shapes = [(self.n - start, end - start) for start, end in self._spans]
+        parts = flat.split([rows * columns for rows, columns in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def add(self, x: Tensor, alpha: float = 1.0) -> None:
+        """Add `alpha x' x`."""
+        for (start, end), piece in zip(self._spans, self._pieces, strict=True):
+            piece.addmm_(x[:, start:].T, x[:, start:end], alpha=alpha)
+
+    def whole(self, flat: Tensor) -> Tensor:
+        """Return the matrix `(n, n)` from pieces in the order of `flat`."""
+        found = flat.new_empty(self.n, self.n)
+        for (start, end), piece in zip(self._spans, self._cut(flat), strict=True):
+            found[start:, start:end] = piece
+            found[start:end, start:] = piece.T
+        return found
+
+
+class KFAC(Accumulator):
+    """The factors `sum a a'` and `sum c c'`."""
+
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        m, n = shape
+        self.squares = [Square(s, device) for s in (n, m)]
+
+    def note(self, a: Tensor, c: Tensor) -> None:
+        """Add `a' a` and `c' c`."""
+        self.squares[0].add(a)
+        self.squares[1].add(c)
+
+
+class Shampoo(Accumulator):
+    """The factors `sum G G'` and `sum G' G` over micro-batches."""
+
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        self.gradient = torch.zeros(shape, device=device)
+        self.squares = [Square(s, device) for s in shape]
+
+    def note(self, a: Tensor, c: Tensor) -> None:
+        """Add to the gradient of the micro-batch."""
+        self.gradient.addmm_(c.T, a)
+
+    def close(self) -> None:
+        """Add the squares of the gradient, which begins anew."""
+        self.squares[0].add(self.gradient.T)
+        self.squares[1].add(self.gradient)
+        self.gradient.zero_()
+
+
+class Moments(Accumulator):
+    """The sum of `(U_B' c)^2 ((U_A' a)^2)'`: EK-FAC's eigenvalues."""
+
+    def __init__(self, shape: tuple[int, int], bases: tuple[Tensor, Tensor]) -> None:
+        self.left, self.right = bases
+        self.total = torch.zeros(shape, device=self.left.device)
+
+    def note(self, a: Tensor, c: Tensor) -> None:
+        """Add the squares in the eigenvectors."""
+        self.total.addmm_((c @ self.left).square_().T, (a @ self.right).square_())
+
+
+class Round(Shampoo):
+    """The sums of one round of KL-Shampoo: G R^-1 G' / n and G' L^-1 G / m over micro-batches.
+
+    Args:
+        shape: `(m, n)`.
+        roots: S with `S S' = L^-1` and `S S' = R^-1`: by them the sums are as accurate as squares.
+    """
+
+    def __init__(self, shape: tuple[int, int], roots: tuple[Tensor, Tensor]) -> None:
+        self.left, self.right = roots
+        super().__init__(shape, self.left.device)
+
+    def close(self) -> None:
+        """Add the squares of the gradient times the roots; it begins anew."""
+        g = self.gradient
+        self.squares[0].add((g @ self.right).T, alpha=1 / g.shape[1])
+        self.squares[1].add(self.left.T @ g, alpha=1 / g.shape[0])
+        g.zero_()
+
+
+def _signs(n: int) -> Tensor:
+    """Return `(n, SKETCH)` random signs, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 2, (n, SKETCH), generator=generator).float().mul_(2).sub_(1)
