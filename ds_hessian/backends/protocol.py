@@ -173,12 +173,15 @@ class Session(Protocol):
         """Return whether the loss has no kinks near the weights."""
         ...
 
-    def displace(self, v: Tensor | None, h: float) -> Tensor:
+    def displace(self, v: Tensor | None, h: float, across: bool = False) -> Tensor:
         """Make the weights of all ranks `w + h v` (`w` with None), rounded once from the masters.
 
         Args:
             v: `(n_local,)` fp32.
             h: The displacement, in units of the parameters for a unit vector.
+            across: The weights are now `w - h v`. Where they can hold the masters exactly, 2h v is
+                added to them instead: the roundings of w + h v and w - h v from the same exact
+                weights are opposite, so that no second difference shows them, and twice as large.
 
         Returns:
             `(2,)` fp64: this rank's partial `<change, v>` and `<change, change>`, where `change` is

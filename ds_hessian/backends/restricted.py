@@ -234,9 +234,9 @@ class RestrictedSession:
         """Run the forward of these units at the current weights, without a graph."""
         self.whole.forward(micro_batches)
 
-    def displace(self, v: Tensor | None, h: float) -> Tensor:
+    def displace(self, v: Tensor | None, h: float, across: bool = False) -> Tensor:
         """Displace the chosen weights; all others are as they were."""
-        return self.whole.displace(None if v is None else self.restricted.embed(v), h)
+        return self.whole.displace(None if v is None else self.restricted.embed(v), h, across)
 
     def weight_norm(self, names: Collection[str] | None = None) -> float:
         """Return the norm of the chosen weights."""

@@ -70,12 +70,22 @@ class ShardedWeights:
     def _shards(self) -> ops.Shards:
         return ops.Shards(self.weights, self.masters)
 
-    def displace(self, v: Tensor | None, h: float) -> Tensor:
+    @functools.cached_property
+    def _exact(self) -> bool:
+        """Whether the weights can hold all of this rank's masters exactly."""
+        return all(
+            weight.dtype == master.dtype
+            or torch.equal(master, master.to(weight.dtype).to(master.dtype))
+            for weight, master in zip(self.weights, self.masters, strict=True)
+        )
+
+    def displace(self, v: Tensor | None, h: float, across: bool = False) -> Tensor:
         """Write `w + h v` into the weights of all ranks, as `Session.displace` specifies."""
         direction = self.space.zeros() if v is None else v
         # Elsewhere than the vectors where parameters are offloaded.
         direction = direction.to(self._shards.device)
-        change = self._shards.displace(direction, h, self.space.n_owned)
+        on = across and self._exact
+        change = self._shards.displace(direction, 2 * h if on else h, self.space.n_owned, on)
         torch.clear_autocast_cache()
         self.publish()
         return change.to(self.space.device)
@@ -150,9 +160,9 @@ class ShardedSession:
         handle = register_module_forward_pre_hook(watch)
         guard.callback(handle.remove)
 
-    def displace(self, v: Tensor | None, h: float) -> Tensor:
+    def displace(self, v: Tensor | None, h: float, across: bool = False) -> Tensor:
         """Displace this rank's shards, and give all ranks the weights of them."""
-        return self.weights.displace(v, h)
+        return self.weights.displace(v, h, across)
 
     def weight_norm(self, names: Collection[str] | None = None) -> float:
         """Return the norm of the weights, from the masters of all ranks."""

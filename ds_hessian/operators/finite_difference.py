@@ -112,7 +112,7 @@ class FiniteDifferenceHessian:
         self.formula, self.scheme, self._trial = scheme, SCHEMES[scheme], None
         self._points = [node for a, b, _ in self.scheme.differences for node in (a, b)]
         # A trial needs both sides for its nonlinearity ratio; the last one is the product's first.
-        self._trial_points = [-1, 1] if self.scheme.one_sided else self._points
+        self._trial_points = [1, -1] if self.scheme.one_sided else self._points
         for node in {*self.scheme.nodes, -1} - {*self._gradients}:
             self._gradients[node] = self.space.zeros()
         self._controller = self._controller_of(scheme)
@@ -173,7 +173,8 @@ class FiniteDifferenceHessian:
         Raises:
             NumericsError: v is zero or not finite, or the product is not finite.
         """
-        started, line, trials = time.perf_counter(), Line(self.session, v), list[Trial]()
+        started, trials = time.perf_counter(), list[Trial]()
+        line = Line(self.session, v, self._weight_norm)
         product = self._on_one_side(line, trials) or self._on_all_sides(line, trials)
         self.cost.products += 1
         self.cost.flips += self._flips
@@ -269,7 +270,7 @@ class FiniteDifferenceHessian:
         ((side, _, _),) = scheme.differences
         h, doubtful = self.space.of_rank_0(*self._sides.propose())
         while h != BOTH and doubtful:
-            trials.append(self._try(line, h, [-side, side]))
+            trials.append(self._try(line, h, [side, -side]))
             (better,) = self.space.of_rank_0(self._sides.judge(trials))
             h, doubtful = better, better != h
         if h == BOTH:
@@ -300,7 +301,7 @@ class FiniteDifferenceHessian:
             NumericsError: v is zero or not finite, or the product is not finite.
         """
         started = time.perf_counter()
-        product = self._difference(Line(self.session, v), h)
+        product = self._difference(Line(self.session, v, self._weight_norm), h)
         self.cost.products += 1
         self.cost.flips += self._flips
         self.cost.product_seconds += time.perf_counter() - started
@@ -318,7 +319,7 @@ class FiniteDifferenceHessian:
         session, space, every = self.session, self.space, micro_batches or self._all
         length, gradient, slopes = length_of(v, space), self._gradients[-1], list[Tensor]()
         for sign in (1.0, -1.0):
-            session.displace(v, sign * h / length)
+            session.displace(v, sign * h / length, across=sign < 0)
             for i in every:
                 gradient.zero_()
                 session.add_gradient(gradient, range(i, i + 1))
@@ -354,7 +355,8 @@ class FiniteDifferenceHessian:
             return
         step = h / line.length
         if line.is_at(points[-1] * step):
-            points = points[::-1]
+            pairs = [points[i : i + 2] for i in range(0, len(points), 2)]
+            points = [*pairs[-1][::-1], *(node for pair in pairs[:-1] for node in pair)]
         for node in points:
             line.move(node * step, inner=abs(node) <= 1)
             if node:

@@ -128,17 +128,17 @@ class Shards:
             "displace", named, [(f"masters[{i}]", m) for i, m in enumerate(self.masters)]
         )
         self._addresses = self._find()
-        self._table = [
-            (w.data_ptr(), m.data_ptr(), w.shape[0], DTYPE_CODES[w.dtype], DTYPE_CODES[m.dtype])
-            for w, m in zip(self.weights, self.masters, strict=True)
-        ]
+        self._table = _table(self.weights, self.masters)
+        self._table_on = _table(self.weights, self.weights)
 
     def _find(self) -> list[int]:
         return [t.data_ptr() for shards in (self.weights, self.masters) for t in shards]
 
     @torch.no_grad()
-    def displace(self, v: Tensor | None, h: float, owned: int) -> Tensor:
+    def displace(self, v: Tensor | None, h: float, owned: int, on: bool = False) -> Tensor:
         """Write `w = cast(master + h * v)` shard by shard; never accumulates. `h = 0` restores.
+
+        With `on` it goes on from where the weights are instead, `w = cast(w + h * v)`.
 
         The sum is formed in fp32 and rounded once, to nearest even. With `h = 0`,
         `w = cast(master)` bit for bit: `v`, which may then be None, takes no part in it, even where
@@ -164,10 +164,21 @@ class Shards:
         device = self.device or (torch.device("cpu") if v is None else v.device)
         module = _module(device)
         if module is None:
-            return reference.displace(self.weights, self.masters, v, h, owned)
+            masters = self.weights if on else self.masters
+            return reference.displace(self.weights, masters, v, h, owned)
         call = _Call(module, device, 2)
-        module.displace(self._table, _address(v), h, owned, call.out, call.context)
+        table = self._table_on if on else self._table
+        module.displace(table, _address(v), h, owned, call.out, call.context)
         return call.wrote(*self.weights)
+
+
+def _table(
+    weights: Sequence[Tensor], masters: Sequence[Tensor]
+) -> list[tuple[int, int, int, int, int]]:
+    return [
+        (w.data_ptr(), m.data_ptr(), w.shape[0], DTYPE_CODES[w.dtype], DTYPE_CODES[m.dtype])
+        for w, m in zip(weights, masters, strict=True)
+    ]
 
 
 def displace(

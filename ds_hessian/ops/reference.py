@@ -52,8 +52,8 @@ def displace(
     """Write `w = cast(master + h * v)` shard by shard; never accumulates. `h = 0` restores.
 
     `weights` and `masters` are matching lists of flat shards whose lengths add up to `n_local`, in
-    the vector's order; each may be fp32, bf16 or fp16. The sum is formed in fp32 and rounded once,
-    to nearest even.
+    the vector's order; each may be fp32, bf16 or fp16. They may be the same. The sum is formed in
+    fp32 and rounded once, to nearest even.
 
     With `h = 0`, `w = cast(master)` bit for bit: `v`, which may then be None, takes no part in it
     (0 * Inf is not 0, -0 + 0 is not -0).

@@ -27,6 +27,30 @@ def test_rounded_masters_edited_weights_and_weights_of_their_own() -> None:
         for w, origin, part in zip((rounded, edited, alone), origins, v.split(8), strict=True):
             assert torch.equal(w, (origin + h * part).bfloat16())
         assert change[0] * h > 0
+    weights.displace(v, 0.5, across=True)  # free masters: rounded once, from them
+    for w, origin, part in zip((rounded, edited, alone), origins, v.split(8), strict=True):
+        assert torch.equal(w, (origin + 0.5 * part).bfloat16())
     weights.restore()
     assert all(map(torch.equal, (rounded, edited, alone), kept))
-    assert len(published) == 2  # the host publishes what is restored, on all ranks
+    assert len(published) == 3  # the host publishes what is restored, on all ranks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_masters_that_weights_hold_one_side_is_reached_from_the_other(
+    dtype: torch.dtype,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(16, generator=generator).to(dtype)
+    master, v = w.float().clone(), torch.randn(16, generator=generator)
+    layout = Layout([Fragment("a", 0, 16, torch.Size([16]))])
+    weights = ShardedWeights([Shard(w, master)], layout, VectorSpace(16), lambda: None)
+    h = 2 * torch.finfo(dtype).eps
+    weights.displace(v, h)
+    there = w.clone()
+    change = weights.displace(v, -h, across=True)
+    assert torch.equal(w, (there.float() - 2 * h * v).to(dtype))
+    assert not torch.equal(w, (master - h * v).to(dtype))
+    moved = w.double() - there.double()
+    assert torch.allclose(change, torch.stack([moved @ v.double(), moved @ moved]), rtol=1e-14)
+    weights.restore()
+    assert torch.equal(w.float(), master)

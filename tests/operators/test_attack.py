@@ -80,6 +80,13 @@ def test_rounding_that_is_opposite_on_both_sides_is_in_the_error(
     assert ratios.min() > LEAST, ratios
 
 
+@pytest.mark.parametrize("count", [1, 4, 8, 16])
+def test_the_rounding_of_one_weight_among_many_is_seen(attack: Found, count: int) -> None:
+    """A bias of 1024, with much curvature: its rounding was opposite on both sides of w."""
+    ratios, _ = told(attack, "huge bias", "fp32", count)
+    assert np.mean(ratios < LEAST) < 0.25 and np.median(ratios) < 3, ratios
+
+
 @pytest.mark.parametrize(
     ("name", "count", "seed"),
     cells(

@@ -118,6 +118,24 @@ def test_shards_of_mixed_dtypes_are_displaced_in_their_order(device) -> None:
     assert torch.allclose(got, sums, rtol=1e-11)
 
 
+def test_shards_go_on_from_where_they_are_with_the_twins_bits(device) -> None:
+    sizes, types = [5, 3000, 17, 900], [*WEIGHTS, torch.float32]
+    weights = [
+        vector(k, i, device).to(t) for i, (k, t) in enumerate(zip(sizes, types, strict=True))
+    ]
+    masters = [vector(k, 50 + i, device) for i, k in enumerate(sizes)]
+    v, n = vector(sum(sizes), 99, device), sum(sizes)
+    shards = ops.Shards(weights, masters)
+    shards.displace(v, 0.25, n - 3)
+    expected = [w.clone() for w in weights]
+    sums = reference.displace(expected, expected, v, -0.5, n - 3)
+    got = shards.displace(v, -0.5, n - 3, on=True)
+    assert all(torch.equal(w, e) for w, e in zip(weights, expected, strict=True))
+    assert torch.allclose(got, sums, rtol=1e-11)
+    shards.displace(v, 0.25, n - 3)
+    assert torch.equal(weights[1], (masters[1] + v[5:3005] * 0.25).to(types[1]))
+
+
 def test_a_rank_without_shards_has_its_sums_where_its_vector_is() -> None:
     """On a GPU; here the meta device is the other one."""
     v = torch.empty(0, device="meta")

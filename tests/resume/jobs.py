@@ -92,9 +92,9 @@ class ShardedSession:
         """That of the whole."""
         return self.whole.loss
 
-    def displace(self, v: Tensor | None, h: float) -> Tensor:
+    def displace(self, v: Tensor | None, h: float, across: bool = False) -> Tensor:
         """See `Session.displace`."""
-        return self.whole.displace(self.backend.full(v), h)
+        return self.whole.displace(self.backend.full(v), h, across)
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """See `Session.add_gradient`."""

@@ -17,6 +17,7 @@ class Line:
     Args:
         session: The measurement.
         v: `(n_local,)` fp32, of any length but zero.
+        reach: The norm of the weights: roundings of longer steps are relative to the steps.
 
     Attributes:
         v: The vector.
@@ -24,16 +25,21 @@ class Line:
         change: `(2,)`, the value of `displace` for the last step between inner nodes.
         sign: The sign of that step.
 
+    The weights at -p are reached from those at p, so that the rounding of their difference, which a
+    product is made of, is one and not two, and shows in a second difference (`Session.displace`).
+
     Raises:
         NumericsError: v is zero or not finite.
 
     Collective: every method, and the constructor.
     """
 
-    def __init__(self, session: Session, v: Tensor) -> None:
+    def __init__(self, session: Session, v: Tensor, reach: float) -> None:
         self.session, self.v, self.length = session, v, length_of(v, session.space)
+        self.reach = reach
         self.change, self.sign = torch.zeros(2), 1.0
         self._position: float | None = None  # in units of v; None where it is not known
+        self._across = False  # whether it was reached from the opposite one
 
     def is_at(self, position: float) -> bool:
         """Return whether the weights are `w + position v`."""
@@ -43,7 +49,10 @@ class Line:
         """Displace the weights to `w + position v`."""
         if self.is_at(position):
             return
-        change, start = self.session.displace(self.v, position), self._position
+        start = self._position
+        opposite = start == -position and 0 < abs(position) * self.length <= self.reach
+        self._across = opposite and not self._across
+        change = self.session.displace(self.v, position, self._across)
         self._position = position
         if start is not None and inner:
             self.change, self.sign = change, math.copysign(1.0, position - start)
