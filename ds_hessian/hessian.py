@@ -7,6 +7,7 @@ analysis is in `ds_hessian.analyses`; `ds_hessian.hosts` puts the two together.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -37,7 +38,6 @@ from ds_hessian.job_measuring import Batches, JobMeasuring, Loss, as_exact_as
 from ds_hessian.krylov import SolveMethod, Which
 from ds_hessian.krylov.traces import Method
 from ds_hessian.operators.kronecker import Adapter, Kind
-from ds_hessian.ranks import collective
 from ds_hessian.records import (
     DisplacementSweep,
     HessianAlignment,
@@ -105,7 +105,7 @@ class Hessian(JobMeasuring):
             MeasurementError: batches, model or loss raised on some rank, or one could not write.
         """
         self._use_if(batches, loss_fn)
-        return self._measure(Spectrum(show=SpectrumProgress), overrides)
+        return self._measure(Spectrum, lambda: Spectrum(show=SpectrumProgress), overrides)
 
     def eigenpairs(
         self,
@@ -125,15 +125,18 @@ class Hessian(JobMeasuring):
         Raises:
             NumericsError: k or basis_size is impossible, or something is not finite.
         """
-        analysis = Eigenpairs(
-            k=k,
-            which=which,
-            tolerance=tolerance,
-            max_matvecs=max_matvecs,
-            basis_size=basis_size,
-            start=start,
+        return self._measure(
+            Eigenpairs,
+            lambda: Eigenpairs(
+                k=k,
+                which=which,
+                tolerance=tolerance,
+                max_matvecs=max_matvecs,
+                basis_size=basis_size,
+                start=start,
+            ),
+            as_exact_as(tolerance, overrides),
         )
-        return self._measure(analysis, as_exact_as(tolerance, overrides))
 
     def trace(
         self,
@@ -150,8 +153,9 @@ class Hessian(JobMeasuring):
             ConfigError: an unknown method, or blocks with a method other than Hutchinson.
             NumericsError: too few products, or something is not finite.
         """
-        analysis = Trace(method=method, num_matvecs=num_matvecs, blocks=blocks)
-        return self._measure(analysis, overrides)
+        return self._measure(
+            Trace, lambda: Trace(method=method, num_matvecs=num_matvecs, blocks=blocks), overrides
+        )
 
     def solve(
         self,
@@ -173,16 +177,19 @@ class Hessian(JobMeasuring):
             NumericsError: b is zero, no dampings, or something is not finite.
         """
         diagonal = preconditioner if isinstance(preconditioner, Tensor) else None
-        analysis = Solve(
-            dampings=dampings,
-            method=method,
-            tolerance=tolerance,
-            num_matvecs=num_matvecs,
-            preconditioner="diagonal" if isinstance(preconditioner, Tensor) else preconditioner,
-            b=b,
-            diagonal=diagonal,
+        return self._measure(
+            Solve,
+            lambda: Solve(
+                dampings=dampings,
+                method=method,
+                tolerance=tolerance,
+                num_matvecs=num_matvecs,
+                preconditioner="diagonal" if isinstance(preconditioner, Tensor) else preconditioner,
+                b=b,
+                diagonal=diagonal,
+            ),
+            overrides,
         )
-        return self._measure(analysis, overrides)
 
     def influence(
         self,
@@ -218,22 +225,23 @@ class Hessian(JobMeasuring):
             NumericsError: the query's gradient is zero, no dampings, or something is not finite.
             MeasurementError: batches, model or loss raised on some rank.
         """
-        with collective("measuring the influence", self.backend.space.device):
-            subject = self._subject(overrides)
-            asked, given = (
-                self.backend.objective(batches, loss_fn, like=self._objective)
-                for batches in (query, examples)
-            )
-            analysis = Influence(
+
+        def make() -> Influence:
+            return Influence(
                 dampings=dampings,
                 method=method,
                 tolerance=tolerance,
                 num_matvecs=num_matvecs,
                 preconditioner=preconditioner,
-                query=asked,
-                examples=given,
             )
-            return measure(analysis, subject)
+
+        with self._calling(Influence, make, overrides):
+            subject = self._subject(overrides)
+            asked, given = (
+                self.backend.objective(batches, loss_fn, like=self._objective)
+                for batches in (query, examples)
+            )
+            return measure(replace(make(), query=asked, examples=given), subject)
 
     def sharpness(
         self,
@@ -257,16 +265,18 @@ class Hessian(JobMeasuring):
                 `preconditioned=False`.
             NumericsError: the gradient is zero, or something is not finite.
         """
-        with collective("measuring the sharpness", self.backend.space.device):
-            subject = self._subject(as_exact_as(tolerance, overrides))
-            matrix = repr((subject.config.operator, subject.config.parameters))
-            analysis = Sharpness(
-                preconditioned=preconditioned,
-                tolerance=tolerance,
-                max_matvecs=max_matvecs,
-                followed=self._followed.setdefault(matrix, Followed()),
+        overrides = dict(as_exact_as(tolerance, overrides))
+
+        def make() -> Sharpness:
+            return Sharpness(
+                preconditioned=preconditioned, tolerance=tolerance, max_matvecs=max_matvecs
             )
-            return measure(analysis, subject)
+
+        with self._calling(Sharpness, make, overrides):
+            subject = self._subject(overrides)
+            matrix = repr((subject.config.operator, subject.config.parameters))
+            followed = self._followed.setdefault(matrix, Followed())
+            return measure(replace(make(), followed=followed), subject)
 
     def block_coupling(
         self, blocks: Blocks = BlockCoupling.blocks, **overrides: object
@@ -275,7 +285,7 @@ class Hessian(JobMeasuring):
 
         The arguments are those of `ds_hessian.analyses.BlockCoupling`.
         """
-        return self._measure(BlockCoupling(blocks=blocks), overrides)
+        return self._measure(BlockCoupling, lambda: BlockCoupling(blocks=blocks), overrides)
 
     def off_block_share(
         self,
@@ -290,7 +300,11 @@ class Hessian(JobMeasuring):
         Raises:
             NumericsError: fewer than 2 blocks.
         """
-        return self._measure(OffBlockShare(blocks=blocks, num_probes=num_probes), overrides)
+        return self._measure(
+            OffBlockShare,
+            lambda: OffBlockShare(blocks=blocks, num_probes=num_probes),
+            overrides,
+        )
 
     def block_spectra(
         self, blocks: Blocks = BlockSpectra.blocks, **overrides: object
@@ -299,7 +313,7 @@ class Hessian(JobMeasuring):
 
         The arguments are those of `ds_hessian.analyses.BlockSpectra`.
         """
-        return self._measure(BlockSpectra(blocks=blocks), overrides)
+        return self._measure(BlockSpectra, lambda: BlockSpectra(blocks=blocks), overrides)
 
     def kronecker(
         self,
@@ -320,18 +334,21 @@ class Hessian(JobMeasuring):
             ConfigError: an argument is impossible, or there is no Adam that has made a step.
             UnsupportedError: a weight is not that of one linear layer.
         """
-        analysis = Kronecker(
-            kinds=kinds,
-            layers=layers,
-            basis=basis,
-            probes=probes,
-            extremes=extremes,
-            damping=damping,
-            draws=draws,
-            adapter=adapter,
-            layers_at_once=layers_at_once,
+        return self._measure(
+            Kronecker,
+            lambda: Kronecker(
+                kinds=kinds,
+                layers=layers,
+                basis=basis,
+                probes=probes,
+                extremes=extremes,
+                damping=damping,
+                draws=draws,
+                adapter=adapter,
+                layers_at_once=layers_at_once,
+            ),
+            overrides,
         )
-        return self._measure(analysis, overrides)
 
     def alignment(
         self,
@@ -359,16 +376,19 @@ class Hessian(JobMeasuring):
                 dependent, or something is not finite.
             ResultError: the file of the earlier space is missing, damaged, or of another model.
         """
-        analysis = Alignment(
-            k=k,
-            which=which,
-            tolerance=tolerance,
-            max_matvecs=max_matvecs,
-            basis_size=basis_size,
-            update=update,
-            earlier=earlier,
+        return self._measure(
+            Alignment,
+            lambda: Alignment(
+                k=k,
+                which=which,
+                tolerance=tolerance,
+                max_matvecs=max_matvecs,
+                basis_size=basis_size,
+                update=update,
+                earlier=earlier,
+            ),
+            overrides,
         )
-        return self._measure(analysis, overrides)
 
     def curvatures(
         self,
@@ -388,7 +408,9 @@ class Hessian(JobMeasuring):
             NumericsError: a direction is zero, or something is not finite.
             ResultError: the file of vectors is missing, damaged, or of another model.
         """
-        return self._measure(Curvatures(directions=directions, vectors=vectors), overrides)
+        return self._measure(
+            Curvatures, lambda: Curvatures(directions=directions, vectors=vectors), overrides
+        )
 
     def decomposition(
         self, batches: Batches | None = None, loss_fn: Loss = None, **overrides: object
@@ -402,7 +424,7 @@ class Hessian(JobMeasuring):
             UnsupportedError: the model's outputs have no single Gauss-Newton matrix.
         """
         self._use_if(batches, loss_fn)
-        return self._measure(Decomposition(show=SpectrumProgress), overrides)
+        return self._measure(Decomposition, lambda: Decomposition(show=SpectrumProgress), overrides)
 
     def displacement_sweep(
         self,
@@ -431,10 +453,13 @@ class Hessian(JobMeasuring):
             MeasurementError: batches, model or loss raised on some rank.
         """
         self._use_if(batches, loss_fn)
-        own = directions if isinstance(directions, Mapping) else None
-        names = () if own is not None else tuple(directions)
-        analysis = Sweep(directions=names, displacements=displacements, vectors=own)
-        return self._measure(analysis, overrides)
+
+        def make() -> Sweep:
+            if isinstance(directions, Mapping):
+                return Sweep(directions=(), displacements=displacements, vectors=directions)
+            return Sweep(directions=tuple(directions), displacements=displacements)
+
+        return self._measure(Sweep, make, overrides)
 
     def self_test(
         self, batches: Batches | None = None, loss_fn: Loss = None, **overrides: object
@@ -446,4 +471,4 @@ class Hessian(JobMeasuring):
         what it raises; a check that fails is a finding in the record.
         """
         self._use_if(batches, loss_fn)
-        return self._measure(SelfTest(), overrides)
+        return self._measure(SelfTest, SelfTest, overrides)

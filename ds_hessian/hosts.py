@@ -10,12 +10,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ds_hessian import ops
@@ -59,7 +60,7 @@ def attach(job: Job, optimizer: Any = None, config: Settings = None) -> Hessian:
     """
     if config is None and not _is_optimizer(optimizer):
         optimizer, config = None, optimizer
-    with _attaching(job):
+    with _attaching(job, lambda: _settings(job, config)):
         if getattr(job, "hessian", None) is not None:
             raise ConfigError("this engine has its Hessian already: use engine.hessian")
         hessian = hessian_of(job, config, optimizer)
@@ -83,26 +84,54 @@ def hessian_of(job: Job, config: Settings = None, optimizer: Any = None) -> Hess
 
     Collective.
     """
-    with _attaching(job):
+    with _attaching(job, lambda: _settings(job, config)):
         if _is_megatron(job):
-            return megatron_hessian(job, _section(config), optimizer)
+            return megatron_hessian(job, _settings(job, config), optimizer)
         if _is_engine(job):
             zero.refuse_unsupported(job)
-            settings = _section(zero.settings_of(job) if config is None else config)
-            return Hessian(zero.ZeroBackend(job), settings)
+            return Hessian(zero.ZeroBackend(job), _settings(job, config))
         assert isinstance(job, nn.Module)
-        if isinstance(config, Mapping) and "hessian" not in config:
-            config = HessianConfig.parse(config)
-        return Hessian(plain.ModuleBackend(job, optimizer), _section(config))
+        return Hessian(plain.ModuleBackend(job, optimizer), _settings(job, config))
+
+
+def _settings(job: Job, config: Settings) -> HessianConfig:
+    """Return the settings that `attach` is given."""
+    if isinstance(config, HessianConfig):
+        return config
+    if _is_engine(job) and config is None:
+        config = zero.settings_of(job)
+    own = not _is_engine(job) and not _is_megatron(job)  # of a plain module: the section itself
+    if own and isinstance(config, Mapping) and "hessian" not in config:
+        return HessianConfig.parse(config)
+    return HessianConfig.from_deepspeed(config) or HessianConfig()
 
 
 @contextmanager
-def _attaching(job: object) -> Iterator[None]:
-    """Build the kernels if need be, once on each node, before ranks wait for each other."""
-    device = device_of(job)
-    ops.prepare(device.type)
-    with collective("attaching", device):
+def _attaching(job: object, settings: Callable[[], HessianConfig]) -> Iterator[None]:
+    """Build the kernels if need be, once on each node, before ranks wait for each other.
+
+    Args:
+        job: The job.
+        settings: Returns the settings.
+    """
+    device, failed = _of_collectives(), None
+    try:
+        device = device_of(job)
+        ops.prepare(device.type)
+    except BaseException as error:  # raised on all ranks
+        failed = error
+    with collective("attaching", device, given=lambda: settings().given()):
+        if failed is not None:
+            raise failed
         yield
+
+
+def _of_collectives() -> torch.device:
+    """Return the device of the tensors of collectives that torch.distributed is set up for."""
+    on_host = not dist.is_initialized() or dist.get_backend() == "gloo"
+    if on_host or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def device_of(job: object) -> torch.device:
@@ -144,12 +173,15 @@ def megatron_hessian(
     """
     from ds_hessian.backends import megatron
 
-    with _attaching(model):
-        if not isinstance(config, HessianConfig):
-            config = HessianConfig.parse({} if config is None else config)
+    def settings() -> HessianConfig:
+        if isinstance(config, HessianConfig):
+            return config
+        return HessianConfig.parse({} if config is None else config)
+
+    with _attaching(model, settings):
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         megatron.refuse_unsupported(chunks)
-        return Hessian(megatron.MegatronBackend(chunks, optimizer), config)
+        return Hessian(megatron.MegatronBackend(chunks, optimizer), settings())
 
 
 def _is_engine(job: object) -> TypeGuard[DeepSpeedEngine]:
@@ -164,12 +196,6 @@ def _is_megatron(job: object) -> TypeGuard[Chunk | Sequence[Chunk]]:
 def _is_optimizer(found: object) -> bool:
     ours = isinstance(found, torch.optim.Optimizer)
     return ours or type(found).__module__.startswith("megatron.")
-
-
-def _section(config: Settings) -> HessianConfig:
-    if isinstance(config, HessianConfig):
-        return config
-    return HessianConfig.from_deepspeed(config) or HessianConfig()
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:

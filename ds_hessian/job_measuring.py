@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
@@ -85,7 +86,8 @@ class JobMeasuring(JobVectors):
                 that cannot be.
             MeasurementError: the iterable raised on some rank.
         """
-        with collective("choosing the micro-batches", self.backend.space.device):
+        device = self.backend.space.device
+        with collective("choosing the micro-batches", device, given=lambda: sizes):
             before = self._objective
             self._objective = self.backend.objective(batches, loss_fn, like=before, **sizes)
         self.used()
@@ -131,8 +133,10 @@ class JobMeasuring(JobVectors):
             ConfigError: `use` was not called, an override is unknown, or `sampling` is on with a
                 single micro-batch.
         """
-        device = self.backend.space.device
-        with collective("measuring", device), ExitStack() as stack:
+        entered = collective(
+            "measuring", self.backend.space.device, given=lambda: self._given(overrides)
+        )
+        with entered, ExitStack() as stack:
             subject = decided(None, self._subject(overrides))
             run, _ = with_fallback(subject, lambda each: stack.enter_context(each.open()))
             backend, operator = run.subject.backend, run.curvature
@@ -203,6 +207,38 @@ class JobMeasuring(JobVectors):
         backend = restricted(self.backend, config.parameters)
         return plan_here(found, backend, config, self._objective)
 
-    def _measure(self, analysis: Analysis[R], overrides: Mapping[str, object]) -> R:
-        with collective(f"measuring the {analysis.title}", self.backend.space.device):
-            return measure(analysis, self._subject(overrides))
+    def _measure(
+        self,
+        kind: type[Analysis[R]],
+        make: Callable[[], Analysis[R]],
+        overrides: Mapping[str, object],
+    ) -> R:
+        """Measure.
+
+        Args:
+            kind: The class of the analysis.
+            make: Makes it; its failure on one rank is one of the call.
+            overrides: Values of the configuration.
+
+        Collective.
+        """
+        made = functools.cache(make)
+        with self._calling(kind, made, overrides):
+            return measure(made(), self._subject(overrides))
+
+    def _calling(
+        self,
+        kind: type[Analysis[R]],
+        made: Callable[[], Analysis[R]],
+        overrides: Mapping[str, object],
+    ) -> AbstractContextManager[None]:
+        """Enter the method of an analysis, which all ranks must call alike. Collective."""
+
+        def given() -> Mapping[str, object]:
+            return {**made().given(), **self._given(overrides)}
+
+        return collective(f"measuring the {kind.title}", self.backend.space.device, given=given)
+
+    def _given(self, overrides: Mapping[str, object]) -> Mapping[str, object]:
+        """Return the settings of a call that all ranks must give alike."""
+        return self.config.with_overrides(**overrides).given()

@@ -8,10 +8,10 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from ds_hessian import vector_files
+from ds_hessian import ops, vector_files
 from ds_hessian.backends.protocol import Backend
 from ds_hessian.config import HessianConfig
-from ds_hessian.ranks import collective, together
+from ds_hessian.ranks import collective, summed, together
 from ds_hessian.records import HessianDecomposition, HessianSpectrum, Savable
 from ds_hessian.show.page import SHOWN, PageKeeper
 from ds_hessian.vectors import ProbeKind, random_vector
@@ -48,11 +48,19 @@ class JobVectors:
 
     def random_vector(self, seed: int = 0, kind: ProbeKind = "gaussian", probe: int = 0) -> Tensor:
         """Return a random unit vector, `(n_local,)` fp32; the same one in every layout."""
-        return random_vector(self.backend.layout, self.backend.space, seed, probe, kind)
+        backend, given = self.backend, {"seed": seed, "kind": kind, "probe": probe}
+        with collective("drawing a random vector", backend.space.device, given=lambda: given):
+            return random_vector(backend.layout, backend.space, seed, probe, kind)
 
     def dot(self, a: Tensor, b: Tensor) -> float:
         """Return the global inner product, summed in fp64; the same bits on every rank."""
-        return self.backend.space.dot(a, b)
+        space = self.backend.space
+        space.all_reduces += 1
+
+        def partial() -> float:
+            return float(ops.dots([(a, b)], space.n_owned)[0])
+
+        return summed("taking an inner product", partial, space.device)
 
     def gather(self, v: Tensor) -> dict[str, Tensor] | None:
         """Return `{parameter name: tensor in its unsharded shape}` on rank 0, None elsewhere.
@@ -85,7 +93,7 @@ class JobVectors:
         Raises:
             MeasurementError: rank 0 could not write.
         """
-        return vector_files.save_vectors(self.backend, vectors, Path(path), metadata)
+        return vector_files.save_vectors(self.backend, vectors, path, metadata)
 
     def load_vectors(self, path: str | Path) -> Tensor:
         """Return the vectors that `save_vectors` wrote, `(k, n_local)`, in this job's layout.
@@ -94,7 +102,7 @@ class JobVectors:
             ResultError: on rank 0 the file is missing, damaged, or of another model; the other
                 ranks raise MeasurementError.
         """
-        return vector_files.load_vectors(self.backend, Path(path))
+        return vector_files.load_vectors(self.backend, path)
 
     # ---- records
 
@@ -115,7 +123,7 @@ class JobVectors:
             MeasurementError: rank 0 could not write.
         """
         device = self.backend.space.device
-        with collective("saving a record", device):
+        with collective("saving a record", device, given=lambda: {"record": record.kind}):
             source = record.provenance
             found = Path(folder) if folder else self.output.of_step(source.step, source.operator)
             vector_files.save_record(self.backend, record, found)
@@ -137,4 +145,4 @@ class JobVectors:
             ResultError: files are missing, damaged, of another schema, another model, or of
                 different records; on ranks that do not read them, MeasurementError.
         """
-        return vector_files.load_record(self.backend, record, Path(folder))
+        return vector_files.load_record(self.backend, record, folder)

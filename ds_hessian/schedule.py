@@ -198,6 +198,7 @@ class Measurements:
         kind: Kind,
         step: int,
         device: torch.device,
+        config: HessianConfig,
         ready: Callable[[], Hessian],
         write: Callable[[Scheduled, Path | None], None],
     ) -> None:
@@ -207,13 +208,14 @@ class Measurements:
             kind: The measurement to make.
             step: The number of optimizer steps made so far.
             device: The device of the tensors of the job's collectives.
+            config: The settings.
             ready: A function that returns the Hessian, its micro-batches fixed.
             write: A function that writes record and picture (None if none was drawn) to the
                 monitor; called on every rank.
         """
         first = not dist.is_initialized() or dist.get_rank() == 0
         try:
-            with collective(f"taking a Hessian {kind} at step {step}", device, as_it_is=False):
+            with collective(f"taking a Hessian {kind} at step {step}", device, False, config.given):
                 record, picture = self._record(kind, ready())
                 if isinstance(record, HessianSpectrum):
                     self.spectra[step] = record
@@ -281,7 +283,7 @@ class Schedule(Measurements):
     def measure(self, kind: Kind = "spectrum") -> None:
         """Measure now, save the record, and write it to the monitor. Collective."""
         step, device = int(self.hessian.step), self.hessian.backend.space.device
-        self.take(kind, step, device, self._ready, self._write)
+        self.take(kind, step, device, self.hessian.config, self._ready, self._write)
 
     def _measure_due(self) -> None:
         for kind in due(self.hessian.config, int(self.hessian.step)):

@@ -36,13 +36,21 @@ T = TypeVar("T")
 Function: TypeAlias = Callable[Concatenate[Backend, P], T]
 
 
-def _collective(doing: str) -> Callable[[Function[P, T]], Function[P, T]]:
-    """Make a failure anywhere in a function, on one rank, end it on all of them."""
+def _collective(
+    doing: str, given: Callable[..., Mapping[str, object]] = lambda *args, **kwargs: {}
+) -> Callable[[Function[P, T]], Function[P, T]]:
+    """Make a failure anywhere in a function, on one rank, end it on all of them.
+
+    Args:
+        doing: Its action, for messages.
+        given: Returns of its arguments what all ranks must give alike.
+    """
 
     def decorated(function: Function[P, T]) -> Function[P, T]:
         @functools.wraps(function)
         def call(backend: Backend, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            with collective(doing, backend.space.device):
+            mine = functools.partial(given, *args, **kwargs)
+            with collective(doing, backend.space.device, given=mine):
                 return function(backend, *args, **kwargs)
 
         return call
@@ -128,7 +136,7 @@ def _expect(full: Mapping[str, Tensor] | None, name: str, shape: torch.Size) -> 
     return full[name]
 
 
-@_collective("writing results")
+@_collective("writing results", lambda record, folder: {"record": record.kind})
 def save_record(backend: Backend, record: Savable, folder: Path) -> Path:
     """Write `<kind>.json` and `<kind>.npz` on rank 0, and `<kind>.safetensors` of its vectors.
 
@@ -153,14 +161,15 @@ def save_record(backend: Backend, record: Savable, folder: Path) -> Path:
     return folder
 
 
-@_collective("reading results")
-def load_record(backend: Backend, record: type[R], folder: Path) -> R:
+@_collective("reading results", lambda record, folder: {"record": record.kind})
+def load_record(backend: Backend, record: type[R], folder: str | Path) -> R:
     """Return the record of a kind that `save_record` wrote, its vectors in this job's layout.
 
     Raises:
         ResultError: files are missing, damaged, of another schema, another model, or of different
             records; on ranks that do not read them, MeasurementError.
     """
+    folder = Path(folder)
     with together(f"reading results from {folder}", device=backend.space.device):
         found = record.load(folder)
         path, aside = _vector_files(found, folder)
@@ -172,9 +181,12 @@ def load_record(backend: Backend, record: type[R], folder: Path) -> R:
     return cast("R", replace(found, **vectors))  # mypy takes `load` of a union's member for both
 
 
-@_collective("writing vectors")
+@_collective("writing vectors", lambda vectors, *args: {"vectors": vectors})
 def save_vectors(
-    backend: Backend, vectors: Tensor, path: Path, metadata: Mapping[str, object] | None = None
+    backend: Backend,
+    vectors: Tensor,
+    path: str | Path,
+    metadata: Mapping[str, object] | None = None,
 ) -> Path:
     """Write vectors `(k, n_local)` as `{parameter name: (k, *unsharded shape)}`, safetensors.
 
@@ -187,7 +199,7 @@ def save_vectors(
     Raises:
         MeasurementError: rank 0 could not write.
     """
-    layout, space = backend.layout, backend.space
+    layout, space, path = backend.layout, backend.space, Path(path)
     doing, device = f"writing vectors to {path}", space.device
     shapes = {name: (len(vectors), *shape) for name, shape in backend.parameters}
     kept = {key: json.dumps(value) for key, value in (metadata or {}).items()}
@@ -208,7 +220,7 @@ def save_vectors(
 
 
 @_collective("reading vectors")
-def load_vectors(backend: Backend, path: Path) -> Tensor:
+def load_vectors(backend: Backend, path: str | Path) -> Tensor:
     """Return the vectors that `save_vectors` wrote, `(k, n_local)`, in this job's layout.
 
     Files are of all parameters, also of a job that is restricted to some of them.
@@ -219,7 +231,7 @@ def load_vectors(backend: Backend, path: Path) -> Tensor:
     """
     if isinstance(backend, Restricted):
         return backend.select(load_vectors(backend.whole, path))
-    layout, space = backend.layout, backend.space
+    layout, space, path = backend.layout, backend.space, Path(path)
     doing, device = f"reading vectors from {path}", space.device
     reader, count = None, 0
     with together(doing, device=device):

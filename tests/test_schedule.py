@@ -117,6 +117,9 @@ def test_a_report_that_fails_ends_no_training(monkeypatch: pytest.MonkeyPatch) -
     def ready() -> Hessian:
         raise failure
 
-    measurements.warn_of_start(HessianConfig(steps=[0]), 0)
-    measurements.take("spectrum", 3, torch.device("cpu"), ready, lambda record, picture: None)
+    config = HessianConfig(steps=[0])
+    measurements.warn_of_start(config, 0)
+    measurements.take(
+        "spectrum", 3, torch.device("cpu"), config, ready, lambda record, picture: None
+    )
     assert measurements.failures == {3: failure}

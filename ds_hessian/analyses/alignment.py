@@ -119,6 +119,11 @@ class Alignment(Journaled[HessianAlignment]):
         """Return settings with which the search needs less."""
         return self.search.with_less(config)
 
+    def given(self) -> dict[str, object]:
+        """Return its arguments; a file may have another path on each rank."""
+        given = super().given()
+        return {**given, "earlier": "a path"} if isinstance(self.earlier, str | Path) else given
+
     def prepared(self, backend: Backend, config: HessianConfig) -> Self:
         """Fill in Adam's step and the earlier space."""
         step = None

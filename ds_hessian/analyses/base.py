@@ -128,6 +128,10 @@ class Analysis(ABC, Generic[R]):
         """
         return {f.name: getattr(self, f.name) for f in fields(self) if not f.metadata}
 
+    def given(self) -> dict[str, object]:
+        """Return its arguments as all ranks must give them alike, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
     # ---- its run
 
     def within(self, backend: Restricted) -> Self:

@@ -50,6 +50,11 @@ class Curvatures(Analysis[HessianCurvatures]):
         """Return the update; the gradient is the operator's."""
         return [share.vectors("Adam's divisor and step", 2)]
 
+    def given(self) -> dict[str, object]:
+        """Return its arguments; a file may have another path on each rank."""
+        given = super().given()
+        return {**given, "vectors": "a path"} if isinstance(self.vectors, str | Path) else given
+
     def prepared(self, backend: Backend, config: HessianConfig) -> Self:
         """Fill in Adam's step, and the vectors of a file.
 

@@ -193,6 +193,12 @@ _WINDOWED = ("window", "selective")
 """Modes in which `window` has an effect."""
 
 
+PATHS = ("basis.folder", "curvature_vectors", "resume")
+"""Settings that name a place of the file system."""
+OF_RANK_0 = ("output_path", "progress")
+"""Settings that rank 0 alone follows."""
+
+
 class HessianConfig(_Section):
     """The settings of a spectrum; see `describe()` for all keys.
 
@@ -451,6 +457,19 @@ class HessianConfig(_Section):
                     f'did you mean "{SECTION}"?'
                 )
         return None
+
+    def given(self) -> dict[str, object]:
+        """Return the settings that all ranks must have alike, by dotted path.
+
+        Folders may have other names on other nodes, and what rank 0 alone does is its own.
+        """
+        found = {}
+        for path in leaves():
+            value: Any = self
+            for name in path.split("."):
+                value = getattr(value, name)
+            found[path] = "a path" if path in PATHS and value is not None else value
+        return {path: value for path, value in found.items() if path not in OF_RANK_0}
 
     def with_overrides(self, **overrides: object) -> HessianConfig:
         """Return this config with some settings changed.

@@ -142,7 +142,7 @@ class PretrainHook(Measurements):
     def measure(self, model: Model, iteration: int, kind: Kind = "spectrum") -> None:
         """Measure now, save the record, and pass it to Megatron's writers. Collective."""
         ready = functools.partial(self._ready, model, iteration)
-        self.take(kind, iteration, device_of(model), ready, _write)
+        self.take(kind, iteration, device_of(model), self.config, ready, _write)
 
     def _ready(self, model: Model, iteration: int) -> Hessian:
         if self._hessian is None:

@@ -29,7 +29,8 @@ from ds_hessian.backends.zero import settings_of
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.hessian import Hessian
-from ds_hessian.hosts import attach
+from ds_hessian.hosts import attach, device_of
+from ds_hessian.ranks import collective
 from ds_hessian.schedule import Measurements, Scheduled, copied, due, write_monitor
 from ds_hessian.show.monitor import figures_of, write_comet, write_tensorboard, write_wandb
 from ds_hessian.slices import use_settled
@@ -111,22 +112,20 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
             ConfigError: there is no "hessian" section, it is wrong, or it has no interval.
         """
         engine: Any = self.trainer.model_wrapped
-        section = HessianConfig.from_deepspeed(settings_of(engine)) if self._has_engine else None
-        config = self._given or section or HessianConfig()
-        if not config.scheduled:
-            raise ConfigError(
-                "hessian.interval, or hessian.sharpness_interval, must be above 0 for "
-                "HessianCallback, or hessian.steps a list of steps: all are empty"
-            )
-        self.config = config
-        if self._engine is not engine:
-            self._engine = engine
-            # The callback measures at the end of the Trainer's step, not in the middle of it.
-            on_request = config.with_overrides(
-                **dict.fromkeys(config.intervals, 0) | {"steps": [], "start_step": 0}
-            )
-            optimizer = None if self._has_engine else _unwrapped(self.trainer.optimizer)
-            self._hessian = attach(engine, optimizer, on_request)
+        # The intervals too must be the same on all ranks.
+        entered = collective(
+            "attaching", device_of(engine), given=lambda: self._settings(engine).given()
+        )
+        with entered:
+            self.config = config = self._settings(engine)
+            if self._engine is not engine:
+                self._engine = engine
+                # The callback measures at the end of the Trainer's step, not in the middle of it.
+                on_request = config.with_overrides(
+                    **dict.fromkeys(config.intervals, 0) | {"steps": [], "start_step": 0}
+                )
+                optimizer = None if self._has_engine else _unwrapped(self.trainer.optimizer)
+                self._hessian = attach(engine, optimizer, on_request)
         self._stop()  # of a training that did not come to its end
         self._compute_loss = self.trainer.compute_loss
         if self._batches is None and self._dataset is None:
@@ -134,6 +133,21 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
                 self._capture()
         elif state.global_step == 0 and not {0} & {*self.spectra, *self.failures}:
             self._take_due(state, control)
+
+    def _settings(self, engine: Any) -> HessianConfig:
+        """Return the settings for what the Trainer trains.
+
+        Raises:
+            ConfigError: they are wrong, or measure nothing by themselves.
+        """
+        section = HessianConfig.from_deepspeed(settings_of(engine)) if self._has_engine else None
+        config = self._given or section or HessianConfig()
+        if not config.scheduled:
+            raise ConfigError(
+                "hessian.interval, or hessian.sharpness_interval, must be above 0 for "
+                "HessianCallback, or hessian.steps a list of steps: all are empty"
+            )
+        return config
 
     def on_train_end(
         self,
@@ -164,7 +178,7 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         step, device = int(self._hessian.step), self._hessian.backend.space.device
         should_log = control.should_log  # which trainer.log resets, and the Trainer needs
         for kind in due(self.config, step):
-            self.take(kind, step, device, self._ready, self._write)
+            self.take(kind, step, device, self.config, self._ready, self._write)
         control.should_log = should_log
 
     @property

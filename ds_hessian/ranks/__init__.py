@@ -2,6 +2,7 @@
 
 from ds_hessian.ranks.agreement import agree, checkpoint, reduce, report, together
 from ds_hessian.ranks.calls import collective
+from ds_hessian.ranks.entrance import Given, summed
 from ds_hessian.ranks.exchange import (
     Shared,
     balanced,
@@ -17,6 +18,7 @@ from ds_hessian.ranks.exchange import (
 )
 
 __all__ = [
+    "Given",
     "Shared",
     "agree",
     "balanced",
@@ -32,6 +34,7 @@ __all__ = [
     "most_on_a_node",
     "reduce",
     "report",
+    "summed",
     "together",
     "union",
 ]

@@ -8,11 +8,14 @@ from contextlib import contextmanager
 import torch
 
 from ds_hessian.ranks.agreement import active
+from ds_hessian.ranks.entrance import Given
 from ds_hessian.ranks.lockstep import Lockstep
 
 
 @contextmanager
-def collective(doing: str, device: torch.device | str, as_it_is: bool = True) -> Iterator[None]:
+def collective(
+    doing: str, device: torch.device | str, as_it_is: bool = True, given: Given = dict
+) -> Iterator[None]:
     """Run the body, which may contain collectives, in a lockstep of all ranks.
 
     Inside of another such call, or of a measurement, it adds nothing. A measurement in it has a
@@ -22,8 +25,10 @@ def collective(doing: str, device: torch.device | str, as_it_is: bool = True) ->
         doing: The action of the body, for the message.
         device: The device of the tensors of the job's collectives.
         as_it_is: Whether an error that all ranks share is raised unchanged.
+        given: Returns what all ranks must give alike, by name.
 
     Raises:
+        ConfigError: ranks make different calls, or differ in what they give.
         MeasurementError: the body raised on some rank. A `HessianError` is raised as it is on the
             rank that was first.
         KeyboardInterrupt: some rank was interrupted in it.
@@ -33,5 +38,6 @@ def collective(doing: str, device: torch.device | str, as_it_is: bool = True) ->
     if active.follower.follows:
         yield
         return
-    with Lockstep(torch.device(device)) as lockstep, lockstep.whole(doing, as_it_is):
+    entered = Lockstep(torch.device(device), doing=doing, given=given)
+    with entered as lockstep, lockstep.whole(doing, as_it_is):
         yield

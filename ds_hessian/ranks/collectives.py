@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ds_hessian.ranks.agreement import LockstepError, reduce
+from ds_hessian.ranks.agreement import LockstepError
+from ds_hessian.ranks.entrance import Call, enter
 from ds_hessian.ranks.exchange import Shared, balanced, imbalance
 
 EXCHANGES = ("all_to_all_single", "alltoall_base")
@@ -210,9 +211,9 @@ def _rows(args: list[Any], of: int, ranks: int) -> list[int]:
     return args[_SPLITS + of] or [args[of].shape[0] // ranks] * ranks
 
 
-def mesh_of(peers: Sequence[int], device: torch.device) -> tuple[bool, str]:
+def mesh_of(peers: Sequence[int], device: torch.device, call: Call) -> tuple[bool, str]:
     """Return whether the groups of the ranks of each stage are a mesh, and a new name, the same on
-    all ranks.
+    all ranks, which enter a call.
 
     In a mesh the k-th group of this rank is the k-th of all of its peers that are in it, and each
     of them is in a k-th group of the same size.
@@ -220,16 +221,18 @@ def mesh_of(peers: Sequence[int], device: torch.device) -> tuple[bool, str]:
     Args:
         peers: The ranks of the same stage.
         device: The device of the tensors of the job's collectives.
+        call: The call.
 
     Raises:
+        CallsDiffer: other ranks make another call.
         MeasurementError: some rank has failed in the call around it.
 
-    Collective: one all-reduce of 24 bytes, at which ranks meet.
+    Collective: one all-reduce of 40 bytes, at which ranks meet.
     """
     groups = [dist.get_process_group_ranks(group) for group in _groups()]
     terms = imbalance(shared_of_mesh(dist.get_rank(), groups, peers))
     name = secrets.randbits(48) if dist.get_rank() == 0 else 0
-    said = reduce(torch.tensor([*terms.tolist(), name], dtype=torch.float64, device=device))
+    said = enter(call, terms, name, device)
     return balanced(said[:2]), f"{int(said[2]):012x}"
 
 

@@ -19,7 +19,7 @@ replaced by ones that record every collective of the thread that measures, and o
 which autograd runs its backward, and then make it. `ds_hessian.ranks.log` publishes the record
 where another rank requests it; `ds_hessian.ranks.following` makes the collectives.
 
-Cost while nothing fails: one all-reduce of 24 bytes, a few microseconds per collective, and what
+Cost while nothing fails: one all-reduce of 40 bytes, a few microseconds per collective, and what
 `ds_hessian.ranks.watch` says: a client of the store on each node, not on each rank.
 After a failure: a millisecond or two per collective, and O(ranks) requests from each failed rank.
 
@@ -62,6 +62,7 @@ from ds_hessian.ranks.collectives import (
     mesh_of,
     written_down,
 )
+from ds_hessian.ranks.entrance import Call, CallsDiffer, Given, call_of
 from ds_hessian.ranks.exchange import first_of
 from ds_hessian.ranks.following import Following
 from ds_hessian.ranks.interrupts import Interrupts, Signalled
@@ -85,13 +86,16 @@ class Lockstep(Follower):
         host: `(owner, name)` of the attribute that holds DeepSpeed's communication object; None
             where there is none.
         peers: The ranks of the same pipeline stage; None for all ranks.
+        doing: What the ranks enter.
+        given: Returns what they must give it alike; what it raises is this rank's failure.
 
     Attributes:
         restoring: Whether the measurement has ended, and the training state is being restored.
         outer: What the thread follows around it.
 
     Raises:
-        ConfigError: another thread of this process measures.
+        ConfigError: another thread of this process measures; or ranks differ in what they do, or in
+            what they give.
 
     Collective: to enter it and to leave it.
     """
@@ -101,12 +105,15 @@ class Lockstep(Follower):
         device: torch.device,
         host: tuple[ModuleType, str] | None = None,
         peers: Sequence[int] | None = None,
+        doing: str = "measuring",
+        given: Given = dict,
     ) -> None:
         super().__init__()
         self.device = device
         distributed = dist.is_available() and dist.is_initialized()
         self.world_size = dist.get_world_size() if distributed else 1
         self.restoring, self.outer = False, active.follower
+        self._doing, self._given = doing, given
         self._interrupts = Interrupts()
         self._pass = Pass(0)
         self._raised: BaseException | None = None  # to all ranks, by the latest meeting
@@ -177,17 +184,24 @@ class Lockstep(Follower):
         What fails on this rank once they have met is raised at the next meeting: the others have
         entered, and do not look for it in the call around it any more.
         """
-        before = self.outer.met
+        before, failed = self.outer.met, None
         try:
-            self._meshed, name = mesh_of(self._peers, self.device)
+            call = call_of(self._doing, self._given())
+        except BaseException as error:
+            call, failed = Call(self._doing, None), error
+        try:
+            self._meshed, name = mesh_of(self._peers, self.device, call)
             self._interrupts.__enter__()
             self._stack.enter_context(self._recording())
             self._log = Log(self.rank, Watch(node_of(name), name), lambda: self._pass)
             self._log.start()
         except BaseException as error:
-            if isinstance(error, (MeasurementError, RankInterrupt)) or self.outer.met == before:
+            known = isinstance(error, (MeasurementError, RankInterrupt, CallsDiffer))
+            if known or self.outer.met == before:
                 raise
-            self._pass.error = error, (0,)
+            failed = failed or error
+        if failed is not None:
+            self._pass.error = failed, (0,)
 
     def _close(self) -> None:
         if self._log is not None:  # this rank has not failed in `_meet`
