@@ -423,8 +423,9 @@ def refused(feature: str) -> str:
     if feature == "an engine without an optimizer":
         config = {k: v for k, v in config.items() if k != "optimizer"}
         config["zero_optimization"], parameters = {"stage": 3}, None
-    if feature == "expert parallelism":
+    if feature == "parameters marked as experts":
         module = nn.Sequential(nn.Linear(4, 4), MoE(4, nn.Linear(4, 4), 2, ep_size=2, k=1))
+        module[0].weight.allreduce, module[0].weight.group_name = False, "ep_size_2"
         parameters = split_params_into_different_moe_groups_for_optimizer(
             {"params": list(module.parameters()), "name": "all"}
         )
@@ -469,6 +470,23 @@ def frozen_since(stage: int) -> str:
     finally:
         engine.destroy()
     return "measured"
+
+
+def frozen_before_attaching(stage: int) -> Any:
+    """A product where a parameter was frozen after, and one where it was before the engine."""
+    found = []
+    for before in (False, True):
+        torch.manual_seed(0)
+        module = TinyGPT()
+        module.position.requires_grad_(not before)
+        engine = make_engine(module, zero={"stage": stage})
+        module.position.requires_grad_(False)
+        hessian = ds_hessian.attach(engine, ds_hessian.HessianConfig.parse(QUIET))
+        v = hessian.use(my_batches()).random_vector(seed=5)
+        with hessian.measuring(displacement=1e-2):
+            found.append(hessian.gather(hessian.matvec(v).vector))
+        engine.destroy()
+    return found
 
 
 def on_schedule(folder: str) -> tuple[list[int], list[int], list[int], bool]:

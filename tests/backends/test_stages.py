@@ -178,7 +178,7 @@ REFUSED = (
     "sparse gradients",
     "the engine class PipelineEngine",
     "an mpu with tensor-parallel ranks",
-    "expert parallelism",
+    "parameters marked as experts",
     "sequence parallelism",
     "an engine without an optimizer",
 )
@@ -198,6 +198,16 @@ def test_what_is_not_supported_is_refused_by_name_on_all_ranks(feature: str) -> 
 def test_a_parameter_frozen_since_is_refused_on_all_ranks(ranks: Ranks, stage: int) -> None:
     for text in ranks(2).run(jobs.frozen_since, stage):
         assert "trainable parameters have changed since attach()" in text
+
+
+@pytest.mark.parametrize("stage", cells((0, 1, 2, 3), (2,)))
+def test_a_parameter_frozen_before_attaching_is_no_part_of_the_space(
+    ranks: Ranks, stage: int
+) -> None:
+    after, before = ranks(2).run(jobs.frozen_before_attaching, stage)[0]
+    assert after.keys() == before.keys() and "position" not in after
+    for name, product in before.items():
+        assert torch.allclose(after[name], product, rtol=0, atol=1e-4 * float(product.norm()))
 
 
 FAILING_ENGINES = {

@@ -41,6 +41,7 @@ from ds_hessian.backends.refusal import refuse_methods, training_refused
 from ds_hessian.backends.sharded import Shard, ShardedSession, ShardedWeights
 from ds_hessian.backends.weights import Weight, module_weights
 from ds_hessian.backends.zero import host
+from ds_hessian.backends.zero.experts import Known, all_parameters, known
 from ds_hessian.backends.zero.flat import BF16Shards, FlatShards
 from ds_hessian.backends.zero.host import Engine
 from ds_hessian.backends.zero.memory import ZeroFigures, memory_of_zero
@@ -84,25 +85,30 @@ class ZeroBackend:
         self.shards = _shards_of(engine)
         self.tensor_rank, self.tensor_ranks = host.tensor_parallel(engine)
         self.sequence_ranks = host.sequence_parallel_size(engine)
-        self.placements = self._place()
-        self.parameters: Sequence[tuple[str, torch.Size]] = [
-            (name, place.shape) for name, place in self.placements.values()
-        ]
+        mine = known(engine)
+        self.placements = self._place(mine)
         self._attached = trained_names(self.modules)
         self.layout, self.pieces = self._map()
         self.space = VectorSpace(self.layout.n_local, self.layout.n_owned, self.device)
+        self.parameters: Sequence[tuple[str, torch.Size]] = [
+            (name, place.shape) for name, place in self.placements.values()
+        ]
+        if host.has_experts(engine):
+            self.parameters = all_parameters(mine, self.space)
         require_same_parameters(self.parameters, self.space)
 
-    def _place(self) -> dict[int, tuple[str, Placement]]:
-        mesh = self.tensor_rank, self.tensor_ranks
-        return {
-            id(p): (name, place(name, p, host.shape(p), *mesh))
-            for name, p in trained(self.engine.module)
-        }
+    def _place(self, mine: Sequence[Known]) -> dict[int, tuple[str, Placement]]:
+        mesh, found = (self.tensor_rank, self.tensor_ranks), {}
+        for each in mine:
+            _, name, shape = each.told
+            found[id(each.parameter)] = name, place(name, each.parameter, shape, *mesh)
+        return found
 
     def _map(self) -> tuple[Layout, list[Piece]]:
         pieces, fragments = list[Piece](), list[Fragment]()
         for piece in self.shards.pieces():
+            if id(piece.parameter) not in self.placements:
+                continue  # frozen since the optimizer was made
             name, placement = self.placements[id(piece.parameter)]
             found = placement.fragments(name, piece.start, piece.numel, piece.owned)
             for start, fragment in found:
@@ -211,6 +217,8 @@ class ZeroBackend:
         stage = engine.zero_optimization_stage()
         mesh = f", TP {self.tensor_ranks}" * (self.tensor_ranks > 1)
         mesh += f", SP {self.sequence_ranks}" * (self.sequence_ranks > 1)
+        expert_ranks = sorted({layer.ep_size for _, layer in host.expert_layers(engine)})
+        mesh += f", EP {' and '.join(map(str, expert_ranks))}" * bool(expert_ranks)
         return Description(
             layout=f"ZeRO-{stage}, {ranks} rank{'s' * (ranks > 1)}{mesh}",
             model_dtype=str(next(engine.module.parameters()).dtype).removeprefix("torch."),
@@ -227,13 +235,18 @@ class ZeroBackend:
         """Return the weights of two dims, which the passes gather.
 
         Raises:
-            UnsupportedError: an mpu has split the layers.
+            UnsupportedError: an mpu has split the layers, or there are experts of deepspeed.moe.
         """
         if self.tensor_ranks > 1:
             raise UnsupportedError(
                 "ds_hessian does not support Kronecker factors of layers that an mpu of "
                 f"{self.tensor_ranks} tensor-parallel ranks has split; use megatron-core's own, or "
                 "a job without tensor parallelism"
+            )
+        if host.has_experts(self.engine):
+            raise UnsupportedError(
+                "ds_hessian does not support Kronecker factors of models with deepspeed.moe, whose "
+                "experts see places without a token; measure a job without it"
             )
         return module_weights(self.engine.module, self.parameters)
 

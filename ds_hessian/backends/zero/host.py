@@ -163,6 +163,10 @@ def quiet(engine: Engine, attributes: Attributes) -> None:
     attributes.set(engine.monitor, "enabled", False)
     if getattr(engine, "inside_no_sync_ctxt", False):  # of the caller; gradients are to be reduced
         attributes.set(engine, "inside_no_sync_ctxt", False)
+    for _, layer in expert_layers(engine):
+        attributes.keep(layer, "l_aux", "exp_counts")  # of training's last forward
+        for timed in (layer, layer.gate):
+            attributes.set(timed, "wall_clock_breakdown", False)
     for owner in (optimizer, *engine.module.parameters()):
         if getattr(owner, "use_muon", False):  # ZeRO would give Muon's update for the gradient
             attributes.set(owner, "use_muon", False)
@@ -258,6 +262,43 @@ def tensor_parallel(engine: Engine) -> tuple[int, int]:
         return 0, 1
     rank = bwc.bwc_tensor_model_parallel_rank(mpu)
     return int(rank), int(bwc.bwc_tensor_model_parallel_world_size(mpu))
+
+
+def has_experts(engine: Engine) -> bool:
+    """Return whether the model has layers of `deepspeed.moe`, or of AutoEP."""
+    return bool(getattr(engine, "has_moe_layers", False))
+
+
+def expert_layers(engine: Engine) -> list[tuple[str, Private]]:
+    """Return paths and layers of the model's `deepspeed.moe`."""
+    if not has_experts(engine):
+        return []
+    from deepspeed.moe.sharded_moe import MOELayer
+
+    return [(path, m) for path, m in engine.module.named_modules() if isinstance(m, MOELayer)]
+
+
+def expert_rank(layer: Private) -> int:
+    """Return the rank of this process among those that share the layer's experts."""
+    from deepspeed.utils import groups
+
+    return int(groups._get_expert_parallel_rank(layer.ep_group_name))
+
+
+def is_expert(p: Tensor) -> bool:
+    """Return whether the parameter is marked as one of an expert (`deepspeed.moe`, Megatron)."""
+    return getattr(p, "allreduce", True) is False
+
+
+def copies(engine: Engine, p: Tensor) -> tuple[int, int]:
+    """Return `(rank, size)` among the ranks that have the same part of this parameter."""
+    if not is_expert(p):
+        return data_parallel(engine)
+    from deepspeed.utils import groups
+
+    name: str = p.group_name  # type: ignore[attr-defined]  # set by deepspeed.moe
+    group = groups._get_expert_data_parallel_group(name)
+    return dist.get_rank(group), dist.get_world_size(group)
 
 
 def of_first_tensor_rank(engine: Engine, value: T) -> T:

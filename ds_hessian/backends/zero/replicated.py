@@ -1,7 +1,8 @@
 """ZeRO stage 0: a plain optimizer, or DeepSpeed's `FP16_Optimizer` and `FP16_UnfusedOptimizer`.
 
 Every rank holds all weights, masters and gradients, and so all of a vector; sums are divided over
-the ranks, each of which owns an equal part of the coordinates.
+the ranks, each of which owns an equal part of the coordinates. Of experts it holds its own, which
+it shares with the ranks of its expert-data-parallel group.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing_extensions import override
 
 from ds_hessian.backends.guard import swap
 from ds_hessian.backends.names import trained
-from ds_hessian.backends.zero.host import Engine, data_parallel
+from ds_hessian.backends.zero.host import Engine, copies
 from ds_hessian.backends.zero.shards import Piece, Shards
 from ds_hessian.errors import UnsupportedError
 
@@ -38,29 +39,34 @@ class ReplicatedShards(Shards):
         return list(flat.detach().split([p.numel() for p in params]))
 
     def pieces(self) -> list[Piece]:
-        """Return all coordinates, split at the ends of the part that this rank owns.
+        """Return all coordinates, split at the ends of the part that this rank owns of those that
+        it shares with the same ranks.
 
         Raises:
             UnsupportedError: a parameter's memory is not contiguous.
         """
         named = trained(self.engine.module)
-        total = sum(p.numel() for _, p in named)
-        rank, ranks = data_parallel(self.engine)
-        low, high = total * rank // ranks, total * (rank + 1) // ranks
-        pieces, begin = [], 0
+        shares = {id(p): copies(self.engine, p) for _, p in named}
+        totals: dict[tuple[int, int], int] = {}
+        for _, p in named:
+            totals[shares[id(p)]] = totals.get(shares[id(p)], 0) + p.numel()
+        pieces, begins = [], dict.fromkeys(totals, 0)
         for name, p in named:
             if not p.data.is_contiguous():
                 raise UnsupportedError(
                     f"ds_hessian does not support parameters in another memory format, such as "
                     f"{name}; make it contiguous, or use ZeRO 1, 2 or 3"
                 )
+            rank, ranks = share = shares[id(p)]
+            total, begin = totals[share], begins[share]
+            low, high = total * rank // ranks, total * (rank + 1) // ranks
             cuts = sorted(
                 {0, p.numel(), *(c - begin for c in (low, high) if 0 < c - begin < p.numel())}
             )
             for start, stop in zip(cuts, cuts[1:], strict=False):
                 owned = low <= begin + start < high
                 pieces.append(Piece(p, start, stop - start, 0, start, owned))
-            begin += p.numel()
+            begins[share] += p.numel()
         return pieces
 
     @override

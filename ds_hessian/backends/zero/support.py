@@ -66,11 +66,34 @@ def _findings(engine: Engine) -> list[tuple[str, bool, str]]:
             "make embeddings with sparse=False",
         ),
         *_model_parallel_findings(engine),
+        *_expert_findings(engine),
+    ]
+
+
+def _expert_findings(engine: Engine) -> list[tuple[str, bool, str]]:
+    if not host.has_experts(engine):
+        return []
+    layers = [layer for _, layer in host.expert_layers(engine)]
+    several = host.tensor_parallel(engine)[1] * host.sequence_parallel_size(engine) > 1
+    marked = sum(map(host.is_expert, engine.module.parameters()))
+    inside = {id(p) for layer in layers for p in layer.experts.parameters()}
+    return [
         (
-            "expert parallelism (MoE layers)",
-            bool(getattr(engine, "has_moe_layers", False)),
-            "measure a job without deepspeed.moe",
+            "experts of AutoEP (expert_parallel)",
+            any(type(m).__name__ == "AutoEPMoELayer" for m in engine.module.modules()),
+            "measure a data-parallel job, of which a checkpoint has the same Hessian",
         ),
+        (
+            "deepspeed.moe together with tensor or sequence parallelism",
+            several,
+            "use one of them",
+        ),
+        (
+            "parameters marked as experts (allreduce = False) outside of deepspeed.moe.layer.MoE",
+            marked > len(inside),
+            "make them by deepspeed.moe.layer.MoE",
+        ),
+        ("Tutel", any(layer.use_tutel for layer in layers), "switch use_tutel off"),
     ]
 
 
@@ -108,7 +131,7 @@ def _model_parallel_findings(engine: Engine) -> list[tuple[str, bool, str]]:
         ),
         (
             "experts in an mpu with tensor-parallel ranks",
-            any(getattr(p, "allreduce", True) is False for p in parameters)
+            any(map(host.is_expert, parameters))
             or any(getattr(config, "num_moe_experts", None) for config in configs),
             instead,
         ),
