@@ -22,7 +22,7 @@ from ds_hessian.backends.objective import Call, MicroBatches
 from ds_hessian.errors import ResultError
 from ds_hessian.hessian import Hessian
 from ds_hessian.ranks import collective, first_of, from_rank, together
-from ds_hessian.records.files import replacing
+from ds_hessian.records.files import opened, replacing
 from ds_hessian.vectors import VectorSpace
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,8 @@ def _read(path: Path, space: VectorSpace) -> _Kept:
 
     try:
         # No code in the file is executed.
-        found = torch.load(path, map_location=home, weights_only=True)
+        with opened(path) as file:
+            found = torch.load(file, map_location=home, weights_only=True)
         if found["world_size"] != space.world_size:
             return _Kept(f"those of {found['world_size']} ranks", None)
         batches = found["batches"]

@@ -35,6 +35,8 @@ def weights_of(checkpoint: Checkpoint) -> Weights:
         ResultError: a file is missing, damaged, or of another form.
     """
     with reading(checkpoint.path):
+        if checkpoint.folder.is_dir():
+            _require_regular(checkpoint.folder)
         try:
             if checkpoint.kind == "universal":
                 return zero_files.universal_weights(checkpoint.folder)
@@ -47,6 +49,13 @@ def weights_of(checkpoint: Checkpoint) -> Weights:
                 f"{checkpoint.path} holds more than tensors, and is not unpickled, which could "
                 f"execute anything: save a state dict. torch says: {first}"
             ) from error
+
+
+def _require_regular(folder: Path) -> None:
+    """Refuse pipes, sockets and devices among the files of DeepSpeed: reading might never end."""
+    for path in (*folder.glob("*"), *folder.glob("zero/*/*")):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ResultError(f"{path} is not a regular file")
 
 
 def _state_dict(path: Path) -> Weights:

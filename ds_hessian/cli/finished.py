@@ -107,9 +107,12 @@ def is_finished(folder: Path, source: Source, series: list[Path]) -> bool:
 
 def _sources(folder: Path) -> Iterator[Source]:
     """Yield what the records in a folder were made of that are as they were written."""
+    from ds_hessian.records.files import opened
+
     for note in sorted(folder.glob(NOTE.format("*"))):
         try:
-            kept = json.loads(note.read_text(encoding="utf-8"))
+            with opened(note) as file:
+                kept = json.loads(file.read().decode())
             source, (record, digest) = kept["source"], kept["record"]
             known = isinstance(source["checkpoint"], str) and isinstance(source["analysis"], str)
             if known and _digest(folder / record) == digest:
@@ -133,4 +136,7 @@ def note_finished(folder: Path, source: Source, kind: str) -> None:
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    from ds_hessian.records.files import opened
+
+    with opened(path) as file:
+        return hashlib.sha256(file.read()).hexdigest()

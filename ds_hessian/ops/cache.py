@@ -82,6 +82,8 @@ def _intact(target: Path) -> bool:
                 return False
             if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 return False
+            if path != target.parent and not stat.S_ISREG(found.st_mode):
+                return False
         return checksum.read_text() == _checksum(target)
     except (OSError, UnicodeDecodeError):
         return False

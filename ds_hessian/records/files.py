@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import socket
+import stat
 import time
 import weakref
 from collections.abc import Iterator
@@ -22,9 +23,26 @@ from pathlib import Path
 from typing import IO, ClassVar
 from weakref import WeakValueDictionary
 
-from ds_hessian.errors import ConfigError
+from ds_hessian.errors import ConfigError, ResultError
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def opened(path: Path) -> IO[bytes]:
+    """Open a regular file for reading.
+
+    A pipe to which nobody writes, or a device that does not end, would keep this rank, and all that
+    wait for it.
+
+    Raises:
+        OSError: it cannot be read.
+        ResultError: it is not a regular file.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise ResultError(f"{path} is not a regular file")
 
 
 @contextmanager
@@ -110,11 +128,12 @@ def remove_abandoned(folder: Path, names: str) -> None:
 
 def _remove_if_abandoned(path: Path) -> None:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC  # also of a pipe
+        descriptor = os.open(path, flags)
     except OSError:
         return  # removed meanwhile, or not a file of ours
     try:
-        if _lock(descriptor):
+        if stat.S_ISREG(os.fstat(descriptor).st_mode) and _lock(descriptor):
             path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ds_hessian.errors import ResultError
-from ds_hessian.records.files import replacing
+from ds_hessian.records.files import opened, replacing
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -79,6 +79,7 @@ class Reader:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            opened(path).close()
             self._file = safe_open(path, framework="pt")
         except OSError as error:
             raise ResultError(f"cannot read {path}: {error}") from error

@@ -25,7 +25,6 @@ import json
 import math
 import os
 import re
-import stat
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,6 +37,7 @@ from ds_hessian.records.fields import Array, Json
 from ds_hessian.records.files import (
     flush_folder,
     one_writer,
+    opened,
     remove_abandoned,
     replacing,
     temporaries,
@@ -99,8 +99,8 @@ def _commit(folder: Path, kind: str, digest: str, data: Mapping[str, bytes | mem
 
 def _holds(path: Path, data: bytes | memoryview) -> bool:
     try:
-        return path.read_bytes() == data
-    except OSError:
+        return _read_bytes(path) == data
+    except (OSError, ResultError):
         return False
 
 
@@ -142,14 +142,11 @@ def _read_bytes(path: Path, most: int | None = None) -> bytes:
         OSError: it cannot be read.
         ResultError: it is not a regular file, or larger.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ResultError(f"{path} is not a regular file")
-        if most is not None and status.st_size > most:
-            raise ResultError(f"{path} has {status.st_size} bytes, no record has over {most}")
-        return file.read(status.st_size)
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if most is not None and size > most:
+            raise ResultError(f"{path} has {size} bytes, no record has over {most}")
+        return file.read(size)
 
 
 def _read_json(path: Path, kind: str) -> Json:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds_hessian.errors import ResultError
 from ds_hessian.records.fields import Json
-from ds_hessian.records.files import replacing
+from ds_hessian.records.files import opened, replacing
 from ds_hessian.records.safetensors import Reader, Writer
 
 
@@ -102,7 +102,8 @@ def read_json(path: Path) -> Json:
         ResultError: the file is missing or damaged.
     """
     try:
-        whole = json.loads(path.read_text(encoding="utf-8"), object_hook=Entries)
+        with opened(path) as file:
+            whole = json.loads(file.read().decode(), object_hook=Entries)
         content, digest = Entries(whole["content"]), whole["blake2b"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ResultError(f"{path} is missing or damaged: {error}") from error

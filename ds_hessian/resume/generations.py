@@ -119,7 +119,8 @@ def state_files(folder: Path) -> list[Path]:
 
 def runs_in(folder: Path) -> list[Path]:
     """Return the folders of runs."""
-    return list(folder.glob("run-" + "[0-9a-f]" * ID))
+    found = folder.glob("run-" + "[0-9a-f]" * ID)
+    return [path for path in found if path.is_dir() and not path.is_symlink()]
 
 
 def remove_all(folder: Path) -> None:

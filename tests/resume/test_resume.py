@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -180,10 +181,23 @@ def lose_vector(folder: Path) -> None:
     max(folder.glob("*/rank0/p*.safetensors"), key=lambda p: p.stat().st_mtime_ns).unlink()
 
 
-@pytest.mark.parametrize(
-    "harm",
-    cells([damage_state, alter_state, damage_vector, lose_vector], [alter_state, lose_vector]),
-)
+def pipe_for_state(folder: Path) -> None:
+    path = jobs.newest(folder)[1]
+    assert path is not None
+    path.unlink()
+    os.mkfifo(path)
+
+
+def device_for_vector(folder: Path) -> None:
+    path = max(folder.glob("*/rank0/p*.safetensors"), key=lambda p: p.stat().st_mtime_ns)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+HARM = [damage_state, alter_state, damage_vector, lose_vector, pipe_for_state, device_for_vector]
+
+
+@pytest.mark.parametrize("harm", cells(HARM, [alter_state, lose_vector, pipe_for_state]))
 def test_a_damaged_state_is_not_read_but_the_one_before(
     ranks: Ranks, tmp_path: Path, whole: Any, harm: Callable[[Path], None]
 ) -> None:
