@@ -93,6 +93,7 @@ class FiniteDifferenceHessian:
         kinked = torch.tensor([not session.smooth], dtype=torch.float64, device=self.space.device)
         self._smooth = not self.space.reduce(kinked).item()
         self._controllers = dict[SchemeName, StepController]()
+        self._scheme = scheme
         self._take(scheme)
         self._sides = None if tolerance is None else Sides(tolerance, self._controller)
 
@@ -127,6 +128,7 @@ class FiniteDifferenceHessian:
                 len(self._all),
                 None if self.displacement == "auto" else float(self.displacement),
                 self._smooth,
+                seldom=len(self._pilot) == len(self._all),
             )
         return self._controllers[scheme]
 
@@ -145,10 +147,14 @@ class FiniteDifferenceHessian:
             found["sides"] = self._sides.state_dict()
         if others:
             found |= {"formula": self.formula, "fourth_order": others[0]}
+        if self._controller.whole:
+            found["whole"] = True
         return found
 
     def load_state_dict(self, figures: Mapping[str, Any]) -> None:
         """Continue from the `state_dict` of another operator of the same Hessian."""
+        if figures.get("whole"):
+            self._try_all()
         self._controller.load_state_dict(figures["steps"])
         if "formula" in figures:
             self._controller_of("fourth_order").load_state_dict(figures["fourth_order"])
@@ -161,10 +167,13 @@ class FiniteDifferenceHessian:
     def lessons(self) -> dict[str, Any] | None:
         """Return what spares trials in the next measurement of the run; None for nothing."""
         first, *_ = self._controllers.values()
-        return first.lessons()
+        learnt = first.lessons()
+        return learnt and learnt | {"whole": first.whole}
 
     def begin(self, lessons: dict[str, Any]) -> None:
         """Begin with the `lessons` of the same Hessian at other weights of the run."""
+        if lessons.get("whole"):
+            self._try_all()
         self._controller.begin(lessons)
 
     def matvec(self, v: Tensor) -> Product:
@@ -193,6 +202,12 @@ class FiniteDifferenceHessian:
         self._evaluate(line, h, self._rest, self._points)
         raw = self._assemble(line, h, self.scheme)
         outcome = self._outcome(raw)
+        (unlike,) = self.space.of_rank_0(self._controller.is_unlike(trials[-1], outcome))
+        if unlike:
+            del raw
+            self.cost.trials += len(trials)
+            self._try_all()
+            return self._on_all_sides(line, [])
         better, doubts = self._better(outcome), self._controller.doubts_of_slice(outcome)
         better, doubted = self.space.of_rank_0(better, doubts)
         if doubted:
@@ -220,6 +235,15 @@ class FiniteDifferenceHessian:
                 self.cost.trials += len(trials)
                 return self._on_all_sides(line, [])
         return replace(raw, noise=noise, error=error, trials=len(trials) - 1)
+
+    def _try_all(self) -> None:
+        """Make trials on all micro-batches from now on, and learn anew."""
+        self._pilot, self._rest = self._all, range(0)
+        self._pilot_gradient = self.gradient
+        self._controllers.clear()
+        self._take(self._scheme)
+        if self._sides is not None:
+            self._sides.control = self._controller
 
     def _better(self, outcome: Trial) -> float:
         """Return the displacement at which to repeat a product; its own to keep it."""

@@ -58,7 +58,12 @@ def train(net: nn.Module, data: list[Batch], steps: int) -> nn.Module:
 class Exact:
     """fp64 products of the mean loss at the net's weights."""
 
-    def __init__(self, net: nn.Module, data: list[Batch]) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        data: Sequence[Any],
+        loss_of: Callable[[nn.Module, Any], Tensor] = loss_of,
+    ) -> None:
         self.net = copy.deepcopy(net).double()
         self.parameters = list(self.net.parameters())
         self.loss = torch.stack([loss_of(self.net, b) for b in data]).mean()

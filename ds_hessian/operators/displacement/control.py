@@ -13,6 +13,8 @@ determine the rounding noise N and the bend b, a measure of the gradient's nonli
 * An accepted trial has a third difference, which is what its error is, noise and truncation alike
   (`Belief`): of all vectors where the pilot is small and no trial above h is a witness, and of all
   after one that was a surprise.
+* A product OTHER times as long as its pilot's, which may be zero, says that trials of the pilot
+  tell nothing: it is made anew with trials of all micro-batches, as are all after it.
 * A finished product that turns out to be far from its best h is repeated, and so is one with kinks
   that its pilot has not: where r is no more than noise. One that bends far more than its pilot (of
   the first two vectors, more), and more than any so far that was found smooth, has a third
@@ -92,6 +94,9 @@ DOUBTFUL = math.exp(2 * UNLIKE)
 """Smooth micro-batches bend more than the pilot by this factor in 1 of 40 products, if the ln b of
 pilot and slice differ normally: cause for doubt while no Krylov vector is known."""
 
+OTHER = 14.0
+"""The slice's |D| over that of a pilot that tells of it, at most (docs/numerics.md, Pilots)."""
+
 STRANGE = math.exp(5 * UNLIKE)
 """Smooth micro-batches bend more than the pilot by this factor in 1 of 300 products, if the ln b of
 pilot and slice differ normally, and in 1 of 40 where it was counted. Such a product is repeated at
@@ -105,8 +110,8 @@ DECADE = 10.0
 """Step of the scan for the first vector's scale, while all nonlinearity ratios are saturating."""
 
 ALWAYS, SELDOM = 16, 16
-"""With ALWAYS micro-batches or more, each vector but the first has a trial above h; with fewer,
-where a trial costs more, one vector in SELDOM."""
+"""With ALWAYS micro-batches or more, each vector but the first has a trial above h; with fewer, or
+trials of all, where a trial costs more, one vector in SELDOM."""
 
 SPENT, OFTEN = 0.25, 4
 """Gradients that a product spends on its third difference on average, while no such difference is
@@ -155,6 +160,7 @@ class StepController:
         fixed: A displacement to use in every product; trials only estimate its error.
         smooth: Whether the loss has no kinks as far as is known; else the ratios of all products
             count as errors.
+        seldom: Whether trials above h are seldom, however many micro-batches there are.
     """
 
     def __init__(
@@ -166,6 +172,7 @@ class StepController:
         num_micro_batches: int,
         fixed: float | None = None,
         smooth: bool = True,
+        seldom: bool = False,
     ) -> None:
         self.smooth = smooth
         if not smooth:
@@ -179,7 +186,8 @@ class StepController:
         self.quiet = (pilot / num_micro_batches) ** (SHARED / 2)
         self.roundoff = unit_roundoff
         # What extrapolation removes tells more in each trial.
-        self.interval = 1 if num_micro_batches >= ALWAYS and scheme.order <= 2 else SELDOM
+        always = num_micro_batches >= ALWAYS and scheme.order <= 2 and not seldom
+        self.interval = 1 if always else SELDOM
         self.thirds = products_of_a_third(pilot / num_micro_batches, num_micro_batches)
         self.next_third = 0  # the next product whose pilot has one
         self.cleared = 0.0  # the largest ratio of the slice's r to the pilot's that was no kink
@@ -397,6 +405,10 @@ class StepController:
         return min(max(h, self.smallest), self.largest)
 
     # ---- after a product
+
+    def is_unlike(self, pilot: Trial, product: Trial) -> bool:
+        """Return whether a product has far more than its pilot, whose trials then tell nothing."""
+        return not self.whole and product.size > OTHER * pilot.size
 
     def doubts_of_slice(self, product: Trial) -> bool:
         """Return whether the third difference of a judged product is to be evaluated, and the

@@ -1,0 +1,81 @@
+"""Pilots that say little of the other micro-batches, or nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from torch import Tensor, nn
+
+from ds_hessian.operators import FiniteDifferenceHessian
+from tests.operators.nets import Batch, Exact, backend_of, batches, measuring, mlp, relative, train
+from tests.operators.nets import loss_of as plain
+from tests.tiers import cells
+
+Weighted = tuple[float, Batch]
+"""A factor of the loss, and data."""
+
+
+def loss_of(net: nn.Module, given: Weighted) -> Tensor:
+    """Cross entropy times the factor."""
+    factor, batch = given
+    return factor * plain(net, batch)
+
+
+PILOTS: dict[str, Callable[[Batch], Weighted]] = {
+    "masked": lambda batch: (0.0, batch),
+    "1000 times smaller": lambda batch: (1e-3, batch),
+    "1e8 times smaller": lambda batch: (1e-8, batch),
+    "1000 times larger": lambda batch: (1e3, batch),
+    "without inputs": lambda batch: (1.0, (0 * batch[0], batch[1])),
+}
+
+
+def unlike(name: str, count: int) -> tuple[nn.Module, list[Weighted], Exact]:
+    """A trained net, micro-batches the first eighth of which is unlike the others, and products."""
+    data = batches(count)
+    net, first = train(mlp(), data, 60), -(-count // 8)
+    given = [PILOTS[name](b) if i < first else (1.0, b) for i, b in enumerate(data)]
+    return net, given, Exact(net, given, loss_of)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    cells(
+        [(name, count) for name in PILOTS for count in (2, 8, 16)],
+        [("masked", 8), ("1000 times smaller", 8), ("without inputs", 8)],
+    ),
+)
+def test_what_the_pilot_does_not_tell_all_micro_batches_do(name: str, count: int) -> None:
+    net, data, exact = unlike(name, count)
+    backend = backend_of(net)
+    with measuring(backend, data, loss_of) as session:
+        operator = FiniteDifferenceHessian(session)
+        for i, (v, truth) in enumerate(exact.krylov(backend, 6)):
+            product, size = operator.matvec(v), float(truth.norm())
+            error = relative(product.vector, truth)
+            assert product.error is not None, i
+            assert product.error * product.norm > error * size / 5, (i, product.error, error)
+            assert error < 1e-3, i
+    assert operator.cost.gradient_evaluations < 6 * (2 + 3), operator.cost
+
+
+def test_trials_of_all_micro_batches_are_kept_by_states_and_lessons() -> None:
+    net, data, exact = unlike("masked", 8)
+    backend = backend_of(net)
+    vectors = [v for v, _ in exact.krylov(backend, 4)]
+    with measuring(backend, data, loss_of) as session:
+        operator = FiniteDifferenceHessian(session)
+        for v in vectors[:3]:
+            operator.matvec(v)
+        state, lessons = (
+            json.loads(json.dumps(f)) for f in (operator.state_dict(), operator.lessons())
+        )
+        resumed = FiniteDifferenceHessian(session)
+        resumed.load_state_dict(state)
+        assert resumed.matvec(vectors[3]).vector.equal(operator.matvec(vectors[3]).vector)
+        next_one = FiniteDifferenceHessian(session)
+        next_one.begin(lessons)
+        next_one.matvec(vectors[0])
+    assert next_one.cost.gradient_evaluations < 2 * 2 + 1, next_one.cost
