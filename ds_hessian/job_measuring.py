@@ -45,6 +45,17 @@ def as_exact_as(tolerance: float, overrides: Mapping[str, object]) -> Mapping[st
     return {**overrides, "tolerance": tolerance}
 
 
+def _product(subject: Subject, v: Tensor) -> Product:
+    """Measure one product with a vector over all parameters."""
+    with subject.open() as (run, _):
+        return _over_all(run.curvature, subject.backend).matvec(v)
+
+
+def _over_all(curvature: Curvature, backend: Backend) -> Curvature:
+    """Return the curvature with vectors over all parameters."""
+    return Embedded(curvature, backend) if isinstance(backend, Restricted) else curvature
+
+
 class JobMeasuring(JobVectors):
     """What a `Hessian` measures, and how a measurement is opened; no analysis yet.
 
@@ -139,12 +150,9 @@ class JobMeasuring(JobVectors):
         with entered, ExitStack() as stack:
             subject = decided(None, self._subject(overrides))
             run, _ = with_fallback(subject, lambda each: stack.enter_context(each.open()))
-            backend, operator = run.subject.backend, run.curvature
-            if isinstance(backend, Restricted):
-                operator = Embedded(operator, backend)
-            self._open = operator
+            self._open = _over_all(run.curvature, run.subject.backend)
             try:
-                yield operator
+                yield self._open
             finally:
                 self._open = None
 
@@ -185,8 +193,9 @@ class JobMeasuring(JobVectors):
         """
         if self._open is not None:
             return self._open.matvec(v)
-        with self.measuring() as operator:
-            return operator.matvec(v)
+        with collective("measuring a product", self.backend.space.device):
+            subject = decided(None, self._subject({}))
+            return with_fallback(subject, lambda each: _product(each, v))
 
     # ---- plans
 

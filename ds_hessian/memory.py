@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import psutil
 import torch
 
 from ds_hessian.table import Table
@@ -107,6 +108,17 @@ def when(item: Item) -> str:
     """Return an item's stage and moments, in words."""
     moments = ", ".join(item.moments)
     return f"{item.stage}: {moments}" if item.stage and moments else item.stage or moments
+
+
+def free_on(device: torch.device) -> int:
+    """Return the bytes that are free on a device, or on the host for the CPU; what torch has cached
+    on an accelerator counts as free.
+    """
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    module = torch.get_device_module(device)
+    cached = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0] + cached)
 
 
 def tier_of(device: torch.device) -> Tier:

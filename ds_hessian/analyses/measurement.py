@@ -19,6 +19,7 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from ds_hessian.backends.choices import PieceError
 from ds_hessian.backends.protocol import Backend, Objective, Passes, Precision, Session
 from ds_hessian.backends.restricted import names_of
 from ds_hessian.config import HessianConfig, OperatorName
@@ -54,6 +55,7 @@ class Subject:
         retires: Whether a state on disk of the same measurement at another optimizer step is
             removed, with a line in the log; else it is refused.
         choice: How the precision of the passes, which the settings then name, was chosen.
+        crossing: Why kinks are crossed although the settings did not say so; else empty.
         lessons: What the run's measurements have taught, by kind and optimizer step; those of the
             latest two steps.
     """
@@ -63,13 +65,15 @@ class Subject:
     config: HessianConfig
     retires: bool = False
     choice: ChosenPrecision = field(default_factory=ChosenPrecision)
+    crossing: str = ""
     lessons: Lessons = field(default_factory=dict)
 
     @property
     def passes(self) -> Passes:
         """The arithmetic of forward and backward."""
         config = self.config
-        return Passes(config.dropout, precision_of(config), config.batch_statistics)
+        kinks = config.finite_difference.kinks
+        return Passes(config.dropout, precision_of(config), config.batch_statistics, kinks)
 
     def draw(self, number: int) -> Tensor:
         """Draw the random unit vector of this number, `(n_local,)`, as configured."""
@@ -174,6 +178,11 @@ class Subject:
         """Return the subject with the passes that training has."""
         return replace(self, config=in_precision(self.config, "model"), choice=ChosenPrecision(why))
 
+    def with_kinks_crossed(self, why: str) -> Subject:
+        """Return the subject with kinks that are crossed."""
+        config = self.config.with_overrides(finite_difference={"kinks": "crossed"})
+        return replace(self, config=config, crossing=why)
+
     def curvature(self, session: Session, operator: OperatorName | None = None) -> Curvature:
         """Return the curvature of a name in an open session, that of the settings if None.
 
@@ -222,9 +231,20 @@ class Subject:
             batch_statistics=config.batch_statistics,
             held_choices=spent.choices,
             flipped_choices=spent.flips / max(spent.products, 1),
+            kinks=_kinks(spent),
+            kinks_reason=self.crossing or spent.kinks_crossed or "",
+            held_sides=spent.sides,
+            crossed_sides=spent.crossed / max(spent.products, 1),
             ds_hessian_version=__version__,
             optimizer=found.optimizer,
         )
+
+
+def _kinks(spent: OperatorCost) -> str:
+    """Return what became of kinks, in a word."""
+    if spent.kinks_crossed is not None:
+        return "crossed"
+    return "held" if spent.sides else ""
 
 
 @dataclass(frozen=True)
@@ -268,6 +288,9 @@ def with_fallback(subject: Subject, make: Callable[[Subject], T]) -> T:
     can cause, it is made once more with the passes that training has: a model can cast to 16 bits
     by itself, have kernels for these alone, or need more memory than was foreseen.
 
+    Where kinks are held, and functions that have them turn out to be called differently often off
+    the weights, it is made once more with kinks that are crossed.
+
     Raises:
         HessianError: what `make` raises.
 
@@ -276,9 +299,14 @@ def with_fallback(subject: Subject, make: Callable[[Subject], T]) -> T:
     try:
         return make(subject)
     except HessianError as error:
-        why = _failed_by_precision(subject, error)
-        if why is None:
+        crossing = _failed_by_kinks(subject, error)
+        why = None if crossing else _failed_by_precision(subject, error)
+        if why is None and crossing is None:
             raise
+    if crossing is not None:
+        if subject.backend.space.rank == 0:
+            logger.warning("kinks cannot be held, they are crossed: %s", crossing)
+        return with_fallback(subject.with_kinks_crossed(crossing), make)
     if subject.backend.space.rank == 0:
         logger.warning("passes in fp32 have failed, they are now those of training: %s", why)
     return make(subject.as_training_runs(f"passes in fp32 have failed: {why}"))
@@ -306,6 +334,20 @@ def _failed_by_precision(subject: Subject, error: HessianError) -> str | None:
     if not all(elsewhere or here for elsewhere, here, _ in found):
         return None
     return next((text for _, here, text in found if here), None)
+
+
+def _failed_by_kinks(subject: Subject, error: HessianError) -> str | None:
+    """Return the first rank's message if kinks were to be held, and cannot be.
+
+    Collective, where they were to be held.
+    """
+    if subject.config.finite_difference.kinks == "crossed":
+        return None
+    own: BaseException | None = error
+    while own is not None and not isinstance(own, PieceError):
+        own = own.__cause__
+    found = gather_objects(None if own is None else " ".join(str(own).split()))
+    return next((text for text in found if text is not None), None)
 
 
 def cost_of(spent: OperatorCost, space: VectorSpace, began: float, reduced: int) -> Cost:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,10 @@ from ds_hessian.vectors import random_vector
 
 TOP_STEPS = 10
 """Lanczos steps for the direction `top`: it is to point there, not to be the eigenvector."""
+
+
+CROSSED: dict[str, Any] = {"finite_difference": {"kinks": "crossed"}}
+"""The setting with which products are of the function itself."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,6 +81,8 @@ class Sweep(Analysis[DisplacementSweep]):
 
     def run(self, subject: Subject) -> DisplacementSweep:
         """Measure. Collective."""
+        # A sweep shows the function itself, at all scales.
+        subject = replace(subject, config=subject.config.with_overrides(**CROSSED))
         with subject.open() as (run, _):
             vectors = self._vectors(run)
             h = self.displacements or default_range(run.session)

@@ -1,37 +1,37 @@
-"""The model as one fixed function of its weights: discrete choices are held, dropout is off.
+"""The model as one fixed function of its weights: decisions are held, dropout is off.
 
 Routers of experts choose by `topk`: a function with jumps, of which a difference of gradients at
-two points measures the jumps. Here each choice that is made at the weights is recorded, for each
-micro-batch, and made again wherever else the function is evaluated; the values are gathered at the
-recorded indices, so that derivatives pass through them. The Hessian is then that of the smooth
-piece of the loss on which the weights lie, which is what a double backward computes.
+two points measures the jumps. ReLU, max pooling and their like have kinks, of which it counts those
+that it passes. Here each such decision is recorded at the weights, for each micro-batch, and made
+again wherever else the function is evaluated: values are gathered at the recorded indices, and
+elements stay on their sides of the kinks (`ds_hessian.backends.pieces`). The Hessian is then that
+of the smooth piece of the loss on which the weights lie, which is what a double backward computes.
 
-Choices are intercepted as torch's functions are called (`torch.topk`, `Tensor.argmax`, ...), in any
-model and loss. The i-th choice of a micro-batch's forward is the i-th that was recorded; a forward
-without gradients leaves out what is computed with gradients only (losses of routers), so there the
-next one counts that the same line of the model has made. In a backward, a choice is made again
-where activations are recomputed; it is recognised by its input, since schedules of pipelines have
-several micro-batches and layers under way.
+Decisions are intercepted as torch's functions are called (`torch.topk`, `Tensor.argmax`,
+`functional.relu`, `x > 0`, ...), in any model and loss. The i-th decision of a micro-batch's
+forward is the i-th that was recorded; a forward without gradients leaves out what is computed with
+gradients only (losses of routers), so there the next one counts that the same line of the model has
+made. In a backward, a decision is made again where activations are recomputed; it is recognised by
+its input, since schedules of pipelines have several micro-batches and layers under way.
 
 An embedding with a `padding_idx` reads that row, and gives it no gradient: to training it is a
 constant. It is held as well, at its value at the weights, so that gradients at displaced weights
 are those of one function, masked or not, and where an output's row is tied to it.
 
-Functions with kinks (ReLU, say) are evaluated as they are; but it is noted that the model, or its
-loss, calls them (`ds_hessian.backends.kinks`).
+Kinks of functions that cannot be held (`ds_hessian.backends.kinks`), or of all where the settings
+say so, are crossed: functions are evaluated as they are, but it is noted that there are some.
 
-Memory: the recorded indices, in one byte for each chosen expert of at most 256.
+Memory: the recorded indices, in one byte for each chosen expert of at most 256; one bit for each
+element at a kink (two where a function has two), and one or two bytes for each element that is left
+by pooling. Where the sides of kinks need more than `allowed` bytes, all of them are given up.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import wraps
-from pathlib import Path
 from types import FunctionType
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
@@ -40,25 +40,26 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ds_hessian.backends import kinks
+from ds_hessian.backends import kinks, pieces
+from ds_hessian.backends.bits import compact
+from ds_hessian.backends.choices import (
+    DIMS,
+    Choice,
+    PieceError,
+    Sides,
+    chooses,
+    dim_of,
+    fingerprint,
+    indices_of,
+    line_of_call,
+    sides_of,
+)
 from ds_hessian.backends.kinks import argument
+from ds_hessian.backends.pieces import Kinked
 from ds_hessian.errors import MeasurementError, UnsupportedError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-DIMS = {"topk": 2, "kthvalue": 2, "sort": 1, "argsort": 1, "max": 1, "min": 1}
-DIMS |= {"argmax": 1, "argmin": 1, "multinomial": 9}
-"""Functions that return indices, and the position of their argument `dim` (beyond all others for
-`multinomial`, which has none and chooses along the last)."""
-SETS = ("topk", "multinomial")
-"""Those whose indices are a set: another order of them is no other choice."""
-ORDERS = ("sort", "argsort")
-"""Those that return a whole permutation."""
-EXTREMES = ("max", "min", "kthvalue")
-"""Those that are called for a value, as to shift logits, as often as for a choice: not counted."""
-INDICES = ("argsort", "argmax", "argmin", "multinomial")
-"""Those that return nothing but indices."""
 
 _DROPOUTS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 PROBABILITIES: dict[str, tuple[int, str]] = {
@@ -82,59 +83,8 @@ SAME = 1e-2
 """Relative difference of the inputs of a choice and of its recomputation, which run on the same
 bits; other than by kernels whose sums have no fixed order, in bf16 at most."""
 
-_TORCH = str(Path(torch.__file__).parent)
-
-_INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """A choice made at the weights.
-
-    Attributes:
-        name: The function that chose.
-        shape: The shape of its input.
-        dim: The dimension along which it chose; None for the whole tensor.
-        indices: What it chose.
-        line: The line of the model's code that called it, and the one that called that.
-    """
-
-    name: str
-    shape: torch.Size
-    dim: int | None
-    indices: Tensor
-    line: tuple[tuple[str, int], ...]
-
-    @property
-    def number(self) -> int:
-        """The number of choices that are independent of each other: one for each token."""
-        if self.name in EXTREMES:
-            return 0
-        if self.dim is not None and self.name in SETS + ORDERS:
-            return self.indices.numel() // max(self.indices.shape[self.dim], 1)
-        return self.indices.numel()
-
-    def changes(self, would: Tensor) -> Tensor:
-        """Return how many of the choices differ from what would be chosen now."""
-        held = self.indices.long()
-        if self.name in EXTREMES:
-            return torch.zeros((), device=held.device)
-        if self.dim is None or self.name not in SETS + ORDERS:
-            return (held != would).sum()
-        if self.name in SETS:
-            held, would = held.sort(self.dim).values, would.sort(self.dim).values
-        return (held != would).any(self.dim).sum()
-
-    def result(self, x: Tensor) -> Any:
-        """Return what the function returns for `x` where the indices are these."""
-        indices = self.indices.long()
-        if self.name in INDICES or self.dim is None:
-            return indices
-        where = indices if indices.dim() == x.dim() else indices.unsqueeze(self.dim)
-        values = x.gather(self.dim, where).view(indices.shape)
-        return getattr(torch.return_types, self.name)((values, indices))
+Decision = Choice | Sides
 
 
 class FixedFunction(TorchFunctionMode):
@@ -142,6 +92,12 @@ class FixedFunction(TorchFunctionMode):
 
     Args:
         dropout: Whether functions drop as training's do; else their probability is 0.
+        allowed: The bytes that may be held of the sides of kinks; 0 to cross all kinks.
+
+    Attributes:
+        holds: Whether sides of kinks are held.
+        over: Whether they have been given up, since they need more memory than is allowed.
+        held: The bytes that are held of them.
     """
 
     _evaluating: ClassVar[int] = 0
@@ -151,24 +107,28 @@ class FixedFunction(TorchFunctionMode):
         """Return whether a forward in this process now is one of a measurement, not of training."""
         return cls._evaluating > 0
 
-    def __init__(self, dropout: bool) -> None:
+    def __init__(self, dropout: bool, allowed: int = 0) -> None:
         super().__init__()
-        self._dropout = dropout
-        self._recorded: dict[Hashable, list[_Choice]] = {}
+        self._dropout, self._allowed = dropout, allowed
+        self.holds, self.over, self.held = allowed > 0, False, 0
+        self._recorded: dict[Hashable, list[Decision]] = {}
         self._first = True
         self._key: Hashable = None
-        self._made = 0  # choices of the present forward so far
-        # The choices of this run's forwards, with fingerprints of their inputs: the latest ones as
-        # tensors, the others by name, shape and fingerprint.
-        self._inputs: list[tuple[_Choice, Tensor]] = []
-        self._known: dict[tuple[str, torch.Size], dict[tuple[float, ...], _Choice]] = {}
-        # What backwards choose beyond their forwards, by the choice of a forward that came before.
-        self._later: dict[int, list[_Choice]] = {}
-        self._latest: _Choice | None = None
+        self._made = 0  # decisions of the present forward so far
+        # The decisions of this run's forwards, with fingerprints of their inputs: the latest ones
+        # as tensors, the others by name, shape and fingerprint.
+        self._inputs: list[tuple[Decision, Tensor]] = []
+        self._known: dict[tuple[str, torch.Size], dict[tuple[float, ...], Decision]] = {}
+        # What backwards decide beyond their forwards, by the decision of a forward that came
+        # before.
+        self._later: dict[int, list[Decision]] = {}
+        self._latest: Decision | None = None
         self._since = 0
+        self._learning = False  # whether a forward of this run is its micro-batch's first
+        self._recomputes = False  # whether backwards evaluate functions with kinks
         self._tallies: dict[Hashable, Tensor] = {}
         self._padding: dict[int, Tensor] = {}  # rows for padding, by the embedding's weight
-        self._seen = False  # whether a function has chosen, was to drop, or has read padding
+        self._seen = False  # whether a function has decided, was to drop, or has read padding
         self._kinked: Tensor | None = None  # whether values lie on both sides of a kink
 
     # ---- evaluations
@@ -181,7 +141,7 @@ class FixedFunction(TorchFunctionMode):
             keys: The forwards, where these are known. Once all have been evaluated, and have
                 not chosen or dropped anything, or read padding, functions are called as they are.
         """
-        self._latest, self._since = None, 0
+        self._latest, self._since, self._learning = None, 0, False
         given = list(keys)
         plain = bool(given) and not self._seen and all(key in self._recorded for key in given)
         FixedFunction._evaluating += 1
@@ -194,8 +154,9 @@ class FixedFunction(TorchFunctionMode):
             self._known.clear()
 
     def at(self, key: Hashable) -> None:
-        """Begin the forward of a micro-batch; its first one records the choices."""
+        """Begin the forward of a micro-batch; its first one records the decisions."""
         self._key, self._first, self._made = key, key not in self._recorded, 0
+        self._learning |= self._first
         self._recorded.setdefault(key, [])
         self._tallies.pop(key, None)
 
@@ -207,20 +168,37 @@ class FixedFunction(TorchFunctionMode):
             yield
 
     def choices(self, keys: Iterable[Hashable]) -> Tensor:
-        """Return `(2,)` fp64: the number of choices that the last of each of these forwards has
-        held, and how many of them it would have made otherwise.
+        """Return `(4,)` fp64: the number of choices that the last of each of these forwards has
+        held, and how many of them it would have made otherwise; the same of the elements at kinks.
         """
-        total = torch.zeros(2, dtype=torch.float64)
+        total = torch.zeros(4, dtype=torch.float64)
         for tally in (self._tallies[key] for key in keys if key in self._tallies):
             total = total.to(tally.device) + tally
         return total
 
     @property
     def smooth(self) -> bool:
-        """Whether no function with kinks has been called, or all values were on one side of them,
-        in the forwards at the weights so far.
+        """Whether no function with kinks that are not held has been called, or all values were on
+        one side of them, in the forwards at the weights so far.
         """
         return self._kinked is None or not self._kinked.item()
+
+    def release(self) -> None:
+        """Give up the sides of kinks, which are crossed from now on. Choices stay held."""
+        if not self.holds:
+            return
+        self.holds = False
+        if self.held:
+            self._kinked = torch.ones((), dtype=torch.bool)
+        before = self._recorded.get(self._key, [])[: self._made]
+        self._made = sum(isinstance(each, Choice) for each in before)
+        for decisions in (*self._recorded.values(), *self._later.values()):
+            decisions[:] = [each for each in decisions if isinstance(each, Choice)]
+        for known in self._known.values():
+            for print_ in [p for p, each in known.items() if isinstance(each, Sides)]:
+                del known[print_]
+        self._inputs = [(each, p) for each, p in self._inputs if isinstance(each, Choice)]
+        self.held = 0
 
     # ---- calls of torch's functions
 
@@ -233,23 +211,28 @@ class FixedFunction(TorchFunctionMode):
     ) -> Any:
         """Make a call of one of torch's functions."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if self._first and name.strip("_") in kinks.NAMES:
-            self._look_for_kinks(name.strip("_"), args, kwargs)
         if name in PROBABILITIES and not self._dropout:
             self._seen |= _drops(name, args, kwargs)
             args, kwargs = _with_argument(args, kwargs, *PROBABILITIES[name], 0.0)
-        elif name in DIMS and self._key is not None and _chooses(name, args, kwargs):
+        elif name in DIMS and self._key is not None and chooses(name, args, kwargs):
             self._seen = True
             return self._choose(func, name, args, kwargs)
+        elif name.strip("_") in pieces.NAMES and self.holds and self._key is not None:
+            return self._hold(func, args, kwargs)
         elif func is functional.embedding and self._key is not None:
             return self._embed(func, args, kwargs)
         elif func in COMPOSED:
             with self:
                 return _undispatched(func)(*args, **kwargs)
+        self._look_for_kinks(name, args, kwargs)
         return func(*args, **kwargs)
 
     def _look_for_kinks(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = kinks.kinked(name, args, kwargs)
+        """Note whether a function that is called as it is has kinks, at the weights."""
+        name = name.strip("_")
+        found = None
+        if self._first and name in kinks.NAMES:
+            found = kinks.kinked(name, args, kwargs)
         if found is not None:
             before = self._kinked
             self._kinked = found if before is None else found | before.to(found.device)
@@ -259,17 +242,118 @@ class FixedFunction(TorchFunctionMode):
     ) -> Any:
         x: Tensor = argument(args, kwargs, 0, "input")
         with torch.no_grad():
-            indices = _indices(name, func(*args, **kwargs))
-        dim = _dim(name, args, kwargs)
-        now = _Choice(name, x.shape, dim, _compact(indices, x, dim), _line())
-        if torch._C._current_graph_task_id() != -1:  # in a backward, which recomputes
+            indices = indices_of(name, func(*args, **kwargs))
+        dim = dim_of(name, args, kwargs)
+        most = x.numel() if dim is None else x.shape[dim]
+        now = Choice(name, x.shape, dim, compact(indices, most), line_of_call())
+        if _in_backward():  # which recomputes
             return self._again(now, x).result(x)
         recorded = self._recorded[self._key]
         if self._first:
             recorded.append(now)
         choice = self._next(recorded, now)
-        self._note(choice, x, choice.changes(indices))
+        assert isinstance(choice, Choice)
+        count = torch.full((), choice.number, dtype=torch.float64, device=x.device)
+        changed = choice.changes(indices).to(torch.float64)
+        self._note(choice, torch.stack([count, changed]), 0, x)
         return choice.result(x)
+
+    # ---- kinks
+
+    def _hold(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a function with kinks returns on the sides where the weights are."""
+        made = pieces.expanded(func.__name__.strip("_"), args, kwargs)
+        if made is not None:
+            with self:
+                return made()
+        kinked = pieces.found(func, args, kwargs)
+        sides: Sides | None = None
+        if kinked is not None:
+            if _in_backward():
+                sides = self._sides_again(kinked, func, args, kwargs)
+            else:
+                sides = self._sides(kinked, func, args, kwargs)
+        if kinked is None or sides is None or sides.held is None:
+            self._look_for_kinks(func.__name__, args, kwargs)
+            return func(*args, **kwargs)
+        self._seen = True
+        return sides.value(kinked)
+
+    def _sides(
+        self, kinked: Kinked, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Sides | None:
+        """Return the sides in a forward; None where they have been given up."""
+        recorded = self._recorded[self._key]
+        if self._first:
+            if _constant(kinked):
+                recorded.append(Sides(kinked.name, kinked.operands[0].shape, line_of_call()))
+            else:
+                made = self._recording(kinked, func, args, kwargs)
+                if not self.holds:
+                    return None
+                recorded.append(made)
+        now = Sides(kinked.name, kinked.operands[0].shape, ())
+        if not torch.is_grad_enabled():
+            now = Sides(kinked.name, kinked.operands[0].shape, line_of_call())
+        sides = self._next(recorded, now)
+        assert isinstance(sides, Sides)
+        if sides.held is None:
+            self._made += 1
+            return sides
+        self._note(sides, sides.tally(kinked), 2, *kinked.operands)
+        return sides
+
+    def _recording(
+        self, kinked: Kinked, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Sides:
+        """Return the sides at the weights; without any where they cannot be held."""
+        line, shape = line_of_call(), kinked.operands[0].shape
+        with torch.no_grad():
+            if kinked.in_place:
+                x = kinked.operands[0]
+                args = tuple(a.detach().clone() if a is x else a for a in args)
+                kwargs = {k: a.detach().clone() if a is x else a for k, a in kwargs.items()}
+            real = func(*args, **kwargs)
+        real = real[0] if kinked.indices else real
+        sides = sides_of(kinked, line, real)
+        if sides is None:
+            return Sides(kinked.name, shape, line)
+        self.held += sides.nbytes
+        if self.held > self._allowed:
+            self.over = True
+            self.release()
+        return sides
+
+    def _sides_again(
+        self, kinked: Kinked, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Sides | None:
+        """Return the sides in a backward, which recomputes activations; None for what it computes
+        beside these.
+        """
+        if _constant(kinked):
+            return None
+        known = self._recognised(kinked.name, kinked.operands)
+        if known is not None:
+            assert isinstance(known, Sides)
+            self._latest, self._since, self._recomputes = known, 0, True
+            return known
+        if not torch.is_grad_enabled():
+            return None
+        self._recomputes = True
+        later = self._later.setdefault(id(self._latest), [])
+        if self._since == len(later):
+            if not self._learning:
+                raise _differs(f"{kinked.name} in a backward")
+            made = self._recording(kinked, func, args, kwargs)
+            if not self.holds:
+                return None
+            later.append(made)
+        found = later[self._since]
+        self._since += 1
+        if (found.name, found.shape) != (kinked.name, kinked.operands[0].shape):
+            raise _differs(f"{kinked.name} in a backward")
+        assert isinstance(found, Sides)
+        return found
 
     def _embed(
         self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -295,35 +379,40 @@ class FixedFunction(TorchFunctionMode):
         row = self._padding.get(id(weight))
         return read if row is None else torch.where(padded.unsqueeze(-1), row, read)
 
-    def _next(self, recorded: list[_Choice], now: _Choice) -> _Choice:
+    def _next(self, recorded: list[Decision], now: Decision) -> Decision:
         if not torch.is_grad_enabled():
-            lines = [choice.line for choice in recorded[self._made :]]
+            lines = [decision.line for decision in recorded[self._made :]]
             self._made += lines.index(now.line) if now.line in lines else len(lines)
         if self._made < len(recorded):
-            choice = recorded[self._made]
-            if (choice.name, choice.shape) == (now.name, now.shape):
-                return choice
+            decision = recorded[self._made]
+            if (decision.name, decision.shape) == (now.name, now.shape):
+                return decision
+        what = f"number {self._made + 1} is now {now.name} of a tensor of shape {tuple(now.shape)}"
+        if self.holds:
+            raise _differs(what)
         raise MeasurementError(
             "the model chooses differently often off the weights, or without gradients: its choice "
-            f"number {self._made + 1} is now {now.name} of a tensor of shape {tuple(now.shape)}, "
-            "so that it cannot be held; its control flow must depend on neither"
+            f"{what}, so that it cannot be held; its control flow must depend on neither"
         )
 
-    def _note(self, choice: _Choice, x: Tensor, changed: Tensor) -> None:
+    def _note(self, decision: Decision, counts: Tensor, at: int, *inputs: Tensor) -> None:
         self._made += 1
-        self._inputs.append((choice, _fingerprint(x)))
-        count = torch.full((), choice.number, dtype=torch.float64, device=x.device)
-        tally = torch.stack([count, changed.to(torch.float64)])
-        before = self._tallies.get(self._key)
-        self._tallies[self._key] = tally if before is None else before + tally
+        if isinstance(decision, Choice) or self._learning or self._recomputes:
+            self._inputs.append((decision, fingerprint(*inputs)))
+        tally = self._tallies.get(self._key)
+        if tally is None:
+            tally = torch.zeros(4, dtype=torch.float64, device=counts.device)
+        self._tallies[self._key] = tally.to(counts.device)
+        self._tallies[self._key][at : at + 2] += counts
 
-    def _again(self, now: _Choice, x: Tensor) -> _Choice:
+    def _again(self, now: Choice, x: Tensor) -> Choice:
         """Return what a backward is to choose: what a forward of this run has chosen for the same
         input, or, where recomputation chooses what the forward has not (losses of routers, which
         are computed with gradients only), what the first backward has chosen after that.
         """
-        choice = self._recognised(now, x)
+        choice = self._recognised(now.name, (x,))
         if choice is not None:
+            assert isinstance(choice, Choice)
             self._latest, self._since = choice, 0
             return choice
         later = self._later.setdefault(id(self._latest), [])
@@ -337,21 +426,42 @@ class FixedFunction(TorchFunctionMode):
                 f"has chosen by {choice.name} among {tuple(choice.shape)}: recomputed activations "
                 "must be those of the forward"
             )
+        assert isinstance(choice, Choice)
         return choice
 
-    def _recognised(self, now: _Choice, x: Tensor) -> _Choice | None:
-        """Return the choice of a forward of this run that had the same input."""
+    def _recognised(self, name: str, inputs: tuple[Tensor, ...]) -> Decision | None:
+        """Return the decision of a forward of this run that had the same inputs."""
         if self._inputs:  # all at once: each transfer waits for the device
-            prints = torch.stack([fingerprint for _, fingerprint in self._inputs]).tolist()
-            for (choice, _), found in zip(self._inputs, prints, strict=True):
-                self._known.setdefault((choice.name, choice.shape), {})[tuple(found)] = choice
+            prints = torch.stack([print_ for _, print_ in self._inputs]).tolist()
+            for (decision, _), found in zip(self._inputs, prints, strict=True):
+                kind = decision.name, decision.shape
+                self._known.setdefault(kind, {})[tuple(found)] = decision
             self._inputs.clear()
-        known = self._known.get((now.name, now.shape), {})
-        here = tuple(_fingerprint(x).tolist())
-        if here in known or not known:
-            return known.get(here)
+        known = self._known.get((name, inputs[0].shape), {})
+        if not known:
+            return None
+        here = tuple(fingerprint(*inputs).tolist())
+        if here in known:
+            return known[here]
         nearest = min(known, key=lambda there: math.dist(here, there))
         return known[nearest] if math.dist(here, nearest) < SAME * math.hypot(*here) else None
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _constant(kinked: Kinked) -> bool:
+    """Return whether a call does not depend on weights, as far as that is known."""
+    return torch.is_grad_enabled() and not any(t.requires_grad for t in kinked.operands)
+
+
+def _differs(what: str) -> PieceError:
+    return PieceError(
+        f"the model calls functions with kinks differently often off the weights, or without "
+        f"gradients: {what}, so that their sides cannot be held; its control flow must depend on "
+        'neither, or finite_difference.kinks be "crossed"'
+    )
 
 
 def beside(function: Callable[P, R]) -> Callable[P, R]:
@@ -390,51 +500,3 @@ def _drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return probability not in (None, 0)
     training = argument(args, kwargs, index + 1, "training")
     return probability != 0 and (training is None or bool(training))
-
-
-def _chooses(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the call chooses by values that depend on weights."""
-    x = argument(args, kwargs, 0, "input")
-    if not (isinstance(x, Tensor) and x.is_floating_point() and x.dim()) or "out" in kwargs:
-        return False
-    along = argument(args, kwargs, DIMS[name], "dim")
-    return name not in ("max", "min") or (isinstance(along, int) and not isinstance(along, bool))
-
-
-def _dim(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Return the dimension along which a call chooses; None for the whole tensor."""
-    along = argument(args, kwargs, DIMS[name], "dim")
-    if name in ("argmax", "argmin"):
-        return None if along is None else int(along)
-    return -1 if along is None or isinstance(along, bool) else int(along)
-
-
-def _indices(name: str, result: Any) -> Tensor:
-    indices: Tensor = result if name in INDICES else result[1]
-    return indices.detach()
-
-
-def _line() -> tuple[tuple[str, int], ...]:
-    """Return files and lines of the two innermost frames that are neither torch's nor this
-    module's.
-    """
-    found, frame = list[tuple[str, int]](), sys._getframe(1)
-    while frame.f_back is not None and len(found) < 2:
-        frame = frame.f_back
-        file = frame.f_code.co_filename
-        if not file.startswith(_TORCH) and file != __file__:
-            found.append((file, frame.f_lineno))
-    return tuple(found)
-
-
-def _compact(indices: Tensor, x: Tensor, dim: int | None) -> Tensor:
-    most = x.numel() if dim is None else x.shape[dim]
-    fitting = [d for d in _INTEGERS if most - 1 <= torch.iinfo(d).max]
-    return indices.to(fitting[0])
-
-
-def _fingerprint(x: Tensor) -> Tensor:
-    """Return `(2,)` fp64 that tells the inputs of choices apart."""
-    flat = x.detach().reshape(-1).double().nan_to_num(nan=0.0, posinf=1.0, neginf=-1.0)
-    ramp = torch.linspace(0.5, 1.5, flat.numel(), dtype=torch.float64, device=flat.device)
-    return torch.stack([flat @ flat, flat @ ramp])

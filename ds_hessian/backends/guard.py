@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrizations import _SpectralNorm
@@ -25,7 +26,8 @@ from torch.overrides import _len_torch_function_stack, _pop_mode
 from ds_hessian.backends.function import FixedFunction
 from ds_hessian.backends.protocol import Passes
 from ds_hessian.errors import UnsupportedError
-from ds_hessian.memory import FP32
+from ds_hessian.memory import FP32, free_on
+from ds_hessian.ranks import most_on_a_node
 
 _MISSING = object()
 
@@ -287,6 +289,21 @@ class Attributes:
         self.undo.clear()
 
 
+SHARE_OF_KINKS = 4
+"""One part in so many of the free memory may hold the sides of kinks: they are worth less than the
+basis of a spectrum, which is allocated later."""
+
+
+def _allowed(passes: Passes, device: torch.device) -> int:
+    """Return the bytes that this rank may hold of the sides of kinks."""
+    if passes.kinks == "crossed":
+        return 0
+    sharing = 1
+    if device.type == "cpu" and dist.is_available() and dist.is_initialized():
+        sharing = most_on_a_node() or dist.get_world_size()
+    return free_on(device) // (SHARE_OF_KINKS * sharing)
+
+
 class Guard(ExitStack):
     """The stack of callbacks that restore the training state after a measurement.
 
@@ -304,7 +321,7 @@ class Guard(ExitStack):
         self.initial = self.random.get()
         self.buffers = [Buffers(module) for module in modules]
         self.attributes = Attributes()
-        self.function = FixedFunction(passes.dropout)
+        self.function = FixedFunction(passes.dropout, _allowed(passes, device))
 
 
 def _drop_modes(before: int) -> None:

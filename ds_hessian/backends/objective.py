@@ -82,15 +82,26 @@ class ModelObjective(MicroBatches):
         self.loss_fn = loss_fn
 
     def loss(
-        self, model: Callable[..., object], index: int, device: torch.device, widen: bool = False
+        self,
+        model: Callable[..., object],
+        index: int,
+        device: torch.device,
+        widen: bool = False,
+        first: bool = True,
     ) -> tuple[Tensor, float | None]:
         """Return the loss of micro-batch `index` and, for a summed loss, its count (else None).
 
-        With `widen`, bf16 and fp16 tensors of the micro-batch are passed as fp32.
+        Args:
+            model: The model.
+            index: The number of the micro-batch.
+            device: The model's device.
+            widen: Whether bf16 and fp16 tensors of the micro-batch are passed as fp32.
+            first: Whether it is evaluated at the weights. Elsewhere a loss that is not finite has
+                gradients that are not, from which a displacement is found to be too large.
 
         Raises:
             ConfigError: no scalar loss can be read from what the model or `loss_fn` returned.
-            NumericsError: the loss is not finite, and gradients are taken of it.
+            NumericsError: the loss at the weights is not finite, and gradients are taken of it.
         """
         batch = _to(self.batches[index], device, widen)
         loss: object
@@ -108,7 +119,7 @@ class ModelObjective(MicroBatches):
                 "a micro-batch must give one scalar loss that requires gradients, got "
                 f"{_kind(loss)}; pass loss_fn(model, batch) that returns it"
             )
-        if torch.is_grad_enabled() and not torch.isfinite(loss.detach()).item():
+        if first and torch.is_grad_enabled() and not torch.isfinite(loss.detach()).item():
             raise NumericsError(f"the loss of micro-batch {index} is {loss.item()}")
         return loss.reshape(()), count
 

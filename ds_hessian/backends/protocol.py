@@ -45,6 +45,7 @@ from ds_hessian.optimizer import Optimizer
 from ds_hessian.vectors import Layout, VectorSpace
 
 Precision = Literal["model", "fp32"]
+Kinks = Literal["held", "crossed"]
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,14 @@ class Passes:
         precision: `"model"`, as training runs, or `"fp32"`, on fp32 copies of the master weights.
         batch_statistics: Whether layers normalise by statistics of the micro-batch, as in training;
             else by their running statistics.
+        kinks: `"held"`, where elements stay on the sides of kinks on which they are at the weights,
+            or `"crossed"`, where they pass them.
     """
 
     dropout: bool = False
     precision: Precision = "model"
     batch_statistics: bool = False
+    kinks: Kinks = "held"
 
 
 DEFAULT_PASSES = Passes()
@@ -138,6 +142,33 @@ class Head:
     per_unit: int = 1
 
 
+class SidesOfKinks(Protocol):
+    """What became of the kinks of the loss on this rank; `FixedFunction` is one.
+
+    Attributes:
+        holds: Whether elements stay on the sides of kinks on which they are at the weights.
+        held: The bytes that this takes.
+        over: Whether it would take more than is allowed, so that kinks are crossed.
+    """
+
+    holds: bool
+    held: int
+    over: bool
+
+    @property
+    def smooth(self) -> bool:
+        """Return whether the loss has no kinks near the weights but such that are held, as far as
+        the functions tell that this rank has called in its evaluations there.
+        """
+        ...
+
+    def release(self) -> None:
+        """Cross all kinks from now on. Not collective, but for all ranks to do together, before
+        weights are displaced.
+        """
+        ...
+
+
 class Session(Protocol):
     """One measurement: the job as a function from weights to gradients.
 
@@ -150,8 +181,7 @@ class Session(Protocol):
         gradient_scale: The factor from the sum of the terms of `add_gradient` to the gradient of
             the loss; None until every unit has been evaluated once.
         loss: The mean loss at the weights; NaN until every unit has been evaluated once.
-        smooth: Whether the loss has no kinks near the weights, as far as the functions tell that
-            this rank has called in its evaluations there (`ds_hessian.backends.kinks`).
+        kinks: What became of the kinks of the loss on this rank.
         head: Where the model's outputs are. It, `forward` and `cotangent_scale` are for operators
             of the loss in the outputs.
         cotangent_scale: The factor from derivatives of the loss, as hooks see them in a backward,
@@ -165,13 +195,9 @@ class Session(Protocol):
     unit_roundoff: float
     gradient_scale: float | None
     loss: float
+    kinks: SidesOfKinks
     head: Head
     cotangent_scale: float
-
-    @property
-    def smooth(self) -> bool:
-        """Return whether the loss has no kinks near the weights."""
-        ...
 
     def displace(self, v: Tensor | None, h: float, across: bool = False) -> Tensor:
         """Make the weights of all ranks `w + h v` (`w` with None), rounded once from the masters.
@@ -202,7 +228,7 @@ class Session(Protocol):
 
         Raises:
             MeasurementError: the model, the loss or the backward raised on some rank.
-            NumericsError: a loss is not finite.
+            NumericsError: a loss is not finite at the weights.
             ConfigError: no scalar loss can be read from what the model or the loss returned.
 
         Collective.
@@ -229,9 +255,9 @@ class Session(Protocol):
         ...
 
     def choices(self, micro_batches: range) -> Tensor:
-        """Return `(2,)` fp64: how many discrete choices of the model the last evaluation of each of
-        these units has held on this rank, and how many of them it would have made otherwise. Not
-        collective.
+        """Return `(4,)` fp64: how many discrete choices of the model the last evaluation of each of
+        these units has held on this rank, and how many of them it would have made otherwise; the
+        same of the elements that are held on their sides of kinks. Not collective.
         """
         ...
 

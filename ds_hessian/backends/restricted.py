@@ -226,6 +226,7 @@ class RestrictedSession:
         self.restricted, self.whole = restricted, whole
         self.layout, self.space = restricted.layout, restricted.space
         self.num_micro_batches, self.head = whole.num_micro_batches, whole.head
+        self.kinks = whole.kinks
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.whole, name)

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ds_hessian import ops
 from ds_hessian.backends.function import FixedFunction
 from ds_hessian.backends.guard import Guard
-from ds_hessian.backends.protocol import Head
+from ds_hessian.backends.protocol import Head, SidesOfKinks
 from ds_hessian.errors import UnsupportedError
 from ds_hessian.vectors import Layout, VectorSpace
 
@@ -134,6 +134,7 @@ class ShardedSession:
         self.gradient_scale: float | None = None
         self.loss = self.cotangent_scale = float("nan")
         self._function = function
+        self.kinks: SidesOfKinks = function
 
     def watch_autocast(self, guard: Guard, widen: bool) -> None:
         """Adopt the unit roundoff of autocast where a module is called under it, in the first
@@ -168,13 +169,10 @@ class ShardedSession:
         """Return the norm of the weights, from the masters of all ranks."""
         return self.weights.norm(names)
 
-    @property
-    def smooth(self) -> bool:
-        """Return whether the functions that were called at the weights have no kinks there."""
-        return self._function.smooth
-
     def choices(self, micro_batches: range) -> Tensor:
-        """Return the number of held choices, and how many of them would have changed."""
+        """Return the number of held choices, and how many of them would have changed; the same of
+        the elements at kinks.
+        """
         return self._function.choices(self.forwards_of(micro_batches))
 
     def forwards_of(self, micro_batches: range) -> Collection[Hashable]:

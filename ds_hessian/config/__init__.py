@@ -113,6 +113,14 @@ class FiniteDifferenceConfig(_Section):
         "16 bits where the host can and the memory allows, and `model` otherwise.",
     )
 
+    kinks: Literal["held", "crossed"] = _field(
+        "held",
+        "Kinks of the model and its loss (ReLU, max pooling, ...): each element stays on the side "
+        "on which it is at the weights (`held`), so that products are of the smooth piece of the "
+        "loss, which is the Hessian there; or passes them (`crossed`), so that products are of the "
+        "function itself, and differ by the kinks that are passed.",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _implied(cls, settings: Any) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
+from ds_hessian.backends.protocol import Session
 from ds_hessian.errors import NumericsError
 from ds_hessian.vectors import VectorSpace
 
@@ -22,6 +24,32 @@ def length_of(v: Tensor, space: VectorSpace) -> float:
     if not (math.isfinite(length) and length > 0):
         raise NumericsError(f"a product needs a finite vector other than zero; |v| = {length}")
     return length
+
+
+def kinks_crossed(session: Session) -> str | None:
+    """Return why displacements cross kinks of the loss; None if there are none near the weights on
+    any rank, or all of them are held.
+
+    Where the sides of kinks are too many for the memory of some rank, all ranks cross them: one
+    layer of the model may be on several.
+
+    Args:
+        session: A measurement of which all micro-batches have been evaluated at the weights.
+
+    Returns:
+        The reason in words; empty where the settings say so.
+
+    Collective: one small all-reduce.
+    """
+    kinks = session.kinks
+    mine = torch.tensor([not kinks.smooth, kinks.over], dtype=torch.float64)
+    rough, over = session.space.reduce(mine).tolist()
+    if over:
+        kinks.release()
+        return "their sides would take more than a quarter of some rank's free memory"
+    if not rough:
+        return None
+    return "some are of functions that cannot be held" if kinks.holds else ""
 
 
 def require_finite(gradient: Tensor, space: VectorSpace) -> None:

@@ -36,7 +36,7 @@ from torch import Tensor
 from ds_hessian import ops
 from ds_hessian.backends.protocol import Session
 from ds_hessian.errors import NumericsError
-from ds_hessian.operators.checks import length_of, require_finite
+from ds_hessian.operators.checks import kinks_crossed, length_of, require_finite
 from ds_hessian.operators.clock import add_gradient
 from ds_hessian.operators.displacement.belief import Trial
 from ds_hessian.operators.displacement.control import Advice, StepController
@@ -85,13 +85,12 @@ class FiniteDifferenceHessian:
         self._trial: tuple[Trial, Tensor] | None = None
         self._warm, self._timed = False, (0.0, 0)  # seconds and micro-batches of evaluations
         self._removed = 0.0  # `Trial.removed` of the last product
-        self._flips = 0.0  # choices that would change at the last product's displacement
+        self._decided = [0.0] * 4  # `Session.choices` of the last product, of all ranks
         self.gradient, self._pilot_gradient = self._start()
         assert session.gradient_scale is not None
         self.scale = session.gradient_scale
         self._weight_norm = session.weight_norm()
-        kinked = torch.tensor([not session.smooth], dtype=torch.float64, device=self.space.device)
-        self._smooth = not self.space.reduce(kinked).item()
+        self.cost.kinks_crossed = kinks_crossed(session)
         self._controllers = dict[SchemeName, StepController]()
         self._scheme = scheme
         self._take(scheme)
@@ -127,7 +126,7 @@ class FiniteDifferenceHessian:
                 len(self._pilot),
                 len(self._all),
                 None if self.displacement == "auto" else float(self.displacement),
-                self._smooth,
+                self.cost.kinks_crossed is None,
                 seldom=len(self._pilot) == len(self._all),
             )
         return self._controllers[scheme]
@@ -186,7 +185,7 @@ class FiniteDifferenceHessian:
         line = Line(self.session, v, self._weight_norm)
         product = self._on_one_side(line, trials) or self._on_all_sides(line, trials)
         self.cost.products += 1
-        self.cost.flips += self._flips
+        self.cost.decided(self._decided)
         self.cost.trials += product.trials
         if self._sides is not None:
             self.cost.extrapolated += self.formula == "fourth_order"
@@ -327,7 +326,7 @@ class FiniteDifferenceHessian:
         started = time.perf_counter()
         product = self._difference(Line(self.session, v, self._weight_norm), h)
         self.cost.products += 1
-        self.cost.flips += self._flips
+        self.cost.decided(self._decided)
         self.cost.product_seconds += time.perf_counter() - started
         return product
 
@@ -528,10 +527,10 @@ class FiniteDifferenceHessian:
         for a, _, _ in outer:
             vector.add_(self._gradients[a])
         sums["square"] = ops.dots([(vector, vector)], owned) if outer else sums["inner"]
-        sums["choices"], sums["flips"] = self.session.choices(self._all).to(vector.device).split(1)
+        decided = self.session.choices(self._all).to(vector.device).split(1)
+        sums |= {f"decided {i}": part for i, part in enumerate(decided)}
         figures = self._reduce(sums)
-        self._flips = figures["flips"]
-        self.cost.choices = int(figures["choices"])
+        self._decided = [figures[f"decided {i}"] for i in range(len(decided))]
         square, second = figures["square"], figures["second"]
         self._removed = quotient(
             math.sqrt(max(figures["removed"], 0.0)), math.sqrt(max(square, 0.0))

@@ -72,6 +72,10 @@ class OperatorCost:
         choices: Discrete choices of the model (the experts of a token) that are held, all ranks'.
         flips: How many of them would have been others at the products' displacements: the sum over
             products.
+        sides: Elements that are held on their sides of kinks, all ranks'.
+        crossed: How many of them would have been on another side: the sum over products.
+        kinks_crossed: Why displacements crossed kinks of the loss, empty where the settings say so;
+            None if there were none, or all were held.
         one_sided: Products that a tolerance allowed to be one-sided differences.
         extrapolated: Products that a tolerance asked to be differences of fourth order.
         beyond_tolerance: Products whose error is larger than the tolerance allows.
@@ -84,13 +88,24 @@ class OperatorCost:
     trials: int = 0
     choices: int = 0
     flips: float = 0.0
+    sides: int = 0
+    crossed: float = 0.0
+    kinks_crossed: str | None = None
     one_sided: int = 0
     extrapolated: int = 0
     beyond_tolerance: int = 0
 
+    def decided(self, figures: Sequence[float]) -> None:
+        """Add what was held in a product: `Session.choices` of all ranks."""
+        choices, flips, sides, crossed = figures
+        self.choices, self.sides = int(choices), int(sides)
+        self.flips += flips
+        self.crossed += crossed
+
     @classmethod
     def total(cls, costs: Sequence[OperatorCost]) -> OperatorCost:
         """Return the cost of several operators of one job, which share its gradient and choices."""
+        crossings = (c.kinks_crossed for c in costs if c.kinks_crossed is not None)
         return cls(
             gradient_seconds=sum(c.gradient_seconds for c in costs) / max(len(costs), 1),
             product_seconds=sum(c.product_seconds for c in costs),
@@ -99,6 +114,9 @@ class OperatorCost:
             trials=sum(c.trials for c in costs),
             choices=max((c.choices for c in costs), default=0),
             flips=sum(c.flips for c in costs),
+            sides=max((c.sides for c in costs), default=0),
+            crossed=sum(c.crossed for c in costs),
+            kinks_crossed=next(crossings, None),
             one_sided=sum(c.one_sided for c in costs),
             extrapolated=sum(c.extrapolated for c in costs),
             beyond_tolerance=sum(c.beyond_tolerance for c in costs),

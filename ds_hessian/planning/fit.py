@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, Self, TypeVar
 
-import psutil
 import torch
 
 from ds_hessian.backends.protocol import Precision
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
-from ds_hessian.memory import TIERS, Item, MemoryPlan, Tier, shown
+from ds_hessian.memory import TIERS, Item, MemoryPlan, Tier, free_on, shown
 from ds_hessian.operators import memory_of_operator
 from ds_hessian.planning.share import Share
 from ds_hessian.ranks import count_on_nodes, largest, most_on_a_node
@@ -211,7 +210,7 @@ def free_memory(
         OSError: a folder cannot be looked at.
     """
     free: dict[Tier, int] = {
-        "host": psutil.virtual_memory().available,
+        "host": free_on(torch.device("cpu")),
         "disk": shutil.disk_usage(folder or tempfile.gettempdir()).free,
     }
     if resume is not None:
@@ -219,9 +218,7 @@ def free_memory(
         there = next(path for path in (wanted, *wanted.parents) if path.exists())
         free["resume"] = shutil.disk_usage(there).free
     if device.type != "cpu":
-        module = torch.get_device_module(device)
-        cached = module.memory_reserved(device) - module.memory_allocated(device)
-        free["accelerator"] = module.mem_get_info(device)[0] + cached
+        free["accelerator"] = free_on(device)
     return free
 
 

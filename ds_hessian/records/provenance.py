@@ -96,6 +96,12 @@ class Provenance:
             held as they are at the weights, all ranks'; 0 where it makes none.
         flipped_choices: How many of them would have been others at the displacement of a product,
             on average.
+        kinks: What became of kinks of the loss (ReLU, max pooling, ...): `"held"`, each element on
+            the side on which it is at the weights, or `"crossed"`; empty where it has none near.
+        kinks_reason: Why they were crossed; empty where the settings say so.
+        held_sides: Elements that were held on their sides of kinks, all ranks'.
+        crossed_sides: How many of them would have been on another side at the displacement of a
+            product, on average.
         parameters: Names of the parameters whose block was measured; empty for all.
         num_micro_batches: Micro-batches of each data-parallel rank.
         layout: How the model was split, for people: "ZeRO-3, 2 ranks".
@@ -124,6 +130,10 @@ class Provenance:
     batch_statistics: bool = False
     held_choices: int = 0
     flipped_choices: float = 0.0
+    kinks: str = ""
+    kinks_reason: str = ""
+    held_sides: int = 0
+    crossed_sides: float = 0.0
     num_micro_batches: int
     layout: str
     world_size: int

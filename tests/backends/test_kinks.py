@@ -1,4 +1,4 @@
-"""Which functions make kinks, and that all ranks know of those that one of them has met."""
+"""Which functions make kinks where they are crossed, and that all ranks know of one's."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def displacements(data: list[Tensor]) -> list[float]:
     model: nn.Module = net
     if dist.is_initialized() and dist.get_world_size() > 1:
         model, data = DistributedDataParallel(net), data[dist.get_rank() :: dist.get_world_size()]
-    hessian = ds_hessian.attach(model)
+    hessian = ds_hessian.attach(model, config={"finite_difference": {"kinks": "crossed"}})
     hessian.use(data, loss_fn=lambda model, x: model(x).square().mean())
     found = []
     with hessian.measuring():

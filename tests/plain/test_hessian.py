@@ -115,6 +115,7 @@ def test_vectors_that_an_earlier_version_wrote_are_read(hessian: Any, tmp_path: 
     tensors, metadata = load_file(path), Reader(path).metadata
     source = json.loads(metadata["provenance"])
     later = ("operator", "parameters", "batch_statistics", "held_choices", "flipped_choices")
+    later += ("kinks", "kinks_reason", "held_sides", "crossed_sides")
     old = {key: value for key, value in source.items() if key not in later}
     assert len(old) == len(source) - len(later)
 

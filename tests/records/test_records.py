@@ -218,6 +218,10 @@ LATER = {
     "batch_statistics": False,
     "held_choices": 0,
     "flipped_choices": 0.0,
+    "kinks": "",
+    "kinks_reason": "",
+    "held_sides": 0,
+    "crossed_sides": 0.0,
     "tolerance": None,
     "precision_reason": "",
 }

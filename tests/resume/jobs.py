@@ -104,13 +104,13 @@ class ShardedSession:
             out[part] += full[place]
 
     @property
-    def smooth(self) -> bool:
-        """That of the whole."""
-        return self.whole.smooth
+    def kinks(self) -> Any:
+        """Those of the whole."""
+        return self.whole.kinks
 
     def choices(self, micro_batches: range) -> Tensor:
         """There are none."""
-        return torch.zeros(2, dtype=torch.float64)
+        return torch.zeros(4, dtype=torch.float64)
 
     def weight_norm(self) -> float:
         """See `Session.weight_norm`."""

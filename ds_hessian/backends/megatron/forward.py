@@ -63,8 +63,8 @@ class FixedForward:
 
         Raises:
             ConfigError: what the job's step returned is not what the schedule takes.
-            NumericsError: the loss is not finite, and gradients are taken of it; raised by the
-                function of it that is returned.
+            NumericsError: the loss at the weights is not finite, and gradients are taken of it;
+                raised by the function of it that is returned.
         """
         chunk = self.chunks[id(host.unwrap(model))]
         index = self._next[chunk]
@@ -92,7 +92,7 @@ class FixedForward:
     def _record(self, index: int, loss: Tensor, tokens: Tensor | None = None) -> None:
         # The schedule divides the loss in place.
         value = loss.detach().clone().double().reshape(())
-        if torch.is_grad_enabled() and not torch.isfinite(value):
+        if index not in self.losses and torch.is_grad_enabled() and not torch.isfinite(value):
             raise NumericsError(f"the loss of micro-batch {index} is {value.item()}")
         if self.per_token and tokens is None:
             raise ConfigError(

@@ -300,7 +300,8 @@ class ModuleSession(ShardedSession):
 
     def _loss(self, index: int) -> tuple[Tensor, float | None]:
         device = self.space.device
-        return self._objective.loss(self._backend.module, index, device, self._widen)
+        first = index not in self._totals.losses
+        return self._objective.loss(self._backend.module, index, device, self._widen, first)
 
     def _evaluate(self, out: Tensor, index: int) -> None:
         for p in self._trained:

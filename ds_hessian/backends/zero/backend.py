@@ -379,7 +379,8 @@ class ZeroSession(ShardedSession):
 
     def _loss(self, index: int) -> tuple[Tensor, float | None]:
         backend = self._backend
-        return self._objective.loss(backend.engine, index, backend.device, self._widen)
+        first = index not in self._totals.losses
+        return self._objective.loss(backend.engine, index, backend.device, self._widen, first)
 
     def _run(self, index: int, last: bool) -> float:
         """Forward and backward; returns the factor of the reduced gradient."""

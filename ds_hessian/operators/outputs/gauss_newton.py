@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -46,13 +46,13 @@ class _Figures:
         trial: The product.
         along: `v'P` by the backward.
         fidelity: Cosine between the realised displacement and v.
-        choices: Discrete choices held at the displaced weights, and changed there.
+        choices: `Session.choices` at the displaced weights, of all ranks.
     """
 
     trial: Trial
     along: float
     fidelity: float
-    choices: tuple[float, float]
+    choices: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ class GaussNewton:
         reading = Reading(session, outputs)
         self.gradient = reading.gradient
         self.cost.gradient_seconds = reading.seconds
+        self.cost.kinks_crossed = reading.kinks_crossed
         require_finite(self.gradient, self.space)
         assert session.gradient_scale is not None
         self.scale = session.gradient_scale
@@ -113,7 +114,7 @@ class GaussNewton:
         self._around = self._gradient_around() if reading.passes_by else None
         self._before: _Before | None = None
         self._ladder = Ladder()
-        self._choices = (0.0, 0.0)  # held, and changed, at that of the last forms of all
+        self._choices = [0.0] * 4  # `Session.choices` at that of the last forms of all
         self._steps = OutputSteps(
             session.unit_roundoff,
             session.weight_norm(),
@@ -205,12 +206,10 @@ class GaussNewton:
         self.cost.product_seconds += time.perf_counter() - started
         return self._made(out, found, length, None, None, 0)
 
-    def _note_product(self, choices: tuple[float, float]) -> None:
-        """Count a product, and the discrete choices that were held and changed in it."""
-        held, flips = choices
+    def _note_product(self, choices: Sequence[float]) -> None:
+        """Count a product, and what was held in it."""
         self.cost.products += 1
-        self.cost.choices = int(held)
-        self.cost.flips += flips
+        self.cost.decided(choices)
 
     def forms(self, v: Tensor, h: float, micro_batches: range | None = None) -> NDArray[np.float64]:
         """Return `v'G_i v / v'v` for micro-batch i of all ranks, `(G,)`; the mean is that of G.
@@ -243,9 +242,10 @@ class GaussNewton:
                 mine.append(sums.form / self._passes.kappa**2)
                 total.choices += sums.choices
         parts = [torch.tensor(mine, dtype=torch.float64), total.choices]
-        *forms, held, flips = self.space.reduce(torch.cat(parts)).tolist()
+        figures = self.space.reduce(torch.cat(parts)).tolist()
+        forms = figures[: len(mine)]
         if micro_batches is None:
-            self._choices = held, flips
+            self._choices = figures[len(mine) :]
         return np.asarray(unit * np.array(forms))
 
     def along(self, v: Tensor) -> Form:
@@ -303,8 +303,8 @@ class GaussNewton:
         form = torch.tensor([sums.form], dtype=torch.float64)
         parts = [sums.squares, form, sums.change, sums.choices, sums.values, dots]
         figures = self.space.reduce(torch.cat(parts)).tolist()
-        _, count, first, second, whole, q, along, moved, held, flips, *figures = figures
-        values, bent, square, dot, *before = figures
+        _, count, first, second, whole, q, along, moved, *figures = figures
+        decided, (values, bent, square, dot, *before) = figures[:4], figures[4:]
         unit, kappa, change = self._unit(h) / share, self._passes.kappa, math.inf
         if before and self._before is not None:
             other = self._before.unit
@@ -321,7 +321,7 @@ class GaussNewton:
             values=_nonlinearity(values, bent),
         )
         fidelity = -_ratio(along, math.sqrt(moved) * length, nothing=0.0)
-        return _Figures(trial, dot * unit / length, fidelity, (held, flips))
+        return _Figures(trial, dot * unit / length, fidelity, decided)
 
     # ---- trials
 

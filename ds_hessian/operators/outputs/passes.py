@@ -36,8 +36,7 @@ class Sums:
             and of the second differences, and of the outputs themselves.
         form: `<kappa delta, H_out kappa delta>`.
         change: `(2,)`: what `displace` returned for the way from `w + h v` to `w - h v`.
-        choices: `(2,)` fp64: discrete choices that the forwards at `w - h v` have held, and how
-            many of them they would have made otherwise.
+        choices: `(4,)` fp64: `Session.choices` of the forwards at `w - h v`.
         values: `(2,)` fp64: the squares of the first and of the second differences of a sample of
             the cotangents, where `Passes.cotangents` has them at the weights.
     """
@@ -45,7 +44,7 @@ class Sums:
     squares: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
     form: float = 0.0
     change: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
-    choices: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+    choices: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
     values: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
 
 

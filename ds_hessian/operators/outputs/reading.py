@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ds_hessian.backends.protocol import Session
 from ds_hessian.memory import FP32
+from ds_hessian.operators.checks import kinks_crossed
 from ds_hessian.operators.clock import add_gradient
 from ds_hessian.operators.outputs.find import find_outputs, known_outputs
 from ds_hessian.operators.outputs.losses import (
@@ -180,7 +181,8 @@ class Reading:
         squares: The same where the loss is quadratic in the outputs.
         kind: Which of the two, on all ranks; None for another loss.
         passes_by: Whether a part of such a loss does not pass the outputs.
-        kinked: Whether the loss is neither, and there are kinks on some rank.
+        kinks_crossed: Why displacements cross kinks; None if there are none, or all are held.
+        kinked: Whether the loss is neither, and kinks are crossed.
         cotangents: If so, a sample of the cotangents of each micro-batch, in units of the terms of
             the gradient; else empty.
         seconds: The time of one gradient over all micro-batches, without what the first builds.
@@ -210,7 +212,8 @@ class Reading:
         if entropic and not self._failed(reader):
             self.tokens, self.kind = reader.tokens, "cross entropy"
         self.passes_by &= self.kind is not None
-        self.kinked = self._anywhere(not session.smooth) and self.kind is None
+        self.kinks_crossed = kinks_crossed(session)
+        self.kinked = self.kinks_crossed is not None and self.kind is None
         if not self.kinked:
             self.cotangents.clear()
 
