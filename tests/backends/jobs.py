@@ -335,6 +335,35 @@ def partial_product() -> Any:
     return out
 
 
+class Sometimes(nn.Module):
+    """A layer that only micro-batches of positive mean use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(7, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scalar loss."""
+        hidden = torch.tanh(self.a(x))
+        if x.mean() > 0:
+            hidden = torch.tanh(self.b(hidden))
+        return (hidden**2).mean()
+
+
+def gradient_of_a_layer_used_sometimes(config: dict[str, Any]) -> Any:
+    """Weights and gradient of `Sometimes`, which uses one layer in the first micro-batch alone."""
+    torch.manual_seed(0)
+    engine = make_engine(Sometimes(), **config, hessian=QUIET)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = [torch.randn(4, 7, generator=generator) + shift for shift in (2.0, -2.0, -2.0)]
+    hessian = engine.hessian.use(batches)
+    with hessian.measuring() as operator:
+        gradient = operator.gradient * operator.scale
+    out = full_weights(engine), hessian.gather(gradient), batches
+    engine.destroy()
+    return out
+
+
 def forms_of_batches() -> list[Tensor]:
     """The same product through tuples, dicts, loss_fn, an output object, summed losses."""
     engine = make_engine(hessian=QUIET)

@@ -11,6 +11,7 @@ import torch
 
 from tests.backends import jobs
 from tests.backends.test_zero3 import oracle, relative
+from tests.nets import DenseHessian
 from tests.ranks import RankPool
 from tests.tiers import cells
 
@@ -142,6 +143,17 @@ def test_products_are_those_of_the_dense_hessian_and_coefficients_those_of_zero3
     assert off_model < (0.1 if low else 1e-3)
     # Engines in bf16 and fp16 start from rounded weights, so even in fp32 their Hessian is another.
     assert off_fp32 < (1e-2 if "bf16" in name else 1e-3)
+
+
+@pytest.mark.parametrize("name", cells(FP32_ENGINES, ("1 optimizer offload",)))
+def test_a_layer_that_some_micro_batches_do_not_use_has_no_gradient_there(
+    ranks: Ranks, name: str
+) -> None:
+    results = ranks(2).run(jobs.gradient_of_a_layer_used_sometimes, FP32_ENGINES[name])
+    weights, gradient, _ = results[0]
+    entries = [b for r in results for b in r[2]]
+    dense = DenseHessian(jobs.Sometimes(), weights, entries, lambda m, b: m(b.double()))
+    assert relative(dense.flat(gradient), dense.gradient.detach()) < 1e-5
 
 
 @pytest.mark.parametrize("stage", cells([1, 3], [3]))

@@ -121,6 +121,10 @@ class FlatShards(Shards):
         optimizer.micro_step_id = -1
         if optimizer.cpu_offload:
             optimizer.reset_cpu_buffers()
+            # A parameter that the next pass does not use would keep the gradient of this one.
+            for master in getattr(optimizer, self.MASTERS):
+                if master.grad is not None:
+                    master.grad.zero_()
 
     def _accumulators(self) -> list[dict[int, list[Tensor] | None]]:
         optimizer = self.optimizer
