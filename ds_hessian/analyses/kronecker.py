@@ -201,7 +201,9 @@ class Kronecker(Analysis[HessianKronecker]):
         def draw(number: int) -> Tensor:
             return random_vector(inside.layout, inside.space, config.seed, number, "gaussian")
 
-        space, gradient = LayerSpace(inside, layer), factors.gradient
+        space = LayerSpace(inside, layer)
+        gradient = space.gather(operator.gradient * operator.scale)
+        gradient = None if gradient is None else gradient.double()
         forms = {str(kind): form for kind, form in factors.forms.items()}
         found = compare(operator, space, forms, self.kinds, gradient, draw, self.effort)
         return found, operator

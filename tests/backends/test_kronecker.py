@@ -22,6 +22,12 @@ ENGINES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ZeRO-2": (2, {"stage": 2}, {}),
     "ZeRO-3": (2, {"stage": 3}, {}),
     "ZeRO-3 on 3": (3, {"stage": 3}, {}),
+    "ZeRO-1 offload": (2, {"stage": 1, "offload_optimizer": {"device": "cpu"}}, {}),
+    "ZeRO-3 offload": (
+        2,
+        {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+        {},
+    ),
 }
 
 

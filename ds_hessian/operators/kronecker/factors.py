@@ -15,16 +15,19 @@ gradients G_i = N c' a of N micro-batches (of all data-parallel ranks):
 so that K-FAC and EK-FAC are in units of the empirical Fisher matrix of the loss, over tokens, with
 the data's own labels. With labels drawn from the model (of a cross entropy) the cotangent at the
 logits is `sqrt(omega_t) (p_t - y_t)` for a token of weight omega_t instead, and B, L and R are
-plain sums: the Fisher, or Gauss-Newton, matrix. The first pass is the gradient itself:
-`sum_t c_t a_t'` must be the job's gradient of the weight, up to the one factor that the host's
-scaling of the loss makes, which is found so; a layer whose weight is used in another way is
-refused. Both are compared by their products with random signs (`sums.Seen`).
+plain sums: the Fisher, or Gauss-Newton, matrix. In the first units, those that it takes until each
+layer was used, the pass is the gradient itself: `sum_t c_t a_t'` must be the job's gradient of the
+weight, up to the one factor that the host's scaling of the loss makes, which is found so. All other
+passes form no gradients of the layers' weights, so that one that appears there is of another use of
+the weight. A layer with either fault is refused. Both gradients are compared by their products with
+random signs (`sums.Seen`).
 
-Cost: one gradient for `kfac` and `shampoo`, one more for `ekfac` and for each of the `ROUNDS` of
-`klshampoo`; with drawn labels each pass once for every draw, and two more gradients. Beside a pass,
-for each token m^2 + n^2 multiplications and additions for `kfac` (one triangle of each factor),
-2 m n for `shampoo`. Memory on each rank: the sums of the layers of one pass, up to m^2 + n^2 each
-for `kfac` and m^2 + n^2 + m n for `shampoo`, 9/16 of the squares where they are large.
+Cost: two thirds of a gradient for `kfac` and `shampoo`, as much again for `ekfac` and for each of
+the `ROUNDS` of `klshampoo`, and a third of one of the first units; with drawn labels each pass once
+for every draw, after one gradient and two units that read the loss. Beside a pass, for each token
+m^2 + n^2 multiplications and additions for `kfac` (one triangle of each factor), 2 m n for
+`shampoo`. Memory on each rank: the sums of the layers of one pass, up to m^2 + n^2 each for `kfac`
+and m^2 + n^2 + m n for `shampoo`, 9/16 of the squares where they are large.
 
 Sources: Martens, Grosse, ICML 2015 (K-FAC); George et al., NeurIPS 2018 (EK-FAC); Gupta, Koren,
 Singer, ICML 2018, and Morwani et al., arXiv 2406.17748 (Shampoo^2); Lin et al., arXiv 2509.03378
@@ -33,7 +36,7 @@ Singer, ICML 2018, and Morwani et al., arXiv 2406.17748 (Shampoo^2); Lin et al.,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -46,7 +49,15 @@ from ds_hessian.backends.protocol import Backend, Session
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.operators.kronecker.forms import Eigenform
 from ds_hessian.operators.kronecker.layers import Layer, listening
-from ds_hessian.operators.kronecker.sums import KFAC, Accumulator, Moments, Round, Seen, Shampoo
+from ds_hessian.operators.kronecker.sums import (
+    KFAC,
+    Accumulator,
+    Count,
+    Moments,
+    Round,
+    Seen,
+    Shampoo,
+)
 from ds_hessian.operators.outputs.reading import Reading
 from ds_hessian.ranks import together
 from ds_hessian.vectors import VectorSpace, collected
@@ -111,14 +122,13 @@ class Factors:
         layer: The layer.
         forms: `{kind: K}` on the layer's owner; empty elsewhere.
         samples: `{kind: number}` of tokens, micro-batches or optimizer steps behind K.
-        gradient: `(m, n)` the gradient of the loss in the weight, fp64; None but on the owner.
-        mismatch: `|sum c a' - gradient| / |gradient|`, from `sums.SKETCH` products.
+        mismatch: `|sum c a' - gradient| / |gradient|` of the units whose gradients were evaluated,
+            from `sums.SKETCH` products.
     """
 
     layer: Layer
     forms: Mapping[Kind, Eigenform]
     samples: Mapping[Kind, int]
-    gradient: Tensor | None
     mismatch: float
 
 
@@ -208,20 +218,13 @@ class _Estimation:
 
     def run(self) -> list[Factors]:
         """Make all passes."""
-        seen = {x.name: Seen(x.shape, self.device) for x in self.layers}
         first, second = self._sums()
-        gradient = self._evaluate([seen] if self.labels.draws else [seen, first, second])
-        assert self.session.gradient_scale is not None
-        gradient.mul_(self.session.gradient_scale)
-        gradients = {x.name: self._gradient(x, gradient) for x in self.layers}
-        del gradient
-        mismatches = {
-            x.name: self._calibrate(x, seen[x.name], gradients[x.name]) for x in self.layers
-        }
+        counts = {x.name: Count() for x in self.layers}
+        mismatches = self._calibrate(*(() if self.labels.draws else (counts, first, second)))
         self._leave_out(mismatches)
         if self.labels.draws:
-            self._pass(first, second)
-            self.tokens = {name: count * self.labels.draws for name, count in self.tokens.items()}
+            self._pass(counts, first, second)
+        self._count(counts)
         forms: dict[str, dict[Kind, Eigenform]] = {x.name: {} for x in self.layers}
         covariances = {x.name: self._squares(x, first) for x in self.layers if first}
         factors = {x.name: self._squares(x, second) for x in self.layers if second}
@@ -245,7 +248,6 @@ class _Estimation:
                 layer,
                 {k: forms[layer.name][k] for k in self.kinds if k in forms[layer.name]},
                 self._samples(layer),
-                gradients[layer.name],
                 mismatches[layer.name],
             )
             for layer in self.layers
@@ -264,45 +266,52 @@ class _Estimation:
 
     def _pass(self, *sums: Mapping[str, Accumulator]) -> None:
         """Evaluate each unit with hooks on the layers, with the labels that the factors are of."""
-        if not self.labels.draws:
-            self._evaluate(sums)
-        for number in range(self.labels.draws):
-            self._evaluate(sums, number)
+        spared, waste = {x.name for x in self.layers}, self.space.zeros()
+        self.session.displace(None, 0.0)
+        for number in range(self.labels.draws) if self.labels.draws else (None,):
+            for unit in range(self.session.num_micro_batches):
+                self._evaluate(unit, sums, spared, waste, number)
 
     def _evaluate(
-        self, sums: Sequence[Mapping[str, Accumulator]], number: int | None = None
-    ) -> Tensor:
-        """Add what the hooks see to all sums; return the gradient."""
-        session, gradient = self.session, self.space.zeros()
+        self,
+        unit: int,
+        sums: Sequence[Mapping[str, Accumulator]],
+        spared: Collection[str],
+        gradient: Tensor,
+        number: int | None = None,
+    ) -> None:
+        """Add what the hooks see of a unit to all sums, and its gradient, without those of the
+        spared layers' weights, to `gradient`.
+
+        Of `Seen`, only calls are told that are in the gradient.
+        """
         every = {x.name: [each[x.name] for each in sums if each] for x in self.layers}
 
-        def note(layer: Layer, a: Tensor, c: Tensor) -> None:
+        def note(layer: Layer, a: Tensor, c: Tensor, counts: bool) -> None:
             for each in every[layer.name]:
-                each.note(a, c)
+                if counts or not isinstance(each, Seen):
+                    each.note(a, c)
 
-        session.displace(None, 0.0)
-        for i in range(session.num_micro_batches):
-            labels = nullcontext() if number is None else self.labels.drawn(i, number)
-            # Labels first: hooks on a tensor run in their order, and a layer may be the outputs.
-            with labels, listening(self.layers, note):
-                session.add_gradient(gradient, range(i, i + 1))
-            for several in every.values():
-                for each in several:
-                    each.close()
-        return gradient
+        labels = nullcontext() if number is None else self.labels.drawn(unit, number)
+        # Labels first: hooks on a tensor run in their order, and a layer may be the outputs.
+        with labels, listening(self.layers, note, spared):
+            self.session.add_gradient(gradient, range(unit, unit + 1))
+        for several in every.values():
+            for each in several:
+                each.close()
 
     def _mine(self) -> list[Layer]:
         return [layer for layer in self.layers if layer.owner == self.space.rank]
 
-    def _gradient(self, layer: Layer, gradient: Tensor) -> Tensor | None:
-        """Return the gradient of a layer's weight on its owner, `(m, n)` fp64."""
+    def _whole(self, layer: Layer, gradient: Tensor) -> Tensor | None:
+        """Return the part of a vector that is a layer's weight on its owner, `(m, n)` fp64."""
         shape = next(s for n, s in self.backend.parameters if n == layer.name)
         layout, space = self.backend.layout, self.backend.space
         whole = collected(layout, space, gradient, layer.name, shape, layer.owner)
         return layer.oriented(whole).double() if space.rank == layer.owner else None
 
     def _owned(self, layer: Layer, part: Tensor) -> Tensor:
-        """Return the sum over all ranks, complete on the owner, in fp64 there."""
+        """Return the sum over all ranks, complete on the owner; nothing elsewhere."""
         if not layer.counts:
             part.zero_()
         return _summed(part, layer, self.space)
@@ -324,22 +333,54 @@ class _Estimation:
 
     # ---- the factor of the host's scaling
 
-    def _calibrate(self, layer: Layer, seen: Seen, gradient: Tensor | None) -> float:
-        """Find the factor from what hooks saw to the gradient of the loss; return the mismatch."""
-        counts = torch.tensor([seen.tokens, seen.batches], dtype=torch.float64) * layer.counts
-        self.tokens[layer.name], self.batches[layer.name] = map(int, self.space.reduce(counts))
-        total = self._owned(layer, seen.sketch)
+    def _calibrate(self, *sums: Mapping[str, Accumulator]) -> dict[str, float]:
+        """Find the factors from what hooks saw to the gradient of the loss; return the mismatches.
+
+        With the data's labels. Gradients of weights are evaluated until each layer was in one, in
+        one unit for a model whose layers are all used there; a weight that is used in another way
+        too has a gradient in the others as well. Of all units only where there are sums.
+        """
+        session, gradient = self.session, self.space.zeros()
+        seen = {x.name: Seen(x.shape, self.device) for x in self.layers}
+        known = set[str]()
+        session.displace(None, 0.0)
+        for unit in range(session.num_micro_batches):
+            if len(known) == len(seen) and session.gradient_scale is not None and not any(sums):
+                break
+            self._evaluate(unit, [seen, *sums], known, gradient)
+            known |= self._known_ones(seen) if len(known) < len(seen) else set()
+        assert session.gradient_scale is not None
+        gradient.mul_(session.gradient_scale)
+        return {x.name: self._fit(x, seen[x.name], gradient) for x in self.layers}
+
+    def _known_ones(self, seen: Mapping[str, Seen]) -> set[str]:
+        """Return the names of layers of which some rank has seen something."""
+        mine = [float(x.counts and bool(seen[x.name].sketch.any())) for x in self.layers]
+        found = self.space.reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
+        return {x.name for x, count in zip(self.layers, found, strict=True) if count}
+
+    def _fit(self, layer: Layer, seen: Seen, gradient: Tensor) -> float:
+        """Find the factor of a layer; return the mismatch."""
+        total, known = self._owned(layer, seen.sketch).double(), self._whole(layer, gradient)
         figures = torch.zeros(2, dtype=torch.float64)
-        if gradient is not None:
-            known = gradient @ seen.signs.double()
+        if known is not None:
+            known = known.double() @ seen.signs.double()
             square = float((total * total).sum())
             scale = float((total * known).sum()) / square if square else 0.0
             size = float(known.norm())
             distance = float((scale * total - known).norm())
-            figures[:] = torch.tensor([scale, distance / size if size else 0.0])
+            figures[:] = torch.tensor([scale, distance / size if size else float(square > 0)])
         scale, mismatch = self.space.reduce(figures).tolist()
         self.scales[layer.name] = scale
         return mismatch
+
+    def _count(self, counts: Mapping[str, Count]) -> None:
+        """Add up tokens and micro-batches of all ranks."""
+        for x in self.layers:
+            mine = torch.tensor([counts[x.name].tokens, counts[x.name].batches]).double()
+            self.tokens[x.name], self.batches[x.name] = map(
+                int, self.space.reduce(mine * x.counts).tolist()
+            )
 
     def _leave_out(self, mismatches: Mapping[str, float]) -> None:
         wrong = {name: m for name, m in mismatches.items() if not m <= MISMATCH}
@@ -364,8 +405,8 @@ class _Estimation:
         counts: dict[Kind, int] = {
             "kfac": tokens,
             "ekfac": tokens,
-            "shampoo": self.batches[layer.name] * max(self.labels.draws, 1),
-            "klshampoo": self.batches[layer.name] * max(self.labels.draws, 1),
+            "shampoo": self.batches[layer.name],
+            "klshampoo": self.batches[layer.name],
             "adam": int(self.backend.step),
             "optimizer": int(self.backend.step),
         }
@@ -373,19 +414,18 @@ class _Estimation:
 
     def _kfac(self, layer: Layer, a: Tensor, b: Tensor) -> Eigenform:
         tokens = self.tokens[layer.name]
-        return Eigenform.of_factors(b * self._gain(layer, tokens), a / max(tokens, 1))
+        return Eigenform.of_factors(b, a, self._gain(layer, tokens) / max(tokens, 1))
 
     def _shampoo(self, layer: Layer, left: Tensor, right: Tensor) -> Eigenform:
         gain = self._gain(layer, self.batches[layer.name])
-        left, right = gain * left, gain * right
-        return Eigenform.of_factors(left, right / max(float(left.trace()), TINY))
+        return Eigenform.of_factors(left, right, gain / max(float(left.trace()), TINY))
 
     def _ekfac(self, forms: Mapping[str, dict[Kind, Eigenform]]) -> None:
         bases = self._bases({x.name: forms[x.name].get("kfac") for x in self.layers})
         sums = {x.name: Moments(x.shape, bases[x.name]) for x in self.layers}
         self._pass(sums)
         for layer in self.layers:
-            total = self._owned(layer, sums[layer.name].total)
+            total = self._owned(layer, sums[layer.name].total).double()
             form = forms[layer.name].get("kfac")
             if form is not None:
                 gain = self._gain(layer, self.tokens[layer.name])
@@ -446,22 +486,22 @@ class _Estimation:
             whole = [_summed(part, layer, self.space) for part in parts]
             with together("decomposing Kronecker factors", device=self.device):
                 if layer.owner == self.space.rank:
-                    left, right = (part / count for part in whole)
+                    left, right = (part.double() / count for part in whole)
                     forms[layer.name]["optimizer"] = Eigenform.of_factors(left, right)
 
     def _diagonals(self, forms: Mapping[str, dict[Kind, Eigenform]]) -> None:
         assert self.settings.adam is not None
         for layer in self.layers:
-            whole = self._gradient(layer, self.settings.adam)
+            whole = self._whole(layer, self.settings.adam)
             if whole is not None:
                 forms[layer.name]["adam"] = Eigenform(whole)
 
 
 def _summed(part: Tensor, layer: Layer, space: VectorSpace) -> Tensor:
-    """Return the sum over all ranks on the layer's owner, fp64; nothing elsewhere."""
+    """Return the sum over all ranks on the layer's owner; nothing elsewhere."""
     if space.distributed:
         dist.reduce(part, dst=layer.owner, group=space.group)
-    return part.double() if layer.owner == space.rank else part[:0]
+    return part if layer.owner == space.rank else part[:0]
 
 
 def _checked(layer: Layer, found: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:

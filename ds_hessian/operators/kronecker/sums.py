@@ -32,24 +32,33 @@ class Accumulator(Protocol):
         return
 
 
-class Seen(Accumulator):
-    """How much is seen of a layer, and products of `sum c a'` with random signs."""
+class Count(Accumulator):
+    """How much is seen of a layer."""
 
-    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
-        m, n = shape
-        self.signs = _signs(n).to(device)
-        self.sketch = torch.zeros(m, SKETCH, device=device)
+    def __init__(self) -> None:
         self.tokens = self.batches = self._before = 0
 
     def note(self, a: Tensor, c: Tensor) -> None:
-        """Count the tokens, and add `c' a` times the signs."""
-        self.sketch.addmm_(c.T, a @ self.signs)
+        """Count the tokens."""
         self.tokens += len(a)
 
     def close(self) -> None:
         """Count the micro-batch if it had tokens."""
         self.batches += self.tokens > self._before
         self._before = self.tokens
+
+
+class Seen(Accumulator):
+    """Products of `sum c a'` with random signs, of the calls that the job's gradient has in it."""
+
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        m, n = shape
+        self.signs = _signs(n).to(device)
+        self.sketch = torch.zeros(m, SKETCH, device=device)
+
+    def note(self, a: Tensor, c: Tensor) -> None:
+        """Add `c' a` times the signs."""
+        self.sketch.addmm_(c.T, a @ self.signs)
 
 
 class Square:
@@ -71,8 +80,8 @@ class Square:
             piece.addmm_(x[:, start:].T, x[:, start:end], alpha=alpha)
 
     def whole(self, flat: Tensor) -> Tensor:
-        """Return the matrix `(n, n)` from pieces in the order of `flat`."""
-        found = flat.new_empty(self.n, self.n)
+        """Return the matrix `(n, n)`, fp64, from pieces in the order of `flat`."""
+        found = flat.new_empty(self.n, self.n, dtype=torch.float64)
         for (start, end), piece in zip(self._spans, self._cut(flat), strict=True):
             found[start:, start:end] = piece
             found[start:end, start:] = piece.T
