@@ -27,7 +27,7 @@ from ds_hessian.errors import ConfigError
 from ds_hessian.job_vectors import JobVectors
 from ds_hessian.memory import MemoryPlan
 from ds_hessian.operators import Curvature, Embedded, Product
-from ds_hessian.ranks import collective
+from ds_hessian.ranks import collective, left_together
 
 R = TypeVar("R")
 
@@ -135,6 +135,7 @@ class JobMeasuring(JobVectors):
         """Guard several products at once: the gradient at the weights is evaluated only once.
 
         Inside, training must not continue; `matvec` uses the open operator, which is also yielded.
+        All ranks make the same products there, and leave it together.
 
         Args:
             overrides: Values of the configuration for this measurement, such as
@@ -143,6 +144,7 @@ class JobMeasuring(JobVectors):
         Raises:
             ConfigError: `use` was not called, an override is unknown, or `sampling` is on with a
                 single micro-batch.
+            MeasurementError: it was left on some ranks, while others make further products.
         """
         entered = collective(
             "measuring", self.backend.space.device, given=lambda: self._given(overrides)
@@ -152,7 +154,8 @@ class JobMeasuring(JobVectors):
             run, _ = with_fallback(subject, lambda each: stack.enter_context(each.open()))
             self._open = _over_all(run.curvature, run.subject.backend)
             try:
-                yield self._open
+                with left_together():
+                    yield self._open
             finally:
                 self._open = None
 

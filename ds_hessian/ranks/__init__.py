@@ -1,7 +1,7 @@
 """The ranks of a job together: agreement on failures, lockstep through collectives."""
 
 from ds_hessian.ranks.agreement import agree, checkpoint, reduce, report, together
-from ds_hessian.ranks.calls import collective
+from ds_hessian.ranks.calls import collective, left_together
 from ds_hessian.ranks.entrance import Given, summed
 from ds_hessian.ranks.exchange import (
     Shared,
@@ -31,6 +31,7 @@ __all__ = [
     "gather_objects",
     "imbalance",
     "largest",
+    "left_together",
     "most_on_a_node",
     "reduce",
     "report",

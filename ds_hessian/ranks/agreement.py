@@ -76,6 +76,13 @@ class Follower:
     def told(self, error: BaseException) -> None:
         """Take note that all ranks know of a failure by a meeting; this one raises `error`."""
 
+    def finish(self) -> None:
+        """Come to the end of a body that the caller writes.
+
+        Raises:
+            MeasurementError: another rank goes on in it.
+        """
+
     def undisturbed(self) -> AbstractContextManager[None]:
         """Return a context for a meeting."""
         return nullcontext()

@@ -13,6 +13,19 @@ from ds_hessian.ranks.lockstep import Lockstep
 
 
 @contextmanager
+def left_together() -> Iterator[None]:
+    """Run a body that the caller writes in an open measurement, and leave it on all ranks or none.
+
+    Raises:
+        MeasurementError: other ranks go on in it where this one has left it without an error.
+
+    Collective, where it ends without an error.
+    """
+    yield
+    active.follower.finish()
+
+
+@contextmanager
 def collective(
     doing: str, device: torch.device | str, as_it_is: bool = True, given: Given = dict
 ) -> Iterator[None]:

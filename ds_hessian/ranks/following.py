@@ -75,6 +75,7 @@ class Following:
     def to_meeting(self, current: Pass) -> int:
         """Take part in the rest of the pass; return the number of figures of its meeting."""
         current.end(finished=False)
+        self._log.fail(current)
         self._log.post(current, None, "meeting")
         leader = self.to_end(current)
         while leader is not None and self._log.read(current, leader, "meeting") is ABSENT:

@@ -32,6 +32,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -66,6 +67,7 @@ from ds_hessian.ranks.entrance import Call, CallsDiffer, Given, call_of
 from ds_hessian.ranks.exchange import first_of
 from ds_hessian.ranks.following import Following
 from ds_hessian.ranks.interrupts import Interrupts, Signalled
+from ds_hessian.ranks.leaving import LeftAlone
 from ds_hessian.ranks.log import Log
 from ds_hessian.ranks.passes import Pass
 from ds_hessian.ranks.watch import Watch, node_of
@@ -193,7 +195,8 @@ class Lockstep(Follower):
             self._meshed, name = mesh_of(self._peers, self.device, call)
             self._interrupts.__enter__()
             self._stack.enter_context(self._recording())
-            self._log = Log(self.rank, Watch(node_of(name), name), lambda: self._pass)
+            watch = Watch(node_of(name), name)
+            self._log = Log(self.rank, watch, self._peers[0], lambda: self._pass)
             self._log.start()
         except BaseException as error:
             known = isinstance(error, (MeasurementError, RankInterrupt, CallsDiffer))
@@ -273,6 +276,12 @@ class Lockstep(Follower):
                 yield
         finally:
             self.restoring = True
+
+    def finish(self) -> None:
+        """Wait until all ranks have come to the end of a body that the caller writes."""
+        self.require_open()
+        if self.world_size > 1 and self._log is not None:
+            self._log.leave_together(self._pass, self.world_size)
 
     def _require_restored(self, error: BaseException | None) -> BaseException | None:
         """Agree that nothing was raised but the error that all ranks have raised in the bodies.
@@ -393,7 +402,9 @@ class Lockstep(Follower):
             current.error = current.error or (error, (current.segment.made,))
         known = current.error is not None and error is current.error[0]
         if error is not None and not known:
-            current.error = current.error or (error, (current.segment.made,))
+            late = isinstance(error, LeftAlone) and error.follows
+            position = sys.maxsize if late else current.segment.made
+            current.error = current.error or (error, (position,))
             with self._following(error) as others:
                 figures = others.to_meeting(current)
                 if figures:

@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_hessian.ranks.agreement import LockstepError, report
+from ds_hessian.ranks.leaving import go_on, leave_together, tell_who_waits
 from ds_hessian.ranks.passes import ABSENT, Pass
 from ds_hessian.ranks.watch import ASKED, TICK, Watch
 
@@ -41,11 +42,12 @@ class Log:
     Args:
         rank: This rank.
         watch: The watch of the measurement.
+        stage: The first rank of this rank's pipeline stage.
         current: Returns the pass that this rank is in.
     """
 
-    def __init__(self, rank: int, watch: Watch, current: Callable[[], Pass]) -> None:
-        self.rank, self._watch, self._current = rank, watch, current
+    def __init__(self, rank: int, watch: Watch, stage: int, current: Callable[[], Pass]) -> None:
+        self.rank, self._watch, self._stage, self._current = rank, watch, stage, current
         self._posted: set[str] = set()
         self._wake, self._closing = threading.Event(), False
         self._publisher = threading.Thread(target=self._publish, name="ds_hessian", daemon=True)
@@ -69,7 +71,7 @@ class Log:
             self._watch.lost()
             return
         for key in self._posted:
-            self._store.delete_key(key)
+            self._watch.shared_store().delete_key(key)
         self._watch.close()
 
     def progress(self, current: Pass) -> None:
@@ -78,7 +80,20 @@ class Log:
         if current.wanted:
             self._wake.set()
 
+    def leave_together(self, current: Pass, ranks: int) -> None:
+        """Wait until all ranks have come to the end of a body that the caller writes.
+
+        Raises:
+            LeftAlone: another rank goes on, or has failed.
+        """
+        leave_together(self._watch.shared_store(), current, self._stage, ranks, self._posted)
+
     # ---- of a rank that has failed
+
+    def fail(self, current: Pass) -> None:
+        """Say that this rank has failed, to those that wait for it at the end of a body."""
+        go_on(self._store, current, self.rank, failed=True)
+        self._posted.add(f"{current.number}/goes on")
 
     def post(self, current: Pass, value: object, *names: str | int) -> None:
         """Publish a value of this rank."""
@@ -134,9 +149,10 @@ class Log:
                 self._wake.clear()
                 current = self._current()
                 progress = (current.number, current.progress)
-                if not current.wanted and progress == before and self._watch.asked():
-                    wanted = current.key(self.rank, "wanted")
-                    current.wanted = self._watch.store().check([wanted])
+                if progress == before and self._watch.asked():
+                    store, wanted = self._watch.store(), current.key(self.rank, "wanted")
+                    current.wanted = current.wanted or store.check([wanted])
+                    tell_who_waits(store, current, self._stage, self.rank)
                 before = progress
                 if current.wanted:
                     self._publish_new(current)

@@ -40,6 +40,7 @@ class Pass:
         announced: Whether the meeting is on the store.
         error: The error by which the rank failed in a segment, and its position.
         followed: The collectives of several stages that the rank has made for its peers.
+        left: Whether the rank has come to the end of a body that the caller writes.
     """
 
     def __init__(self, number: int) -> None:
@@ -50,6 +51,12 @@ class Pass:
         self.announced = False
         self.error: tuple[BaseException, tuple[int, ...]] | None = None
         self.followed: list[Collective] = []
+        self.left = False
+
+    @property
+    def lines(self) -> list[Collective]:
+        """The collectives that the rank began in all segments."""
+        return [line for segment in list(self.segments) for line in list(segment.log)]
 
     @property
     def segment(self) -> Segment:

@@ -60,6 +60,11 @@ class Node:
             self.leave(name)
 
     @property
+    def own(self) -> dist.Store:
+        """The job's own client of the store."""
+        return self._store
+
+    @property
     def looking(self) -> float:
         """The number of ranks that look on the store while none has asked."""
         each = ranks_of_node() if FIRST in self._names else 1
@@ -135,6 +140,10 @@ class Watch:
     def store(self, thread: str = WATCHING) -> dist.Store:
         """Return the measurement's part of the store, for one thread."""
         return dist.PrefixStore(f"ds_hessian/measurement {self._name}", self._node.client(thread))
+
+    def shared_store(self) -> dist.Store:
+        """Return the measurement's part of the store by the job's own client, for few requests."""
+        return dist.PrefixStore(f"ds_hessian/measurement {self._name}", self._node.own)
 
     @property
     def pause(self) -> float:
