@@ -28,6 +28,12 @@ from ds_hessian.planning import (
 )
 from ds_hessian.planning.basis import GRAM_SCHMIDT, RESIDUALS, SPACE
 from ds_hessian.records import HessianEigenpairs
+from ds_hessian.vectors import VectorSpace
+
+RANDOM = 0.3
+"""Length of a random vector that is added to a guess: from an eigenvector alone, of whatever
+eigenvalue, every residual is small before the ends of the spectrum have been seen. It is that of
+the error that eigenvectors of an earlier step have anyway, and costs one or two products."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,8 +46,8 @@ class Eigenpairs(Journaled[HessianEigenpairs]):
         tolerance: Bound on the residuals, relative to the largest eigenvalue in magnitude.
         max_matvecs: Products at most, before one for each pair's residual.
         basis_size: Vectors kept; None for 2 k + 20.
-        start: Unit start vector `(n_local,)`, such as an eigenvector of an earlier step; None for a
-            random one.
+        start: Unit vector `(n_local,)` near which to begin, such as an eigenvector of an earlier
+            step; None for a random one.
     """
 
     title = "eigenpairs"
@@ -75,13 +81,20 @@ class Eigenpairs(Journaled[HessianEigenpairs]):
         fewer = halves("max_matvecs", self.max_matvecs, FEWEST) if config.resume else []
         return [*ELSEWHERE, *smaller, *fewer]
 
+    def _first(self, drawn: Tensor, space: VectorSpace) -> Tensor:
+        """Return the random vector, with the guess in the direction of which the search begins."""
+        if self.start is None:
+            return drawn
+        drawn.mul_(RANDOM).add_(self.start.to(drawn))
+        return drawn.mul_(1 / space.norm(drawn))
+
     def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, object]:
         """Compute the pairs, and how each vector spreads over the parameters."""
         subject = run.subject
         # By name: a packed argument list would keep the start vector until the end.
         found = krylov.eigenpairs(
             operator,
-            subject.draw(0) if self.start is None else self.start,
+            self._first(subject.draw(0), operator.space),
             self.k,
             subject.draw,
             which=self.which,

@@ -141,6 +141,8 @@ def hutch_plus_plus(
         exact += space.dot(q, product.vector) * basis.inverse_squares[i]
         errors.append(absolute_error(product))
         del q, product
+    if count == space.n:  # nothing is left to estimate
+        return _estimate("hutch++", third + count, np.array([exact, exact]), _norm(errors))
     samples = []
     for p in range(third, num_matvecs - count):
         v = draw(p)
@@ -189,7 +191,8 @@ def xtrace(
         _left_out(i, triangle[:count], (inner + inner.T) / 2, projected, along[i], space.n)
         for i in range(m)
     ]
-    if count == space.n:  # nothing is left out: a basis of the whole space has the trace itself
+    # Nothing is left out: a basis of the whole space, or of one that is all of H, has the trace.
+    if count == space.n or m == 1:
         samples = [float(np.trace(inner))] * max(m, 2)
     return _estimate("xtrace", m + count, np.array(samples), _norm(errors))
 

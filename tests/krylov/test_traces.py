@@ -114,6 +114,20 @@ def test_frobenius_norm_and_traces_of_blocks(kind: Any) -> None:
     assert found.block_errors[1] == pytest.approx(exact_error, rel=0.3)
 
 
+@pytest.mark.parametrize("spectrum", [[2.0], [0.0], [1.5, -1.0], [0.0, 3.0]])
+@pytest.mark.parametrize("num_matvecs", [4, 6, 30])
+@pytest.mark.parametrize("method", METHODS)
+def test_traces_of_one_and_two_parameters_are_numbers(
+    method: str, num_matvecs: int, spectrum: list[float]
+) -> None:
+    operator = Matrix.of(np.array(spectrum))
+    found = METHODS[method](operator, operator.fresh(3), num_matvecs)
+    assert operator.products == found.num_matvecs <= num_matvecs
+    assert abs(found.value - sum(spectrum)) <= found.bound + 1e-6
+    if len(spectrum) == 1:
+        assert found.error == pytest.approx(0, abs=1e-6)
+
+
 def test_too_few_products_are_refused() -> None:
     operator = Matrix.of(SPECTRA["zero"])
     with pytest.raises(NumericsError, match="at least 2 products, got 1"):

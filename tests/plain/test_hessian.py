@@ -56,6 +56,16 @@ def test_spectra_and_eigenpairs_are_those_of_the_dense_hessian(
     assert np.allclose(sorted(pairs.values), values[-2:], rtol=1e-3)
 
 
+def test_near_an_eigenvector_that_is_not_extreme_the_extreme_one_is_found(
+    hessian: Any, matrix: Tensor
+) -> None:
+    values, vectors = torch.linalg.eigh(matrix)
+    for i, most in ((-1, 10), (-2, 40), (len(values) // 2, 40)):
+        pairs = hessian.eigenpairs(1, which="LA", start=vectors[:, i].float())
+        assert pairs.converged.all() and pairs.num_matvecs <= most
+        assert abs(pairs.values[0] - values[-1]) < 2e-3 * values[-1], i
+
+
 def test_traces_solves_and_tests_of_blocks_are_those_of_the_dense_hessian(
     hessian: Any, matrix: Tensor
 ) -> None:
