@@ -8,9 +8,9 @@ from typing import Literal
 
 from ds_hessian.config import OUTPUT_MATRICES, OperatorName
 from ds_hessian.operators.displacement.control import (
-    ALWAYS,
-    SELDOM,
+    has_thirds,
     products_of_a_third,
+    products_of_a_trial_above,
 )
 from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
 from ds_hessian.operators.displacement.sides import CHECKED
@@ -60,11 +60,12 @@ def expected_evaluations(
     operator: OperatorName = "hessian",
     *,
     one_sided: bool = False,
+    narrow: bool = False,
 ) -> Evaluations:
     """Return what a product evaluates on average.
 
     With `one_sided`, as for a tolerance that one-sided differences reach; where they do not, a
-    product takes those of central ones.
+    product takes those of central ones, as it does with `narrow`, for passes in 16 bits.
 
     The averages are those of small nets (tests/test_timing.py) and of benchmarks/plan.py; a net
     whose curvature changes much from vector to vector takes more.
@@ -82,7 +83,7 @@ def expected_evaluations(
         """Return those of gradients of all micro-batches, and of the pilot alone."""
         return Evaluations(whole + pilot * pilots, parts * whole + pilots)
 
-    if one_sided:
+    if one_sided and not narrow:
         both = math.ceil(num_products / (CHECKED + 1)) / num_products
         least = evaluations(1 + both, 2 * FIRST_OF_SIDES / num_products + DOUBTED)
         if pilot < 1:
@@ -94,11 +95,11 @@ def expected_evaluations(
     auto = displacement == "auto"
     thrown, repeated = FIRST["auto" if auto else "fixed"], 0.0
     if auto:
-        every = 1 if count >= ALWAYS and formula.order <= 2 else SELDOM
+        every = products_of_a_trial_above(formula.order, narrow, count)
         thrown += OTHERS * num_products + math.ceil((num_products - 1) / every)
         repeated = REPEATED if pilot < 1 else 0.0
     # The far side of a one-sided formula's trial is no part of the product.
     extra = thrown * of_trial / num_products + (of_trial - nodes)
-    if formula.order == 2:
-        extra += 1 / products_of_a_third(pilot, count)
+    if has_thirds(formula.order, narrow):
+        extra += 1 / products_of_a_third(pilot)
     return evaluations(nodes * (1 + repeated), extra)

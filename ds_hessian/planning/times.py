@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from ds_hessian.config import EXTRAPOLATED, HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.operators import expected_evaluations
@@ -155,6 +157,7 @@ def plan_time(
         difference.displacement,
         config.operator,
         one_sided=difference.tolerance is not None and difference.tolerance > EXTRAPOLATED,
+        narrow=difference.precision == "model" and share.compute_dtype != torch.float32,
     )
     each = run.each(count, gradient)
     waiting, running = evaluations.runs * run.bubble * each, evaluations.runs * run.seconds

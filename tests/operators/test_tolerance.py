@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -296,3 +297,15 @@ def test_an_interrupted_measurement_ends_with_the_same_bits(analysis: str, tmp_p
             measured(preempted(call), resume=str(tmp_path))
     found = measured(loss_of, resume=str(tmp_path))
     assert found == measured(loss_of) and found[1] > 0
+
+
+def test_the_state_of_an_operator_does_not_change_with_its_next_products() -> None:
+    data = batches(4)
+    backend = backend_of(train(mlp(), data, 20))
+    with measuring(backend, data) as session:
+        operator = FiniteDifferenceHessian(session, tolerance=1e-2)
+        operator.matvec(random_vector(backend.layout, backend.space, seed=0))
+        state = operator.state_dict()
+        before = json.dumps(state)
+        operator.matvec(random_vector(backend.layout, backend.space, seed=1))
+    assert json.dumps(state) == before

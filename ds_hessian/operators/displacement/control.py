@@ -8,11 +8,11 @@ determine the rounding noise N and the bend b, a measure of the gradient's nonli
 * The first vector's trials are the most informative ones, until the best h is known well enough.
 * Every other vector's first trial is at the best h by the estimates from the earlier vectors; it is
   accepted unless it shows that another h is expected to be much better.
-* With many micro-batches (ALWAYS) a trial above h comes first: there the truncation error shows in
-  the change to the next trial, and with it kappa, its size in units of (b h)^p.
 * An accepted trial has a third difference, which is what its error is, noise and truncation alike
-  (`Belief`): of all vectors where the pilot is small and no trial above h is a witness, and of all
-  after one that was a surprise.
+  (`Belief`): of all vectors where the pilot is small, and of all after one that was a surprise.
+* One vector in SELDOM has a trial above h first: there the truncation error shows in the change to
+  the next trial, and with it kappa, its size in units of (b h)^p. Where there are no third
+  differences (in 16 bits, and of first order) and many micro-batches (ALWAYS), each vector has one.
 * A product OTHER times as long as its pilot's, which may be zero, says that trials of the pilot
   tell nothing: it is made anew with trials of all micro-batches, as are all after it.
 * A finished product that turns out to be far from its best h is repeated, and so is one with kinks
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -110,12 +111,12 @@ DECADE = 10.0
 """Step of the scan for the first vector's scale, while all nonlinearity ratios are saturating."""
 
 ALWAYS, SELDOM = 16, 16
-"""With ALWAYS micro-batches or more, each vector but the first has a trial above h; with fewer, or
-trials of all, where a trial costs more, one vector in SELDOM."""
+"""One vector in SELDOM has a trial above h, and each but the first with ALWAYS micro-batches or
+more, of which a trial costs little, where no third difference is a witness."""
 
-SPENT, OFTEN = 0.25, 4
+SPENT = 0.25
 """Gradients that a product spends on its third difference on average, while no such difference is
-more than expected. With trials above h, which are witnesses too, one vector in OFTEN has one."""
+more than expected."""
 
 AMPLIFY = 8.0
 """The trial above h has this many times the truncation error."""
@@ -135,9 +136,24 @@ OF_VECTORS = tuple(name for name in (*LEARNT, "noise", "bend") if name != "h")
 """Those of them that do not depend on the formula."""
 
 
-def products_of_a_third(pilot: float, num_micro_batches: int) -> int:
+def products_of_a_third(pilot: float) -> int:
     """Return how many products share a third difference, from the pilot's share of the slice."""
-    return OFTEN if num_micro_batches >= ALWAYS else max(1, round(pilot / SPENT))
+    return max(1, round(pilot / SPENT))
+
+
+def has_thirds(order: int, narrow: bool) -> bool:
+    """Return whether third differences are the witnesses of a formula of that order.
+
+    In 16 bits they are rounding, of other weights than those of the product.
+    """
+    return order == 2 and not narrow
+
+
+def products_of_a_trial_above(order: int, narrow: bool, num_micro_batches: int) -> int:
+    """Return how many products share a trial above h."""
+    # What extrapolation removes tells more in each trial, and third differences tell as much.
+    often = num_micro_batches >= ALWAYS and order <= 2 and not has_thirds(order, narrow)
+    return 1 if often else SELDOM
 
 
 @dataclass(frozen=True)
@@ -185,10 +201,9 @@ class StepController:
         self.whole = pilot == num_micro_batches
         self.quiet = (pilot / num_micro_batches) ** (SHARED / 2)
         self.roundoff = unit_roundoff
-        # What extrapolation removes tells more in each trial.
-        always = num_micro_batches >= ALWAYS and scheme.order <= 2 and not seldom
-        self.interval = 1 if always else SELDOM
-        self.thirds = products_of_a_third(pilot / num_micro_batches, num_micro_batches)
+        often = products_of_a_trial_above(scheme.order, self.narrow, num_micro_batches)
+        self.interval = SELDOM if seldom else often
+        self.thirds = products_of_a_third(pilot / num_micro_batches)
         self.next_third = 0  # the next product whose pilot has one
         self.cleared = 0.0  # the largest ratio of the slice's r to the pilot's that was no kink
         self.expected = 0.0  # error before it
@@ -214,7 +229,7 @@ class StepController:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the estimates from the products so far, as JSON values."""
-        figures = {name: getattr(self, name) for name in LEARNT}
+        figures = {name: deepcopy(getattr(self, name)) for name in LEARNT}
         for name in ESTIMATES:
             estimate = getattr(self, name)
             figures[name] = estimate and asdict(estimate)
@@ -223,7 +238,7 @@ class StepController:
     def load_state_dict(self, figures: Mapping[str, Any]) -> None:
         """Continue from another controller's `state_dict`."""
         for name in LEARNT:  # a state of an older version has fewer
-            setattr(self, name, figures.get(name, getattr(self, name)))
+            setattr(self, name, deepcopy(figures.get(name, getattr(self, name))))
         for name in ESTIMATES:
             setattr(self, name, figures[name] and Estimate(**figures[name]))
 
@@ -345,16 +360,13 @@ class StepController:
         return self._advice(best, last.h, len(trials) > MAX_TRIALS)
 
     def doubts(self, trial: Trial) -> bool:
-        """Return whether the third difference of an accepted trial is to be evaluated.
-
-        In 16 bits it is rounding, of other weights than that of the product.
-        """
+        """Return whether the third difference of an accepted trial is to be evaluated."""
         due = self.products >= self.next_third or self.blind
         return due and self._has_thirds and trial.usable and trial.third is None
 
     @property
     def _has_thirds(self) -> bool:
-        return self.order == 2 and not self.narrow
+        return has_thirds(self.order, self.narrow)
 
     def learn(self, trials: Sequence[Trial]) -> Belief:
         """Return what the current vector's trials tell; the last one is finite and not 0."""

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -95,12 +96,12 @@ class Sides:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next choice depends on, as JSON values."""
-        return {name: getattr(self, name) for name in KEPT}
+        return {name: copy(getattr(self, name)) for name in KEPT}
 
     def load_state_dict(self, figures: Mapping[str, Any]) -> None:
         """Continue from another `state_dict`."""
         for name in KEPT:
-            setattr(self, name, figures[name])
+            setattr(self, name, copy(figures[name]))
 
     @property
     def beyond(self) -> int:
