@@ -70,11 +70,14 @@ class Lines:
         pieces: Those that have a mask.
         slope: The slope of all other elements.
         number: The number that is added to them.
+        factor: Whether torch multiplies by the slope, so that 0 times infinity is NaN; else what
+            it is given is left out where the slope is 0.
     """
 
     pieces: tuple[Piece, ...]
     slope: float = 1.0
     number: float = 0.0
+    factor: bool = False
 
     def sides(self, operands: Operands) -> list[Tensor]:
         """Return a mask for each piece that has one."""
@@ -86,20 +89,21 @@ class Lines:
         return found
 
     def sloped(self, x: Tensor, held: Sequence[Bits]) -> Tensor:
-        """Return slopes times `x`; 0 where the slope is 0, whatever `x` is."""
+        """Return slopes times `x`; 0 where the slope is 0, whatever `x` is, but for `factor`."""
         flat = [bits for bits, (_, slope, _) in zip(held, self.pieces, strict=True) if not slope]
         steep = [bits for bits, (_, slope, _) in zip(held, self.pieces, strict=True) if slope]
         kept = steep if self.slope == 0 else flat
         kept = [bits for bits in kept if not bits.none]
         if not kept:
-            y = x * self.slope
+            y = x * self.slope if self.slope else torch.zeros_like(x)
         else:
             some = kept[0].bytes()
             for bits in kept[1:]:
                 some = some | bits.bytes()
             if self.slope:
                 some = 1 - some
-            y = torch.ops.aten.threshold_backward(x, some.to(x.dtype), 0)
+            some = some.to(x.dtype)
+            y = x * some if self.factor else torch.ops.aten.threshold_backward(x, some, 0)
             if self.slope not in (0.0, 1.0):
                 y = y * self.slope
         base = self.slope or 1.0
@@ -206,7 +210,7 @@ def _hardshrink(args: Arguments, kwargs: Keywords) -> Lines:
 
 
 def _abs(args: Arguments, kwargs: Keywords) -> Lines:
-    return Lines(((lambda x: x < 0, -1.0, 0.0), (lambda x: x == 0, 0.0, 0.0)))
+    return Lines(((lambda x: x < 0, -1.0, 0.0), (lambda x: x == 0, 0.0, 0.0)), factor=True)
 
 
 def _sign(args: Arguments, kwargs: Keywords) -> Lines:
