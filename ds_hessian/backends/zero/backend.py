@@ -186,6 +186,7 @@ class ZeroBackend:
                 stack.enter_context(training_refused(self.modules, masters))
                 stack.enter_context(host.forward_stack())
                 stack.callback(shards.stash())
+                stack.enter_context(shards.unquantized())
             stack.callback(shards.publish)  # on all ranks, wherever one fails
             with lockstep.together("keeping the weights"):
                 shards.publish()
@@ -219,6 +220,8 @@ class ZeroBackend:
         mesh += f", SP {self.sequence_ranks}" * (self.sequence_ranks > 1)
         expert_ranks = sorted({layer.ep_size for _, layer in host.expert_layers(engine)})
         mesh += f", EP {' and '.join(map(str, expert_ranks))}" * bool(expert_ranks)
+        quantized = host.quantized(engine)
+        mesh += f", unquantized ({' and '.join(quantized)} off)" * bool(quantized)
         return Description(
             layout=f"ZeRO-{stage}, {ranks} rank{'s' * (ranks > 1)}{mesh}",
             model_dtype=str(next(engine.module.parameters()).dtype).removeprefix("torch."),

@@ -264,6 +264,27 @@ def tensor_parallel(engine: Engine) -> tuple[int, int]:
     return int(rank), int(bwc.bwc_tensor_model_parallel_world_size(mpu))
 
 
+def quantized(engine: Engine) -> list[str]:
+    """Return what of training's communication is quantized: "qwZ" weights, "qgZ" gradients."""
+    zero = engine._config.zero_config
+    if int(zero.stage) != 3:
+        return []
+    named = {"qwZ": zero.zero_quantized_weights, "qgZ": zero.zero_quantized_gradients}
+    return [name for name, present in named.items() if present]
+
+
+def quantizers(engine: Engine) -> list[tuple[Private, str, object]]:
+    """Return `(owner, attribute, value)` that switch the quantization of communication off."""
+    optimizer = engine.optimizer
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    found: list[tuple[Private, str, object]] = []
+    if "qwZ" in quantized(engine):
+        found.append((coordinator, "zero_quantized_weights", False))
+    if "qgZ" in quantized(engine):
+        found.append((optimizer, "all2all_process_group", None))
+    return found
+
+
 def has_experts(engine: Engine) -> bool:
     """Return whether the model has layers of `deepspeed.moe`, or of AutoEP."""
     return bool(getattr(engine, "has_moe_layers", False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -95,6 +95,10 @@ class Shards(ABC):
 
     def prepare(self) -> None:  # noqa: B027  # most have nothing to do
         """Gather before a forward, inside the lockstep, what is cheaper to gather at once."""
+
+    def unquantized(self) -> AbstractContextManager[None]:
+        """Communicate weights and gradients as they are, where training quantizes them."""
+        return nullcontext()
 
     @abstractmethod
     def gradients(self, pieces: Sequence[Piece]) -> Iterator[Tensor | None]:

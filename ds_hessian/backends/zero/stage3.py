@@ -6,8 +6,10 @@ of the last; the padding is uninitialised memory in the weights and is left out 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +17,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from ds_hessian.backends.guard import swap
+from ds_hessian.backends.zero import host
 from ds_hessian.backends.zero.host import Engine, Private, accelerator_synchronize
 from ds_hessian.backends.zero.shards import Piece, Shards
 
+_TRACE = "_PartitionedParameterCoordinator__"
+_TRACED = (
+    *("step_id", "trace_mode", "submodule_order", "param_order", "param_queue"),
+    *("most_recent_step_id_param_fetched_for", "step_id_module_fetched_for"),
+    "n_available_params",
+)
 _GRADIENTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
@@ -102,6 +111,14 @@ class Stage3Shards(Shards):
         for (group, _), params in together.items():
             _gather(params, group, self.engine.device)
 
+    @override
+    @contextmanager
+    def unquantized(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for owner, name, off in host.quantizers(self.engine):
+                swap(stack, owner, name, off)
+            yield
+
     @property
     def accumulates(self) -> bool:
         """True if gradients are fp32 and not offloaded, which sums them in a buffer on the host."""
@@ -163,12 +180,14 @@ class Stage3Shards(Shards):
         gathered = self._gathered()
         buffer = optimizer.grad_partitions_flat_buffer.clone()
         micro_step, averaged = optimizer.micro_step_id, dict(optimizer.averaged_gradients)
+        trace = _stash_trace(optimizer.parameter_offload.get_param_coordinator())
         optimizer.grad_partitions_flat_buffer.zero_()
         optimizer.micro_step_id = 0
         offloaded = _stash_offloaded(optimizer) if optimizer.offload_optimizer else None
 
         def unstash() -> None:
             restore()
+            trace()
             for p, whole in gathered:
                 p.data, p.ds_status = whole, type(p.ds_status).AVAILABLE
             optimizer.grad_partitions_flat_buffer.copy_(buffer)
@@ -231,6 +250,24 @@ def _replace_shard(stack: ExitStack, p: Private, value: Tensor) -> None:
         setattr(copy, name, getattr(shard, name))
     swap(stack, p, "ds_tensor", copy)
     swap(stack, p, "data", torch.empty(0, dtype=torch.float32, device=p.device))
+
+
+def _stash_trace(coordinator: Private) -> Callable[[], None]:
+    """Save the order of gathers that training has recorded, by which it gathers several at once.
+
+    Weights that are quantized together (qwZ) share their scales, so that another order has other
+    bits.
+    """
+    found = {f"{_TRACE}{name}" for name in _TRACED} & set(vars(coordinator))
+    kept = {name: _copied(getattr(coordinator, name)) for name in found}
+    return lambda: coordinator.__dict__.update(kept)
+
+
+def _copied(value: Any) -> Any:
+    made = copy.copy(value)
+    if isinstance(made, dict):
+        made.update({key: copy.copy(each) for key, each in made.items()})
+    return made
 
 
 def _stash_offloaded(optimizer: Private) -> Callable[[], None]:

@@ -57,8 +57,11 @@ def _findings(engine: Engine) -> list[tuple[str, bool, str]]:
             "use the plain one of this stage (no ZenFlow, no SuperOffload)",
         ),
         ("offload_states()", bool(getattr(optimizer, "offloaded_states", None)), "reload them"),
-        ("ZeRO++ qwZ", bool(zero.zero_quantized_weights), "switch zero_quantized_weights off"),
-        ("ZeRO++ qgZ", bool(zero.zero_quantized_gradients), "switch it off"),
+        (
+            "frozen weights that are stored in 8 bits (zero_quantized_nontrainable_weights)",
+            bool(getattr(zero, "zero_quantized_nontrainable_weights", False)),
+            "switch it off",
+        ),
         ("MiCS", getattr(zero, "mics_shard_size", -1) > 0, "use plain ZeRO-3"),
         (
             "sparse gradients",
