@@ -73,12 +73,26 @@ def measure(ranks: int, stage: str, **given: Any) -> None:
     )
     whole: Literal[0, 3] = 3 if stage == "3" else 0
     request = Request(sequences=sequences, stage=whole, **given)
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks == 1 or launched > 1:
+    if ranks == 1 or _launched() > 1:
         work(request)
         return
     checked(request)  # before processes are started
     _launch(ranks)
+
+
+def _launched() -> int:
+    """Return how many ranks a launcher has started.
+
+    Raises:
+        ConfigError: the environment says no number.
+    """
+    said = os.environ.get("WORLD_SIZE", "1")
+    if not said.isdecimal():
+        raise ConfigError(
+            f"the environment has WORLD_SIZE = {said!r}, which is no number of ranks: unset it, or "
+            "start the ranks by torchrun or deepspeed"
+        )
+    return int(said)
 
 
 def _launch(ranks: int) -> None:
@@ -202,7 +216,7 @@ def _process_group(stage: int) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+    if _launched() == 1 or dist.is_initialized():
         yield
         return
     if stage == 3:

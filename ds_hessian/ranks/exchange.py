@@ -124,9 +124,11 @@ def largest(figures: Tensor) -> Tensor:
 
 
 def ranks_of_node() -> int | None:
-    """Return how many ranks this node has, as torchrun or DeepSpeed's launcher say."""
-    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    return int(said) if said else None
+    """Return how many ranks this node has, as torchrun or DeepSpeed's launcher say; None where
+    neither says a number.
+    """
+    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ""
+    return int(said) if said.isdecimal() else None
 
 
 _most_on_a_node: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()

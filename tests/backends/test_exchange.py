@@ -12,6 +12,7 @@ from ds_hessian.memory import TIERS
 from ds_hessian.planning import Needs, shortage
 from ds_hessian.ranks import Shared, balanced, imbalance
 from ds_hessian.ranks.collectives import shared_of_mesh
+from ds_hessian.ranks.exchange import ranks_of_node
 from tests.backends import exchange_jobs
 from tests.ranks import RankPool
 from tests.tiers import cells
@@ -239,3 +240,13 @@ def test_a_watch_whose_connection_breaks_is_taken_over() -> None:
     assert sorted(first) == [0, 0, 1]
     assert all(bool(now) != bool(then) for then, now in zip(first, after, strict=True))
     assert set(errors) == {"while trying, rank 1: MemoryError: full"}
+
+
+@pytest.mark.parametrize(("said", "ranks"), [("2", 2), ("two", None), ("-1", None), ("", None)])
+def test_an_environment_without_a_number_says_no_ranks(
+    monkeypatch: pytest.MonkeyPatch, said: str, ranks: int | None
+) -> None:
+    """The thread that watches for failed ranks reads it, and must not end by it."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    assert ranks_of_node() == ranks

@@ -270,3 +270,12 @@ def test_wrong_calls_are_refused_in_one_line(
 
 def test_one_spectrum_is_nothing_to_compare(run_folder: Path) -> None:
     refused_in_one_line(call("compare", run_folder / "s20"), "at least two spectra, got .*s20")
+
+
+@pytest.mark.parametrize("ranks", ["two", "-1", ""])
+def test_an_environment_without_a_number_of_ranks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    done = call("measure", tmp_path, "--data", tmp_path, "--ranks", "2", cwd=tmp_path)
+    refused_in_one_line(done, f"WORLD_SIZE = '{ranks}', which is no number of ranks")
