@@ -58,9 +58,9 @@ def _findings(engine: Engine) -> list[tuple[str, bool, str]]:
         ),
         ("offload_states()", bool(getattr(optimizer, "offloaded_states", None)), "reload them"),
         (
-            "frozen weights that are stored in 8 bits (zero_quantized_nontrainable_weights)",
+            "frozen weights that are stored in 8 bits",
             bool(getattr(zero, "zero_quantized_nontrainable_weights", False)),
-            "switch it off",
+            "switch zero_quantized_nontrainable_weights off",
         ),
         ("MiCS", getattr(zero, "mics_shard_size", -1) > 0, "use plain ZeRO-3"),
         (
