@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.backends import jobs, kronecker_jobs
+from tests.backends.test_stages import ENGINES as EVERY
 from tests.nets import DenseHessian, TinyGPT, batch, merged
 from tests.ranks import RankPool
 from tests.tiers import cells
@@ -84,6 +85,15 @@ def test_records_agree_with_the_dense_hessian_on_every_rank(ranks: Ranks) -> Non
         assert abs(record.plain_shares[i] - plain) <= 4 * record.plain_share_errors[i]
     assert record.kinds[-1] == "adam" and (record.samples[:, -1] == 3).all()
     assert np.allclose(record.shares[:, -1], record.plain_shares)
+
+
+@pytest.mark.parametrize("name", cells(EVERY, ("2 optimizer offload", "3 bf16 offload")))
+def test_training_is_bitwise_the_same_with_factors_in_between(ranks: Ranks, name: str) -> None:
+    """Their passes leave weights without gradients, which engines are not used to."""
+    common = {"steps": 5, "gradient_accumulation_steps": 2, **EVERY[name]}
+    modes = [{"mode": "bare", **common}, {"mode": "kronecker", **common}]
+    for differing, _ in ranks(2).run(jobs.compare_training, modes):
+        assert differing == [[]]
 
 
 @pytest.mark.parametrize("where", cells(("hook", "eigh"), ("hook",)))

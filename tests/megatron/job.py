@@ -633,12 +633,16 @@ def run_schedule(job: Job, chunks: list[Any], batches: list[Any]) -> None:
     )
 
 
+FACTORS = r"layers\.(0|1)\..*(qkv|proj|fc1|fc2)\.weight"
+"""The layers of which training with measurements of Kronecker factors has them."""
+
+
 def train(job: Job, measure: str = "", steps: int = 2, config: dict[str, Any] | None = None) -> Any:
     """Train, with dropout if the job has some; what must be the same with and without `measure`.
 
     Args:
         job: The layout.
-        measure: "" for none, "spectrum" after every step, or where a measurement after step 0
+        measure: "" for none, "spectrum" or "kronecker" after every step, or where one after step 0
             fails on one rank alone: "batch" (before the model is called), "forward" (after it),
             "loss", "backward", "layer" and "experts" (inside of the model), "layer backward",
             "experts backward", "iterator" (a batch is given out) and "finalize" (gradients are
@@ -663,6 +667,9 @@ def train(job: Job, measure: str = "", steps: int = 2, config: dict[str, Any] | 
             if measure == "spectrum":
                 spectrum = hessian.spectrum(num_matvecs=2)
                 measured.append((spectrum.loss, spectrum.gradient_norm, spectrum.n))
+            elif measure == "kronecker":
+                found = hessian.kronecker(["ekfac"], FACTORS, basis=1, probes=2, extremes=0)
+                measured.append((found.mismatches.max(), len(found.layers)))
             elif measure and step == 0:
                 errors.append(failing_spectrum(chunks, job, measure))
         return training_state(job, chunks, optimizer, norms), measured, errors

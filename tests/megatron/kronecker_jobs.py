@@ -12,15 +12,13 @@ from tests.megatron import job
 from tests.megatron.job import Job
 from tests.nets import forward_hooks
 
-CHOICE = r"layers\.(0|1)\..*(qkv|proj|fc1|fc2)\.weight"
-
 
 def factors(layout: Job, kinds: tuple[Any, ...] = ("kfac", "ekfac", "shampoo")) -> Any:
     """{layer: {kind: K on some matrices}} of this rank's layers, and the samples of all."""
     with job.running(layout) as chunks:
         hessian = job.hessian_of(chunks, layout)
         backend = hessian.backend
-        found_layers, _ = find_layers(backend, CHOICE)
+        found_layers, _ = find_layers(backend, job.FACTORS)
         with backend.measuring(hessian._objective) as session:
             found = estimate(session, backend, found_layers, Settings(kinds))
         forms = {

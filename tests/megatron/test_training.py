@@ -60,6 +60,18 @@ def test_training_with_spectra_in_between_is_bitwise_the_same(
         gradient_norms[name] = [m[1] for m in measured]
 
 
+@pytest.mark.parametrize("name", cells(JOBS, ("DP distributed optimizer",)))
+def test_training_with_kronecker_factors_in_between_is_bitwise_the_same(
+    megatron_ranks: Ranks, name: str
+) -> None:
+    """Their passes leave weights without gradients."""
+    layout = Job(**JOBS[name], dropout=0.1)
+    runs = megatron_ranks(2).run(job.compare_training, layout, ["kronecker"], {"dropout": False})
+    for ((differing, measured, _),) in runs:
+        assert differing == [] and len(measured) == 2
+        assert all(mismatch < 0.02 and count == 8 for mismatch, count in measured)
+
+
 def test_gradients_right_after_a_step_are_the_same_with_and_without_sharded_optimizer(
     gradient_norms: dict[str, list[float]],
 ) -> None:
