@@ -53,6 +53,7 @@ class Job:
     query_groups: int = 2  # of attention's heads; tensor-parallel ranks must divide them
     dropout: float = 0.0
     bias: bool = True
+    activation: str = "swiglu"
     dtype: str = "float32"
     precision: str = "model"  # of the passes that measure
     narrow_sums: bool = False  # of gradients in 16 bits
@@ -71,6 +72,14 @@ class Job:
             **dict.fromkeys(("tp", "pp", "vpp", "ep", "etp", "instances"), 1),
             **dict.fromkeys(("sequence_parallel", "distributed", "overlap", "recompute"), False),
         )
+
+
+def activation_of(job: Job) -> Any:
+    from megatron.core.activations import squared_relu
+
+    return {"relu": functional.relu, "squared relu": squared_relu}.get(
+        job.activation, functional.silu
+    )
 
 
 def model_config(job: Job) -> Any:
@@ -122,8 +131,8 @@ def model_config(job: Job) -> Any:
         ffn_hidden_size=20,
         num_attention_heads=4,
         num_query_groups=None if job.latent else job.query_groups,
-        gated_linear_unit=True,
-        activation_func=functional.silu,
+        gated_linear_unit=job.activation == "swiglu",
+        activation_func=activation_of(job),
         add_bias_linear=job.bias,
         use_cpu_initialization=True,
         params_dtype=job.torch_dtype,
