@@ -56,22 +56,40 @@ class Bits:
     def bytes(self) -> Tensor:
         """Return ones and zeros, uint8, in the order of the dims in which they were given."""
         if self._packed is None:
-            return torch.full(
-                self.shape, int(bool(self.alike)), dtype=torch.uint8, device=self.device
-            )
+            alike = int(bool(self.alike))
+            return torch.full(self.shape, alike, dtype=torch.uint8, device=self.device)
         places = torch.arange(_BYTE, dtype=torch.uint8, device=self.device)
         flat = (self._packed.unsqueeze(0) >> places.unsqueeze(1)).bitwise_and_(1).view(-1)
         return flat.as_strided(self.shape, self._stride)
+
+    def part(self, place: int, count: int) -> Tensor:
+        """Return the `place`-th eighth of the ones and zeros, `(count,)` uint8, in the order in
+        which the elements were stored.
+        """
+        if self._packed is None:
+            alike = int(bool(self.alike))
+            return torch.full((count,), alike, dtype=torch.uint8, device=self.device)
+        return (self._packed[:count] >> place).bitwise_and_(1)
 
     def mask(self) -> Tensor:
         """Return the boolean tensor."""
         return self.bytes().view(torch.bool)
 
     def differs(self, mask: Tensor) -> Tensor:
-        """Return where another mask is not this one."""
+        """Return where another mask is not this one; it may be overwritten."""
         if self.alike is not None:
-            return ~mask if self.alike else mask
-        return mask ^ self.mask()
+            return mask.logical_not_() if self.alike else mask
+        return mask.logical_xor_(self.mask())
+
+    def stored_as(self, x: Tensor) -> bool:
+        """Return whether the elements of a tensor are stored in the order of these."""
+        return x.shape == self.shape and x.stride() == self._stride
+
+
+def eighths(count: int) -> list[slice]:
+    """Return the parts of so many elements, as they lie in memory, of `Bits.part`."""
+    size = -(-count // _BYTE)
+    return [slice(k * size, min((k + 1) * size, count)) for k in range(_BYTE)]
 
 
 Held = Bits | Tensor

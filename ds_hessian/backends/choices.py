@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,22 +163,22 @@ class Sides:
 
 
 @torch.no_grad()
-def sides_of(kinked: Kinked, line: Line, real: Tensor) -> Sides | None:
+def sides_of(kinked: Kinked, line: Line, some: Tensor, real: Tensor) -> Sides | None:
     """Return the sides of a call at the weights; None where the function is not what it is held to
     be.
 
     Args:
         kinked: The call.
         line: Where it was called.
-        real: What the function has returned.
+        some: Its first operand, or some elements of it.
+        real: What the function has returned of that.
     """
-    name, shape = kinked.name, kinked.operands[0].shape
-    held = [held_of(part, kinked.most) for part in kinked.sides(kinked.operands)]
+    tried = replace(kinked, operands=(some, *kinked.operands[1:]), in_place=False, indices=False)
     dtype = real.dtype if real.is_floating_point() else None
     if all(t.dtype == dtype or not t.is_floating_point() for t in kinked.operands):
         dtype = None
-    made = Sides(name, shape, line, held, dtype)
-    again = made.value(Kinked(name, kinked.operands, kinked.sides, kinked.value, kinked.most))
+    made = _made(tried, line, dtype)
+    again = made.value(tried)
     if again.dtype != real.dtype or again.shape != real.shape:
         return None
     if real.is_floating_point():
@@ -186,7 +186,14 @@ def sides_of(kinked: Kinked, line: Line, real: Tensor) -> Sides | None:
         alike = torch.allclose(again.float(), real.float(), rtol=near, atol=near, equal_nan=True)
     else:
         alike = torch.equal(again, real)
-    return made if alike else None
+    if not alike:
+        return None
+    return _made(kinked, line, dtype) if kinked.alone else made
+
+
+def _made(kinked: Kinked, line: Line, dtype: torch.dtype | None) -> Sides:
+    held = [held_of(part, kinked.most) for part in kinked.sides(kinked.operands)]
+    return Sides(kinked.name, kinked.operands[0].shape, line, held, dtype)
 
 
 def chooses(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -44,6 +44,7 @@ from ds_hessian.backends import kinks, pieces
 from ds_hessian.backends.bits import compact
 from ds_hessian.backends.choices import (
     DIMS,
+    SAMPLED,
     Choice,
     PieceError,
     Sides,
@@ -309,13 +310,15 @@ class FixedFunction(TorchFunctionMode):
         """Return the sides at the weights; without any where they cannot be held."""
         line, shape = line_of_call(), kinked.operands[0].shape
         with torch.no_grad():
-            if kinked.in_place:
-                x = kinked.operands[0]
-                args = tuple(a.detach().clone() if a is x else a for a in args)
-                kwargs = {k: a.detach().clone() if a is x else a for k, a in kwargs.items()}
+            # What is compared with the function itself: of many elements, some.
+            x = kinked.operands[0]
+            some = x.detach().reshape(-1)[:: max(1, x.numel() // SAMPLED)] if kinked.alone else x
+            given = some.detach().clone() if kinked.in_place else some
+            args = tuple(given if a is x else a for a in args)
+            kwargs = {k: given if a is x else a for k, a in kwargs.items()}
             real = func(*args, **kwargs)
         real = real[0] if kinked.indices else real
-        sides = sides_of(kinked, line, real)
+        sides = sides_of(kinked, line, some, real)
         if sides is None:
             return Sides(kinked.name, shape, line)
         self.held += sides.nbytes

@@ -12,6 +12,7 @@ kink itself, the slope is torch's.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ds_hessian.backends.bits import Bits, Held
+from ds_hessian.backends.bits import Bits, Held, eighths
 from ds_hessian.backends.kinks import REAL, argument
 from ds_hessian.memory import FP32
 
@@ -44,6 +45,7 @@ class Kinked:
         in_place: Whether the first operand is to be overwritten.
         counted: Whether the sides are those of elements, of which it is counted how many change.
         indices: Whether the indices are returned as well.
+        alone: Whether each element has its value whatever the others are.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Kinked:
     in_place: bool = False
     counted: bool = True
     indices: bool = False
+    alone: bool = False
 
 
 # ---- lines: each piece is a slope times the element, plus a number
@@ -88,38 +91,60 @@ class Lines:
         found: Tensor = _Straight.apply(operands[0], self, held)  # type: ignore[no-untyped-call]
         return found
 
-    def sloped(self, x: Tensor, held: Sequence[Bits]) -> Tensor:
-        """Return slopes times `x`; 0 where the slope is 0, whatever `x` is, but for `factor`."""
-        flat = [bits for bits, (_, slope, _) in zip(held, self.pieces, strict=True) if not slope]
-        steep = [bits for bits, (_, slope, _) in zip(held, self.pieces, strict=True) if slope]
-        kept = steep if self.slope == 0 else flat
-        kept = [bits for bits in kept if not bits.none]
-        if not kept:
-            y = x * self.slope if self.slope else torch.zeros_like(x)
-        else:
-            some = kept[0].bytes()
-            for bits in kept[1:]:
-                some = some | bits.bytes()
-            if self.slope:
-                some = 1 - some
-            some = some.to(x.dtype)
-            y = x * some if self.factor else torch.ops.aten.threshold_backward(x, some, 0)
-            if self.slope not in (0.0, 1.0):
-                y = y * self.slope
-        base = self.slope or 1.0
-        for bits, (_, slope, _) in zip(held, self.pieces, strict=True):
-            if slope not in (0.0, base) and not bits.none:
-                y = y * bits.bytes().to(y.dtype).mul_(slope / base - 1).add_(1)
+    def on(self, x: Tensor, held: Sequence[Bits], numbers: bool) -> Tensor:
+        """Return slopes times `x`, 0 where the slope is 0, whatever `x` is, but for `factor`; and
+        the numbers added, if they are asked for.
+        """
+        if x.numel() < LARGE or not all(bits.stored_as(x) for bits in held):
+            return self._on(x, [bits.bytes() for bits in held], held, numbers)
+        # By parts, whose masks take little memory, and stay in a processor's cache.
+        out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        flat, found = (t.as_strided((t.numel(),), (1,)) for t in (x, out))
+        for place, part in enumerate(eighths(x.numel())):
+            count = part.stop - part.start
+            masks = [bits.part(place, count) for bits in held]
+            found[part] = self._on(flat[part], masks, held, numbers)
+        return out
+
+    def _on(
+        self, x: Tensor, masks: Sequence[Tensor], held: Sequence[Bits], numbers: bool
+    ) -> Tensor:
+        given = [
+            (mask, slope, number)
+            for mask, bits, (_, slope, number) in zip(masks, held, self.pieces, strict=True)
+            if not bits.none
+        ]
+        y = self._sloped(x, given)
+        if not numbers:
+            return y
+        if self.number:
+            y = y + self.number
+        for mask, _, number in given:
+            if number != self.number:
+                y = y.add(mask.to(y.dtype), alpha=number - self.number)
         return y
 
-    def added(self, y: Tensor, held: Sequence[Bits]) -> Tensor:
-        """Add the numbers to `y`, in place."""
-        if self.number:
-            y.add_(self.number)
-        for bits, (_, _, number) in zip(held, self.pieces, strict=True):
-            if number != self.number and not bits.none:
-                y.add_(bits.bytes().to(y.dtype), alpha=number - self.number)
-        return y
+    def _sloped(self, x: Tensor, given: Sequence[tuple[Tensor, float, float]]) -> Tensor:
+        steep = self.slope == 0
+        kept = [mask for mask, slope, _ in given if bool(slope) == steep]
+        if steep and not kept:
+            return torch.zeros_like(x)
+        y, base = x, self.slope or 1.0
+        if kept:
+            some = functools.reduce(torch.bitwise_or, kept)
+            some = some if steep else 1 - some
+            some = some.to(x.dtype)
+            y = x * some if self.factor else torch.ops.aten.threshold_backward(x, some, 0)
+        if base != 1:
+            y = y * base
+        for mask, slope, _ in given:
+            if slope not in (0.0, base):
+                y = y * mask.to(y.dtype).mul_(slope / base - 1).add_(1)
+        return y.clone() if y is x else y
+
+
+LARGE = 2**20
+"""Elements from which on they are evaluated by parts."""
 
 
 class _Straight(torch.autograd.Function):
@@ -130,12 +155,12 @@ class _Straight(torch.autograd.Function):
         ctx.lines, ctx.held = lines, held
         # In 16 bits a product and a sum are rounded together, as by torch's own kernels.
         wide = x.float() if lines.slope not in (0.0, 1.0) and x.dtype.itemsize < FP32 else x
-        return lines.added(lines.sloped(wide, held), held).to(x.dtype)
+        return lines.on(wide, held, True).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         with torch._C.DisableTorchFunction():
-            return ctx.lines.sloped(gradients[0], ctx.held), None, None
+            return ctx.lines.on(gradients[0], ctx.held, False), None, None
 
 
 def _number(value: Any) -> bool:
@@ -671,7 +696,7 @@ def _found(
         in_place |= bool(_inplace_by_position(func, name, args))
         lines = LINES[name](args, kwargs)
         if lines is not None:
-            return Kinked(name, (x,), lines.sides, lines.value, in_place=in_place)
+            return Kinked(name, (x,), lines.sides, lines.value, in_place=in_place, alone=True)
     if name in CURVED:
         in_place |= bool(_inplace_by_position(func, name, args))
         made = _curved(name, args, kwargs)
