@@ -300,7 +300,7 @@ FAMILIES = {
 }  # fmt: skip
 
 KINKED = ("relu", "max pooling")
-"""Their gradient jumps: between w - hv and w + hv lies what H(w) does not have."""
+"""Their gradient jumps, but where kinks are held."""
 
 
 class Exact:
@@ -538,8 +538,8 @@ def main() -> None:
         print(line(arithmetic, [row for row in rows if row.arithmetic == arithmetic]))
     for count in COUNTS:
         print(line(f"{count} micro-batches", [row for row in rows if row.count == count]))
-    smooth = [row for row in rows if row.family not in KINKED]
-    print(line("smooth", smooth))
+    if smooth := [row for row in rows if row.family not in KINKED]:
+        print(line("without kinks", smooth))
     print(line("all", rows))
     print(f"\n{time.process_time() - spent:.0f} s of CPU time")
 

@@ -101,6 +101,9 @@ class JobMeasuring(JobVectors):
         with collective("choosing the micro-batches", device, given=lambda: sizes):
             before = self._objective
             self._objective = self.backend.objective(batches, loss_fn, like=before, **sizes)
+        if before is not None:  # until it is known of these micro-batches
+            share = self._objective.num_micro_batches / before.num_micro_batches
+            self._objective.sides = int(before.sides * share)
         self.used()
         return self
 

@@ -121,6 +121,17 @@ def free_on(device: torch.device) -> int:
     return int(module.mem_get_info(device)[0] + cached)
 
 
+def passes_memory(device: torch.device) -> int:
+    """Return the bytes of activations, gathered weights and gradients on their way that passes have
+    needed so far at most: the job's highest peak over what is held now. 0 on the CPU, where it is
+    not known.
+    """
+    if device.type == "cpu":
+        return 0
+    module = torch.get_device_module(device)
+    return int(module.max_memory_allocated(device) - module.memory_allocated(device))
+
+
 def tier_of(device: torch.device) -> Tier:
     """Return where tensors on a device are stored."""
     return "host" if device.type == "cpu" else "accelerator"

@@ -23,7 +23,7 @@ from ds_hessian.backends.protocol import Backend, Objective
 from ds_hessian.backends.restricted import Restricted
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
-from ds_hessian.memory import Item, MemoryPlan, tier_of
+from ds_hessian.memory import Item, MemoryPlan, passes_memory, tier_of
 from ds_hessian.operators import LinearOperator, outputs_of
 from ds_hessian.planning import (
     Needs,
@@ -33,7 +33,6 @@ from ds_hessian.planning import (
     free_memory,
     in_words,
     needs_of,
-    passes_memory,
     plan,
     refuse_too_large,
     surely_fits,
@@ -201,7 +200,8 @@ def measure(analysis: Analysis[R], subject: Subject) -> R:
             analysis = analysis.within(backend)
         analysis = analysis.prepared(backend, subject.config)
         subject = decided(analysis, subject)
-        plan_or_refuse(analysis, subject)
+        reserved = plan_or_refuse(analysis, subject)
+        subject = replace(subject, reserved=reserved)
         record = with_fallback(subject, analysis.run)
         return _everywhere(record, backend) if isinstance(backend, Restricted) else record
 
@@ -264,8 +264,11 @@ def _wide_needs(
     return needs_of(analysis, share, config, free)
 
 
-def plan_or_refuse(analysis: Analysis[R], subject: Subject) -> None:
+def plan_or_refuse(analysis: Analysis[R], subject: Subject) -> int:
     """Log the memory plan of an analysis on rank 0; refuse what does not fit on some rank.
+
+    Returns:
+        The bytes of the vectors' memory that this rank needs beside the sides of kinks.
 
     Raises:
         ConfigError: it does not fit on some rank.
@@ -281,6 +284,7 @@ def plan_or_refuse(analysis: Analysis[R], subject: Subject) -> None:
             logger.info("Hessian %s: %s", analysis.title, table)
     if not surely_fits(needs, space.world_size, space.device):
         refuse_too_large(analysis, config, gather_objects(needs))
+    return needs.peaks[0][share.tier]
 
 
 def _share(subject: Subject) -> Share:
@@ -309,6 +313,7 @@ def share_of(
         backend.compute_dtype,
         whole,
         foreseen,
+        objective.sides if objective else 0,
     )
 
 

@@ -56,6 +56,8 @@ class Subject:
             removed, with a line in the log; else it is refused.
         choice: How the precision of the passes, which the settings then name, was chosen.
         crossing: Why kinks are crossed although the settings did not say so; else empty.
+        reserved: Bytes of the vectors' memory that this rank is planned to need beside the sides of
+            kinks.
         lessons: What the run's measurements have taught, by kind and optimizer step; those of the
             latest two steps.
     """
@@ -66,6 +68,7 @@ class Subject:
     retires: bool = False
     choice: ChosenPrecision = field(default_factory=ChosenPrecision)
     crossing: str = ""
+    reserved: int = 0
     lessons: Lessons = field(default_factory=dict)
 
     @property
@@ -73,7 +76,9 @@ class Subject:
         """The arithmetic of forward and backward."""
         config = self.config
         kinks = config.finite_difference.kinks
-        return Passes(config.dropout, precision_of(config), config.batch_statistics, kinks)
+        return Passes(
+            config.dropout, precision_of(config), config.batch_statistics, kinks, self.reserved
+        )
 
     def draw(self, number: int) -> Tensor:
         """Draw the random unit vector of this number, `(n_local,)`, as configured."""
@@ -121,6 +126,7 @@ class Subject:
                 require_several(session)
             operator = self.curvature(session)
             self.choice.evaluated = True
+            self.objective.sides = session.kinks.held
             taught = self._taught(operator, folder)
             if saved is not None:
                 here = {**subject._identity(session, operator), **(identity or {})}

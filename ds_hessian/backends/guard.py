@@ -26,7 +26,7 @@ from torch.overrides import _len_torch_function_stack, _pop_mode
 from ds_hessian.backends.function import FixedFunction
 from ds_hessian.backends.protocol import Passes
 from ds_hessian.errors import UnsupportedError
-from ds_hessian.memory import FP32, free_on
+from ds_hessian.memory import FP32, free_on, passes_memory
 from ds_hessian.ranks import most_on_a_node
 
 _MISSING = object()
@@ -301,7 +301,8 @@ def _allowed(passes: Passes, device: torch.device) -> int:
     sharing = 1
     if device.type == "cpu" and dist.is_available() and dist.is_initialized():
         sharing = most_on_a_node() or dist.get_world_size()
-    return free_on(device) // (SHARE_OF_KINKS * sharing)
+    free = (free_on(device) - passes_memory(device)) // sharing
+    return max(min(free // SHARE_OF_KINKS, free - passes.reserved), 1)
 
 
 class Guard(ExitStack):

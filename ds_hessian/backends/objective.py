@@ -38,6 +38,7 @@ class MicroBatches:
     Attributes:
         batches: The list of micro-batches.
         num_micro_batches: Their number, the same on every rank.
+        sides: The bytes that the sides of kinks took in the last measurement; 0 before.
 
     Raises:
         ConfigError: there is one micro-batch instead of an iterable of them.
@@ -51,6 +52,7 @@ class MicroBatches:
             )
         self.batches = list(batches)
         self.num_micro_batches = len(self.batches)
+        self.sides = 0
 
     def fingerprint(self) -> str:
         """Return a short hash of this rank's micro-batches, for provenance."""

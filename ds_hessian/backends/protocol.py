@@ -60,12 +60,14 @@ class Passes:
             else by their running statistics.
         kinks: `"held"`, where elements stay on the sides of kinks on which they are at the weights,
             or `"crossed"`, where they pass them.
+        reserved: Bytes of the vectors' memory that a rank needs for other things than these sides.
     """
 
     dropout: bool = False
     precision: Precision = "model"
     batch_statistics: bool = False
     kinks: Kinks = "held"
+    reserved: int = 0
 
 
 DEFAULT_PASSES = Passes()
@@ -106,10 +108,12 @@ class Objective(Protocol):
     Attributes:
         num_micro_batches: Micro-batches as the user counts them, the same on every rank.
         batches: This rank's micro-batches.
+        sides: The bytes that the sides of kinks took in its last measurement; 0 before.
     """
 
     num_micro_batches: int
     batches: list[Any]
+    sides: int
 
     def fingerprint(self) -> str:
         """Return a short hash of this rank's micro-batches, for provenance."""

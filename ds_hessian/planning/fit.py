@@ -12,7 +12,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Protocol, Self, TypeVar
 
@@ -37,6 +37,9 @@ ELSEWHERE: tuple[Settings, ...] = (
     {"dtype": "bf16", "device": "disk"},
 )
 """Settings of a basis that need less of some memory, the least harmful first."""
+
+SIDES = "sides of kinks"
+"""The item that a plan has once they are known, from the first measurement on."""
 
 FEWEST = 10
 """Number of products below which no spectrum, trace or solve is proposed."""
@@ -112,7 +115,9 @@ def plan(
     Raises:
         ConfigError: `resume` keeps a number of vectors that depends on the model.
     """
-    items = [share.vectors("vector", 1)]
+    kinks, items = list[Item](), [share.vectors("vector", 1)]
+    if config.finite_difference.kinks == "held":
+        kinks.append(Item(SIDES, share.tier, share.sides))
     if analysis is not None:
         share = analysis.share(share)
         items = analysis.memory(share, config)
@@ -122,7 +127,8 @@ def plan(
             items.append(Item(f"state of the run, {count}", "resume", size))
     scheme = config.finite_difference.largest_formula
     operator = memory_of_operator(share.n_local, share.tier, scheme, config.operator, share.outputs)
-    return MemoryPlan.of(share.backend(precision_of(config)), operator, items, passes=passes)
+    backend = share.backend(precision_of(config))
+    return MemoryPlan.of(backend, kinks, operator, items, passes=passes)
 
 
 @dataclass(frozen=True)
@@ -187,6 +193,7 @@ def needs_of(
         config: The settings.
         free: Bytes that the rank sees free (`free_memory`).
     """
+    share = replace(share, sides=0)  # they are held in what is left, or not at all
     plans = [plan(analysis, share, config)]
     if analysis is not None:
         plans += [plan(o.analysis, share, o.config) for o in alternatives(analysis, config)]
@@ -220,17 +227,6 @@ def free_memory(
     if device.type != "cpu":
         free["accelerator"] = free_on(device)
     return free
-
-
-def passes_memory(device: torch.device) -> int:
-    """Return the bytes of activations, gathered weights and gradients on their way that passes have
-    needed so far at most: the job's highest peak over what is held now. 0 on the CPU, where it is
-    not known.
-    """
-    if device.type == "cpu":
-        return 0
-    module = torch.get_device_module(device)
-    return int(module.max_memory_allocated(device) - module.memory_allocated(device))
 
 
 def surely_fits(mine: Needs, ranks: int, device: torch.device) -> bool:

@@ -25,6 +25,7 @@ class Share:
         compute_dtype: The dtype in which training's passes compute.
         whole: Coordinates of all parameters on this rank, if the job is restricted to some; else 0.
         outputs: What is foreseen of the model's outputs.
+        sides: Bytes of the sides of kinks, as of the last measurement; 0 before.
     """
 
     n: int
@@ -35,6 +36,7 @@ class Share:
     compute_dtype: torch.dtype = torch.float32
     whole: int = 0
     outputs: Outputs = Outputs()
+    sides: int = 0
 
     def vectors(
         self, name: str, count: int, moments: tuple[Moment, ...] = (), stage: str = ""

@@ -305,6 +305,29 @@ def test_operators_of_the_outputs_hold_kinks(operator: Any) -> None:
     assert found.relative_errors.max() < 1e-3
 
 
+def test_the_plan_has_the_sides_of_kinks_once_they_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hessian = ds_hessian.attach(perceptron(), config=QUIET).use(data(), loss)
+
+    def planned(**settings: Any) -> list[int]:
+        items = hessian.memory_plan("spectrum", **settings).items
+        return [item.size for item in items if item.name == "sides of kinks"]
+
+    assert planned() == []
+    hessian.spectrum(num_matvecs=2)
+    assert planned() == [3 * 32 * 2 * 16 // 8]
+    assert planned(kinks="crossed") == []
+    hessian.use(data()[:2])
+    assert planned() == [2 * 32 * 2 * 16 // 8]
+    # What the plan needs for vectors is not given to them.
+    needed = hessian.memory_plan("spectrum", num_matvecs=2).peak("host") - planned()[0]
+    monkeypatch.setattr("ds_hessian.backends.guard.free_on", lambda device: needed + 100)
+    assert hessian.spectrum(num_matvecs=2).provenance.kinks == "crossed"
+    monkeypatch.setattr("ds_hessian.backends.guard.free_on", lambda device: needed + 1000)
+    assert hessian.spectrum(num_matvecs=2).provenance.kinks == "held"
+
+
 # ---- on the ranks of jobs
 
 FP32_PASSES = {"hessian": {"finite_difference": {"precision": "fp32"}}}
