@@ -50,6 +50,7 @@ class Job:
     dispatcher: str = "allgather"
     capacity: float | None = None  # of experts; the tokens beyond it are dropped
     latent: bool = False  # multi-latent attention
+    predicted: int = 0  # further tokens: layers of multi-token prediction
     query_groups: int = 2  # of attention's heads; tensor-parallel ranks must divide them
     dropout: float = 0.0
     bias: bool = True
@@ -152,6 +153,7 @@ def model_config(job: Job) -> Any:
         batch_p2p_comm=job.vpp == 1,
         deallocate_pipeline_outputs=job.pp > 1 and job.vpp == 1,
         calculate_per_token_loss=job.per_token,
+        mtp_num_layers=job.predicted or None,
         **recompute,
         **moe,
         **latent,
@@ -196,7 +198,10 @@ def groups_of(job: Job) -> Iterator[None]:
 def gpt(job: Job, config: Any, stage: int = 0) -> Any:
     """The model of one virtual stage on this rank."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     spec = get_gpt_layer_local_spec(
@@ -208,9 +213,11 @@ def gpt(job: Job, config: Any, stage: int = 0) -> Any:
     if job.latent:  # the local attention, which takes no widths of its own
         spec.submodules.self_attention.submodules.core_attention = shim.latent_attention()
     where = {"ignore_virtual": job.vpp == 1, "vp_stage": stage if job.vpp > 1 else None}
+    farther = get_gpt_mtp_block_spec(config, spec, False) if job.predicted else None
     model = GPTModel(
         config,
         spec,
+        mtp_block_spec=farther,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
@@ -257,7 +264,8 @@ def build(job: Job) -> list[Any]:
     config.finalize_model_grads_func = finalize_model_grads
     if job.overlap:
         config.no_sync_func = [c.no_sync for c in chunks] if job.vpp > 1 else chunks[0].no_sync
-    fill(chunks)
+    if not job.predicted:  # Megatron cannot name its copies of a tied embedding
+        fill(chunks)
     return chunks
 
 

@@ -173,10 +173,22 @@ def without_an_optimizer() -> list[str]:
 # ---- what is refused
 
 
-def measured_or_refused(job: Job, freeze: str = "", masters: bool = True) -> str:
-    """The message with which a measurement is refused, before its first pass."""
-    import torch.distributed as dist
+def layer_wise_optimizer(job: Job, chunks: list[Any]) -> Any:
+    """Megatron's layer-wise distributed optimizer, which Muon takes, with Adam for every weight."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
+    config = OptimizerConfig(optimizer="adam", lr=1e-2, params_dtype=job.torch_dtype, clip_grad=1.0)
+    adam = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    config.bf16 = job.dtype == "bfloat16"  # it makes the masters of what it keeps
+    parts = list(getattr(adam, "chained_optimizers", [adam]))
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return LayerWiseDistributedOptimizer(parts, config, groups)
+
+
+def measured_or_refused(job: Job, freeze: str = "", layer_wise: bool = False) -> str:
+    """The message with which a measurement is refused, before its first pass."""
     import ds_hessian
     from ds_hessian.backends.megatron import host
 
@@ -185,10 +197,10 @@ def measured_or_refused(job: Job, freeze: str = "", masters: bool = True) -> str
             for p in chunks[0].parameters():
                 if host.is_tied_over_stages(p) and host.pipeline_rank() == 0:
                     p.requires_grad_(False)
-        if job.dtype == "bfloat16":
+        if layer_wise:
+            layer_wise_optimizer(job, chunks)
+        elif job.dtype == "bfloat16":
             make_optimizer(job, chunks)
-        if not masters and dist.get_rank() == 1:  # as the layer-wise optimizer leaves them
-            del next(chunks[0].parameters()).main_param
         try:
             hessian = hessian_of(chunks, job)
             hessian.matvec(hessian.random_vector(seed=5))
@@ -216,8 +228,7 @@ def predicting_several_tokens() -> str:
     import ds_hessian
     from ds_hessian.megatron import MegatronHessian
 
-    with running(Job(pp=2)) as chunks:
-        chunks[0].config.mtp_num_layers = 1
+    with running(Job(pp=2, predicted=1)) as chunks:
         try:
             MegatronHessian(chunks)
         except ds_hessian.UnsupportedError as error:

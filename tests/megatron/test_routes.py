@@ -30,6 +30,19 @@ ROUTED: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"tp": 2, "ep": 2, "sequence_parallel": True, "dispatcher": "alltoall", "recompute": True},
     ),
+    "EP x PP": (4, {"ep": 2, "pp": 2}),
+    "EP x PP interleaved, all-to-all, distributed optimizer": (
+        4,
+        {"ep": 2, "pp": 2, "vpp": 2, "layers": 4, "dispatcher": "alltoall", "distributed": True},
+    ),
+    "TP x EP x DP": (4, {"tp": 2, "ep": 2, "sequence_parallel": True}),
+    "TP x EP x DP, all-to-all, distributed optimizer": (
+        4,
+        {
+            **{"tp": 2, "ep": 2, "sequence_parallel": True},
+            **{"dispatcher": "alltoall", "distributed": True},
+        },
+    ),
     "PP, recomputed": (2, {"pp": 2, "recompute": True}),
     "PP interleaved, recomputed": (2, {"pp": 2, "vpp": 2, "layers": 4, "recompute": True}),
 }
@@ -202,9 +215,12 @@ def test_a_gradient_that_megatron_multiplies_is_refused_by_its_name(megatron_ran
 
 
 def test_masters_that_only_some_ranks_keep_are_refused(megatron_ranks: Ranks) -> None:
+    """Those of the layer-wise optimizer; in fp32 each rank has all weights, and nothing else."""
     layout = Job(dtype="bfloat16")
-    for message in megatron_ranks(2).run(routes_jobs.measured_or_refused, layout, "", False):
+    for message in megatron_ranks(2).run(routes_jobs.measured_or_refused, layout, "", True):
         assert "whose fp32 master only some of its ranks keep" in message
+    found = megatron_ranks(2).run(routes_jobs.measured_or_refused, Job(), "", True)
+    assert found == ["measured"] * 2
 
 
 def test_tied_embeddings_of_which_one_copy_is_frozen_are_refused(megatron_ranks: Ranks) -> None:
