@@ -165,9 +165,9 @@ def test_kernels_are_built_when_a_job_is_attached_before_ranks_meet(
     """A rank that builds keeps no other one waiting in a collective, and no clock running."""
     events, met = list[str](), hosts.collective
 
-    def meet(*arguments: Any) -> Any:
+    def meet(*arguments: Any, **named: Any) -> Any:
         events.append("meets" if list(cache.root().glob("cpu-*/*.so")) else "meets unbuilt")
-        return met(*arguments)
+        return met(*arguments, **named)
 
     monkeypatch.setattr(hosts, "collective", meet)
     with caplog.at_level(logging.INFO, "ds_hessian.ops"):
