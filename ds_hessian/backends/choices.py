@@ -113,6 +113,7 @@ class Sides:
         held: The sides; None where the call is of what does not depend on weights, or cannot be
             held: then the function is called as it is.
         dtype: The type of what the function returns.
+        constant: Whether the call is known to be of what does not depend on weights.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Sides:
     line: Line
     held: Sequence[Held] | None = None
     dtype: torch.dtype | None = None
+    constant: bool = False
 
     @property
     def nbytes(self) -> int:

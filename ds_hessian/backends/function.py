@@ -285,14 +285,18 @@ class FixedFunction(TorchFunctionMode):
     ) -> Sides | None:
         """Return the sides in a forward; None where they have been given up."""
         recorded = self._recorded[self._key]
+        if _constant(kinked):
+            # Without gradients it cannot be told from others, and is then found by its line. With
+            # them it does not count: a model may call it once, as to make a distribution.
+            if self._first:
+                shape = kinked.operands[0].shape
+                recorded.append(Sides(kinked.name, shape, line_of_call(), constant=True))
+            return None
         if self._first:
-            if _constant(kinked):
-                recorded.append(Sides(kinked.name, kinked.operands[0].shape, line_of_call()))
-            else:
-                made = self._recording(kinked, func, args, kwargs)
-                if not self.holds:
-                    return None
-                recorded.append(made)
+            made = self._recording(kinked, func, args, kwargs)
+            if not self.holds:
+                return None
+            recorded.append(made)
         now = Sides(kinked.name, kinked.operands[0].shape, ())
         if not torch.is_grad_enabled():
             now = Sides(kinked.name, kinked.operands[0].shape, line_of_call())
@@ -386,6 +390,9 @@ class FixedFunction(TorchFunctionMode):
         if not torch.is_grad_enabled():
             lines = [decision.line for decision in recorded[self._made :]]
             self._made += lines.index(now.line) if now.line in lines else len(lines)
+        else:
+            while self._made < len(recorded) and _is_constant(recorded[self._made]):
+                self._made += 1
         if self._made < len(recorded):
             decision = recorded[self._made]
             if (decision.name, decision.shape) == (now.name, now.shape):
@@ -457,6 +464,10 @@ def _in_backward() -> bool:
 def _constant(kinked: Kinked) -> bool:
     """Return whether a call does not depend on weights, as far as that is known."""
     return torch.is_grad_enabled() and not any(t.requires_grad for t in kinked.operands)
+
+
+def _is_constant(decision: Decision) -> bool:
+    return isinstance(decision, Sides) and decision.constant
 
 
 def _differs(what: str) -> PieceError:

@@ -289,6 +289,23 @@ def test_a_model_that_calls_kinks_differently_often_off_the_weights_has_them_cro
     assert (product.vector.double() - expected).norm() < 0.1 * expected.norm()
 
 
+def test_kinks_of_constants_may_be_called_in_the_first_forward_alone() -> None:
+    """As a gate of deepspeed.moe makes its distribution, whose arguments are checked."""
+    net, made = perceptron(), list[object]()
+
+    def preparing(net: Any, batch: Any) -> Tensor:
+        if not made:
+            made.append(torch.distributions.Gumbel(torch.zeros(3), torch.ones(3)))
+        return loss(net, batch)
+
+    hessian = ds_hessian.attach(net, config=QUIET).use(data(), preparing)
+    v = hessian.random_vector(seed=1)
+    expected = exact(net, v)
+    with hessian.measuring():
+        product = hessian.matvec(v)
+    assert (product.vector.double() - expected).norm() < 1e-4 * expected.norm()
+
+
 def test_a_measurement_without_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_hessian.backends.guard.free_on", lambda device: 4 * 100)
     hessian = ds_hessian.attach(perceptron(), config=QUIET).use(data(), loss)
