@@ -44,7 +44,9 @@ class ExactGaussNewton:
 
     def _of(self, batch: Any, parts: Sequence[Tensor]) -> Tensor:
         seen: list[Tensor] = []
-        handle = self.module.register_forward_hook(lambda m, a, f: seen.append(f))
+        handle = self.module.register_forward_hook(
+            lambda m, a, f: seen.append(f[0] if isinstance(f, tuple) else f)
+        )
         loss = self.loss(self.net, batch)
         handle.remove()
         (f,) = seen

@@ -1,0 +1,296 @@
+"""G, R and H of losses and heads that no constant was looked at on: G + R = H everywhere."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from ds_hessian.operators import GaussNewton
+from tests.nets import DenseHessian
+from tests.operators.gauss_newton import ExactGaussNewton
+from tests.operators.nets import relative
+from tests.operators.test_gauss_newton import SLACK, operators
+from tests.tiers import cells
+
+VOCABULARY, WIDTH, COUNT = 17, 12, 4
+KNOWN, VALUES, SQUARES = "cross entropy", "a loss known by its values", "squares"
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class Language(nn.Module):
+    """Logits of tokens by one block, with what some models do to them.
+
+    Args:
+        cap: The bound of the logits, softly, as in Gemma 2.
+        temperature: They are divided by it.
+        checkpointing: Whether the block is computed again in the backward.
+        experts: Whether there is a layer of three of them, with an auxiliary loss.
+        tied: Whether the head has the embedding's weight.
+        adapted: Whether the head is frozen, beside an adapter of rank 2.
+    """
+
+    def __init__(
+        self,
+        cap: float = 0.0,
+        temperature: float = 1.0,
+        checkpointing: bool = False,
+        experts: bool = False,
+        tied: bool = False,
+        adapted: bool = False,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed, self.norm = nn.Embedding(VOCABULARY, WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.head, self.value = nn.Linear(WIDTH, VOCABULARY, bias=False), nn.Linear(WIDTH, 1)
+        self.cap, self.temperature, self.checkpointing = cap, temperature, checkpointing
+        self.router = nn.Linear(WIDTH, 3) if experts else None
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3 * experts))
+        self.adapter = None
+        if tied:
+            self.head.weight = self.embed.weight
+        if adapted:
+            self.head.weight.requires_grad_(False)
+            down, up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, VOCABULARY, bias=False)
+            self.adapter = nn.Sequential(down, up)
+
+    def _block(self, x: Tensor) -> Tensor:
+        return self.down(functional.gelu(self.up(x)))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits `(T, V)`, values `(T,)`, and the auxiliary loss."""
+        x = self.embed(tokens)
+        x = x.cumsum(1) / 9 + x / 2
+        x = x + (
+            checkpoint(self._block, x, use_reentrant=False)
+            if self.checkpointing
+            else self._block(x)
+        )
+        auxiliary = x.new_zeros(())
+        if self.router is not None:
+            p = self.router(x).softmax(-1)
+            auxiliary = 3 * p.mean((0, 1)).square().sum()
+            for i, expert in enumerate(self.experts):
+                x = x + p[..., i : i + 1] * torch.tanh(expert(x))
+        x = self.norm(x)
+        f = self.head(x)
+        if self.adapter is not None:
+            f = f + self.adapter(x)
+        f = f / self.temperature
+        if self.cap:
+            f = self.cap * torch.tanh(f / self.cap)
+        return f.flatten(0, 1), self.value(x).flatten(), auxiliary
+
+
+def vectors() -> nn.Module:
+    """Four outputs of six inputs."""
+    torch.manual_seed(2)
+    return nn.Sequential(
+        nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 10), nn.GELU(), nn.Linear(10, 4)
+    )
+
+
+class Pairs(nn.Module):
+    """Similarities of all pairs of a micro-batch, as CLIP has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.a = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 8))
+        self.b = nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, 8))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """`(B, B)`."""
+        a, b = (functional.normalize(v, dim=-1) for v in (self.a(x), self.b(y)))
+        return self.scale.exp() * a @ b.T
+
+
+def texts() -> list[Any]:
+    """Tokens and labels."""
+    generator = torch.Generator().manual_seed(5)
+    draw = [torch.randint(VOCABULARY, (2, 3, 9), generator=generator) for _ in range(COUNT)]
+    return [(x, y) for x, y in draw]
+
+
+def masked_texts() -> list[Any]:
+    """One micro-batch without any label, one with some."""
+    found = texts()
+    found[2][1].fill_(-100)
+    found[1][1][:, :4] = -100
+    return found
+
+
+def points() -> list[Any]:
+    """Inputs, and outputs that are counts."""
+    generator = torch.Generator().manual_seed(6)
+    rate = torch.full((8, 4), 2.0)
+    return [
+        (torch.randn(8, 6, generator=generator), torch.poisson(rate, generator=generator))
+        for _ in range(COUNT)
+    ]
+
+
+def entropy(**settings: Any) -> Loss:
+    """Cross entropy of the mean over tokens."""
+    return lambda m, b: functional.cross_entropy(m(b[0])[0], b[1].flatten(), **settings)
+
+
+def of_logits(extra: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Loss:
+    """Cross entropy and something of logits, values and the auxiliary loss."""
+
+    def loss(m: nn.Module, b: Any) -> Tensor:
+        f, values, auxiliary = m(b[0])
+        return functional.cross_entropy(f, b[1].flatten()) + extra(f, values, auxiliary)
+
+    return loss
+
+
+def class_weights(m: nn.Module, b: Any) -> Tensor:
+    """A weight for each class."""
+    f = m(b[0])[0]
+    weight = torch.linspace(0.2, 3, VOCABULARY, dtype=f.dtype)
+    return functional.cross_entropy(f, b[1].flatten(), weight=weight)
+
+
+def soft_targets(m: nn.Module, b: Any) -> Tensor:
+    """Probabilities for labels, as in distillation."""
+    f = m(b[0])[0]
+    q = torch.rand(f.shape, generator=torch.Generator().manual_seed(7)).to(f.dtype).softmax(-1)
+    return functional.cross_entropy(f, q)
+
+
+def token_weights(m: nn.Module, b: Any) -> Tensor:
+    """A weight for each token, a third of them zero."""
+    labels = b[1].flatten()
+    each = functional.cross_entropy(m(b[0])[0], labels, reduction="none")
+    weights = (labels % 3 != 0) * (1 + b[0].flatten() % 4)
+    return (weights * each).sum() / weights.sum()
+
+
+def summed(m: nn.Module, b: Any) -> Tensor:
+    """A sum over tokens, of which a micro-batch may have none."""
+    return functional.cross_entropy(m(b[0])[0], b[1].flatten(), reduction="sum") / 20
+
+
+def focal(m: nn.Module, b: Any) -> Tensor:
+    """Weights of tokens that depend on the outputs."""
+    each = functional.cross_entropy(m(b[0])[0], b[1].flatten(), reduction="none")
+    return ((1 - torch.exp(-each)).square() * each).mean()
+
+
+def both_ways(m: nn.Module, b: Any) -> Tensor:
+    """Rows and columns."""
+    f, labels = m(*b), torch.arange(8)
+    return (functional.cross_entropy(f, labels) + functional.cross_entropy(f.T, labels)) / 2
+
+
+def of_vectors(loss: Callable[[Tensor, Tensor], Tensor]) -> Loss:
+    """Of the outputs and what they are to be."""
+    return lambda m, b: loss(m(b[0]), b[1])
+
+
+def turned(f: Tensor, y: Tensor) -> Tensor:
+    """Squares of correlated components."""
+    mixing = torch.randn(4, 4, generator=torch.Generator().manual_seed(3)).to(f.dtype)
+    return ((f - y) @ mixing).square().sum(-1).mean()
+
+
+def gaussian(f: Tensor, y: Tensor) -> Tensor:
+    """Means and variances are both outputs."""
+    return functional.gaussian_nll_loss(f[:, :2], y[:, :2], functional.softplus(f[:, 2:]) + 1e-2)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A loss at a net; `kind` is what it is recognised as, `at` the module of the outputs."""
+
+    loss: Loss
+    kind: str
+    at: str
+    net: Callable[[], nn.Module] = Language
+    data: Callable[[], list[Any]] = field(default=texts)
+
+
+def _vector(loss: Callable[[Tensor, Tensor], Tensor], kind: str = VALUES) -> Family:
+    return Family(of_vectors(loss), kind, "", vectors, points)
+
+
+FAMILIES = {
+    "label smoothing": Family(entropy(label_smoothing=0.1), VALUES, "head"),
+    "class weights": Family(class_weights, KNOWN, "head"),
+    "soft targets": Family(soft_targets, VALUES, "head"),
+    "token weights": Family(token_weights, KNOWN, "head"),
+    "a micro-batch without labels": Family(summed, KNOWN, "head", data=masked_texts),
+    "focal": Family(focal, VALUES, "head"),
+    "z-loss": Family(
+        of_logits(lambda f, v, a: 1e-2 * f.logsumexp(-1).square().mean()), VALUES, "head"
+    ),
+    "entropy bonus": Family(
+        of_logits(lambda f, v, a: 0.1 * (f.softmax(-1) * f.log_softmax(-1)).sum(-1).mean()),
+        VALUES,
+        "head",
+    ),
+    "a second head": Family(of_logits(lambda f, v, a: 0.3 * v.square().mean()), KNOWN, "head"),
+    "auxiliary loss": Family(
+        of_logits(lambda f, v, a: 0.1 * a), KNOWN, "head", lambda: Language(experts=True)
+    ),
+    "tied": Family(entropy(), KNOWN, "head", lambda: Language(tied=True)),
+    "adapter": Family(entropy(), KNOWN, "", lambda: Language(adapted=True)),
+    "temperature": Family(entropy(), KNOWN, "", lambda: Language(temperature=0.3)),
+    "soft cap": Family(entropy(), KNOWN, "", lambda: Language(cap=2.0)),
+    "checkpointing": Family(entropy(), KNOWN, "head", lambda: Language(checkpointing=True)),
+    "contrastive": Family(
+        lambda m, b: functional.cross_entropy(m(*b), torch.arange(8)), KNOWN, "", Pairs, points
+    ),
+    "contrastive both ways": Family(both_ways, VALUES, "", Pairs, points),
+    "squares": _vector(functional.mse_loss, SQUARES),
+    "correlated squares": _vector(turned),
+    "root of squares": _vector(lambda f, y: (f - y).square().mean().sqrt()),
+    "log cosh": _vector(lambda f, y: torch.log(torch.cosh(f - y)).mean()),
+    "Huber": _vector(lambda f, y: functional.huber_loss(f, y, delta=0.5)),
+    "Poisson": _vector(functional.poisson_nll_loss),
+    "binary": _vector(
+        lambda f, y: functional.binary_cross_entropy_with_logits(f, (y > 1).to(f.dtype))
+    ),
+    "gaussian": _vector(gaussian),
+}
+
+
+@pytest.mark.parametrize("name", cells(FAMILIES, ("token weights", "contrastive both ways")))
+def test_products_and_their_errors_are_right_and_add_up(name: str) -> None:
+    family = FAMILIES[name]
+    net, data, loss = family.net(), family.data(), family.loss
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    for i in range(40):
+        optimizer.zero_grad()
+        loss(net, data[i % COUNT]).backward()
+        optimizer.step()
+    trained = {n: p.detach() for n, p in net.named_parameters()}
+    wide = [[x.double() if x.is_floating_point() else x for x in b] for b in data]
+    dense = DenseHessian(copy.deepcopy(net), trained, wide, loss)
+    with operators(net, data, loss, "ggn", "residual", "hessian") as (backend, found):
+        assert isinstance(found[0], GaussNewton)
+        name_of, _, kind = found[0].outputs.partition(": ")
+        assert kind == family.kind
+        at = "" if name_of == "the model itself" else name_of
+        exact = ExactGaussNewton(net, at, loss, data)
+        v = torch.randn(backend.layout.n_local, generator=torch.Generator().manual_seed(0))
+        for _ in range(4):
+            g, h = exact(v), dense.matvec(v.double())
+            products = [operator.matvec(v) for operator in found]
+            for product, truth in zip(products, (g, h - g, h), strict=True):
+                assert relative(product.vector, truth) < SLACK * product.error
+            gap = (products[0].vector + products[1].vector - products[2].vector).norm()
+            assert gap < SLACK * sum(p.error * p.norm for p in products) * v.norm()
+            v = (g / g.norm()).float()
+        form = found[0].along(v)
+        assert abs(form.value - float(v.double() @ exact(v))) < SLACK * form.error
