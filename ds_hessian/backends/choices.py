@@ -41,7 +41,8 @@ SAMPLED = 2**16
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = tuple(
-    str(Path(__file__).parent / f"{name}.py") for name in ("function", "choices", "pieces")
+    str(Path(__file__).parent / f"{name}.py")
+    for name in ("function", "choices", "pieces", "compositions")
 )
 
 Line = tuple[tuple[str, int], ...]

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ds_hessian.backends import kinks, pieces
+from ds_hessian.backends import compositions, kinks, pieces
 from ds_hessian.backends.bits import compact
 from ds_hessian.backends.choices import (
     DIMS,
@@ -69,6 +69,9 @@ PROBABILITIES: dict[str, tuple[int, str]] = {
     "scaled_dot_product_attention": (4, "dropout_p"),
 }
 """Functions that drop, with position and name of their probability."""
+
+HELD = {*pieces.NAMES, *compositions.EXPANDED}
+"""Functions whose sides of kinks are held."""
 
 COMPOSED = {
     Tensor.backward,
@@ -218,7 +221,7 @@ class FixedFunction(TorchFunctionMode):
         elif name in DIMS and self._key is not None and chooses(name, args, kwargs):
             self._seen = True
             return self._choose(func, name, args, kwargs)
-        elif name.strip("_") in pieces.NAMES and self.holds and self._key is not None:
+        elif name.strip("_") in HELD and self.holds and self._key is not None:
             return self._hold(func, args, kwargs)
         elif func is functional.embedding and self._key is not None:
             return self._embed(func, args, kwargs)
@@ -263,7 +266,7 @@ class FixedFunction(TorchFunctionMode):
 
     def _hold(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a function with kinks returns on the sides where the weights are."""
-        made = pieces.expanded(func.__name__.strip("_"), args, kwargs)
+        made = compositions.expanded(func.__name__.strip("_"), args, kwargs)
         if made is not None:
             with self:
                 return made()

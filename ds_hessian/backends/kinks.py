@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Bounds = Callable[[Sequence[Any], dict[str, Any]], Sequence[Any]]
 
@@ -76,6 +76,16 @@ ALWAYS = {
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 NAMES = {*ELEMENTWISE, *OF_DIFFERENCES, *ALWAYS}
+
+
+def is_plain(tensor: Any) -> bool:
+    """Return whether a tensor is one of real numbers, stored as such."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.dtype in REAL
+        and tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+    )
 
 
 def argument(

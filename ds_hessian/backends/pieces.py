@@ -6,25 +6,24 @@ Hessian of this piece of the loss is that at the weights, which a double backwar
 kink itself, the slope is torch's.
 
 `found` recognises a call. Functions that are made of others are called as these
-(`EXPANDED`); comparisons are held by themselves, and with them whatever is chosen by them
-(`torch.where(x > 0, ...)`, `x * (x > 0)`).
+(`ds_hessian.backends.compositions`). Comparisons are held by themselves, and with them whatever is
+chosen by them (`torch.where(x > 0, ...)`, `x * (x > 0)`).
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from ds_hessian.backends.bits import Bits, Held, eighths
-from ds_hessian.backends.kinks import REAL, argument
+from ds_hessian.backends.kinks import argument, is_plain
 from ds_hessian.memory import FP32
 
 Arguments = Sequence[Any]
@@ -473,191 +472,10 @@ def _pool(name: str, dims: int, args: Arguments, kwargs: Keywords) -> Kinked:
     return Kinked(plain, (x,), sides, value, most, indices=shown)
 
 
-# ---- functions made of others
-
-
-def _reduced(values: Tensor, reduction: str) -> Tensor:
-    if reduction == "none":
-        return values
-    return values.mean() if reduction == "mean" else values.sum()
-
-
-def _wide(*tensors: Tensor) -> list[Tensor]:
-    """Return losses' arguments in fp32 under autocast, as torch has them."""
-    kind = tensors[0].device.type
-    narrow = torch.is_autocast_enabled(kind)
-    return [t.float() if narrow and t.is_floating_point() else t for t in tensors]
-
-
-def _l1_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    x, y = _wide(input, target)
-    return _reduced((x - y).abs(), reduction)
-
-
-def _smooth_l1_loss(
-    input: Tensor, target: Tensor, reduction: str = "mean", beta: float = 1.0
-) -> Tensor:
-    x, y = _wide(input, target)
-    far = (x - y).abs()
-    if beta == 0:
-        return _reduced(far, reduction)
-    return _reduced(torch.where(far < beta, far * far / (2 * beta), far - beta / 2), reduction)
-
-
-def _huber_loss(
-    input: Tensor, target: Tensor, reduction: str = "mean", delta: float = 1.0
-) -> Tensor:
-    x, y = _wide(input, target)
-    far = (x - y).abs()
-    inner, outer = far * far / 2, delta * (far - delta / 2)
-    return _reduced(torch.where(far <= delta, inner, outer), reduction)
-
-
-def _hinge_embedding_loss(
-    input: Tensor, target: Tensor, margin: float = 1.0, reduction: str = "mean"
-) -> Tensor:
-    x, y = _wide(input, target)
-    other = torch.where(y != 1, (margin - x).clamp_min(0), 0.0)
-    return _reduced(other + torch.where(y != -1, x, 0.0), reduction)
-
-
-def _margin_ranking_loss(
-    input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0.0, reduction: str = "mean"
-) -> Tensor:
-    a, b, y = _wide(input1, input2, target)
-    return _reduced((-y * (a - b) + margin).clamp_min(0), reduction)
-
-
-def _cosine_embedding_loss(
-    input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0.0, reduction: str = "mean"
-) -> Tensor:
-    a, b, y = _wide(input1, input2, target)
-    tiny = 1e-12  # as in torch
-    cosine = (a * b).sum(-1) / (((a * a).sum(-1) + tiny) * ((b * b).sum(-1) + tiny)).sqrt()
-    alike = torch.where(y == 1, 1 - cosine, 0.0)
-    return _reduced(alike + torch.where(y == -1, (cosine - margin).clamp_min(0), 0.0), reduction)
-
-
-def _triplet_margin_loss(
-    anchor: Tensor,
-    positive: Tensor,
-    negative: Tensor,
-    margin: float = 1.0,
-    p: float = 2,
-    eps: float = 1e-6,
-    swap: bool = False,
-    reduction: str = "mean",
-) -> Tensor:
-    a, b, c = _wide(anchor, positive, negative)
-    near = functional.pairwise_distance(a, b, p, eps)
-    far = functional.pairwise_distance(a, c, p, eps)
-    if swap:
-        far = torch.minimum(far, functional.pairwise_distance(b, c, p, eps))
-    return _reduced((margin + near - far).clamp_min(0), reduction)
-
-
-def _multi_margin_loss(
-    input: Tensor,
-    target: Tensor,
-    p: int = 1,
-    margin: float = 1.0,
-    weight: Tensor | None = None,
-    reduction: str = "mean",
-) -> Tensor:
-    (x,) = _wide(input)
-    x, y = x.reshape(-1, x.shape[-1]), target.reshape(-1, 1)
-    over = functional.relu(margin - x.gather(1, y) + x)
-    over = over if p == 1 else over * over
-    if weight is not None:
-        over = over * weight[y]
-    found = over.scatter(1, y, 0.0).sum(1) / x.shape[1]
-    return _reduced(found.reshape(target.shape), reduction)
-
-
-def _aminmax(input: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
-    dims = () if dim is None else (dim,)
-    ends = input.amin(dims, keepdim), input.amax(dims, keepdim)
-    return torch.return_types.aminmax(ends)  # type: ignore[attr-defined]
-
-
-def _norm(
-    input: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None
-) -> Tensor:
-    x = input if dtype is None else input.to(dtype)
-    far = x.abs()
-    dims = tuple(range(x.dim())) if dim is None else dim
-    if p == 1:
-        return far.sum(dims, keepdim)
-    return far.amax(dims, keepdim) if p > 0 else far.amin(dims, keepdim)
-
-
-def _vector_norm(
-    x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Tensor:
-    return _norm(x, ord, dim, keepdim, dtype)
-
-
-def _hardswish(input: Tensor, inplace: bool = False) -> Tensor:
-    x = input.clone() if inplace else input
-    found = x * functional.hardsigmoid(x)
-    return input.copy_(found) if inplace else found
-
-
-EXPANDED: dict[str, Callable[..., Any]] = {
-    **{"l1_loss": _l1_loss, "smooth_l1_loss": _smooth_l1_loss, "huber_loss": _huber_loss},
-    "hinge_embedding_loss": _hinge_embedding_loss,
-    "margin_ranking_loss": _margin_ranking_loss,
-    "cosine_embedding_loss": _cosine_embedding_loss,
-    "triplet_margin_loss": _triplet_margin_loss,
-    "multi_margin_loss": _multi_margin_loss,
-    **{"aminmax": _aminmax, "norm": _norm, "linalg_vector_norm": _vector_norm},
-    "hardswish": _hardswish,
-}
-"""Functions by others, whose sides are held."""
-
-_LEGACY = ("size_average", "reduce", "out", "weight")
-"""Arguments with which a function is not expanded, unless they are None."""
-
-
-def expanded(name: str, args: Arguments, kwargs: Keywords) -> Callable[[], Any] | None:
-    """Return a call of the function by others; None where it has to be called as it is."""
-    made = EXPANDED.get(name)
-    x = argument(args, kwargs, 0, "input")
-    first = (
-        x
-        if isinstance(x, Tensor)
-        else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
-    )
-    if made is None or first is None or not _plain(first):
-        return None
-    if name in ("norm", "linalg_vector_norm"):
-        order = argument(args, kwargs, 1, "p" if name == "norm" else "ord", 2)
-        if order not in (1, math.inf, -math.inf):
-            return None
-    kept = {k: v for k, v in kwargs.items() if k not in _LEGACY or v is not None}
-    if name == "multi_margin_loss" or not kept.keys() & set(_LEGACY):
-        try:
-            inspect.signature(made).bind(*args, **kept)
-        except TypeError:
-            return None
-        return lambda: made(*args, **kept)
-    return None
-
-
 # ---- all of them
 
-NAMES = {*LINES, *CURVED, *COMPARISONS, *EXTREMES, *EXPANDED}
+NAMES = {*LINES, *CURVED, *COMPARISONS, *EXTREMES}
 NAMES |= {*POOLS, *(f"{name}_with_indices" for name in POOLS)}
-
-
-def _plain(tensor: Any) -> bool:
-    """Return whether a tensor is one of real numbers, stored as such."""
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.dtype in REAL
-        and tensor.layout == torch.strided
-        and tensor.device.type != "meta"
-    )
 
 
 def found(func: Any, args: Arguments, kwargs: Keywords) -> Kinked | None:
@@ -675,7 +493,7 @@ def found(func: Any, args: Arguments, kwargs: Keywords) -> Kinked | None:
     kinked = _found(func, name, x, args, kwargs, in_place)
     if kinked is None or not any(t.is_floating_point() for t in kinked.operands):
         return None
-    if not all(_plain(t) or not t.is_floating_point() for t in kinked.operands):
+    if not all(is_plain(t) or not t.is_floating_point() for t in kinked.operands):
         return None
     return kinked
 
