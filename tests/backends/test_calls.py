@@ -80,7 +80,7 @@ DIFFERENT: dict[str, tuple[Do, Do, str]] = {
     "products": (
         lambda h, v: h.matvec(v),
         lambda h, v: h.spectrum(num_matvecs=2),
-        "different calls: measuring on rank 0, measuring the spectrum on rank 1",
+        "different calls: measuring a product on rank 0, measuring the spectrum on rank 1",
     ),
     "an inner product": (
         lambda h, v: h.dot(v, v),
@@ -90,7 +90,7 @@ DIFFERENT: dict[str, tuple[Do, Do, str]] = {
     "micro-batches": (
         lambda h, v: h.use(h.batches),
         lambda h, v: h.matvec(v),
-        "different calls: choosing the micro-batches on rank 0, measuring on rank 1",
+        "different calls: choosing the micro-batches on rank 0, measuring a product on rank 1",
     ),
     "a random vector": (
         lambda h, v: h.random_vector(seed=1),
