@@ -280,9 +280,9 @@ def around_a_checkpoint(folder: str, stage: int) -> tuple[bool, bool]:
     return found, torch.equal(first, after)
 
 
-def of_other_kinds(ep: int) -> Any:
+def of_other_kinds(ep: int, variant: str) -> Any:
     """Spectra of a block with one expert and of G; what is said of Kronecker factors."""
-    engine, batches = make(1, ep, "top 2", "tied")
+    engine, batches = make(1, ep, "top 2", variant)
     hessian = ds_hessian.attach(engine, ds_hessian.HessianConfig.parse(QUIET))
     hessian.use(batches, loss_of)
     found = other_kinds(hessian)

@@ -189,14 +189,17 @@ def test_products_repeat_and_are_the_same_after_a_checkpoint(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("size, ep", [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    "size, ep, variant", [(2, 1, "tied"), (2, 2, "tied"), (4, 2, "tied"), (2, 2, "")]
+)
 def test_blocks_and_the_gauss_newton_matrix_are_those_of_one_process(
-    split_ranks: Ranks, size: int, ep: int
+    split_ranks: Ranks, size: int, ep: int, variant: str
 ) -> None:
+    """Without a variant, with residual experts too."""
     config = ds_hessian.HessianConfig.parse(jobs.QUIET)
-    alone = ds_hessian.attach(jobs.by_hand("top 2", "tied"), config=config)
+    alone = ds_hessian.attach(jobs.by_hand("top 2", variant), config=config)
     expected = jobs.other_kinds(alone.use(jobs.micro_batches(), jobs.loss_of))
-    *found, said = split_ranks(size).run(jobs.of_other_kinds, ep)[0]
+    *found, said = split_ranks(size).run(jobs.of_other_kinds, ep, variant)[0]
     for mine, other in zip(found, expected, strict=True):
         require_same_coefficients(mine, other)
     assert said.startswith("ds_hessian does not support Kronecker factors of models with deepspeed")

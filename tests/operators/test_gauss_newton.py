@@ -319,18 +319,19 @@ def test_the_cost_is_that_of_the_passes_that_are_made(
 
 
 class Heads(nn.Module):
-    """Two heads, or one that is called twice."""
+    """Two heads, the second of some classes, or one that is called twice."""
 
-    def __init__(self, twice: bool = False) -> None:
+    def __init__(self, twice: bool = False, classes: int = 3) -> None:
         super().__init__()
         self.body, self.first = nn.Linear(10, 8), nn.Linear(8, 3)
-        self.second = self.first if twice else nn.Linear(8, 3)
+        self.second = self.first if twice else nn.Linear(8, classes)
+        self.classes = classes
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """The sum of both cross entropies."""
         hidden = torch.tanh(self.body(x))
         return functional.cross_entropy(self.first(hidden), y) + functional.cross_entropy(
-            self.second(0.5 * hidden), y
+            self.second(0.5 * hidden), y % self.classes
         )
 
 
@@ -352,11 +353,12 @@ class Fused(nn.Module):
     ("net", "outputs", "error", "message"),
     [
         (Heads(), None, UnsupportedError, "several heads.*'first', 'second'"),
+        (Heads(classes=2), None, UnsupportedError, "several heads.*'first', 'second'"),
         (Heads(True), "first", UnsupportedError, "'first' that is called more than once"),
         (Fused(), "head", UnsupportedError, "did not call 'head'.*fused"),
         (Fused(), "haed", ConfigError, "no module 'haed'; did you mean 'head'"),
     ],
-    ids=["two heads", "one twice", "fused", "no such"],
+    ids=["two heads", "one of two classes", "one twice", "fused", "no such"],
 )
 def test_outputs_without_a_matrix_are_refused_by_name(
     net: nn.Module, outputs: str | None, error: type[Exception], message: str
@@ -366,6 +368,64 @@ def test_outputs_without_a_matrix_are_refused_by_name(
         operators(net, batches(2), None, "ggn", outputs=outputs),
     ):
         pass
+
+
+class Gated(nn.Module):
+    """Layers between two experts each, by a softmax, as the residual ones of PR-MoE."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(10, 8), nn.Linear(8, classes)
+        self.gates = nn.ModuleList(nn.Linear(8, 2) for _ in range(2))
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(b, 10)` to `(b, classes)`."""
+        x = torch.tanh(self.body(x))
+        for i, gate in enumerate(self.gates):
+            first, second = (torch.tanh(self.experts[2 * i + k](x)) for k in range(2))
+            part = gate(x).softmax(-1)
+            x = x + first * part[..., :1] + second * part[..., 1:]
+        found = self.head(x)
+        assert isinstance(found, Tensor)
+        return found
+
+
+def gated_loss(net: nn.Module, batch: Any) -> Tensor:
+    """Cross entropy of the first classes."""
+    found = net(batch[0].to(next(net.parameters()).dtype))
+    return functional.cross_entropy(found, batch[1] % found.shape[-1])
+
+
+def gated_distance(net: nn.Module, batch: Any) -> Tensor:
+    """Mean square of the distance from unit vectors."""
+    found = net(batch[0].to(next(net.parameters()).dtype))
+    return (found - functional.one_hot(batch[1], found.shape[-1])).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("classes", "loss", "outputs"),
+    [
+        (3, gated_loss, "head: cross entropy"),
+        (2, gated_loss, "head: cross entropy"),
+        (3, gated_distance, "the model itself: squares"),  # which returns last
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_between_two_experts_are_no_heads(
+    classes: int, loss: Any, outputs: str, dtype: torch.dtype
+) -> None:
+    """Cotangents of their outputs look like those of a cross entropy of two classes."""
+    torch.manual_seed(0)
+    net, data = Gated(classes).to(dtype), batches(2)
+    exact = ExactGaussNewton(net, "head", loss, data)
+    with operators(net, data, loss, "ggn") as (backend, (g,)):
+        assert g.outputs == outputs
+        v = random_vector(backend.layout, backend.space, seed=0)
+        product = g.matvec(v)
+        assert product.error is not None
+        error = relative(product.vector, exact(v))
+    assert error < SLACK * product.error < (1e-3 if dtype == torch.float32 else 0.5)
 
 
 class Centred(nn.Module):

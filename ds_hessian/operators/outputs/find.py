@@ -7,6 +7,10 @@ output embeddings, or of the last that was called. Two different outputs with a 
 two heads, which are refused; outputs that differ by a number in each row have the same softmax, and
 are one head. Parts of a head (an expert, the frozen layer beside a low-rank update) may have nearly
 its softmax: the head is the module that returns last, or one inside of it with the same outputs.
+
+Where there are two classes, a cotangent whose entries add up to zero says no more than that a
+softmax follows, as that of a gate between two experts does (the residual experts of PR-MoE). Such
+modules have a cross entropy if the weights of their rows are the same at other outputs, too.
 """
 
 from __future__ import annotations
@@ -23,8 +27,13 @@ from torch import Tensor, nn
 from ds_hessian.backends.function import beside
 from ds_hessian.backends.protocol import Session
 from ds_hessian.errors import ConfigError, UnsupportedError
-from ds_hessian.operators.outputs.losses import Tokens, read_cross_entropy
-from ds_hessian.operators.outputs.tap import Tap, in_backward, tensor_of
+from ds_hessian.operators.outputs.losses import (
+    Tokens,
+    beside_outputs,
+    keeps_weights,
+    read_cross_entropy,
+)
+from ds_hessian.operators.outputs.tap import Tap, in_backward, tensor_of, with_tensor
 
 CALLED, ELSEWHERE, SEEN, OTHER, ORDER = range(5)
 """Columns of what a rank saw of each module: its calls that returned a tensor; its other calls; how
@@ -38,6 +47,7 @@ class _Watch:
         self.named = named
         self.table = torch.zeros(len(named), 5, dtype=torch.float64)
         self.outputs: dict[int, tuple[Tensor, Tokens]] = {}  # of cross entropies
+        self.calls: dict[int, int] = {}  # in which call of the module they were seen
         self.several = set[int]()  # modules that return more than one tensor
         self._ended = 0
 
@@ -62,11 +72,12 @@ class _Watch:
                 return
             row[CALLED] += 1
             seen, version = f.detach(), f._version
-            f.register_hook(beside(partial(self._judge, number, seen, version)))
+            call = int(row[CALLED])
+            f.register_hook(beside(partial(self._judge, number, call, seen, version)))
 
         return hook
 
-    def _judge(self, number: int, f: Tensor, version: int, c: Tensor) -> None:
+    def _judge(self, number: int, call: int, f: Tensor, version: int, c: Tensor) -> None:
         if not bool(c.any()):
             return
         found = None if f._version != version else read_cross_entropy(f, c)
@@ -74,7 +85,77 @@ class _Watch:
             self.table[number, OTHER] += 1
         else:
             self.table[number, SEEN] += 1
-            self.outputs[number] = f, found
+            self.outputs[number], self.calls[number] = (f, found), call
+
+    def pairs(self) -> list[list[int]]:
+        """Return the modules with a cross entropy of two classes, those of the same outputs
+        together, the one that returned first at their head.
+        """
+        of_two = [n for n, (f, tokens) in self.outputs.items() if f.shape[tokens.dim] == 2]
+        found = list[list[int]]()
+        for number in sorted(of_two, key=self.table[:, ORDER].tolist().__getitem__):
+            for same in found:
+                if _same(self.outputs[number], self.outputs[same[0]]):
+                    same.append(number)
+                    break
+            else:
+                found.append([number])
+        return found
+
+    def strike(self, numbers: Sequence[int]) -> None:
+        """Let modules have no cross entropy after all."""
+        for number in numbers:
+            self.table[number, OTHER] += self.table[number, SEEN]
+            self.table[number, SEEN] = 0
+            del self.outputs[number]
+
+
+class _Pairs:
+    """Hooks on modules of two classes, which add something to their outputs in one more gradient of
+    the micro-batch, and judge whether the weights of their rows are the same there.
+
+    Attributes:
+        failed: The modules of which they are not.
+    """
+
+    def __init__(self, session: Session, watch: _Watch, numbers: Sequence[int]) -> None:
+        self.session, self.watch, self.failed = session, watch, list(numbers)
+        scale = session.cotangent_scale
+        self._tokens = {n: watch.outputs[n][1].scaled(scale) for n in numbers}
+        self._calls = dict.fromkeys(numbers, 0)
+
+    @contextmanager
+    def judging(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for number in self._calls:
+                module = self.watch.named[number][1]
+                stack.callback(module.register_forward_hook(self._hook(number)).remove)
+            yield
+
+    def _hook(self, number: int) -> Any:
+        def hook(module: nn.Module, args: object, output: object) -> object:
+            if in_backward():
+                return None
+            f = tensor_of(output)
+            if f is None or not f.requires_grad:
+                return None
+            self._calls[number] += 1
+            if self._calls[number] != self.watch.calls[number]:
+                return None
+            added = beside(beside_outputs)(f.detach())
+            moved = f + added.to(f.dtype)
+            judge = partial(self._judge, number, moved.detach().clone(), added)
+            moved.register_hook(beside(judge))
+            return with_tensor(output, moved)
+
+        return hook
+
+    def _judge(self, number: int, f: Tensor, added: Tensor, c: Tensor) -> None:
+        tokens, roundoff = self._tokens[number], torch.finfo(f.dtype).eps / 2
+        if f.shape != self.watch.outputs[number][0].shape:
+            return
+        if keeps_weights(tokens, f, c, self.session.cotangent_scale, added, roundoff):
+            self.failed.remove(number)
 
 
 def known_outputs(session: Session, name: str | None) -> Tap | None:
@@ -122,7 +203,7 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, 
         ConfigError: there is no module of that name, or none that could be taken.
         UnsupportedError: there are several heads.
 
-    Collective: the gradient, and two small all-reduces.
+    Collective: the gradient, where a module has two classes once more, and three small all-reduces.
     """
     head = session.head
     if not head.modules:
@@ -134,6 +215,7 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, 
     watch = _Watch(named)
     with watch.watching():
         session.add_gradient(out, range(1))
+    _strike_gates(session, watch)
     mine = watch.table.clone()
     mine[:, ORDER] *= session.space.rank == 0
     table = session.space.reduce(mine.reshape(-1)).reshape(mine.shape)
@@ -146,6 +228,20 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, 
     once = table[chosen, [CALLED, ELSEWHERE, SEEN]].tolist()
     everywhere = once == [session.space.world_size, 0, session.space.world_size]
     return tap, watch.outputs[chosen][1] if everywhere else None
+
+
+def _strike_gates(session: Session, watch: _Watch) -> None:
+    """Let modules of two classes whose loss is no cross entropy have none."""
+    pairs = watch.pairs()
+    some = session.space.reduce(torch.tensor([float(len(pairs))], dtype=torch.float64))
+    if not some[0]:
+        return
+    judge = _Pairs(session, watch, [same[0] for same in pairs])
+    with judge.judging():
+        session.add_gradient(session.space.zeros(), range(1))
+    for same in pairs:
+        if same[0] in judge.failed:
+            watch.strike(same)
 
 
 def _named(name: str, named: Sequence[tuple[str, nn.Module]]) -> int:

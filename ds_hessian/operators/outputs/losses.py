@@ -38,6 +38,9 @@ BLOCKS, LEAST = 16, 2**18
 """Outputs are worked on in so many blocks of tokens, or in fewer that have so many entries: little
 memory beside the outputs, and work enough for an accelerator."""
 
+GOLDEN = 0.6180339887
+"""The golden ratio's fraction, of which multiples are spread evenly."""
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -154,6 +157,17 @@ def read_cross_entropy(
             if found is not None:
                 return found
     return None
+
+
+def beside_outputs(f: Tensor) -> Tensor:
+    """Return something as large as the outputs, of entries +-a, to be added to them."""
+    # Signs that alternate, but not with a period of the data.
+    last = f.shape[-1]
+    parts = (torch.arange(count, device=f.device) for count in (f.numel() // last, last))
+    rows, columns = (torch.frac(part * GOLDEN) for part in parts)
+    signs = (rows[:, None] + columns).frac_().ge_(0.5).mul_(2).sub_(1)
+    size = f.norm(dtype=torch.float32) / math.sqrt(f.numel())
+    return signs.mul_(size.clamp_min(1e-3)).reshape(f.shape)
 
 
 def keeps_weights(

@@ -10,7 +10,6 @@ once more as it is where the outputs had to be found; none is after one that sho
 
 from __future__ import annotations
 
-import math
 from typing import Literal, TypeVar
 
 import torch
@@ -25,6 +24,7 @@ from ds_hessian.operators.outputs.losses import (
     Secant,
     Squares,
     Tokens,
+    beside_outputs,
     group_of,
     keeps_weights,
     read_cross_entropy,
@@ -36,9 +36,6 @@ Read = TypeVar("Read", Tokens, Squares)
 
 FAR = 2.0**10
 """The farther of the two displacements of the outputs, in units of the nearer one, at most."""
-
-GOLDEN = 0.6180339887
-"""The golden ratio's fraction, of which multiples are spread evenly."""
 
 
 class _Listener:
@@ -98,7 +95,7 @@ class _Verifier(_Listener):
         self._added: dict[int, tuple[Tensor, float]] = {}
 
     def _addend(self, index: int, f: Tensor) -> Tensor:
-        self._added[index] = _beside(f), torch.finfo(f.dtype).eps / 2
+        self._added[index] = beside_outputs(f), torch.finfo(f.dtype).eps / 2
         return self._added[index][0]
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
@@ -129,7 +126,7 @@ class _Prober(_Listener):
 
     def _addend(self, index: int, f: Tensor) -> Tensor | None:
         if self.passes == 1:
-            self._added[index] = _beside(f)
+            self._added[index] = beside_outputs(f)
         return self._added.get(index)
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor | None:
@@ -153,17 +150,6 @@ class _Prober(_Listener):
             else:
                 self.squares[index] = found
         return torch.zeros_like(c)
-
-
-def _beside(f: Tensor) -> Tensor:
-    """Return something as large as the outputs, of entries +-a, to be added to them."""
-    # Signs that alternate, but not with a period of the data.
-    last = f.shape[-1]
-    parts = (torch.arange(count, device=f.device) for count in (f.numel() // last, last))
-    rows, columns = (torch.frac(part * GOLDEN) for part in parts)
-    signs = (rows[:, None] + columns).frac_().ge_(0.5).mul_(2).sub_(1)
-    size = f.norm(dtype=torch.float32) / math.sqrt(f.numel())
-    return signs.mul_(size.clamp_min(1e-3)).reshape(f.shape)
 
 
 class Reading:
