@@ -111,10 +111,10 @@ class Sides:
         name: The function that has the kinks.
         shape: The shape of its first operand.
         line: As of a choice.
-        held: The sides; None where the call is of what does not depend on weights, or cannot be
-            held: then the function is called as it is.
+        held: The sides; None where they cannot be held: the function is then called as it is.
         dtype: The type of what the function returns.
-        constant: Whether the call is known to be of what does not depend on weights.
+        constant: Whether no gradient goes through the call: it may be of what does not depend on
+            weights, and made in some passes only.
     """
 
     name: str

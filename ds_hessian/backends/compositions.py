@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +18,11 @@ Arguments = Sequence[Any]
 Keywords = dict[str, Any]
 
 
-def _reduced(values: Tensor, reduction: str) -> Tensor:
-    if reduction == "none":
+def _reduced(values: Tensor, reduction: str | int) -> Tensor:
+    """Return a loss of such elements; torch's functions in C++ have reductions by number."""
+    if reduction in ("none", 0):
         return values
-    return values.mean() if reduction == "mean" else values.sum()
+    return values.mean() if reduction in ("mean", 1) else values.sum()
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
@@ -30,13 +32,18 @@ def _wide(*tensors: Tensor) -> list[Tensor]:
     return [t.float() if narrow and t.is_floating_point() else t for t in tensors]
 
 
-def _l1_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    x, y = _wide(input, target)
-    return _reduced((x - y).abs(), reduction)
+def _l1_loss(
+    input: Tensor, target: Tensor, reduction: str | int = "mean", weight: Tensor | None = None
+) -> Tensor:
+    if weight is None:
+        x, y = _wide(input, target)
+        return _reduced((x - y).abs(), reduction)
+    far = (input - target).abs() * weight
+    return far.sum() / weight.sum() if reduction == "mean" else _reduced(far, reduction)
 
 
 def _smooth_l1_loss(
-    input: Tensor, target: Tensor, reduction: str = "mean", beta: float = 1.0
+    input: Tensor, target: Tensor, reduction: str | int = "mean", beta: float = 1.0
 ) -> Tensor:
     x, y = _wide(input, target)
     far = (x - y).abs()
@@ -46,7 +53,7 @@ def _smooth_l1_loss(
 
 
 def _huber_loss(
-    input: Tensor, target: Tensor, reduction: str = "mean", delta: float = 1.0
+    input: Tensor, target: Tensor, reduction: str | int = "mean", delta: float = 1.0
 ) -> Tensor:
     x, y = _wide(input, target)
     far = (x - y).abs()
@@ -55,7 +62,7 @@ def _huber_loss(
 
 
 def _hinge_embedding_loss(
-    input: Tensor, target: Tensor, margin: float = 1.0, reduction: str = "mean"
+    input: Tensor, target: Tensor, margin: float = 1.0, reduction: str | int = "mean"
 ) -> Tensor:
     x, y = _wide(input, target)
     other = torch.where(y != 1, (margin - x).clamp_min(0), 0.0)
@@ -63,14 +70,22 @@ def _hinge_embedding_loss(
 
 
 def _margin_ranking_loss(
-    input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0.0, reduction: str = "mean"
+    input1: Tensor,
+    input2: Tensor,
+    target: Tensor,
+    margin: float = 0.0,
+    reduction: str | int = "mean",
 ) -> Tensor:
     a, b, y = _wide(input1, input2, target)
     return _reduced((-y * (a - b) + margin).clamp_min(0), reduction)
 
 
 def _cosine_embedding_loss(
-    input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0.0, reduction: str = "mean"
+    input1: Tensor,
+    input2: Tensor,
+    target: Tensor,
+    margin: float = 0.0,
+    reduction: str | int = "mean",
 ) -> Tensor:
     a, b, y = _wide(input1, input2, target)
     tiny = 1e-12  # as in torch
@@ -87,7 +102,7 @@ def _triplet_margin_loss(
     p: float = 2,
     eps: float = 1e-6,
     swap: bool = False,
-    reduction: str = "mean",
+    reduction: str | int = "mean",
 ) -> Tensor:
     a, b, c = _wide(anchor, positive, negative)
     near = functional.pairwise_distance(a, b, p, eps)
@@ -103,7 +118,7 @@ def _multi_margin_loss(
     p: int = 1,
     margin: float = 1.0,
     weight: Tensor | None = None,
-    reduction: str = "mean",
+    reduction: str | int = "mean",
 ) -> Tensor:
     (x,) = _wide(input)
     x, y = x.reshape(-1, x.shape[-1]), target.reshape(-1, 1)
@@ -119,6 +134,20 @@ def _aminmax(input: Tensor, *, dim: int | None = None, keepdim: bool = False) ->
     dims = () if dim is None else (dim,)
     ends = input.amin(dims, keepdim), input.amax(dims, keepdim)
     return torch.return_types.aminmax(ends)  # type: ignore[attr-defined]
+
+
+def _copysign(input: Tensor, other: Tensor | float) -> Tensor:
+    sign = torch.as_tensor(other, dtype=input.dtype, device=input.device)
+    return torch.where(torch.signbit(sign), -input.abs(), input.abs())
+
+
+def _heaviside(input: Tensor, values: Tensor) -> Tensor:
+    found = torch.where(input == 0, values, (input > 0).to(input.dtype))
+    return found.detach()
+
+
+def _msort(input: Tensor) -> Tensor:
+    return input.sort(0).values
 
 
 def _norm(
@@ -152,17 +181,39 @@ EXPANDED: dict[str, Callable[..., Any]] = {
     "triplet_margin_loss": _triplet_margin_loss,
     "multi_margin_loss": _multi_margin_loss,
     **{"aminmax": _aminmax, "norm": _norm, "linalg_vector_norm": _vector_norm},
-    "hardswish": _hardswish,
+    **{"hardswish": _hardswish, "copysign": _copysign, "msort": _msort},
+    "heaviside": _heaviside,
 }
 """Functions by others, whose sides are held."""
 
-_LEGACY = ("size_average", "reduce", "out", "weight")
+_LEGACY = ("size_average", "reduce", "out")
 """Arguments with which a function is not expanded, unless they are None."""
+_OPTIONAL = (*_LEGACY, "weight")
+"""Arguments that are left out where they are None."""
+
+
+def whole(func: Any, kwargs: Keywords) -> Keywords:
+    """Return the keywords with which a function was called.
+
+    torch's `l1_loss` hands itself to a mode without its `weight`, and the loss would be another
+    one; it is found where it was given.
+    """
+    if func is not functional.l1_loss:
+        return kwargs
+    frame = sys._getframe(1)
+    while frame.f_code is not functional.l1_loss.__code__:
+        if frame.f_back is None:
+            return kwargs
+        frame = frame.f_back
+    return {**kwargs, "weight": frame.f_locals["weight"]}
 
 
 def expanded(name: str, args: Arguments, kwargs: Keywords) -> Callable[[], Any] | None:
     """Return a call of the function by others; None where it has to be called as it is."""
-    made = EXPANDED.get(name)
+    made = EXPANDED.get(name.strip("_"))
+    if name.endswith("_") and not name.endswith("__"):
+        made = None  # in place
+    name = name.strip("_")
     x = argument(args, kwargs, 0, "input")
     first = (
         x
@@ -175,8 +226,8 @@ def expanded(name: str, args: Arguments, kwargs: Keywords) -> Callable[[], Any] 
         order = argument(args, kwargs, 1, "p" if name == "norm" else "ord", 2)
         if order not in (1, math.inf, -math.inf):
             return None
-    kept = {k: v for k, v in kwargs.items() if k not in _LEGACY or v is not None}
-    if name == "multi_margin_loss" or not kept.keys() & set(_LEGACY):
+    kept = {k: v for k, v in kwargs.items() if k not in _OPTIONAL or v is not None}
+    if not kept.keys() & set(_LEGACY):
         try:
             inspect.signature(made).bind(*args, **kept)
         except TypeError:

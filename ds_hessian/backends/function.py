@@ -31,12 +31,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import wraps
 from types import FunctionType
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -73,15 +74,10 @@ PROBABILITIES: dict[str, tuple[int, str]] = {
 HELD = {*pieces.NAMES, *compositions.EXPANDED}
 """Functions whose sides of kinks are held."""
 
-COMPOSED = {
-    Tensor.backward,
-    torch.autograd.backward,
-    torch.autograd.grad,
-    functional.gumbel_softmax,
-    functional.multi_head_attention_forward,
-}
-"""Functions in Python in which others are called that are to be seen. While torch calls what it has
-handed to a mode, the mode is off."""
+COMPOSED = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+_IN_PYTHON = ("torch.nn.functional", "torch.functional")
+"""Functions in Python, and modules of them, in which others are called that are to be seen. While
+torch calls what it has handed to a mode, the mode is off."""
 
 SAME = 1e-2
 """Relative difference of the inputs of a choice and of its recomputation, which run on the same
@@ -126,12 +122,18 @@ class FixedFunction(TorchFunctionMode):
         # What backwards decide beyond their forwards, by the decision of a forward that came
         # before.
         self._later: dict[int, list[Decision]] = {}
+        # What written backwards decide, by micro-batch, name, shape and line; and how many of these
+        # calls this run has made.
+        self._backwards: dict[Hashable, list[Sides]] = {}
+        self._called: dict[Hashable, int] = {}
+        self._alone = True  # whether this run has one micro-batch
         self._latest: Decision | None = None
         self._since = 0
         self._learning = False  # whether a forward of this run is its micro-batch's first
         self._recomputes = False  # whether backwards evaluate functions with kinks
         self._tallies: dict[Hashable, Tensor] = {}
         self._padding: dict[int, Tensor] = {}  # rows for padding, by the embedding's weight
+        self._bodies: dict[Any, Callable[..., Any]] = {}
         self._seen = False  # whether a function has decided, was to drop, or has read padding
         self._kinked: Tensor | None = None  # whether values lie on both sides of a kink
 
@@ -147,6 +149,8 @@ class FixedFunction(TorchFunctionMode):
         """
         self._latest, self._since, self._learning = None, 0, False
         given = list(keys)
+        self._alone = len(given) == 1
+        self._called.clear()
         plain = bool(given) and not self._seen and all(key in self._recorded for key in given)
         FixedFunction._evaluating += 1
         try:
@@ -198,6 +202,7 @@ class FixedFunction(TorchFunctionMode):
         self._made = sum(isinstance(each, Choice) for each in before)
         for decisions in (*self._recorded.values(), *self._later.values()):
             decisions[:] = [each for each in decisions if isinstance(each, Choice)]
+        self._backwards.clear()
         for known in self._known.values():
             for print_ in [p for p, each in known.items() if isinstance(each, Sides)]:
                 del known[print_]
@@ -214,7 +219,7 @@ class FixedFunction(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Make a call of one of torch's functions."""
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        kwargs, name = compositions.whole(func, kwargs or {}), getattr(func, "__name__", "")
         if name in PROBABILITIES and not self._dropout:
             self._seen |= _drops(name, args, kwargs)
             args, kwargs = _with_argument(args, kwargs, *PROBABILITIES[name], 0.0)
@@ -222,14 +227,22 @@ class FixedFunction(TorchFunctionMode):
             self._seen = True
             return self._choose(func, name, args, kwargs)
         elif name.strip("_") in HELD and self.holds and self._key is not None:
-            return self._hold(func, args, kwargs)
+            return self._hold(func, types, args, kwargs)
+        elif func is torch.embedding_renorm_:
+            raise _rescales()
         elif func is functional.embedding and self._key is not None:
             return self._embed(func, args, kwargs)
-        elif func in COMPOSED:
-            with self:
-                return _undispatched(func)(*args, **kwargs)
+        elif func in COMPOSED or _is_composed(func, types):
+            return self._composed(func, args, kwargs)
         self._look_for_kinks(name, args, kwargs)
         return func(*args, **kwargs)
+
+    def _composed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function in Python, and see what it calls."""
+        if func not in self._bodies:
+            self._bodies[func] = _undispatched(func)
+        with self:
+            return self._bodies[func](*args, **kwargs)
 
     def _look_for_kinks(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note whether a function that is called as it is has kinks, at the weights."""
@@ -264,13 +277,17 @@ class FixedFunction(TorchFunctionMode):
 
     # ---- kinks
 
-    def _hold(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _hold(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Return what a function with kinks returns on the sides where the weights are."""
-        made = compositions.expanded(func.__name__.strip("_"), args, kwargs)
+        made = compositions.expanded(func.__name__, args, kwargs)
         if made is not None:
             with self:
                 return made()
         kinked = pieces.found(func, args, kwargs)
+        if kinked is None and _is_composed(func, types):
+            return self._composed(func, args, kwargs)
         sides: Sides | None = None
         if kinked is not None:
             if _in_backward():
@@ -288,19 +305,15 @@ class FixedFunction(TorchFunctionMode):
     ) -> Sides | None:
         """Return the sides in a forward; None where they have been given up."""
         recorded = self._recorded[self._key]
-        if _constant(kinked):
-            # Without gradients it cannot be told from others, and is then found by its line. With
-            # them it does not count: a model may call it once, as to make a distribution.
-            if self._first:
-                shape = kinked.operands[0].shape
-                recorded.append(Sides(kinked.name, shape, line_of_call(), constant=True))
-            return None
+        constant = _constant(kinked)
         if self._first:
-            made = self._recording(kinked, func, args, kwargs)
+            made = replace(self._recording(kinked, func, args, kwargs), constant=constant)
             if not self.holds:
                 return None
             recorded.append(made)
-        now = Sides(kinked.name, kinked.operands[0].shape, ())
+        if constant and not self._is_next(recorded, kinked):
+            return None
+        now = Sides(kinked.name, kinked.operands[0].shape, (), constant=constant)
         if not torch.is_grad_enabled():
             now = Sides(kinked.name, kinked.operands[0].shape, line_of_call())
         sides = self._next(recorded, now)
@@ -310,6 +323,21 @@ class FixedFunction(TorchFunctionMode):
             return sides
         self._note(sides, sides.tally(kinked), 2, *kinked.operands)
         return sides
+
+    def _is_next(self, recorded: list[Decision], kinked: Kinked) -> bool:
+        """Go on to the sides of a call without gradients; return whether there are any.
+
+        What is detached from the weights may change with them all the same, as the mask
+        `x.detach() > 0` does, and is held. But a model may call it once only, as to make a
+        distribution: it is found by its line, and those before it are left out.
+        """
+        made, line = self._made, line_of_call()
+        while made < len(recorded) and _is_constant(recorded[made]):
+            if recorded[made].line == line and recorded[made].name == kinked.name:
+                self._made = made
+                return recorded[made].shape == kinked.operands[0].shape
+            made += 1
+        return False
 
     def _recording(
         self, kinked: Kinked, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -340,14 +368,14 @@ class FixedFunction(TorchFunctionMode):
         """Return the sides in a backward, which recomputes activations; None for what it computes
         beside these.
         """
-        if _constant(kinked):
-            return None
         known = self._recognised(kinked.name, kinked.operands)
         if known is not None:
             assert isinstance(known, Sides)
             self._latest, self._since, self._recomputes = known, 0, True
             return known
         if not torch.is_grad_enabled():
+            return self._sides_in_backward(kinked, func, args, kwargs)
+        if _constant(kinked):
             return None
         self._recomputes = True
         later = self._later.setdefault(id(self._latest), [])
@@ -365,6 +393,28 @@ class FixedFunction(TorchFunctionMode):
         assert isinstance(found, Sides)
         return found
 
+    def _sides_in_backward(
+        self, kinked: Kinked, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Sides | None:
+        """Return the sides in a backward that somebody has written, as of `torch.autograd.Function`
+        or a hook; None where they are not known.
+
+        The backward of one micro-batch calls them in the same order in each pass. Where a run has
+        several, as in a pipeline, they are not told apart.
+        """
+        call = (self._key, kinked.name, kinked.operands[0].shape, line_of_call())
+        found, number = self._backwards.setdefault(call, []), self._called.get(call, 0)
+        self._called[call] = number + 1
+        if self._learning and number == len(found):
+            made = self._recording(kinked, func, args, kwargs)
+            if not self.holds:
+                return None
+            if not self._alone:
+                self._kinked = torch.ones((), dtype=torch.bool) if made.nbytes else self._kinked
+                return None
+            found.append(made)
+        return found[number] if number < len(found) else None
+
     def _embed(
         self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
@@ -374,10 +424,7 @@ class FixedFunction(TorchFunctionMode):
             UnsupportedError: the function rescales rows of the weights in place.
         """
         if argument(args, kwargs, 3, "max_norm") is not None:
-            raise UnsupportedError(
-                "ds_hessian does not support embeddings with max_norm, whose forward rescales rows "
-                "of the weights in place, without a gradient; leave max_norm out"
-            )
+            raise _rescales()
         read = func(*args, **kwargs)
         padding = argument(args, kwargs, 2, "padding_idx")
         if padding is None:
@@ -393,7 +440,7 @@ class FixedFunction(TorchFunctionMode):
         if not torch.is_grad_enabled():
             lines = [decision.line for decision in recorded[self._made :]]
             self._made += lines.index(now.line) if now.line in lines else len(lines)
-        else:
+        elif not (isinstance(now, Sides) and now.constant):
             while self._made < len(recorded) and _is_constant(recorded[self._made]):
                 self._made += 1
         if self._made < len(recorded):
@@ -481,6 +528,13 @@ def _differs(what: str) -> PieceError:
     )
 
 
+def _rescales() -> UnsupportedError:
+    return UnsupportedError(
+        "ds_hessian does not support embeddings with max_norm, whose forward rescales rows "
+        "of the weights in place, without a gradient; leave max_norm out"
+    )
+
+
 def beside(function: Callable[P, R]) -> Callable[P, R]:
     """Make a hook of a measurement run beside the model: what it computes is no choice of it."""
 
@@ -490,6 +544,12 @@ def beside(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return called
+
+
+def _is_composed(func: Any, types: Iterable[type]) -> bool:
+    """Return whether a function calls others, with tensors that have no functions of their own."""
+    plain = all(kind in (Tensor, nn.Parameter) for kind in types)
+    return plain and isinstance(func, FunctionType) and func.__globals__["__name__"] in _IN_PYTHON
 
 
 def _undispatched(func: Any) -> Callable[..., Any]:

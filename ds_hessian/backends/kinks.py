@@ -13,6 +13,7 @@ then third differences and the asymmetry of Lanczos' matrix are the witnesses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 Bounds = Callable[[Sequence[Any], dict[str, Any]], Sequence[Any]]
+Condition = Callable[[Sequence[Any], dict[str, Any]], bool]
 
 
 def _at(*kinks: float) -> Bounds:
@@ -70,12 +72,57 @@ ALWAYS = {
     *("hinge_embedding_loss", "margin_ranking_loss", "multi_margin_loss"),
     *("multilabel_margin_loss", "triplet_margin_loss", "cosine_embedding_loss"),
     *("rnn_relu", "rnn_relu_cell"),
+    *(f"fractional_max_pool{n}d{rest}" for n in (2, 3) for rest in ("", "_with_indices")),
+    *("floor", "ceil", "round", "trunc", "fix", "frac", "remainder", "fmod", "__mod__"),
+    *("fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine"),
+    *("quantile", "nanquantile", "renorm"),
+    *("byte", "char", "short", "int", "long"),
 }
-"""Functions that have kinks among any values."""
+"""Functions that have kinks, or jumps, among any values."""
+
+_EXTREMES = ("amax", "amin", "max", "min")
+_ROUGH = (0, 1, math.inf, -math.inf)
+
+
+def _has_order(index: int, name: str, usual: Any = 2) -> Condition:
+    """Return what tells norms with kinks, those of order 1 and infinity."""
+    return lambda args, kwargs: argument(args, kwargs, index, name, usual) in _ROUGH
+
+
+def _has_extremes(index: int, name: str) -> Condition:
+    return lambda args, kwargs: argument(args, kwargs, index, name) in _EXTREMES
+
+
+def _moves(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether the places at which an image is read depend on weights."""
+    return bool(argument(args, kwargs, 1, "grid").requires_grad)
+
+
+def _to_integers(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    types = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.dtype)]
+    return any(not t.is_floating_point and not t.is_complex for t in types)
+
+
+IF: dict[str, Condition] = {
+    **{"to": _to_integers, "type": _to_integers},
+    "cdist": _has_order(2, "p"),
+    "pdist": _has_order(1, "p"),
+    "dist": _has_order(2, "p"),
+    "norm": _has_order(1, "p"),
+    **{f"linalg_{kind}norm": _has_order(1, "ord") for kind in ("", "matrix_", "vector_")},
+    **{"scatter_reduce": _has_extremes(4, "reduce"), "index_reduce": _has_extremes(4, "reduce")},
+    **{"segment_reduce": _has_extremes(1, "reduce"), "grid_sampler": _moves},
+    "div": lambda args, kwargs: kwargs.get("rounding_mode") is not None,
+    "divide": lambda args, kwargs: kwargs.get("rounding_mode") is not None,
+    # Of max, whose number torch's own function is given.
+    "embedding_bag": lambda args, kwargs: argument(args, kwargs, 4, "mode") in (2, "max"),
+}
+"""Functions that have kinks among any values with some arguments, and with which."""
 
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-NAMES = {*ELEMENTWISE, *OF_DIFFERENCES, *ALWAYS}
+ANY = {*ALWAYS, *IF}
+NAMES = {*ELEMENTWISE, *OF_DIFFERENCES, *ANY}
 
 
 def is_plain(tensor: Any) -> bool:
@@ -107,17 +154,28 @@ def kinked(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | N
     """
     x, other = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "other")
     other = kwargs.get("target", other)
-    depends = [t for t in (x, other) if isinstance(t, Tensor) and t.requires_grad]
+    transformed = torch._C._are_functorch_transforms_active()
+    among = (*args, *kwargs.values()) if name in ANY or transformed else (x, other)
+    depends = [t for t in among if isinstance(t, Tensor) and _unwrapped(t).requires_grad]
     if not (depends and torch.is_grad_enabled()):
         return None
+    if name in IF and not IF[name](args, kwargs):
+        return None
     with torch.no_grad():
-        if name in ALWAYS:
+        if name in ANY or transformed:
             return torch.ones((), dtype=torch.bool, device=depends[0].device)
         if name in ELEMENTWISE:
             return _between(x, ELEMENTWISE[name](args, kwargs))
         if isinstance(x, Tensor) and isinstance(other, Tensor):
             return _between(x - other, OF_DIFFERENCES[name](args, kwargs))
     return None
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """Return the tensor in those of `torch.func`'s transforms."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _between(values: Tensor, kinks: Sequence[Any]) -> Tensor | None:

@@ -303,6 +303,20 @@ def _prelu(operands: Operands, masks: Sequence[Tensor]) -> Tensor:
     return torch.where(masks[0], weight * x, x)
 
 
+def _softplus(x: Tensor, args: Arguments, kwargs: Keywords) -> Any:
+    beta = argument(args, kwargs, 1, "beta", 1.0)
+    threshold = argument(args, kwargs, 2, "threshold", 20.0)
+    if math.exp(-threshold) < torch.finfo(torch.float32).eps:
+        return None  # it has no kink beyond rounding
+
+    def value(operands: Operands, masks: Sequence[Tensor]) -> Tensor:
+        (x,), (straight,) = operands, masks
+        curved = functional.softplus(x.masked_fill(straight, 0.0), beta, math.inf)
+        return torch.where(straight, x, curved)
+
+    return (x,), lambda operands: [operands[0] * beta > threshold], value
+
+
 def _larger(operands: Operands) -> list[Tensor]:
     return [operands[0] < operands[1], operands[0] == operands[1]]
 
@@ -346,6 +360,8 @@ def _curved(name: str, args: Arguments, kwargs: Keywords) -> Any:
         return (x,), _low, _bent(alpha, 1 / alpha, 1.0)
     if name == "selu":
         return (x,), _low, _bent(_SELU[0], 1.0, _SELU[1])
+    if name == "softplus":
+        return _softplus(x, args, kwargs)
     if name == "prelu":
         return (x, argument(args, kwargs, 1, "weight")), _low, _prelu
     if name in _OF_TWO:
@@ -372,7 +388,18 @@ _SELU = (1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
 _OF_TWO = {"maximum": _larger, "fmax": _larger, "max": _larger}
 _OF_TWO |= {"minimum": _smaller, "fmin": _smaller, "min": _smaller}
 
-CURVED = {"elu", "celu", "selu", "prelu", *_OF_TWO, "clamp", "clip", "clamp_min", "clamp_max"}
+CURVED = {
+    "elu",
+    "celu",
+    "selu",
+    "prelu",
+    "softplus",
+    *_OF_TWO,
+    "clamp",
+    "clip",
+    "clamp_min",
+    "clamp_max",
+}
 
 
 def _by_masks(value: Value) -> Callable[[Operands, Sequence[Held]], Tensor]:
@@ -388,6 +415,9 @@ def _by_masks(value: Value) -> Callable[[Operands, Sequence[Held]], Tensor]:
 
 COMPARISONS = {"gt", "lt", "ge", "le", "eq", "ne"}
 COMPARISONS |= {"greater", "less", "greater_equal", "less_equal", "not_equal"}
+COMPARISONS |= {"logical_and", "logical_or", "logical_xor", "logical_not"}
+COMPARISONS |= {"isclose", "signbit", "bool"}
+"""Functions whose values are booleans."""
 
 
 def _comparison(func: Callable[..., Tensor], args: Arguments, kwargs: Keywords) -> Any:
@@ -472,9 +502,36 @@ def _pool(name: str, dims: int, args: Arguments, kwargs: Keywords) -> Kinked:
     return Kinked(plain, (x,), sides, value, most, indices=shown)
 
 
+# ---- places in a table
+
+PLACES = {"bucketize": ("input", "boundaries"), "searchsorted": ("sorted_sequence", "input")}
+
+
+def _place(func: Any, name: str, args: Arguments, kwargs: Keywords) -> Kinked | None:
+    """Return a call of a function that returns between which boundaries each element is."""
+    names = PLACES[name]
+    given = [argument(args, kwargs, index, of) for index, of in enumerate(names)]
+    at = names.index("input")
+    table, x = given[1 - at], given[at]
+    if not (isinstance(x, Tensor) and isinstance(table, Tensor)) or kwargs.get("out") is not None:
+        return None
+    rest = {k: v for k, v in kwargs.items() if k not in names}
+
+    def sides(operands: Operands) -> list[Tensor]:
+        pair = [table, *operands] if at else [*operands, table]
+        return [func(*pair, *args[2:], **rest)]
+
+    def value(operands: Operands, held: Sequence[Held]) -> Tensor:
+        (places,) = held
+        assert isinstance(places, Tensor)
+        return places.to(torch.int32 if rest.get("out_int32") else torch.int64)
+
+    return Kinked(name, (x,), sides, value, table.shape[-1] + 1)
+
+
 # ---- all of them
 
-NAMES = {*LINES, *CURVED, *COMPARISONS, *EXTREMES}
+NAMES = {*LINES, *CURVED, *COMPARISONS, *EXTREMES, *PLACES}
 NAMES |= {*POOLS, *(f"{name}_with_indices" for name in POOLS)}
 
 
@@ -508,6 +565,8 @@ def _found(
         return Kinked(name, operands, sides, _by_masks(value))
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return None
+    if name in PLACES:
+        return _place(func, name, args, kwargs)
     if name.removesuffix("_with_indices") in POOLS:
         return _pool(name, POOLS[name.removesuffix("_with_indices")], args, kwargs)
     if name in LINES:

@@ -50,7 +50,39 @@ KINKED: dict[str, Function] = {
     "a recurrence": lambda x: nn.RNN(8, 3, nonlinearity="relu")(x)[0],
     "recomputed": lambda x: checkpoint(torch.relu, x, use_reentrant=True),
 }
+JUMPS: dict[str, Function] = {
+    "floor": torch.floor,
+    "remainder": lambda x: x % 0.7,
+    "fractions": torch.frac,
+    "division to integers": lambda x: torch.div(x, 0.7, rounding_mode="trunc"),
+    "an integer": lambda x: x * x.long(),
+    "another type": lambda x: x * x.to(torch.int32),
+    "quantile": lambda x: x.quantile(0.3, dim=1),
+    "distances": lambda x: torch.cdist(x, x.detach(), p=1.0),
+    "order 1": lambda x: torch.linalg.norm(x, ord=1),
+    "scaled rows": lambda x: torch.renorm(x, 2, 0, 1.0),
+    "fractional pooling": lambda x: functional.fractional_max_pool2d(x.view(1, 4, 8), 2, 2),
+    "scattered": lambda x: x.new_zeros(2, 8).scatter_reduce(0, rows(), x, "amax"),
+    "a bag's largest": lambda x: functional.embedding_bag(rows()[:, :2], x, mode="max"),
+    "an image": lambda x: functional.grid_sample(torch.rand(1, 1, 4, 4), x.view(1, 4, 4, 2)),
+    "vmap": torch.vmap(torch.relu),
+}
+"""What is crossed, and has to be known of."""
+
+
+def rows() -> Tensor:
+    """Two rows by turns."""
+    return (torch.arange(4) % 2).unsqueeze(1).expand(4, 8)
+
+
 SMOOTH: dict[str, Function] = {
+    "euclidean distances": lambda x: torch.cdist(x, x.detach() + 1),
+    "another width": lambda x: x.to(torch.float64),
+    "added": lambda x: x.new_zeros(2, 8).scatter_reduce(0, rows(), x, "sum"),
+    "read where it always is": lambda x: functional.grid_sample(
+        x.view(1, 1, 4, 8), torch.rand(1, 2, 2, 2)
+    ),
+    "a table": lambda x: functional.embedding_bag(rows()[:, :2], x, mode="mean"),
     "gelu": nn.GELU(),
     "silu": nn.SiLU(),
     "softplus": nn.Softplus(),
@@ -76,11 +108,13 @@ def is_smooth(function: Function) -> bool:
     return fixed.smooth
 
 
-@pytest.mark.parametrize("name", KINKED)
+@pytest.mark.filterwarnings("ignore:Default grid_sample")
+@pytest.mark.parametrize("name", [*KINKED, *JUMPS])
 def test_values_on_both_sides_of_a_kink_are_seen(name: str) -> None:
-    assert not is_smooth(KINKED[name])
+    assert not is_smooth({**KINKED, **JUMPS}[name])
 
 
+@pytest.mark.filterwarnings("ignore:Default grid_sample")
 @pytest.mark.parametrize("name", SMOOTH)
 def test_smooth_functions_and_kinks_out_of_reach_are_none(name: str) -> None:
     assert is_smooth(SMOOTH[name])

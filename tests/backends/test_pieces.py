@@ -32,9 +32,31 @@ def image(x: Tensor) -> Tensor:
     return x.view(1, 1, 4, 8)
 
 
+@torch.no_grad()
+def no_grad_mask(x: Tensor) -> Tensor:
+    """Where elements are positive."""
+    return x > 0
+
+
 def half(x: Tensor) -> Tensor:
     """The signs of a target."""
     return torch.tensor([1.0, -1.0], dtype=x.dtype).repeat(4).expand(4, 8)
+
+
+class OwnReLU(torch.autograd.Function):
+    """With a backward that compares for itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Its values."""
+        ctx.save_for_backward(x)
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """Its slopes, of which one kink is only here."""
+        (x,) = ctx.saved_tensors
+        return gradients[0] * (x > 0) + 0.1 * x.clamp(min=-0.5)
 
 
 HELD: dict[str, Function] = {
@@ -84,6 +106,27 @@ HELD: dict[str, Function] = {
     ),
     "expanded": lambda x: functional.relu(x[:1].expand(4, 8)),
     "a slice": lambda x: functional.relu(x[:, ::3]),
+    "soft sign": nn.Softsign(),
+    "soft plus": nn.Softplus(beta=3, threshold=2),
+    "sign of another": lambda x: torch.copysign(x.square(), x),
+    "sorted": lambda x: torch.msort(x).square(),
+    "normalised by sums": lambda x: functional.normalize(x, p=1.0),
+    "heaviside": lambda x: x * torch.heaviside(x.detach(), torch.tensor(0.5).to(x)),
+    "places": lambda x: x * torch.bucketize(x, torch.tensor([-0.5, 0.6]).to(x)),
+    "places by search": lambda x: x * torch.searchsorted(torch.tensor([-0.5, 0.6]).to(x), x),
+    "near": lambda x: torch.where(x.isclose(torch.zeros_like(x), atol=0.4), x.square(), x),
+    "sign bit": lambda x: torch.where(x.signbit(), 0.1 * x, x),
+    "truth": lambda x: x.square() * x.clamp(min=0).bool(),
+    "weighted l1": lambda x: functional.l1_loss(x, x.flip(0), weight=half(x) + 2),
+    "l1 by number": lambda x: torch._C._nn.l1_loss(x, torch.zeros_like(x), 1),
+    "l1 of old": lambda x: functional.l1_loss(x, torch.zeros_like(x), size_average=False),
+    "distances": lambda x: functional.triplet_margin_with_distance_loss(x, x.flip(0), x.roll(1, 0)),
+    "a detached mask": lambda x: x.square() * (x.detach() > 0.1),
+    "a mask without gradients": lambda x: x.square() * no_grad_mask(x),
+    "a backward of its own": OwnReLU.apply,
+    "recomputed with a mask": lambda x: checkpoint(
+        lambda y: (y * y.detach().gt(0)).relu() * y, 1.1 * x, use_reentrant=True
+    ),
     "recomputed in turn": lambda x: checkpoint(
         lambda y: functional.relu(y) * functional.leaky_relu(y + 1), x, use_reentrant=False
     ),
@@ -148,6 +191,47 @@ def test_off_the_weights_it_is_a_smooth_function(name: str) -> None:
         ends = [evaluated(function, x + side * h * v, fixed)[1] for side in (1, -1)]
         slopes.append((ends[0] - ends[1]) / (2 * h))
     assert (slopes[0] - slopes[1]).norm() <= 1e-3 * slopes[0].norm()
+
+
+@pytest.mark.parametrize("allowed", [0, ROOM])
+def test_weights_of_an_l1_loss_are_kept(allowed: int) -> None:
+    """torch hands `l1_loss` to a mode without them."""
+
+    def function(x: Tensor) -> Tensor:
+        return nn.functional.l1_loss(x, torch.zeros_like(x), reduction="none", weight=half(x) + 2)
+
+    fixed = FixedFunction(dropout=False, allowed=allowed)
+    for _ in range(2):
+        with fixed.evaluating(0):
+            assert torch.equal(function(values()), values().abs() * (half(values()) + 2))
+
+
+def test_constants_between_kinks_may_be_called_in_some_forwards_alone() -> None:
+    fixed, calls = FixedFunction(dropout=False, allowed=ROOM), list[int]()
+
+    def function(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) % 2:
+            (torch.ones(4) > torch.rand(4)).sum()
+        return torch.relu(x) * (x.detach() > -0.5)
+
+    first = evaluated(function, values(), fixed)
+    for _ in range(3):
+        again = evaluated(function, values(), fixed)
+        assert all(map(torch.equal, first, again))
+    moved, slope = evaluated(function, -values(), fixed)
+    assert torch.equal(moved == 0, first[0] == 0)
+
+
+BENT = ["soft sign", "soft plus", "sign of another", "near", "truth", "distances", "sign bit"]
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_where_slopes_bend_sides_are_held(name: str) -> None:
+    """Differences over a step do not show it, but products are off by the slope's jump."""
+    fixed = FixedFunction(dropout=False, allowed=ROOM)
+    evaluated(HELD[name], values(), fixed)
+    assert fixed.held > 0 and fixed.smooth
 
 
 def test_as_many_bits_are_held_as_there_are_elements_at_kinks() -> None:

@@ -349,3 +349,8 @@ def test_an_embedding_that_rescales_its_rows_is_refused() -> None:
     with pytest.raises(HessianError, match="embeddings with max_norm"):
         hessian.use([torch.tensor([[0, 1, 4, 3]])]).matvec(hessian.random_vector())
     assert torch.equal(net.embed.weight, before)
+    bag = torch.nn.EmbeddingBag(5, 4, max_norm=1.0)
+    hessian = ds_hessian.attach(bag, config=ds_hessian.HessianConfig.parse(QUIET))
+    hessian.use([torch.tensor([[0, 1, 4, 3]])], lambda net, tokens: net(tokens).square().sum())
+    with pytest.raises(HessianError, match="embeddings with max_norm"):
+        hessian.matvec(hessian.random_vector())
