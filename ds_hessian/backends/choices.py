@@ -239,6 +239,14 @@ def line_of_call() -> Line:
     return tuple(found)
 
 
+def called(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """Return a call by its function and the arguments that are no tensors: `x > 0` and `x > 1` have
+    the same inputs.
+    """
+    given = [*enumerate(args), *sorted(kwargs.items())]
+    return f"{name}{[(k, v) for k, v in given if not isinstance(v, Tensor)]}"
+
+
 def fingerprint(*tensors: Tensor) -> Tensor:
     """Return `(2,)` fp64 that tells the inputs of decisions apart."""
     total = torch.zeros(2, dtype=torch.float64, device=tensors[0].device)

@@ -49,6 +49,7 @@ from ds_hessian.backends.choices import (
     Choice,
     PieceError,
     Sides,
+    called,
     chooses,
     dim_of,
     fingerprint,
@@ -116,8 +117,8 @@ class FixedFunction(TorchFunctionMode):
         self._key: Hashable = None
         self._made = 0  # decisions of the present forward so far
         # The decisions of this run's forwards, with fingerprints of their inputs: the latest ones
-        # as tensors, the others by name, shape and fingerprint.
-        self._inputs: list[tuple[Decision, Tensor]] = []
+        # as tensors, the others by call, shape and fingerprint.
+        self._inputs: list[tuple[Decision, str, Tensor]] = []
         self._known: dict[tuple[str, torch.Size], dict[tuple[float, ...], Decision]] = {}
         # What backwards decide beyond their forwards, by the decision of a forward that came
         # before.
@@ -206,7 +207,7 @@ class FixedFunction(TorchFunctionMode):
         for known in self._known.values():
             for print_ in [p for p, each in known.items() if isinstance(each, Sides)]:
                 del known[print_]
-        self._inputs = [(each, p) for each, p in self._inputs if isinstance(each, Choice)]
+        self._inputs = [each for each in self._inputs if isinstance(each[0], Choice)]
         self.held = 0
 
     # ---- calls of torch's functions
@@ -264,7 +265,7 @@ class FixedFunction(TorchFunctionMode):
         most = x.numel() if dim is None else x.shape[dim]
         now = Choice(name, x.shape, dim, compact(indices, most), line_of_call())
         if _in_backward():  # which recomputes
-            return self._again(now, x).result(x)
+            return self._again(now, called(name, args, kwargs), x).result(x)
         recorded = self._recorded[self._key]
         if self._first:
             recorded.append(now)
@@ -272,7 +273,7 @@ class FixedFunction(TorchFunctionMode):
         assert isinstance(choice, Choice)
         count = torch.full((), choice.number, dtype=torch.float64, device=x.device)
         changed = choice.changes(indices).to(torch.float64)
-        self._note(choice, torch.stack([count, changed]), 0, x)
+        self._note(choice, called(name, args, kwargs), torch.stack([count, changed]), 0, x)
         return choice.result(x)
 
     # ---- kinks
@@ -321,7 +322,8 @@ class FixedFunction(TorchFunctionMode):
         if sides.held is None:
             self._made += 1
             return sides
-        self._note(sides, sides.tally(kinked), 2, *kinked.operands)
+        call = called(kinked.name, args, kwargs)
+        self._note(sides, call, sides.tally(kinked), 2, *kinked.operands)
         return sides
 
     def _is_next(self, recorded: list[Decision], kinked: Kinked) -> bool:
@@ -368,7 +370,7 @@ class FixedFunction(TorchFunctionMode):
         """Return the sides in a backward, which recomputes activations; None for what it computes
         beside these.
         """
-        known = self._recognised(kinked.name, kinked.operands)
+        known = self._recognised(called(kinked.name, args, kwargs), kinked.operands)
         if known is not None:
             assert isinstance(known, Sides)
             self._latest, self._since, self._recomputes = known, 0, True
@@ -455,22 +457,24 @@ class FixedFunction(TorchFunctionMode):
             f"{what}, so that it cannot be held; its control flow must depend on neither"
         )
 
-    def _note(self, decision: Decision, counts: Tensor, at: int, *inputs: Tensor) -> None:
+    def _note(
+        self, decision: Decision, call: str, counts: Tensor, at: int, *inputs: Tensor
+    ) -> None:
         self._made += 1
         if isinstance(decision, Choice) or self._learning or self._recomputes:
-            self._inputs.append((decision, fingerprint(*inputs)))
+            self._inputs.append((decision, call, fingerprint(*inputs)))
         tally = self._tallies.get(self._key)
         if tally is None:
             tally = torch.zeros(4, dtype=torch.float64, device=counts.device)
         self._tallies[self._key] = tally.to(counts.device)
         self._tallies[self._key][at : at + 2] += counts
 
-    def _again(self, now: Choice, x: Tensor) -> Choice:
+    def _again(self, now: Choice, call: str, x: Tensor) -> Choice:
         """Return what a backward is to choose: what a forward of this run has chosen for the same
         input, or, where recomputation chooses what the forward has not (losses of routers, which
         are computed with gradients only), what the first backward has chosen after that.
         """
-        choice = self._recognised(now.name, (x,))
+        choice = self._recognised(call, (x,))
         if choice is not None:
             assert isinstance(choice, Choice)
             self._latest, self._since = choice, 0
@@ -489,15 +493,15 @@ class FixedFunction(TorchFunctionMode):
         assert isinstance(choice, Choice)
         return choice
 
-    def _recognised(self, name: str, inputs: tuple[Tensor, ...]) -> Decision | None:
+    def _recognised(self, call: str, inputs: tuple[Tensor, ...]) -> Decision | None:
         """Return the decision of a forward of this run that had the same inputs."""
         if self._inputs:  # all at once: each transfer waits for the device
-            prints = torch.stack([print_ for _, print_ in self._inputs]).tolist()
-            for (decision, _), found in zip(self._inputs, prints, strict=True):
-                kind = decision.name, decision.shape
+            prints = torch.stack([print_ for _, _, print_ in self._inputs]).tolist()
+            for (decision, made, _), found in zip(self._inputs, prints, strict=True):
+                kind = made, decision.shape
                 self._known.setdefault(kind, {})[tuple(found)] = decision
             self._inputs.clear()
-        known = self._known.get((name, inputs[0].shape), {})
+        known = self._known.get((call, inputs[0].shape), {})
         if not known:
             return None
         here = tuple(fingerprint(*inputs).tolist())

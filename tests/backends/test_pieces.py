@@ -127,6 +127,15 @@ HELD: dict[str, Function] = {
     "recomputed with a mask": lambda x: checkpoint(
         lambda y: (y * y.detach().gt(0)).relu() * y, 1.1 * x, use_reentrant=True
     ),
+    "several of one recomputed": lambda x: checkpoint(
+        lambda y: (
+            y.clamp(min=-0.7).square() * y.clamp(max=0.4) * (y > 0.2)
+            + y * (y > -0.3)
+            + y.topk(2).values.sum() * y.topk(4).values.square().sum()
+        ),
+        1.1 * x,
+        use_reentrant=False,
+    ),
     "recomputed in turn": lambda x: checkpoint(
         lambda y: functional.relu(y) * functional.leaky_relu(y + 1), x, use_reentrant=False
     ),
