@@ -418,13 +418,15 @@ class Hessian(JobMeasuring):
         """Measure the spectra of H, of its Gauss-Newton part G, and of the residual R = H - G.
 
         The probes are the same, so that the traces and the densities compare. Takes what `spectrum`
-        takes, three times its time, and raises what it raises.
+        takes but an operator, in three times its time, and raises what it raises.
 
         Raises:
             UnsupportedError: the model's outputs have no single Gauss-Newton matrix.
         """
         self._use_if(batches, loss_fn)
-        return self._measure(Decomposition, lambda: Decomposition(show=SpectrumProgress), overrides)
+        # The operator of the job's own measurements says nothing of this one.
+        settings = {"operator": "hessian", **overrides}
+        return self._measure(Decomposition, lambda: Decomposition(show=SpectrumProgress), settings)
 
     def displacement_sweep(
         self,

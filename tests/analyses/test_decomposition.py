@@ -73,6 +73,18 @@ def test_an_operator_of_its_own_is_refused(net: Any) -> None:
         hessian.decomposition(operator="ggn")
 
 
+def test_the_operator_of_a_jobs_own_measurements_is_none_of_a_decompositions(net: Any) -> None:
+    found = []
+    for operator in ("hessian", "ggn"):
+        config = {"progress": False, "operator": operator}
+        hessian: Any = ds_hessian.attach(*net, config).use(DATA, loss_of)
+        found.append(hessian.decomposition(num_matvecs=1))
+    assert found[0].spectra.keys() == found[1].spectra.keys()
+    assert all(
+        np.array_equal(s.alphas, found[1].spectra[k].alphas) for k, s in found[0].spectra.items()
+    )
+
+
 def test_a_decomposition_has_the_three_parts(net: Any) -> None:
     hessian = ds_hessian.attach(*net, QUIET).use(DATA, loss_of)
     spectrum = hessian.spectrum(num_matvecs=2)

@@ -79,13 +79,21 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
 
 
 def train(kind: str, measured: bool, **options: Any) -> dict[str, Any]:
-    """Four steps of the Trainer; what must be the same measured or not, and what was measured."""
+    """Four steps of the Trainer; what must be the same measured or not, and what was measured.
+
+    Args:
+        kind: Of the model.
+        measured: Whether there is a callback.
+        options: Of the Trainer; `section`, settings of measurements, and `decomposed`, whether H is
+            decomposed at the end.
+    """
     from transformers import Trainer, TrainingArguments
 
     from ds_hessian.integrations import HessianCallback
 
+    own, decomposed = options.pop("section", {}), options.pop("decomposed", False) and measured
     with tempfile.TemporaryDirectory() as folder:
-        section = {**SECTION, "output_path": f"{folder}/out"} if measured else {}
+        section = {**SECTION, **own, "output_path": f"{folder}/out"} if measured else {}
         arguments = TrainingArguments(
             output_dir=folder,
             deepspeed=config(**section),
@@ -120,6 +128,7 @@ def train(kind: str, measured: bool, **options: Any) -> dict[str, Any]:
         "micro_batches": callback.micro_batches,
         "written": written,
         "probe": engine.hessian.gather(engine.hessian.random_vector(0)) if measured else None,
+        "decomposition": engine.hessian.decomposition(num_matvecs=2) if decomposed else None,
     }
     _forget(engine)
     return found

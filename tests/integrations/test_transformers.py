@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ds_hessian
 from ds_hessian.show.monitor import HISTOGRAM, PICTURE, STEP
 from tests.backends.test_monitor import comet_content, wandb_rows
 from tests.integrations import jobs, plain_jobs
 from tests.nets import DenseHessian
+from tests.operators.gauss_newton import ExactGaussNewton
 from tests.ranks import RankPool
 from tests.tiers import cells, needs
 
@@ -153,6 +155,69 @@ def test_a_trainer_without_deepspeed_is_measured_as_a_plain_module(tmp_path: Pat
     assert last.gradient_norm == pytest.approx(exact.gradient.norm().item(), rel=1e-4)
     values = torch.linalg.eigvalsh(exact.matrix())
     assert values[0] - 1e-3 <= last.eigenvalue_max.value <= values[-1] + 1e-3
+
+
+def exact_gauss_newton(found: dict[str, Any], every: list[dict[str, Any]], factor: int) -> Any:
+    """G of the Trainer's loss by automatic differentiation, and a function that makes a vector."""
+    model = jobs.make_model("gpt2", attn_implementation="eager")
+    model.load_state_dict(found["weights"], strict=False)
+    names = [name for name, _ in model.named_parameters()]
+
+    def loss(net: nn.Module, given: list[Tensor]) -> Tensor:
+        ids, labels, number = given
+        return net(input_ids=ids, labels=labels).loss * counted(labels).sum() * number
+
+    data = []
+    for each in every:
+        inputs, number = each["inputs"], torch.tensor(factor / int(each["num_items"])).double()
+        data.append([inputs["input_ids"], inputs["labels"], number])
+    exact = ExactGaussNewton(model, "lm_head", loss, data)
+    return exact, lambda named: torch.cat([named[name].reshape(-1).double() for name in names])
+
+
+def test_a_trainer_measures_gauss_newton_matrices_and_trains_bitwise_the_same(
+    tmp_path: Path,
+) -> None:
+    settings = {"operator": "ggn", "sharpness_interval": 0, "curvature_interval": 3}
+    plain = plain_jobs.train(tmp_path / "plain", measured=False)
+    found = plain_jobs.train(tmp_path / "measured", measured=True, settings=settings)
+    assert all(torch.equal(p, found["weights"][name]) for name, p in plain["weights"].items())
+    assert torch.equal(plain["random"], found["random"]) and plain["losses"] == found["losses"]
+    callback = found["callback"]
+    assert callback.failures == {} and list(callback.spectra) == [2, 4]
+    last = callback.spectra[4]
+    assert last.provenance.operator == "ggn"
+    assert last.provenance.outputs == "lm_head: cross entropy"
+    exact, flat = exact_gauss_newton(found, found["micro_batches"], WINDOW)
+    hessian = ds_hessian.attach(found["model"], None, {"progress": False})
+    v = flat(hessian.gather(hessian.random_vector(0)))
+    require_first_step(last, exact, v)
+
+
+@pytest.mark.full
+def test_gauss_newton_and_decomposition_in_a_trainer_under_zero_3(ranks: Ranks) -> None:
+    (changed, found), (changed_there, there) = ranks(2).run(
+        jobs.both, jobs.train, "gpt2", section={"operator": "ggn"}, decomposed=True
+    )
+    assert changed == changed_there == []
+    assert found["failures"] == {} and list(found["spectra"]) == [2, 4]
+    last, parts = found["spectra"][4], found["decomposition"]
+    assert last.provenance.outputs == "lm_head: cross entropy"
+    exact, flat = exact_gauss_newton(found, gather([found, there]), RANKS * WINDOW)
+    v = flat(found["probe"])
+    require_first_step(last, exact, v)
+    require_first_step(parts.gauss_newton, exact, v)
+    three = parts.hessian, parts.gauss_newton, parts.residual
+    h, g, r = (spectrum.alphas[0, 0] for spectrum in three)
+    assert abs(g + r - h) <= 3 * sum(spectrum.product_errors[0, 0] for spectrum in three)
+
+
+def require_first_step(spectrum: Any, exact: Any, v: Tensor) -> None:
+    """Lanczos' first step against an exact product."""
+    product, error = exact(v), spectrum.product_errors[0, 0]
+    assert error < 0.01 * product.norm()
+    assert abs(spectrum.alphas[0, 0] - v @ product) <= 3 * error
+    assert abs(spectrum.betas[0, 0] - (product - (v @ product) * v).norm()) <= 3 * error
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -23,6 +23,8 @@ from ds_hessian.operators.kronecker import (
     estimate,
     find_layers,
 )
+from ds_hessian.operators.kronecker.planned import size_of_square
+from ds_hessian.operators.kronecker.sums import Square
 from ds_hessian.records import HessianKronecker
 from tests.nets import TinyGPT, batch
 from tests.operators.nets import Exact, batches, dense, loss_of, mlp, train
@@ -107,6 +109,21 @@ def test_factors_are_those_of_their_definitions(net: nn.Module) -> None:
         wanted = matrices(exact[f.layer.name])
         for kind, matrix in wanted.items():
             assert (matrix_of(f.forms[kind]) - matrix).norm() < 1e-4 * matrix.norm(), kind
+
+
+@pytest.mark.parametrize("n", [1, 95, 96, 193, pytest.param(3200, marks=pytest.mark.full)])
+def test_sums_of_squares_are_whole_from_one_triangle(n: int) -> None:
+    x = torch.randn(7, n, generator=torch.Generator().manual_seed(0))
+    square = Square(n, torch.device("cpu"))
+    square.add(x[:3])
+    square.add(x[3:], alpha=0.5)
+    wide = x.double()
+    wanted = wide[:3].T @ wide[:3] + 0.5 * wide[3:].T @ wide[3:]
+    size, (found, lower) = n * n, (f(square.flat) for f in (square.whole, square.triangle))
+    assert size_of_square(n) == len(square.flat) <= max(size * 17 / 32 + 96 * n, 1)
+    rounding = 2e-7 * 7 * float(x.square().max())
+    assert torch.allclose(found, wanted, rtol=0, atol=rounding)
+    assert torch.equal(lower.tril(), found.tril())
 
 
 @pytest.mark.full

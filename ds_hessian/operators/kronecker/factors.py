@@ -27,7 +27,7 @@ the `ROUNDS` of `klshampoo`, and a third of one of the first units; with drawn l
 for every draw, after one gradient and two units that read the loss. Beside a pass, for each token
 m^2 + n^2 multiplications and additions for `kfac` (one triangle of each factor), 2 m n for
 `shampoo`. Memory on each rank: the sums of the layers of one pass, up to m^2 + n^2 each for `kfac`
-and m^2 + n^2 + m n for `shampoo`, 9/16 of the squares where they are large.
+and m^2 + n^2 + m n for `shampoo`, 17/32 of the squares where they are large.
 
 Sources: Martens, Grosse, ICML 2015 (K-FAC); George et al., NeurIPS 2018 (EK-FAC); Gupta, Koren,
 Singer, ICML 2018, and Morwani et al., arXiv 2406.17748 (Shampoo^2); Lin et al., arXiv 2509.03378
@@ -57,6 +57,7 @@ from ds_hessian.operators.kronecker.sums import (
     Round,
     Seen,
     Shampoo,
+    Square,
 )
 from ds_hessian.operators.outputs.reading import Reading
 from ds_hessian.ranks import together
@@ -226,13 +227,15 @@ class _Estimation:
             self._pass(counts, first, second)
         self._count(counts)
         forms: dict[str, dict[Kind, Eigenform]] = {x.name: {} for x in self.layers}
-        covariances = {x.name: self._squares(x, first) for x in self.layers if first}
+        covariances = {x.name: self._parts(x, first) for x in self.layers if first}
         factors = {x.name: self._squares(x, second) for x in self.layers if second}
         del first, second
         with together("decomposing Kronecker factors", device=self.device):
             for x in self._mine():
                 if x.name in covariances:
-                    forms[x.name]["kfac"] = self._kfac(x, *covariances.pop(x.name))
+                    # One at a time: in fp64 they have four times the memory of their pieces.
+                    a, b = (square.triangle(flat) for square, flat in covariances.pop(x.name))
+                    forms[x.name]["kfac"] = self._kfac(x, a, b)
                 if "shampoo" in self.kinds:
                     forms[x.name]["shampoo"] = self._shampoo(x, *factors[x.name])
         if "ekfac" in self.kinds:
@@ -304,11 +307,11 @@ class _Estimation:
         return [layer for layer in self.layers if layer.owner == self.space.rank]
 
     def _whole(self, layer: Layer, gradient: Tensor) -> Tensor | None:
-        """Return the part of a vector that is a layer's weight on its owner, `(m, n)` fp64."""
+        """Return the part of a vector that is a layer's weight on its owner, `(m, n)` fp32."""
         shape = next(s for n, s in self.backend.parameters if n == layer.name)
         layout, space = self.backend.layout, self.backend.space
         whole = collected(layout, space, gradient, layer.name, shape, layer.owner)
-        return layer.oriented(whole).double() if space.rank == layer.owner else None
+        return layer.oriented(whole) if space.rank == layer.owner else None
 
     def _owned(self, layer: Layer, part: Tensor) -> Tensor:
         """Return the sum over all ranks, complete on the owner; nothing elsewhere."""
@@ -316,11 +319,18 @@ class _Estimation:
             part.zero_()
         return _summed(part, layer, self.space)
 
+    def _parts(
+        self, layer: Layer, sums: Mapping[str, KFAC | Shampoo]
+    ) -> list[tuple[Square, Tensor]]:
+        """Return the sums of squares of a layer over all ranks, in pieces, on its owner; nothing
+        elsewhere.
+        """
+        parts = [(square, self._owned(layer, square.flat)) for square in sums[layer.name].squares]
+        return parts if layer.owner == self.space.rank else []
+
     def _squares(self, layer: Layer, sums: Mapping[str, KFAC | Shampoo]) -> list[Tensor]:
         """Return the sums of squares of a layer over all ranks on its owner; nothing elsewhere."""
-        parts = [(square, self._owned(layer, square.flat)) for square in sums[layer.name].squares]
-        mine = layer.owner == self.space.rank
-        return [square.whole(flat) for square, flat in parts] if mine else []
+        return [square.whole(flat) for square, flat in self._parts(layer, sums)]
 
     def _known(self, layer: Layer, part: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """Return the owner's tensor on every rank, fp32."""
@@ -364,7 +374,7 @@ class _Estimation:
         total, known = self._owned(layer, seen.sketch).double(), self._whole(layer, gradient)
         figures = torch.zeros(2, dtype=torch.float64)
         if known is not None:
-            known = known.double() @ seen.signs.double()
+            known = (known @ seen.signs).double()
             square = float((total * total).sum())
             scale = float((total * known).sum()) / square if square else 0.0
             size = float(known.norm())
@@ -494,7 +504,7 @@ class _Estimation:
         for layer in self.layers:
             whole = self._whole(layer, self.settings.adam)
             if whole is not None:
-                forms[layer.name]["adam"] = Eigenform(whole)
+                forms[layer.name]["adam"] = Eigenform(whole.double())
 
 
 def _summed(part: Tensor, layer: Layer, space: VectorSpace) -> Tensor:

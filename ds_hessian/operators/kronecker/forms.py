@@ -32,7 +32,9 @@ class Eigenform:
 
     @classmethod
     def of_factors(cls, left: Tensor, right: Tensor, scale: float = 1.0) -> Eigenform:
-        """Return `scale * left (x) right` of two symmetric factors, decomposed in fp64."""
+        """Return `scale * left (x) right` of two symmetric factors, of which the lower triangles
+        are read, decomposed in fp64.
+        """
         (b, left_vectors), (a, right_vectors) = (
             torch.linalg.eigh(factor.double()) for factor in (left, right)
         )

@@ -79,12 +79,20 @@ class Square:
         for (start, end), piece in zip(self._spans, self._pieces, strict=True):
             piece.addmm_(x[:, start:].T, x[:, start:end], alpha=alpha)
 
-    def whole(self, flat: Tensor) -> Tensor:
-        """Return the matrix `(n, n)`, fp64, from pieces in the order of `flat`."""
-        found = flat.new_empty(self.n, self.n, dtype=torch.float64)
+    def triangle(self, flat: Tensor) -> Tensor:
+        """Return the matrix `(n, n)`, fp64, from pieces in the order of `flat`; above its diagonal
+        there are zeros, or entries of the matrix.
+        """
+        found = flat.new_zeros(self.n, self.n, dtype=torch.float64)
         for (start, end), piece in zip(self._spans, self._cut(flat), strict=True):
             found[start:, start:end] = piece
-            found[start:end, start:] = piece.T
+        return found
+
+    def whole(self, flat: Tensor) -> Tensor:
+        """Return the matrix `(n, n)`, fp64, from pieces in the order of `flat`."""
+        found = self.triangle(flat)
+        for start, end in self._spans:
+            found[start:end, end:] = found[end:, start:end].T
         return found
 
 
