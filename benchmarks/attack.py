@@ -15,6 +15,7 @@ import argparse
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -200,6 +201,38 @@ def _softplus(out: Tensor, y: Tensor) -> Tensor:
     return (functional.softplus(-20 * (2.0 * y[:, None] - 1) * out) / 20).mean()
 
 
+def _log_sigmoid(out: Tensor, y: Tensor) -> Tensor:
+    return functional.binary_cross_entropy_with_logits(out[:, 0], y.to(out.dtype))
+
+
+class Rounded(torch.autograd.Function):
+    """Nothing, whose gradient is rounded, as one that is sent in few bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, unit: float) -> Tensor:
+        """Of outputs of any shape, and what their gradient is a multiple of."""
+        ctx.unit = unit
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """The gradient of the outputs; as it is in fp64, of which the truth is made."""
+        (gradient,) = gradients
+        if gradient.dtype == torch.float64:
+            return gradient, None
+        return torch.round(gradient / ctx.unit) * ctx.unit, None
+
+
+def rounded(bits: int, activation: type[nn.Module] = nn.Tanh) -> Family:
+    """A net the gradient of whose outputs is a multiple of 2^-bits."""
+    return Family(
+        lambda: Loss(
+            _dense(activation), lambda f, y: functional.mse_loss(Rounded.apply(f, 2.0**-bits), y)
+        ),
+        targets,
+    )
+
+
 def _zero(net: nn.Module) -> nn.Module:
     return _shrunk(net, 0.0)
 
@@ -282,6 +315,17 @@ ATTACK = {
     "batch normalisation": Family(lambda: _normalised(OverBatch(16), nn.GELU()), points),
     "rms normalisation": Family(lambda: _normalised(RootMeanSquare(16), nn.Softplus()), points),
     "deep": Family(lambda: Classifier(_deep()), points),
+    # gradients in steps: of probabilities next to 1, and of few bits
+    "sure": Family(lambda: Classifier(_dense(nn.SiLU)), points, 2000, memorised=True),
+    "sure tanh": Family(lambda: Classifier(_dense(nn.Tanh)), points, 1000, memorised=True),
+    "sure attention": Family(
+        lambda: Classifier(Language(8, 1, norm=True)), tokens, 400, memorised=True
+    ),
+    "sure sigmoid": Family(
+        lambda: Loss(_dense(nn.Tanh, (10, 16, 1)), _log_sigmoid), halves, 500, memorised=True
+    ),
+    "rounded": rounded(16),
+    "coarse": rounded(13),
 }
 
 

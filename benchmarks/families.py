@@ -49,12 +49,14 @@ class Family:
         batch: Draws a micro-batch.
         steps: Of Adam, before measuring.
         calibration: Whether constants may be chosen on it.
+        memorised: Whether it is trained on the micro-batches that are measured.
     """
 
     net: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Batch]
     steps: int = 60
     calibration: bool = False
+    memorised: bool = False
 
 
 class Classifier(nn.Module):
@@ -267,7 +269,7 @@ FAMILIES = {
                           nn.Linear(16, 3))
         ), points, 60, True,
     ),
-    "memorised": Family(lambda: Classifier(_dense(nn.GELU)), points, 500, True),
+    "memorised": Family(lambda: Classifier(_dense(nn.GELU)), points, 500, True, True),
     "tiny loss": Family(lambda: Classifier(_dense(nn.Tanh), 1e-6), points, 60, True),
     # reported on
     "attention, no norm": Family(lambda: Classifier(Language(8, 2, norm=False)), tokens, 100),
@@ -397,7 +399,7 @@ def problem(name: str, arithmetic: str, count: int, seed: int = 0) -> Problem:
     torch.manual_seed(seed)
     net, generator = family.net(), torch.Generator().manual_seed(seed + 1)
     batches = [family.batch(generator) for _ in range(count)]
-    others = batches if name == "memorised" else [family.batch(generator) for _ in range(32)]
+    others = batches if family.memorised else [family.batch(generator) for _ in range(32)]
     optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], lr=5e-3)
     for i in range(family.steps):
         optimizer.zero_grad()

@@ -484,8 +484,7 @@ class FiniteDifferenceHessian:
         nonlinearity = quotient(math.sqrt(s2), math.sqrt(d2))
         since = None if earlier is None else earlier[0].h
         trial = Trial(h, size, nonlinearity, change, since, tangent(cosine), share)
-        # The next one is compared with the one that shows least of noise and truncation.
-        if earlier is None or not trial.nonlinearity > earlier[0].nonlinearity:
+        if earlier is None or self._controller.compares_with(trial, earlier[0]):
             self._trial = trial, product
         return trial
 

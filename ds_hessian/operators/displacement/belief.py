@@ -120,6 +120,8 @@ class Trial:
             relative to |D|; 0 with a formula that removes none.
         third: |g(w + 2hv) - 3 g(w + hv) + 3 g(w) - g(w - hv)| / 6h, the third difference, of the
             same micro-batches; inf where it is not finite, None where it was not evaluated.
+        stepped: Whether others show that it stays on a step of rounding
+            (`ds_hessian.operators.displacement.steps`).
     """
 
     h: float
@@ -130,6 +132,7 @@ class Trial:
     off: float = 0.0
     removed: float = 0.0
     third: float | None = None
+    stepped: bool = False
 
     @property
     def finite(self) -> bool:
@@ -138,8 +141,10 @@ class Trial:
 
     @property
     def lost(self) -> bool:
-        """True if rounding of the weights made more of the step than v did: h is too small."""
-        return self.off >= 1.0
+        """True if rounding hides what v does: of the weights, where it made more of the step than v
+        did, or of what is computed from them. h is too small.
+        """
+        return self.stepped or self.off >= 1.0
 
     @property
     def extrapolated(self) -> float:

@@ -10,6 +10,8 @@ determine the rounding noise N and the bend b, a measure of the gradient's nonli
   accepted unless it shows that another h is expected to be much better.
 * An accepted trial has a third difference, which is what its error is, noise and truncation alike
   (`Belief`): of all vectors where the pilot is small, and of all after one that was a surprise.
+* Two trials that contradict each other have one between them, which tells whether the shorter one
+  stays on a step of rounding (`ds_hessian.operators.displacement.steps`).
 * One vector in SELDOM has a trial above h first: there the truncation error shows in the change to
   the next trial, and with it kappa, its size in units of (b h)^p. Where there are no third
   differences (in 16 bits, and of first order) and many micro-batches (ALWAYS), each vector has one.
@@ -49,6 +51,7 @@ from ds_hessian.operators.displacement.belief import (
     Trial,
 )
 from ds_hessian.operators.displacement.schemes import Scheme
+from ds_hessian.operators.displacement.steps import difference, marked
 
 NOISE = Estimate(1.5, 2.0)
 """Prior of N in units of u |w| |Hv|, v random: rounding changes each weight by u of itself."""
@@ -323,6 +326,8 @@ class StepController:
 
     def advise(self, trials: list[Trial]) -> Advice:
         """Judge the trials made for the current vector so far."""
+        if self.fixed is None:
+            trials[:] = marked(trials)
         last, final = trials[-1], len(trials) >= MAX_TRIALS
         if last.lost and self.fixed is None:
             self.floor = min(last.h * DECADE, self.largest)
@@ -332,6 +337,8 @@ class StepController:
         if not last.finite:
             self.largest = last.h / AMPLIFY
             return self._advice(self.largest, last.h, final)
+        if len(trials) == 2 and (between := self._between(*trials)):
+            return Advice(between, False)
         belief = self.learn(trials)
         outlook = belief.outlook(last, self._displacements(), of_pilot=True)
         if last.third is None:
@@ -358,6 +365,19 @@ class StepController:
         if best == last.h and self.fixed is None and clear and last not in clear:
             return Advice(min(clear, key=lambda trial: trial.nonlinearity).h, False)
         return self._advice(best, last.h, len(trials) > MAX_TRIALS)
+
+    def compares_with(self, trial: Trial, earlier: Trial) -> bool:
+        """Return whether the next trial is compared with this one, and not with an earlier one.
+
+        It is the one that shows least of noise and truncation, but the longer one where another
+        trial is to decide which of them is wrong.
+        """
+        if self._between(earlier, trial):
+            return trial.h > earlier.h
+        return not trial.nonlinearity > earlier.nonlinearity
+
+    def _between(self, earlier: Trial, trial: Trial) -> float | None:
+        return None if self.fixed is not None else difference(earlier, trial).deciding(self.order)
 
     def doubts(self, trial: Trial) -> bool:
         """Return whether the third difference of an accepted trial is to be evaluated."""

@@ -1,0 +1,101 @@
+"""Steps of rounding, on which a gradient is smooth and its slope wrong.
+
+A probability near 1 has 24 bits, however little it lacks to 1: the gradient of a net that is sure
+of its data is a staircase in them, with steps as long as it takes to change the last bit. A shorter
+displacement stays on one step, where the rest of the gradient moves and all figures of D are those
+of a smooth function, but what the steps add up to is missing. The rounding noise N of longer
+displacements is there too, as an error of the slope, and no ratio shows it.
+
+So where D changes between two displacements a > b by more than both of their ratios let expect,
+either the longer one has truncation that its ratio does not see (a *blind* vector), or the shorter
+one stays on a step. A trial at c, between them and near a, decides. If a smooth function has those
+ratios at a and b, the one at c is at most
+
+    hypot(r_a c / a, r_b b |D_b| / (c |D_c|))               bend, and noise
+
+and unseen truncation is nearly gone. On a staircase D(c) is what D(a) is, or the ratio at c shows
+the noise, which D(b) cannot be without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ds_hessian.operators.displacement.belief import SATURATING, SCATTER, UNEXPECTED, Trial
+
+NEARER = 8.0
+"""Truncation at the longer of two displacements over that at the one which decides."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two trials whose products were compared.
+
+    Attributes:
+        above, below: The trials with the larger and the smaller displacement.
+        change: The norm of the difference of their products.
+    """
+
+    above: Trial
+    below: Trial
+    change: float
+
+    @property
+    def explained(self) -> float:
+        """The most that the ratios of both let expect."""
+        return max(trial.nonlinearity * trial.size for trial in (self.above, self.below))
+
+    @property
+    def conflicting(self) -> bool:
+        """Whether the change is more than that."""
+        return self._tells and self.change > UNEXPECTED * self.explained
+
+    def deciding(self, order: int) -> float | None:
+        """Return the displacement of a trial that decides, for a formula of that order; None where
+        there is nothing to decide, or no room between the two.
+        """
+        nearer = NEARER ** (1 / order)
+        room = self.above.h > nearer**2 * self.below.h
+        return self.above.h / nearer if room and self.conflicting else None
+
+    def of_step(self, between: Trial) -> bool:
+        """Return whether a third trial shows that the smaller displacement stays on a step.
+
+        A kink that only the larger one crosses is as large as its ratio.
+        """
+        above, below = self.above, self.below
+        if not (below.h < between.h < above.h and between.usable and self._tells):
+            return False
+        bend = above.nonlinearity * between.h / above.h
+        noise = below.nonlinearity * below.h * below.size / (between.h * between.size)
+        if between.nonlinearity > UNEXPECTED * math.hypot(bend, noise):
+            return self.change > math.exp(SCATTER) * self.explained
+        compared = between.since == above.h and 2 * between.change < self.change
+        return compared and self.conflicting
+
+    @property
+    def _tells(self) -> bool:
+        usable = self.below.usable and self.above.usable and not self.below.lost
+        return usable and self.above.nonlinearity <= SATURATING
+
+
+def difference(one: Trial, other: Trial) -> Difference:
+    """Return what the second trial was compared to."""
+    below, above = sorted((one, other), key=lambda trial: trial.h)
+    return Difference(above, below, other.change)
+
+
+def marked(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the trials, with those marked that stay on a step."""
+    found = [pair for pair in _differences(trials) if any(pair.of_step(t) for t in trials)]
+    longest = max((pair.below.h for pair in found), default=0.0)
+    return [replace(t, stepped=t.stepped or t.h <= longest) for t in trials]
+
+
+def _differences(trials: Sequence[Trial]) -> Iterator[Difference]:
+    for i, trial in enumerate(trials):
+        for earlier in [t for t in trials[:i] if trial.since in (None, t.h)][-1:]:
+            if 0 < trial.change < math.inf:
+                yield difference(earlier, trial)

@@ -1,0 +1,93 @@
+"""Gradients in steps of rounding: on one step their differences are smooth, and wrong."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from ds_hessian.operators.displacement.belief import Trial
+from ds_hessian.operators.displacement.steps import marked
+from tests.tiers import cells
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+LEAST = 0.2
+"""No estimate is a smaller part of the error."""
+
+
+@pytest.fixture(scope="module")
+def attack() -> dict[str, Any]:
+    """The names of benchmarks/attack.py, with its families among all others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+        found = runpy.run_path(str(BENCHMARKS / "attack.py"))
+    found["FAMILIES"].update(found["ATTACK"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "arithmetic", "seed"),
+    cells(
+        [
+            *((name, "fp32", seed) for name in ("memorised", "sure") for seed in (0, 1, 2)),
+            *(("memorised", "fp32 passes", seed) for seed in (0, 1, 2)),
+            *(("sure tanh", "fp32", seed) for seed in (0, 1, 2)),
+        ],
+        [("memorised", "fp32", 2), ("memorised", "fp32 passes", 0)],
+    ),
+)
+def test_nets_that_are_sure_of_their_data_are_measured_beyond_the_steps_of_probabilities(
+    attack: dict[str, Any], name: str, arithmetic: str, seed: int
+) -> None:
+    """Shorter displacements, on one step, gave products 60 to 80 % off that were told to be exact
+    to 1 %.
+    """
+    found = list(attack["products"](attack["problem"](name, arithmetic, 1, seed)))
+    ratios, errors = np.array([(each.told, each.error) for each in found]).T
+    assert ratios.min() > LEAST, ratios
+    assert np.median(errors) < 0.1, errors
+
+
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.GELU])
+@pytest.mark.parametrize(
+    ("bits", "count"),
+    cells([(bits, n) for bits in (20, 16, 13) for n in (1, 4)], [(13, 1), (13, 4)]),
+)
+def test_a_gradient_of_few_bits_is_not_taken_for_a_smooth_one(
+    attack: dict[str, Any], bits: int, count: int, activation: type[nn.Module]
+) -> None:
+    attack["FAMILIES"]["rounded"] = attack["rounded"](bits, activation)
+    found = list(attack["products"](attack["problem"]("rounded", "fp32", count, 0)))
+    ratios, errors = np.array([(each.told, each.error) for each in found]).T
+    assert ratios.min() > LEAST and np.median(ratios) < 3, ratios
+    assert errors.max() < 0.05, errors
+
+
+FAR, NEAR = Trial(1e-2, 1.0, 0.02), 1e-4
+
+
+@pytest.mark.parametrize(
+    ("ratio", "change", "lost"),
+    [
+        (0.06, 0.02, True),  # noise, which the shorter one cannot be without
+        (7e-3, 1e-2, True),  # D is what it is farther out
+        (7e-3, 0.6, False),  # truncation that no ratio sees has gone
+    ],
+)
+def test_a_trial_between_two_that_disagree_decides(ratio: float, change: float, lost: bool) -> None:
+    shorter = Trial(NEAR, 1.0, 1e-3, change=0.7, since=FAR.h)
+    between = Trial(FAR.h / 3, 1.0, ratio, change=change, since=FAR.h)
+    found = marked([FAR, shorter, between])
+    assert [trial.lost for trial in found] == [False, lost, False]
+
+
+def test_a_kink_that_only_the_longer_one_crosses_is_no_step() -> None:
+    """It changes D by as much as its ratio says, and a ratio between them is as large."""
+    shorter = Trial(NEAR, 1.0, 1e-3, change=0.02, since=FAR.h)
+    between = Trial(FAR.h / 3, 1.0, 0.06, change=0.04, since=FAR.h)
+    assert not any(trial.lost for trial in marked([FAR, shorter, between]))
