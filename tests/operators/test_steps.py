@@ -56,16 +56,17 @@ def test_nets_that_are_sure_of_their_data_are_measured_beyond_the_steps_of_proba
 @pytest.mark.parametrize("activation", [nn.Tanh, nn.GELU])
 @pytest.mark.parametrize(
     ("bits", "count"),
-    cells([(bits, n) for bits in (20, 16, 13) for n in (1, 4)], [(13, 1), (13, 4)]),
+    cells([*((bits, n) for bits in (20, 16, 13) for n in (1, 4)), (10, 1)], [(13, 4), (10, 1)]),
 )
 def test_a_gradient_of_few_bits_is_not_taken_for_a_smooth_one(
     attack: dict[str, Any], bits: int, count: int, activation: type[nn.Module]
 ) -> None:
+    """Also where the first trial is at the edge of a step, and the second on it."""
     attack["FAMILIES"]["rounded"] = attack["rounded"](bits, activation)
     found = list(attack["products"](attack["problem"]("rounded", "fp32", count, 0)))
     ratios, errors = np.array([(each.told, each.error) for each in found]).T
     assert ratios.min() > LEAST and np.median(ratios) < 3, ratios
-    assert errors.max() < 0.05, errors
+    assert errors.max() < 0.1, errors
 
 
 FAR, NEAR = Trial(1e-2, 1.0, 0.02), 1e-4

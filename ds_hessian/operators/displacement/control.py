@@ -51,7 +51,7 @@ from ds_hessian.operators.displacement.belief import (
     Trial,
 )
 from ds_hessian.operators.displacement.schemes import Scheme
-from ds_hessian.operators.displacement.steps import difference, marked
+from ds_hessian.operators.displacement.steps import beyond, difference, longest_step, marked
 
 NOISE = Estimate(1.5, 2.0)
 """Prior of N in units of u |w| |Hv|, v random: rounding changes each weight by u of itself."""
@@ -91,9 +91,6 @@ KNOWN = 0.08
 ACCEPT, REPEAT = 0.2, 0.6
 """Losses in ln(error) up to which a trial is accepted, and above which a product is repeated."""
 
-APART = 0.4
-"""Least distance between the trials of a vector, in ln h."""
-
 DOUBTFUL = math.exp(2 * UNLIKE)
 """Smooth micro-batches bend more than the pilot by this factor in 1 of 40 products, if the ln b of
 pilot and slice differ normally: cause for doubt while no Krylov vector is known."""
@@ -109,6 +106,9 @@ a smaller displacement, where few of them are strange again."""
 KINKED, FEW = 0.1, 4
 """Share of strange products, and their number, above which all products of a run may have kinks
 that the pilot has not."""
+
+APART = 0.4
+"""Least distance between the trials of a vector, in ln h."""
 
 DECADE = 10.0
 """Step of the scan for the first vector's scale, while all nonlinearity ratios are saturating."""
@@ -328,6 +328,7 @@ class StepController:
         """Judge the trials made for the current vector so far."""
         if self.fixed is None:
             trials[:] = marked(trials)
+            self.floor = min(max(self.floor, 2 * longest_step(trials)), self.largest)
         last, final = trials[-1], len(trials) >= MAX_TRIALS
         if last.lost and self.fixed is None:
             self.floor = min(last.h * DECADE, self.largest)
@@ -339,6 +340,9 @@ class StepController:
             return self._advice(self.largest, last.h, final)
         if len(trials) == 2 and (between := self._between(*trials)):
             return Advice(between, False)
+        farther = None if final or self.fixed is not None else beyond(trials)
+        if farther is not None and farther < self.largest:
+            return Advice(farther, False)
         belief = self.learn(trials)
         outlook = belief.outlook(last, self._displacements(), of_pilot=True)
         if last.third is None:

@@ -22,11 +22,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from ds_hessian.operators.displacement.belief import SATURATING, SCATTER, UNEXPECTED, Trial
 
 NEARER = 8.0
 """Truncation at the longer of two displacements over that at the one which decides."""
+
+FARTHER = 10.0
+"""Step beyond a cliff. Noise at its edge is as large as D, and a tenth of it so far out."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Difference:
 
     def deciding(self, order: int) -> float | None:
         """Return the displacement of a trial that decides, for a formula of that order; None where
-        there is nothing to decide, or no room between the two.
+        there is nothing to decide, or no room between them.
         """
         nearer = NEARER ** (1 / order)
         room = self.above.h > nearer**2 * self.below.h
@@ -87,11 +91,33 @@ def difference(one: Trial, other: Trial) -> Difference:
     return Difference(above, below, other.change)
 
 
+def beyond(trials: Sequence[Trial]) -> float | None:
+    """Return the displacement of a trial that looks beyond a cliff; None where there is none.
+
+    The ratio of a smooth function falls in proportion to h where it does not saturate. Where it
+    falls by far more, the larger displacements may be those that see the steps of rounding: then
+    it is less again farther out, as noise is, and D is not what it is below the cliff.
+    """
+    known = sorted((t for t in trials if t.usable and not t.lost), key=lambda trial: trial.h)
+    for below, above in pairwise(known):
+        falls = below.nonlinearity * above.h < above.nonlinearity * below.h / UNEXPECTED
+        if below.nonlinearity <= SATURATING < above.nonlinearity and falls:
+            farthest = known[-1]
+            near = farthest.h < FARTHER**2 * below.h
+            return FARTHER * farthest.h if near and farthest.nonlinearity > SATURATING else None
+    return None
+
+
 def marked(trials: Sequence[Trial]) -> list[Trial]:
     """Return the trials, with those marked that stay on a step."""
-    found = [pair for pair in _differences(trials) if any(pair.of_step(t) for t in trials)]
-    longest = max((pair.below.h for pair in found), default=0.0)
-    return [replace(t, stepped=t.stepped or t.h <= longest) for t in trials]
+    found = [pair.below for pair in _differences(trials) if any(pair.of_step(t) for t in trials)]
+    longest = longest_step([*trials, *(replace(trial, stepped=True) for trial in found)])
+    return [replace(trial, stepped=trial.h <= longest) for trial in trials]
+
+
+def longest_step(trials: Sequence[Trial]) -> float:
+    """Return the largest displacement that stays on a step, as far as is known; 0 for none."""
+    return max((trial.h for trial in trials if trial.stepped), default=0.0)
 
 
 def _differences(trials: Sequence[Trial]) -> Iterator[Difference]:
