@@ -124,6 +124,7 @@ def measured_and_planned(
         elif analysis == "sharpness":  # from Lanczos it may converge before its basis is full
             hessian.sharpness(preconditioned=given["preconditioned"])
             del given["warm"]
+        hessian._lessons.clear()  # with them no trial may be compared with another
         with peaks(folder) as measured:
             getattr(hessian, analysis)(**given)
         planned = [plan.peak("host"), plan.peak("disk"), plan.peak("resume")]
