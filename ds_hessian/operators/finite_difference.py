@@ -207,11 +207,7 @@ class FiniteDifferenceHessian:
             self.cost.trials += len(trials)
             self._try_all()
             return self._on_all_sides(line, [])
-        better, doubts = self._better(outcome), self._controller.doubts_of_slice(outcome)
-        better, doubted = self.space.of_rank_0(better, doubts)
-        if doubted:
-            outcome = replace(outcome, third=self._third_of_slice(line, raw))
-            (better,) = self.space.of_rank_0(self._better(outcome))
+        better, outcome = self._judge_product(line, raw, outcome)
         if better != h:
             del raw  # its vector, before that of another displacement
             trials.append(self._try(line, better, self._trial_points))
@@ -223,8 +219,7 @@ class FiniteDifferenceHessian:
             self._trial = None
             self._evaluate(line, better, self._rest, self._points)
             raw = self._assemble(line, better, self.scheme)
-            outcome = self._outcome(raw)
-            self._controller.judge(outcome)
+            _, outcome = self._judge_product(line, raw, self._outcome(raw))
         noise, error = self._controller.conclude(outcome)
         if self._sides is not None:
             enough = self._sides.conclude_both(raw.norm, error)
@@ -243,6 +238,17 @@ class FiniteDifferenceHessian:
         self._take(self._scheme)
         if self._sides is not None:
             self._sides.control = self._controller
+
+    def _judge_product(self, line: Line, product: Product, outcome: Trial) -> tuple[float, Trial]:
+        """Return the displacement at which to repeat a product, its own to keep it; and its trial,
+        with a third difference where it is doubted.
+        """
+        better, doubts = self._better(outcome), self._controller.doubts_of_slice(outcome)
+        better, doubted = self.space.of_rank_0(better, doubts)
+        if doubted:
+            outcome = replace(outcome, third=self._third_of_slice(line, product))
+            (better,) = self.space.of_rank_0(self._better(outcome))
+        return better, outcome
 
     def _better(self, outcome: Trial) -> float:
         """Return the displacement at which to repeat a product; its own to keep it."""

@@ -345,6 +345,8 @@ class Belief:
         """Learn from a change of the pilot's trials, or of the product of the slice."""
         order, quiet = self.around.order, 1.0 if of_pilot else self.around.quiet
         noise, bend = (math.exp(logarithm) for logarithm in self.of_pilot())
+        if not of_pilot:
+            bend = float(self._mixed(np.exp(self.estimates()[1].mean)))
         rounding = max(quiet * noise * change.rounding, self.around.roundoff * change.size)
         clear = change.value < SATURATING * change.size
         visible = change.value > (UNEXPECTED if change.alone else VISIBLE) * rounding
@@ -359,7 +361,8 @@ class Belief:
         if change.alone and bent and change.part(rounding) > self._smooth(change.above, of_pilot):
             self.kinked = True
         elif learns and clear and bent and not self.blind:
-            seen = math.log(truncation) - order * math.log(bend)
+            larger = 1.0 if of_pilot else self._larger
+            seen = math.log(truncation / larger) - order * math.log(bend)
             self.kappa = self.kappa.corrected(seen, KAPPA_SCATTER)
             self.truncation_seen = True
 
@@ -386,7 +389,7 @@ class Belief:
         if self.around.spread and product.third is None:  # which come after it
             self._slice += self._likelihood(product, self.around.quiet)
         for change in _changes_of([product]):
-            self._observe(change, learns=False, of_pilot=False)
+            self._observe(change, learns=True, of_pilot=False)
 
     def shows_noise(self, trial: Trial) -> bool:
         """Return whether r shows noise only, so that it bounds b but does not tell it."""
@@ -437,8 +440,7 @@ class Belief:
             signal = math.exp(around.size) * _signal(last, noise)
         else:
             signal = _signal(last, around.quiet * noise)
-        # Second differences of unlike micro-batches cancel where third ones need not.
-        mixed = np.sqrt((bend**2 + math.exp(2 * self._bend_of_pilot)) / 2)
+        mixed = self._mixed(bend)
 
         def errors(h: Array) -> tuple[Array, Array]:
             rounding = np.minimum(around.quiet * noise / (h * signal), LARGEST[0])
@@ -463,6 +465,13 @@ class Belief:
             noise=float(np.exp(np.log(rounding[-1]) @ weight)),
             error=float(np.exp(expected[-1])),
         )
+
+    def _mixed(self, bend: Array) -> Array:
+        """Return the bend that makes the slice's truncation, from that which its r shows.
+
+        Second differences of unlike micro-batches cancel where third ones need not.
+        """
+        return np.asarray(np.sqrt((bend**2 + math.exp(2 * self._bend_of_pilot)) / 2))
 
     # ---- the table
 

@@ -452,7 +452,7 @@ class StepController:
         """
         if self.outlook is None or self.whole or not self._has_thirds or self._often_rough:
             return False
-        usual = max(DOUBTFUL if self.products < 2 else STRANGE, self.cleared)
+        usual = DOUBTFUL if self.products < 2 else max(STRANGE, self.cleared)
         return self._unlike(product) > usual and _bent(product, self.outlook)
 
     def judge(self, product: Trial) -> float:
@@ -464,6 +464,7 @@ class StepController:
         self.outlook = outlook
         if product.third is not None:
             self.kinked = self.belief.kinked
+            self._keep_kappa(self.belief)  # at once: a product that is repeated has another belief
             if not self.kinked:
                 self.cleared = max(self.cleared, self._unlike(product))
         strange = self._is_strange(product, outlook)
@@ -476,7 +477,8 @@ class StepController:
 
     def _is_strange(self, product: Trial, outlook: Outlook) -> bool:
         """Return whether a product has kinks that its pilot has not, by more than rounding."""
-        strange = product.third is None and self._unlike(product) > STRANGE
+        usual = max(STRANGE, self.cleared)
+        strange = product.third is None and self._unlike(product) > usual
         return (self.kinked or strange) and not self.whole and _bent(product, outlook)
 
     def _unlike(self, product: Trial) -> float:
@@ -533,16 +535,22 @@ class StepController:
         """Keep what is known of noise and bend for the next vector; returns that of this one."""
         noise, bend = belief.estimates()
         self.hidden, self.blind = belief.hidden, belief.blind
-        if belief.truncation_seen:
-            self.kappa = self.kappa.corrected(belief.kappa.mean, KAPPA_SPREAD)
+        self._keep_kappa(belief)
         memory = MEMORY if self.products or self.taught else 1.0
-        unlike = min(max(bend.mean - belief.of_pilot()[1], -1.0), 1.0)
+        most = math.log(max(STRANGE, self.cleared))
+        unlike = min(max(bend.mean - belief.of_pilot()[1], -most), most)
         self.bend_unlike += MEMORY * (unlike - self.bend_unlike)
         self.size_unlike += memory * (math.log(product.size / self.size) - self.size_unlike)
         self._drift(noise, bend)
         if len(self.firsts) < 2:
             self.firsts.append([bend.mean, bend.spread, self.size])
         return noise, bend
+
+    def _keep_kappa(self, belief: Belief) -> None:
+        """Keep the kappa that a belief has seen, once."""
+        if belief.truncation_seen:
+            self.kappa = self.kappa.corrected(belief.kappa.mean, KAPPA_SPREAD)
+            belief.truncation_seen = False
 
     def _drift(self, noise: Estimate, bend: Estimate) -> None:
         """Carry the estimates of a vector over to the next one."""
