@@ -9,14 +9,14 @@ import pytest
 from ds_hessian.backends.zero.host import WRITES_WEIGHTS
 from tests.faults import jobs
 from tests.faults.hosts import HOSTS
-from tests.faults.sweep import plan, sweep
+from tests.faults.sweep import Fault, plan, sweep
 from tests.ranks import RankPool, pools_of_ranks
 from tests.tiers import cells
 
 Ranks = Callable[[int], RankPool]
-SLICE, LARGER_SLICE = 4, 6
-"""Faults in the two tiers, of each host. All of them, 2,400 of a host, are a program:
-`python -m tests.faults`."""
+SLICE, LARGER_SLICE = 4, 4
+"""Faults in the two tiers, of each host; in the larger one, of each phase. All of them, 2,400 of a
+host, are a program: `python -m tests.faults`."""
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,11 @@ def test_a_slice_of_the_calls(ranks_of: Callable[[str], Ranks], host: str) -> No
 @pytest.mark.full
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_larger_slice_of_the_calls(ranks_of: Callable[[str], Ranks], host: str) -> None:
-    faults = plan(ranks_of(host), host)
-    counts, wrong = sweep(ranks_of(host), host, faults[1 :: len(faults) // LARGER_SLICE])
+    by_phase: dict[str, list[Fault]] = {}
+    for fault in plan(ranks_of(host), host):
+        by_phase.setdefault(fault[1].phase, []).append(fault)
+    faults = [f for part in by_phase.values() for f in part[1 :: max(1, len(part) // LARGER_SLICE)]]
+    counts, wrong = sweep(ranks_of(host), host, faults)
     print(host, counts)
     assert not wrong, "\n".join(wrong)
     assert counts["inside", "raised"] > 2 and counts["around", "raised"] > 2

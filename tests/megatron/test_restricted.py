@@ -41,6 +41,7 @@ def test_blocks_are_those_of_one_process(
     (alone,) = one(Job(**layout).alone)
     runs = megatron_ranks(size).run(restricted_jobs.blocks, Job(**layout), CHOICES)
     for rank in runs:
-        for (n, names, alphas), (whole_n, whole_names, exact) in zip(rank, alone, strict=True):
+        for (n, names, found), (whole_n, whole_names, exact) in zip(rank, alone, strict=True):
             assert n == whole_n and names == whole_names
-            assert np.allclose(alphas, exact, atol=2e-3 * abs(exact).max())
+            # Of |H|, as errors of products are: the alphas of an indefinite block may cancel.
+            assert np.allclose(found, exact, rtol=0, atol=3e-4 * abs(exact).max())
