@@ -17,8 +17,8 @@ trial and the roundoff of the outputs, and there is a trial below it and one in 
 not fit together, or there is no guess, there are as many, each at a quarter of the displacement
 before, as it takes to see both sides of the valley. nu is measured once, by a backward at weights
 displaced by their rounding. Where the loss in the outputs is known by its values alone,
-differencing it has an error of its own, which a third difference of the cotangents shows, as often
-as that is cheap.
+differencing it has an error of its own, which a third difference of the cotangents shows: of the
+first two vectors, and then as often as that is cheap.
 Every product bears one more witness: v'(Gv) by the backward and by the outputs alone differ by no
 more than the error.
 
@@ -434,8 +434,11 @@ class OutputSteps:
 
     @property
     def doubts_values(self) -> bool:
-        """Whether this vector's trial is to have a third difference of the cotangents."""
-        return self.learnt.products % self.thirds == 0
+        """Whether this vector's trial is to have a third difference of the cotangents: the second
+        one is not like the first.
+        """
+        count = self.learnt.products
+        return count == 0 or (count - 1) % self.thirds == 0
 
     def note_values(self, error: float, trial: Trial) -> None:
         """Learn the error from differencing the loss in the outputs of such a trial."""
