@@ -126,7 +126,8 @@ class Subject:
                 require_several(session)
             operator = self.curvature(session)
             self.choice.evaluated = True
-            self.objective.sides = session.kinks.held
+            if session.kinks.holds:  # else the next measurement may hold them again
+                self.objective.sides = session.kinks.held
             taught = self._taught(operator, folder)
             if saved is not None:
                 here = {**subject._identity(session, operator), **(identity or {})}

@@ -38,7 +38,7 @@ class MicroBatches:
     Attributes:
         batches: The list of micro-batches.
         num_micro_batches: Their number, the same on every rank.
-        sides: The bytes that the sides of kinks took in the last measurement; 0 before.
+        sides: The bytes that the sides of kinks took when they were last held; 0 before.
 
     Raises:
         ConfigError: there is one micro-batch instead of an iterable of them.

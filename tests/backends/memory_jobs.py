@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ds_hessian
 from ds_hessian.memory import Item, MemoryPlan
@@ -47,7 +48,28 @@ class Words(nn.Module):
         return nn.functional.cross_entropy(logits.float(), labels)
 
 
-def make_engine(stage: int, dtype: str = "fp32", tokens: int = 0) -> Any:
+class Gates(nn.Module):
+    """A million ReLUs for each of 40 pairs of rows, which are recomputed: their sides take over
+    two vectors, and their activations, one pair's at a time, about as much.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    @staticmethod
+    def pair(x: Tensor, y: Tensor) -> Tensor:
+        """The means of ReLUs of all products."""
+        return torch.relu(torch.outer(x, y)).mean(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mean square."""
+        rows = self.body(x)
+        pairs = [checkpoint(self.pair, a, b, use_reentrant=False) for a in rows for b in rows[:5]]
+        return self.out(torch.stack(pairs)).pow(2).mean()
+
+
+def make_engine(stage: int, dtype: str = "fp32", tokens: int = 0, gates: bool = False) -> Any:
     """An engine that has made a training step, so that training's own memory is there."""
     torch.manual_seed(0)
     config: dict[str, Any] = {
@@ -67,19 +89,19 @@ def make_engine(stage: int, dtype: str = "fp32", tokens: int = 0) -> Any:
     }
     if dtype != "fp32":
         config[dtype] = {"enabled": True}
-    model = Words() if tokens else Tower()
+    model = Words() if tokens else Gates() if gates else Tower()
     engine = ds_hessian.initialize(model=model, model_parameters=model.parameters(), config=config)[
         0
     ]
-    engine.backward(engine(*batches(dtype_of(engine), tokens)[0]))
+    engine.backward(engine(*batches(dtype_of(engine), tokens, gates)[0]))
     engine.step()
     return engine
 
 
-def batches(dtype: torch.dtype, tokens: int = 0) -> list[tuple[Tensor, ...]]:
-    """Two micro-batches of `Tower`, or of `Words` with so many tokens."""
-    generator = torch.Generator().manual_seed(3)
-    found = [torch.randn(tokens or 2, WIDTH, generator=generator).to(dtype) for _ in range(2)]
+def batches(dtype: torch.dtype, tokens: int = 0, gates: bool = False) -> list[tuple[Tensor, ...]]:
+    """Two micro-batches of `Tower`, of `Words` with so many tokens, or of `Gates`."""
+    generator, rows = torch.Generator().manual_seed(3), 8 if gates else tokens or 2
+    found = [torch.randn(rows, WIDTH, generator=generator).to(dtype) for _ in range(2)]
     labels = torch.arange(tokens) % CLASSES
     return [(x, labels) if tokens else (x,) for x in found]
 
@@ -91,15 +113,19 @@ def dtype_of(engine: Any) -> torch.dtype:
 
 
 def measured_and_planned(
-    stage: int, dtype: str, cases: list[tuple[str, dict[str, Any]]], tokens: int = 0
+    stage: int,
+    dtype: str,
+    cases: list[tuple[str, dict[str, Any]]],
+    tokens: int = 0,
+    gates: bool = False,
 ) -> list[tuple[list[int], list[int], float]]:
     """For each case ([measured host, disk, resume], the same planned, bytes of a vector).
 
     What forward and backward need in training is measured too, and added to the plan's passes:
     twice that where training's are in 16 bits and those of the measurement in fp32.
     """
-    engine = make_engine(stage, dtype, tokens)
-    data = batches(dtype_of(engine), tokens)
+    engine = make_engine(stage, dtype, tokens, gates)
+    data = batches(dtype_of(engine), tokens, gates)
     hessian = engine.hessian.use(data[:1])
     hessian.spectrum(num_matvecs=2, mode="selective")  # modules are imported, kernels loaded
     hessian.trace("hutchinson", 2)

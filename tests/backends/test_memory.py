@@ -118,6 +118,25 @@ def test_the_outputs_of_a_micro_batch_are_in_the_plan(
         within_a_tenth(OUTPUTS, found)
 
 
+GATES = [
+    ("spectrum", {"num_matvecs": 3}),
+    ("spectrum", {"num_matvecs": 3, "kinks": "crossed"}),
+    ("trace", {"method": "xtrace", "num_matvecs": 4}),
+]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("stage", [3, 1])
+def test_the_sides_of_kinks_are_in_the_plan(fresh: Callable[[int], RankPool], stage: int) -> None:
+    for found in fresh(2).run(
+        jobs.measured_and_planned, stage, "fp32", GATES, gates=True, timeout=600
+    ):
+        within_a_tenth(GATES, found)
+        held, crossed, _ = (planned[0] for _, planned, _ in found)
+        assert held - crossed == 40 * (2 * jobs.WIDTH) ** 2 // 8
+
+
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_resume_keeps_is_within_a_tenth_of_the_plan(

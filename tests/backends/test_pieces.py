@@ -428,6 +428,8 @@ def test_the_plan_has_the_sides_of_kinks_once_they_are_known(
     hessian.spectrum(num_matvecs=2)
     assert planned() == [3 * 32 * 2 * 16 // 8]
     assert planned(kinks="crossed") == []
+    hessian.spectrum(num_matvecs=2, kinks="crossed")
+    assert planned() == [3 * 32 * 2 * 16 // 8]
     hessian.use(data()[:2])
     assert planned() == [2 * 32 * 2 * 16 // 8]
     # What the plan needs for vectors is not given to them.

@@ -66,6 +66,31 @@ def test_products_are_those_of_double_backward(dtype: torch.dtype, precision: An
     assert all(map(torch.equal, before, net.parameters()))
 
 
+@pytest.mark.parametrize("factor", [1.0, 1e-6, 1e3])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_in_fp16_are_not_lost_below_its_smallest_number(
+    factor: float, autocast: bool
+) -> None:
+    """Nor above its largest one; the gradient is the same but for its own rounding."""
+    net, data = train(mlp(), batches(), 40), batches()
+
+    def scaled(net: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.float16, enabled=autocast):
+            return factor * loss_of(net, batch)
+
+    exact = Exact(net if autocast else net.half(), data)
+    backend = ModuleBackend(net)
+    passes = Passes(precision="model")
+    with backend.measuring(backend.objective(data, scaled), passes) as session:
+        operator = FiniteDifferenceHessian(session)
+        assert relative(operator.gradient * operator.scale, factor * exact.gradient) < 0.01
+        v, truth = next(exact.krylov(backend, 1))
+        product = operator.matvec(v)
+    error = relative(product.vector, factor * truth)
+    print(f"error {error:.1e}, estimate {product.error:.1e}")
+    assert product.error is not None and error < 0.05 and error < 3 * product.error
+
+
 class Features(nn.Module):
     """Tied, frozen and unused parameters, a recurrence, checkpointing, channels-last weights."""
 

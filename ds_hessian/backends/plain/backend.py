@@ -49,6 +49,12 @@ from ds_hessian.ranks import Shared, balanced, imbalance
 from ds_hessian.ranks.lockstep import Lockstep
 from ds_hessian.vectors import Fragment, Layout, VectorSpace
 
+SCALES = tuple(2.0**k for k in (31, 23, 15, 11, 7, 3, 0))
+"""What a loss of passes in fp16 is multiplied by, in the order in which it is tried: 2**15 is the
+largest power of 2 in fp16; a loss in fp32 takes more."""
+MARGIN = 16.0
+"""By how much gradients at displaced weights may be larger."""
+
 
 class ModuleBackend:
     """The `Backend` of a module that every rank has whole.
@@ -243,6 +249,7 @@ class ModuleSession(ShardedSession):
         self._backend, self._objective, self._guard = backend, objective, guard
         self._trained = trained
         self._lockstep, self._widen = lockstep, widen
+        self._scales = dict[int, float]()
         self._states = [guard.initial]  # before micro-batch 0, 1, ...
         self._totals = Totals()
         self._buffers = self._first_buffers()
@@ -307,8 +314,31 @@ class ModuleSession(ShardedSession):
         for p in self._trained:
             p.grad = None
         loss, count = self._loss(index)
-        loss.backward()
+        scale = self._scale(loss, index)
+        (loss if scale == 1 else loss.float() * scale).backward()
         self._totals.add(index, float(loss.detach()), count)
         for p, (_, part) in zip(self._trained, self.layout, strict=True):
             if p.grad is not None:
-                out[part].add_(p.grad.reshape(-1))
+                out[part].add_(p.grad.reshape(-1), alpha=1 / scale)
+
+    def _scale(self, loss: Tensor, index: int) -> float:
+        """Return by what a micro-batch's loss is multiplied, so that gradients in fp16 are not lost
+        below its smallest number.
+
+        It is a power of 2 that is found at the weights, 16 times below one at which no gradient
+        overflows, and is kept: all gradients are those of one function.
+        """
+        if self.unit_roundoff != torch.finfo(torch.float16).eps / 2:
+            return 1.0
+        if index in self._scales:
+            return self._scales[index]
+        for scale in SCALES:
+            (loss.float() * scale).backward(retain_graph=True)
+            found = [p.grad for p in self._trained if p.grad is not None]
+            finite = all(bool(torch.isfinite(g).all()) for g in found)
+            for p in self._trained:
+                p.grad = None
+            if finite:
+                break
+        self._scales[index] = max(scale / MARGIN, 1.0)
+        return self._scales[index]
