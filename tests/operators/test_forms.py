@@ -105,3 +105,23 @@ def test_a_direction_that_the_first_micro_batch_does_not_have_is_measured() -> N
     exact = float(slope.detach() @ (torch.diag(p) - torch.outer(p, p)) @ slope) / 4 / 6
     assert found.error < 1e-3 * exact
     assert abs(found.value - exact) <= 3 * found.error + 1e-4 * exact
+
+
+def test_bars_of_a_vector_of_another_kind_are_no_ones_of_those_before() -> None:
+    """Random vectors first, then one towards the top, whose outputs bend more: of 32 micro-batches
+    all change, not the one that is measured with each vector."""
+
+    def forms(size: float, bend: float) -> Forms:
+        def of(h: float, some: range | None) -> NDArray[np.float64]:
+            each = size * (1 + bend * h**2) + (1e-6 / h) ** 2
+            return np.full(32 if some is None else len(some), each)
+
+        return of
+
+    ladder = Ladder()
+    for _ in range(40):  # until each has been measured
+        value, error, _ = ladder.settled(forms(1.0, 0.1), 0.1, 1e-9)
+        assert abs(value - 1) < 3 * error < 1e-3
+    value, error, _ = ladder.settled(forms(100.0, 30.0), 0.1, 1e-9)
+    assert abs(value - 100) > 1e-6 * 100  # so that there is something to tell
+    assert abs(value - 100) < 3 * error < 1.0

@@ -9,8 +9,9 @@ displacement to another is the error. The displacement is found for the first ve
 displacements of the first micro-batch, and anew where another one says something else. Changes are
 measured of the micro-batches with the largest forms first, `SAMPLE` of them, and with each further
 vector of one: of all in turn, since some may pass kinks that the others do not, and between them of
-the one that changes the sum most. Forms may agree by chance, so no error is stated that is less
-than is usual among the vectors so far.
+the one that changes the sum most. A vector whose form is of another size (towards the top, after
+random ones) is measured like a first one. Forms may agree by chance, so no error is stated that is
+less than is usual among the vectors so far.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ APART = 3.0
 SAMPLE = 4
 """Micro-batches whose changes are measured with the first vector."""
 
+KIND = STEP**2
+"""Ratio of the forms of two vectors above which changes of one say nothing of the other."""
+
 SMALL = 1e-2
 """A form that changes by more is looked for further down the ladder."""
 
@@ -50,6 +54,7 @@ class Ladder:
     def __init__(self) -> None:
         self._h = 0.0
         self._changes: NDArray[np.float64] | None = None  # of the sum by each micro-batch's form
+        self._size = 0.0  # the sum of the forms of the vector at which these were begun
         self._errors = list[float]()  # of the vectors so far, each by its own forms
 
     def settled(self, forms: Forms, first: float, least: float) -> tuple[float, float, float]:
@@ -85,7 +90,10 @@ class Ladder:
         Not over STEP^2, though truncation falls so: a kink's part does not.
         """
         size, count = float(abs(found).sum()), len(self._errors)
+        if not self._size <= KIND * size <= KIND**2 * self._size:
+            self._changes = None
         if self._changes is None:
+            self._size = size
             self._changes = np.full(len(found), np.nan)
             some = np.argsort(-abs(found), kind="stable")[:SAMPLE]
         elif np.isnan(self._changes).any():
