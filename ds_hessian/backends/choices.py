@@ -162,7 +162,8 @@ class Sides:
         if moved is not None:
             count[0] = moved.numel()
             count[1] = torch.count_nonzero(moved)
-        return count
+        # What has no gradient and never moves is a constant, and no kink.
+        return count * (count[1] > 0) if self.constant else count
 
 
 @torch.no_grad()
