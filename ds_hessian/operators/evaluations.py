@@ -95,7 +95,7 @@ def expected_evaluations(
     auto = displacement == "auto"
     thrown, repeated = FIRST["auto" if auto else "fixed"], 0.0
     if auto:
-        every = products_of_a_trial_above(formula.order, narrow, count)
+        every = products_of_a_trial_above(formula.order, narrow, math.ceil(count / PILOT), count)
         thrown += OTHERS * num_products + math.ceil((num_products - 1) / every)
         repeated = REPEATED if pilot < 1 else 0.0
     # The far side of a one-sided formula's trial is no part of the product.

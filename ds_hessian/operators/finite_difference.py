@@ -127,7 +127,6 @@ class FiniteDifferenceHessian:
                 len(self._all),
                 None if self.displacement == "auto" else float(self.displacement),
                 self.cost.kinks_crossed is None,
-                seldom=len(self._pilot) == len(self._all),
             )
         return self._controllers[scheme]
 

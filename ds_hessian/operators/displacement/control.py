@@ -115,7 +115,8 @@ DECADE = 10.0
 
 ALWAYS, SELDOM = 16, 16
 """One vector in SELDOM has a trial above h, and each but the first with ALWAYS micro-batches or
-more, of which a trial costs little, where no third difference is a witness."""
+more, of which a trial costs little, where no third difference is a witness and the pilot is few of
+them."""
 
 SPENT = 0.25
 """Gradients that a product spends on its third difference on average, while no such difference is
@@ -152,11 +153,11 @@ def has_thirds(order: int, narrow: bool) -> bool:
     return order == 2 and not narrow
 
 
-def products_of_a_trial_above(order: int, narrow: bool, num_micro_batches: int) -> int:
+def products_of_a_trial_above(order: int, narrow: bool, pilot: int, num_micro_batches: int) -> int:
     """Return how many products share a trial above h."""
     # What extrapolation removes tells more in each trial, and third differences tell as much.
     often = num_micro_batches >= ALWAYS and order <= 2 and not has_thirds(order, narrow)
-    return 1 if often else SELDOM
+    return 1 if often and pilot < num_micro_batches else SELDOM
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,6 @@ class StepController:
         fixed: A displacement to use in every product; trials only estimate its error.
         smooth: Whether the loss has no kinks as far as is known; else the ratios of all products
             count as errors.
-        seldom: Whether trials above h are seldom, however many micro-batches there are.
     """
 
     def __init__(
@@ -191,7 +191,6 @@ class StepController:
         num_micro_batches: int,
         fixed: float | None = None,
         smooth: bool = True,
-        seldom: bool = False,
     ) -> None:
         self.smooth = smooth
         if not smooth:
@@ -204,8 +203,9 @@ class StepController:
         self.whole = pilot == num_micro_batches
         self.quiet = (pilot / num_micro_batches) ** (SHARED / 2)
         self.roundoff = unit_roundoff
-        often = products_of_a_trial_above(scheme.order, self.narrow, num_micro_batches)
-        self.interval = SELDOM if seldom else often
+        self.interval = products_of_a_trial_above(
+            scheme.order, self.narrow, pilot, num_micro_batches
+        )
         self.thirds = products_of_a_third(pilot / num_micro_batches)
         self.next_third = 0  # the next product whose pilot has one
         self.cleared = 0.0  # the largest ratio of the slice's r to the pilot's that was no kink
