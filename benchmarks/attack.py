@@ -6,8 +6,8 @@
 
 Each case is three operators: the Krylov vectors of a random one, the gradient alone, and an outlier
 alone. The table has the least ratio of estimate to error, the share of products whose ratio is
-below a fifth, the share within a factor of 3, and extra gradients of a product in a run of 20, whose
-vectors from the third one on are alike (docs/numerics.md).
+below a fifth, the share within a factor of 3, and extra gradients of a product in a run of 20, all
+but two of which are like the third to the ninth (docs/numerics.md).
 """
 
 from __future__ import annotations
