@@ -11,7 +11,8 @@ Two things stand between a probe's Ritz values and the share of eigenvalues at o
   turns the bounds of the measure into bounds of p, also where p n is only a few.
 
 An outlier that counts as one eigenvalue (`reduced_weights`) is counted, not estimated: it is taken
-out of the measure, and both apply to the rest.
+out of the measure, and both apply to the rest. It has to be one to each probe: one that has much
+of it takes it for several, and those that have little would count it in full.
 
 Sources: Chen, Trogdon, Ubaru, ICML 2021, section 3; Wilson, J. Am. Stat. Assoc. 22 (1927).
 """
@@ -19,7 +20,7 @@ Sources: Chen, Trogdon, Ubaru, ICML 2021, section 3; Wilson, J. Am. Stat. Assoc.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +69,7 @@ def cumulative_bounds(
 
     if not 0 < confidence < 1:
         raise ValueError(f"the confidence must be between 0 and 1, got {confidence}")
+    probes = _agreeing(probes)
     low, high, fewest, most = np.mean([_bounds(probe, x.ravel()) for probe in probes], axis=0)
     counted = float(np.mean([probe.single.sum() for probe in probes]))
     rest = n - counted
@@ -76,6 +78,20 @@ def cumulative_bounds(
     lower = (fewest + rest * _wilson(low, trials, -z)) / n
     upper = (most + rest * _wilson(high, trials, z)) / n
     return lower.reshape(x.shape), np.minimum(upper, 1.0).reshape(x.shape)
+
+
+def _agreeing(probes: Sequence[Probe]) -> list[Probe]:
+    """Return the probes with those outliers as single ones that are so to all of them."""
+    found = []
+    for probe in probes:
+        single = probe.single.copy()
+        for i in np.flatnonzero(single):
+            apart = [abs(q.values - probe.values[i]) - q.errors for q in probes]
+            single[i] = all(
+                (a[q.single] <= probe.errors[i]).any() for a, q in zip(apart, probes, strict=True)
+            )
+        found.append(replace(probe, single=single))
+    return found
 
 
 def _bounds(p: Probe, x: Array) -> tuple[Array, Array, Array, Array]:

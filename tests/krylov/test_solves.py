@@ -100,6 +100,25 @@ def test_bars_of_indefinite_solutions_hold_what_ritz_values_do_not_show(
     assert sum(held) >= 7
 
 
+@pytest.mark.parametrize("share", [1e-3, 1e-2])
+def test_bars_without_damping_hold_what_lies_about_zero(share: float) -> None:
+    """Most eigenvalues of a net's Hessian do, and a gradient has little of them."""
+    held = []
+    for seed in range(8):
+        generator = np.random.default_rng(seed)
+        signs = generator.choice([-1.0, 1.0], 40)
+        values = np.r_[signs * 10 ** generator.uniform(-5, -3, 40), -0.5, np.linspace(0.5, 3.0, 7)]
+        operator = Matrix.of(values, noise=1e-5, seed=seed)
+        weights = torch.where(torch.tensor(abs(values) < 2e-3), share, 1.0).double()
+        vectors = torch.linalg.eigh(operator.matrix)[1]
+        order = torch.tensor(np.argsort(np.argsort(values)))
+        whole = vectors[:, order] @ (weights * torch.tensor(generator.standard_normal(48)))
+        found = solve(operator, whole.float(), [0.0], operator.fresh(), "minres", num_matvecs=12)
+        exact = torch.linalg.solve(operator.matrix, whole)
+        held.append(bool((operator.full(found.x[0]) - exact).norm() <= found.errors[0]))
+    assert sum(held) >= 7
+
+
 def test_bars_of_solutions_scale_with_the_right_hand_side() -> None:
     """Those that the errors of products make, too."""
     found = []

@@ -283,6 +283,17 @@ def test_counted_outliers_leave_no_doubt_but_that_of_the_rest():
     assert (upper - lower < 1.01 * 1.96**2 / n).all()
 
 
+def test_cumulative_bounds_hold_below_an_eigenvalue_that_one_probe_has_much_of():
+    """That probe takes it for several, which others count as one."""
+    eigenvalues = np.r_[np.linspace(-0.3, 0.3, 24), 0.45, 0.65, 1.35]
+    held = 0
+    for seed in range(200):
+        spectrum = spectrum_of(eigenvalues, m=12, probes=3, seed=seed)
+        lower, upper = spectrum.cumulative_bounds(1.0)
+        held += bool(lower - 1e-12 <= 26 / 27 <= upper + 1e-12)
+    assert held >= 0.95 * 200 - 2 * np.sqrt(0.95 * 0.05 * 200)
+
+
 def test_an_impossible_confidence_is_refused():
     with pytest.raises(ValueError, match="confidence must be between 0 and 1, got 95"):
         spectrum_of(semicircle(50), m=5).cumulative_bounds(0.0, 95)
