@@ -221,6 +221,12 @@ class Session(Protocol):
         """
         ...
 
+    def realised(self) -> Tensor:
+        """Return what this rank's weights are displaced by, `(n_local,)` fp32: the stored weights
+        less the masters.
+        """
+        ...
+
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Add the gradient terms of these units at the current weights to `out`.
 

@@ -239,6 +239,10 @@ class RestrictedSession:
         """Displace the chosen weights; all others are as they were."""
         return self.whole.displace(None if v is None else self.restricted.embed(v), h, across)
 
+    def realised(self) -> Tensor:
+        """Return what the chosen weights are displaced by."""
+        return self.restricted.select(self.whole.realised())
+
     def weight_norm(self, names: Collection[str] | None = None) -> float:
         """Return the norm of the chosen weights."""
         return self.whole.weight_norm(self.restricted.names if names is None else names)

@@ -91,6 +91,16 @@ class ShardedWeights:
         return change.to(self.space.device)
 
     @torch.no_grad()
+    def realised(self) -> Tensor:
+        """Return the weights less their masters, as `Session.realised` specifies."""
+        found, place = self.space.zeros(), 0
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            end = place + weight.numel()
+            found[place:end] = weight.float() - master.float()
+            place = end
+        return found
+
+    @torch.no_grad()
     def restore(self) -> None:
         """Write this rank's weights from the masters; all ranks must publish afterwards."""
         for weight, master in zip(self.weights, self.masters, strict=True):
@@ -164,6 +174,10 @@ class ShardedSession:
     def displace(self, v: Tensor | None, h: float, across: bool = False) -> Tensor:
         """Displace this rank's shards, and give all ranks the weights of them."""
         return self.weights.displace(v, h, across)
+
+    def realised(self) -> Tensor:
+        """Return what this rank's shards are displaced by."""
+        return self.weights.realised()
 
     def weight_norm(self, names: Collection[str] | None = None) -> float:
         """Return the norm of the weights, from the masters of all ranks."""

@@ -39,7 +39,7 @@ from ds_hessian.errors import NumericsError
 from ds_hessian.operators.checks import kinks_crossed, length_of, require_finite
 from ds_hessian.operators.clock import add_gradient
 from ds_hessian.operators.displacement.belief import Trial
-from ds_hessian.operators.displacement.control import Advice, StepController
+from ds_hessian.operators.displacement.control import DECADE, Advice, StepController
 from ds_hessian.operators.displacement.figures import distance, quotient, removed_square, tangent
 from ds_hessian.operators.displacement.line import Line
 from ds_hessian.operators.displacement.schemes import SCHEMES, Scheme, SchemeName
@@ -192,8 +192,11 @@ class FiniteDifferenceHessian:
         self.cost.product_seconds += time.perf_counter() - started
         return product
 
-    def _on_all_sides(self, line: Line, trials: list[Trial]) -> Product:
-        """Return the product by the scheme's formula, after such trials on both sides."""
+    def _on_all_sides(self, line: Line, trials: list[Trial], repeats: bool = True) -> Product:
+        """Return the product by the scheme's formula, after such trials on both sides.
+
+        With `repeats` it is made again if its steps lack too much of v.
+        """
         if not trials:
             self._change_formula()
         h = self._search(line, trials)
@@ -220,6 +223,19 @@ class FiniteDifferenceHessian:
             raw = self._assemble(line, better, self.scheme)
             _, outcome = self._judge_product(line, raw, self._outcome(raw))
         noise, error = self._controller.conclude(outcome)
+        off = tangent(raw.fidelity)
+        (lacking,) = self.space.of_rank_0(self._controller.lacks(outcome, error, off))
+        if lacking:
+            slope, off = self._slope_of_lacking(line, better)
+            of_lacking = self._controller.learn_lacking(outcome, slope, off, noise or 0.0)
+            (again,) = self.space.of_rank_0(
+                repeats and self._controller.goes_farther(outcome, of_lacking)
+            )
+            if again:
+                del raw
+                self.cost.trials += len(trials)
+                return self._on_all_sides(line, [], repeats=False)
+            error = max(error or 0.0, of_lacking)
         if self._sides is not None:
             enough = self._sides.conclude_both(raw.norm, error)
             if self._sides.extrapolates and self._again(enough):
@@ -228,6 +244,27 @@ class FiniteDifferenceHessian:
                 self.cost.trials += len(trials)
                 return self._on_all_sides(line, [])
         return replace(raw, noise=noise, error=error, trials=len(trials) - 1)
+
+    def _slope_of_lacking(self, line: Line, h: float) -> tuple[float, float]:
+        """Return |Hd| of the pilot, where d is the unit vector along what the steps from w - hv to
+        w + hv lack of v, and the share of v that they lack; in the memory of the gradients.
+        """
+        lacking, gradient = self._gradients[-1].zero_(), self._gradients[1]
+        for sign in (1, -1):
+            line.move(sign * h / line.length, inner=False)
+            lacking.add_(self.session.realised(), alpha=-sign * line.length / (2 * h))
+        lacking.add_(line.v)
+        length = self.space.norm(lacking)
+        if not length:
+            return 0.0, 0.0
+        step = h
+        while line.leave(lacking, step / length) >= 1 and step < self._weight_norm:
+            step *= DECADE
+        self._add_gradient(gradient.zero_(), self._pilot)
+        share = len(self._pilot) / len(self._all)
+        self.cost.gradient_evaluations += share
+        slope = self.space.norm(gradient.sub_(self._pilot_gradient)) * self.scale / (share * step)
+        return slope if math.isfinite(slope) else math.inf, length / line.length
 
     def _try_all(self) -> None:
         """Make trials on all micro-batches from now on, and learn anew."""

@@ -96,6 +96,13 @@ class ShardedSession:
         """See `Session.displace`."""
         return self.whole.displace(self.backend.full(v), h, across)
 
+    def realised(self) -> Tensor:
+        """See `Session.realised`."""
+        full, out = self.whole.realised(), self.space.zeros()
+        for place, part, _ in self.backend.places:
+            out[part] = full[place]
+        return out
+
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """See `Session.add_gradient`."""
         full = self.backend.whole.space.zeros()

@@ -133,6 +133,7 @@ MAX_TRIALS = 7
 LEARNT = (
     *("h", "largest", "products", "size", "bend_unlike", "size_unlike"),
     *("hidden", "blind", "rough", "next_third", "cleared", "firsts", "taught"),
+    *("least", "lacking"),
 )
 ESTIMATES = ("noise", "bend", "kappa")
 """Attributes of a `StepController` that change from product to product."""
@@ -222,6 +223,8 @@ class StepController:
         self.taught: dict[str, Any] | None = None
         self.accepted: Trial | None = None
         self.seen = 0.0  # the largest |D| of its trials
+        self.least = math.inf  # the smallest |Hv| of the slice
+        self.lacking = 0.0  # |Hd| of the unit vector d along which a step lacked a part of v
         self.belief: Belief | None = None
         self.outlook: Outlook | None = None  # of the last product
 
@@ -517,6 +520,48 @@ class StepController:
             self._second(bend)
         self.products += 1
         return outlook.noise, error
+
+    def lacks(self, product: Trial, error: float | None, off: float) -> bool:
+        """Return whether what steps lack of v may make more than a concluded product's error.
+
+        Steps in which a weight stays where it is, since h v is less than its roundoff, have no part
+        of D: no ratio, change or third difference shows it. What a random vector lacks makes as
+        much of D as of v, and not more than noise. In 16 bits what a weight lacks is all that it
+        could be displaced by.
+
+        Args:
+            product: The product.
+            error: Its relative error as far as is known.
+            off: The tangent of the angle between v and the realised step.
+        """
+        if self.narrow or not error or not product.size:
+            return False
+        self.least = min(self.least, product.size)
+        return off * (self.lacking or self.least) > error * product.size
+
+    def learn_lacking(self, product: Trial, slope: float, off: float, noise: float) -> float:
+        """Return the relative error of a product whose steps lack `off` of v, along a vector whose
+        own product by the pilot has the norm `slope`; it is noise that r does not show.
+        """
+        assert self.accepted is not None and self.noise is not None
+        self.lacking = slope * product.size / self.accepted.size
+        error = off * slope / self.accepted.size
+        if error > noise > 0:
+            self.hidden *= error / noise
+            self.noise = Estimate(self.noise.mean + math.log(error / noise), self.noise.spread)
+        return min(error, LARGEST[0])
+
+    def goes_farther(self, product: Trial, error: float) -> bool:
+        """Return whether to make a product again that has lost this much, at a larger h, with which
+        the next trial then begins.
+        """
+        if self.fixed is not None or self.products < 2:
+            return False
+        h, expected = self.foreseen(self.size)
+        farther = h > product.h and math.log(error / expected) > REPEAT
+        if farther:
+            self.h = h
+        return farther
 
     def conclude_one_sided(self, product: Trial) -> None:
         """Update the estimates by a product that has the gradient at w for one of its two, with

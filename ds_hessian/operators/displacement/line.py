@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ds_hessian.backends.protocol import Session
 from ds_hessian.operators.checks import length_of
+from ds_hessian.operators.displacement.figures import quotient, tangent
 
 
 class Line:
@@ -56,3 +57,14 @@ class Line:
         self._position = position
         if start is not None and inner:
             self.change, self.sign = change, math.copysign(1.0, position - start)
+
+    def leave(self, direction: Tensor, h: float) -> float:
+        """Displace the weights to `w + h direction` for any vector; return the tangent of the angle
+        between it and the realised step, 1 where that is rounding.
+        """
+        self.move(0.0, inner=False)
+        self._position, self._across = None, False
+        change = self.session.displace(direction, h)
+        space = self.session.space
+        along, moved = space.reduce(change).tolist()
+        return tangent(quotient(along, math.sqrt(moved) * space.norm(direction), nothing=0.0))
