@@ -546,6 +546,22 @@ def test_the_valley_of_a_first_vector_is_guessed_and_looked_for_where_the_guess_
     assert expected < 2 * here < 4 * expected
 
 
+def test_truncation_that_the_noise_of_one_trial_hides_needs_no_ladder() -> None:
+    """The trials of a GPT of 5 million parameters, of which the second is off by three times the
+    noise that its displacement usually has."""
+    recorded = [(0.854, 6.78e-3, math.inf), (0.0534, 6.2e-4, 2.47e-4), (0.294, 2.33e-3, 3.44e-4)]
+    scale = 0.854 / 3 / (2.0**-24) ** (1 / 3)
+    steps, found, accepted = OutputSteps(2.0**-24, scale, 1 / 8, None), list[Trial](), False
+    h = steps.first_h()
+    for wanted, ratio, change in recorded:
+        assert not accepted and h == pytest.approx(wanted, rel=0.02)
+        found.append(Trial(h, 1.0, ratio, 2.26e-6 / h, 1.0, 1.0, change))
+        h, accepted = steps.advise(found)
+    # There, or at the best one for the larger noise: no ladder from a quarter of it on.
+    assert 0.2 < h < 0.7
+    assert 1e-5 < steps.error(h, 1.0, 8**-0.45) < 4e-5
+
+
 def test_outputs_that_saturate_are_left_downward() -> None:
     net, data = uneven(), batches(4)
     exact = ExactGaussNewton(net, "2", distance, data)

@@ -285,7 +285,10 @@ class OutputSteps:
 
     def _usual(self, trials: list[Trial]) -> bool:
         """Return whether the fit to a first trial, one below a guess and one there is believed."""
-        last = trials[-1]
+        first, below, last = trials
+        hidden = TYPICAL * (self._bend * first.h) ** 2 * below.size < below.change
+        if self._kappa < 1 / USUAL and hidden:  # by the noise of the trial below
+            self._kappa = TYPICAL
         noise = self._noise / (last.h * last.size * last.roundoff) if last.roundoff else math.inf
         usual = all(1 / USUAL < x < USUAL for x in (self._kappa, noise))
         seen = [t for t in trials if self._shows_bend(t)]
