@@ -73,15 +73,18 @@ FAR, NEAR = Trial(1e-2, 1.0, 0.02), 1e-4
 
 
 @pytest.mark.parametrize(
-    ("ratio", "change", "lost"),
+    ("size", "ratio", "change", "lost"),
     [
-        (0.06, 0.02, True),  # noise, which the shorter one cannot be without
-        (7e-3, 1e-2, True),  # D is what it is farther out
-        (7e-3, 0.6, False),  # truncation that no ratio sees has gone
+        (0.7, 0.06, 0.02, True),  # noise, which the shorter one cannot be without
+        (0.7, 7e-3, 1e-2, True),  # D is what it is farther out
+        (0.7, 7e-3, 0.6, False),  # truncation that no ratio sees has gone
+        (1.4, 0.06, 0.02, False),  # the longer one lacks something: it saturates
     ],
 )
-def test_a_trial_between_two_that_disagree_decides(ratio: float, change: float, lost: bool) -> None:
-    shorter = Trial(NEAR, 1.0, 1e-3, change=0.7, since=FAR.h)
+def test_a_trial_between_two_that_disagree_decides(
+    size: float, ratio: float, change: float, lost: bool
+) -> None:
+    shorter = Trial(NEAR, size, 1e-3, change=0.7, since=FAR.h)
     between = Trial(FAR.h / 3, 1.0, ratio, change=change, since=FAR.h)
     found = marked([FAR, shorter, between])
     assert [trial.lost for trial in found] == [False, lost, False]

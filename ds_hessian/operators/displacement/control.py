@@ -369,8 +369,11 @@ class StepController:
             enough = REPEAT
         best = last.h if outlook.excess < enough or len(trials) > MAX_TRIALS else outlook.h
         clear = [t for t in trials if t.usable and not t.lost and t.nonlinearity <= SATURATING]
-        if best == last.h and self.fixed is None and clear and last not in clear:
-            return Advice(min(clear, key=lambda trial: trial.nonlinearity).h, False)
+        if best == last.h and self.fixed is None and clear:
+            clearest = min(clear, key=lambda trial: trial.nonlinearity)
+            vague = last.nonlinearity > UNEXPECTED * clearest.nonlinearity
+            if last not in clear or (len(trials) > MAX_TRIALS and vague):
+                return Advice(clearest.h, False)
         return self._advice(best, last.h, len(trials) > MAX_TRIALS)
 
     def compares_with(self, trial: Trial, earlier: Trial) -> bool:

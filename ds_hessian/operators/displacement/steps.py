@@ -6,10 +6,10 @@ displacement stays on one step, where the rest of the gradient moves and all fig
 of a smooth function, but what the steps add up to is missing. The rounding noise N of longer
 displacements is there too, as an error of the slope, and no ratio shows it.
 
-So where D changes between two displacements a > b by more than both of their ratios let expect,
-either the longer one has truncation that its ratio does not see (a *blind* vector), or the shorter
-one stays on a step. A trial at c, between them and near a, decides. If a smooth function has those
-ratios at a and b, the one at c is at most
+So where D changes between two displacements a > b by more than both of their ratios let expect, and
+D(b) is the smaller one, either the longer one has truncation that its ratio does not see (a *blind*
+vector), or the shorter one stays on a step. A trial at c, between them and near a, decides. If a
+smooth function has those ratios at a and b, the one at c is at most
 
     hypot(r_a c / a, r_b b |D_b| / (c |D_c|))               bend, and noise
 
@@ -82,7 +82,8 @@ class Difference:
     @property
     def _tells(self) -> bool:
         usable = self.below.usable and self.above.usable and not self.below.lost
-        return usable and self.above.nonlinearity <= SATURATING
+        lacks = self.below.size < self.above.size  # it is the longer one if that saturates
+        return usable and lacks and self.above.nonlinearity <= SATURATING
 
 
 def difference(one: Trial, other: Trial) -> Difference:
