@@ -582,6 +582,18 @@ RANKS = (
 
 OPERATORS = (
     Defect(
+        "return off * (self.lacking or self.least) > error * product.size",
+        "return False",
+        "what steps lack of v is in no error",
+        ("operators/test_attack.py",),
+    ),
+    Defect(
+        "return usable and lacks and",
+        "return usable and",
+        "a trial that saturates is taken for one beyond the steps of rounding",
+        ("operators/test_attack.py",),
+    ),
+    Defect(
         "return self.nonlinearity > BENT and self.roundoff < BENT / GROWN",
         "return False",
         "changes between saturated outputs are taken for a valley",
@@ -1151,8 +1163,8 @@ FUNCTION = (
         ("routing/test_choices.py",),
     ),
     Defect(
-        "elif func in COMPOSED:",
-        "elif False:",
+        "elif func in COMPOSED or _is_composed(func, types):",
+        "elif _is_composed(func, types):",
         "no choice is seen in a backward",
         ("routing/test_choices.py",),
     ),
