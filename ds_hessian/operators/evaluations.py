@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ds_hessian.config import OUTPUT_MATRICES, OperatorName
-from ds_hessian.operators.displacement.control import (
+from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
+from ds_hessian.operators.displacement.sides import CHECKED
+from ds_hessian.operators.displacement.witnesses import (
     has_thirds,
     products_of_a_third,
     products_of_a_trial_above,
 )
-from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
-from ds_hessian.operators.displacement.sides import CHECKED
 from ds_hessian.operators.finite_difference import PILOT
 
 FIRST = {"auto": 4.0, "fixed": 2.5}

@@ -249,12 +249,8 @@ class FiniteDifferenceHessian:
         """Return |Hd| of the pilot, where d is the unit vector along what the steps from w - hv to
         w + hv lack of v, and the share of v that they lack; in the memory of the gradients.
         """
-        lacking, gradient = self._gradients[-1].zero_(), self._gradients[1]
-        for sign in (1, -1):
-            line.move(sign * h / line.length, inner=False)
-            lacking.add_(self.session.realised(), alpha=-sign * line.length / (2 * h))
-        lacking.add_(line.v)
-        length = self.space.norm(lacking)
+        lacking, gradient = self._gradients[-1], self._gradients[1]
+        length = line.lacking(h, lacking)
         if not length:
             return 0.0, 0.0
         step = h

@@ -52,6 +52,11 @@ from ds_hessian.operators.displacement.belief import (
 )
 from ds_hessian.operators.displacement.schemes import Scheme
 from ds_hessian.operators.displacement.steps import beyond, difference, longest_step, marked
+from ds_hessian.operators.displacement.witnesses import (
+    has_thirds,
+    products_of_a_third,
+    products_of_a_trial_above,
+)
 
 NOISE = Estimate(1.5, 2.0)
 """Prior of N in units of u |w| |Hv|, v random: rounding changes each weight by u of itself."""
@@ -113,15 +118,6 @@ APART = 0.4
 DECADE = 10.0
 """Step of the scan for the first vector's scale, while all nonlinearity ratios are saturating."""
 
-ALWAYS, SELDOM = 16, 16
-"""One vector in SELDOM has a trial above h, and each but the first with ALWAYS micro-batches or
-more, of which a trial costs little, where no third difference is a witness and the pilot is few of
-them."""
-
-SPENT = 0.25
-"""Gradients that a product spends on its third difference on average, while no such difference is
-more than expected."""
-
 AMPLIFY = 8.0
 """The trial above h has this many times the truncation error."""
 
@@ -139,26 +135,6 @@ ESTIMATES = ("noise", "bend", "kappa")
 """Attributes of a `StepController` that change from product to product."""
 OF_VECTORS = tuple(name for name in (*LEARNT, "noise", "bend") if name != "h")
 """Those of them that do not depend on the formula."""
-
-
-def products_of_a_third(pilot: float) -> int:
-    """Return how many products share a third difference, from the pilot's share of the slice."""
-    return max(1, round(pilot / SPENT))
-
-
-def has_thirds(order: int, narrow: bool) -> bool:
-    """Return whether third differences are the witnesses of a formula of that order.
-
-    In 16 bits they are rounding, of other weights than those of the product.
-    """
-    return order == 2 and not narrow
-
-
-def products_of_a_trial_above(order: int, narrow: bool, pilot: int, num_micro_batches: int) -> int:
-    """Return how many products share a trial above h."""
-    # What extrapolation removes tells more in each trial, and third differences tell as much.
-    often = num_micro_batches >= ALWAYS and order <= 2 and not has_thirds(order, narrow)
-    return 1 if often and pilot < num_micro_batches else SELDOM
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,14 @@ class Line:
         if start is not None and inner:
             self.change, self.sign = change, math.copysign(1.0, position - start)
 
+    def lacking(self, h: float, out: Tensor) -> float:
+        """Fill `out` with what the steps from w - hv to w + hv lack of v; return its length."""
+        out.zero_()
+        for sign in (1, -1):
+            self.move(sign * h / self.length, inner=False)
+            out.add_(self.session.realised(), alpha=-sign * self.length / (2 * h))
+        return self.session.space.norm(out.add_(self.v))
+
     def leave(self, direction: Tensor, h: float) -> float:
         """Displace the weights to `w + h direction` for any vector; return the tangent of the angle
         between it and the realised step, 1 where that is rounding.

@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_hessian.operators.displacement.belief import ROUNDOFF
-from ds_hessian.operators.displacement.control import products_of_a_third
+from ds_hessian.operators.displacement.witnesses import products_of_a_third
 
 UNEXPECTED = 2.0
 """Ratio of a change to what is expected of it, above which something else has made it: a kink."""
