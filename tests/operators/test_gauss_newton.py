@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +22,6 @@ from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.krylov import lanczos
 from ds_hessian.operators import Curvature, FiniteDifferenceHessian, curvature
 from ds_hessian.operators.outputs.losses import read_cross_entropy
-from ds_hessian.operators.outputs.steps import OutputSteps, Trial
 from ds_hessian.vectors import random_vector
 from tests.nets import TinyGPT, batch
 from tests.operators.gauss_newton import ExactGaussNewton
@@ -506,60 +504,6 @@ def distance(net: nn.Module, batch: Any) -> Tensor:
     """Mean square of the distance from unit vectors."""
     found = net(batch[0].to(net[0].weight.dtype))
     return (found - functional.one_hot(batch[1], 3).to(found.dtype)).square().mean()
-
-
-def simulated(kappa: float, noise: float, bend: float, h: float) -> Callable[[float], Trial]:
-    """Trials of a vector whose product is 1 and obeys the law of errors, the outputs' roundoff at
-    h = 1 being 1e-7; `noise` is N in units of it."""
-    before = list[float]()
-
-    def trial(h: float) -> Trial:
-        change = math.inf
-        if before:
-            bent = kappa * bend**2 * (h**2 - before[-1] ** 2)
-            change = math.hypot(bent, noise * 1e-7 * math.hypot(1 / h, 1 / before[-1]))
-        before.append(h)
-        ratio = math.hypot(bend * h, 3e-7 / h)
-        return Trial(h, 1.0, ratio, 1e-7 / h, 1 / h, 1.0, change)
-
-    return trial
-
-
-@pytest.mark.parametrize(
-    ("kappa", "noise", "trials"),
-    [(1, 1, 3), (0.3, 4, 4), (4, 0.3, 8), (1, 200, 10), (40, 1, 10), (0.02, 1, 10)],
-)
-def test_the_valley_of_a_first_vector_is_guessed_and_looked_for_where_the_guess_is_wrong(
-    kappa: float, noise: float, trials: int
-) -> None:
-    steps = OutputSteps(2.0**-24, 30.0, 1 / 8, None)
-    bend, found, accepted = 0.05, list[Trial](), False
-    h = steps.first_h()
-    trial = simulated(kappa, noise, bend, h)
-    while not accepted:
-        found.append(trial(h))
-        h, accepted = steps.advise(found)
-    best = (noise * 1e-7 / (math.sqrt(2) * kappa * bend**2)) ** (1 / 3)
-    least, here = (math.hypot(noise * 1e-7 / x, kappa * (bend * x) ** 2) for x in (best, h))
-    assert here < 2 * least and len(found) <= trials
-    expected = steps.error(h, 1.0)
-    assert expected < 2 * here < 4 * expected
-
-
-def test_truncation_that_the_noise_of_one_trial_hides_needs_no_ladder() -> None:
-    """The trials of a GPT of 5 million parameters, of which the second is off by three times the
-    noise that its displacement usually has."""
-    recorded = [(0.854, 6.78e-3, math.inf), (0.0534, 6.2e-4, 2.47e-4), (0.294, 2.33e-3, 3.44e-4)]
-    scale = 0.854 / 3 / (2.0**-24) ** (1 / 3)
-    steps, found, accepted = OutputSteps(2.0**-24, scale, 1 / 8, None), list[Trial](), False
-    h = steps.first_h()
-    for wanted, ratio, change in recorded:
-        assert not accepted and h == pytest.approx(wanted, rel=0.02)
-        found.append(Trial(h, 1.0, ratio, 2.26e-6 / h, 1.0, 1.0, change))
-        h, accepted = steps.advise(found)
-    # There, or at the best one for the larger noise: no ladder from a quarter of it on.
-    assert 0.2 < h < 0.7
-    assert 1e-5 < steps.error(h, 1.0, 8**-0.45) < 4e-5
 
 
 def test_outputs_that_saturate_are_left_downward() -> None:

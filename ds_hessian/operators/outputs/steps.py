@@ -12,13 +12,11 @@ b    the bend of the outputs along the vector: their nonlinearity ratio r, the n
 kappa, nu   truncation in units of r^2; rounding noise of the backward
 
 N and kappa are measured by products at two displacements on the pilot, which truncation and noise
-part differently. For the first vector it is guessed where the valley is, from the bend of the first
-trial and the roundoff of the outputs, and there is a trial below it and one in it. Where these do
-not fit together, or there is no guess, there are as many, each at a quarter of the displacement
-before, as it takes to see both sides of the valley. nu is measured once, by a backward at weights
-displaced by their rounding. Where the loss in the outputs is known by its values alone,
-differencing it has an error of its own, which a third difference of the cotangents shows: of the
-first two vectors, and then as often as that is cheap.
+part differently: for the first vector at as many displacements, each a quarter of the one before,
+as it takes to see both sides of the valley. nu is measured once, by a backward at weights displaced
+by their rounding. Where the loss in the outputs is known by its values alone, differencing it has
+an error of its own, which a third difference of the cotangents shows: of the first two vectors, and
+then as often as that is cheap.
 Every product bears one more witness: v'(Gv) by the backward and by the outputs alone differ by no
 more than the error.
 
@@ -70,10 +68,6 @@ BENT = 0.5
 
 GROWN = 32.0
 """Noise of the outputs in units of their roundoff, at most: that of all layers adds up."""
-
-USUAL = 16.0
-"""Largest factor between kappa, or N in units of the roundoff of the outputs, and 1 for which a
-guessed valley is believed; 0.2 - 7 and 0.2 - 6 on the families of benchmarks/gauss_newton.py."""
 
 TINY = 1e-30
 """A square of a change that counts as none."""
@@ -175,8 +169,6 @@ class OutputSteps:
         self._seen = 0.0  # the largest |P| of its trials
         self._doubt = 0.0  # what its last trial has shown that the model does not explain
         self._kappa = self._noise = 0.0  # as the present vector's trials have it
-        self._guess = 0.0  # of the first vector's valley
-        self._ladder = 0  # the trial at which its ladder begins
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next product depends on, as JSON values."""
@@ -235,7 +227,7 @@ class OutputSteps:
         if self.fixed is not None:
             return self._beside(trials)
         if self.learnt.products == 0:
-            return self._find(trials)
+            return self._descend(trials)
         self._observe(trials)
         if self._due and count == 1:
             return self._clamp(min(self._best(last.size), last.h / ABOVE)), False
@@ -251,49 +243,6 @@ class OutputSteps:
                 self._observe(trials)
             return self.fixed, True
         return (self.fixed * (0.5, 2.0, 1.0)[len(trials) - 1]), False
-
-    def _find(self, trials: list[Trial]) -> tuple[float, bool]:
-        """Look for the valley where it is guessed to be, below it first; else by a ladder."""
-        first, count = trials[0], len(trials)
-        if count == 1:
-            self._guess, self._ladder = self._guessed(first), 0
-            rungs = round(math.log(first.h / self._guess, LADDER) + 0.75) if self._guess else 0
-            if rungs < 2:
-                self._guess = 0.0
-                return self._descend(trials)
-            return first.h / LADDER**rungs, False
-        if self._guess and count == 2:
-            return self._guess, False
-        if self._guess and count == 3:
-            self._fit(trials)
-            if self._usual(trials):
-                return self._accepted(trials)
-            self._guess, self._ladder = 0.0, count - 1  # which begins in the guessed valley
-        if self._guess:
-            return self._fitted(trials)
-        return self._descend(trials[self._ladder :])
-
-    def _guessed(self, trial: Trial) -> float:
-        """Return the best displacement by a trial's bend and the roundoff of the outputs; 0 where
-        they do not tell.
-        """
-        noise = trial.roundoff * trial.h
-        if not TINY < trial.roundoff < trial.nonlinearity < BENT:
-            return 0.0
-        bent = math.sqrt(2) * TYPICAL * (trial.nonlinearity / trial.h) ** 2
-        return self._clamp((noise / bent) ** (1 / 3))
-
-    def _usual(self, trials: list[Trial]) -> bool:
-        """Return whether the fit to a first trial, one below a guess and one there is believed."""
-        first, below, last = trials
-        hidden = TYPICAL * (self._bend * first.h) ** 2 * below.size < below.change
-        if self._kappa < 1 / USUAL and hidden:  # by the noise of the trial below
-            self._kappa = TYPICAL
-        noise = self._noise / (last.h * last.size * last.roundoff) if last.roundoff else math.inf
-        usual = all(1 / USUAL < x < USUAL for x in (self._kappa, noise))
-        seen = [t for t in trials if self._shows_bend(t)]
-        bends = [t.nonlinearity / t.h for t in seen]
-        return usual and bool(bends) and max(bends) < UNEXPECTED * min(bends)
 
     def _descend(self, trials: list[Trial]) -> tuple[float, bool]:
         """Walk down the ladder, or up, until the changes between its steps have a least one."""
