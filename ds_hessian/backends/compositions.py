@@ -210,10 +210,9 @@ def whole(func: Any, kwargs: Keywords) -> Keywords:
 
 def expanded(name: str, args: Arguments, kwargs: Keywords) -> Callable[[], Any] | None:
     """Return a call of the function by others; None where it has to be called as it is."""
-    made = EXPANDED.get(name.strip("_"))
-    if name.endswith("_") and not name.endswith("__"):
-        made = None  # in place
+    in_place = name.endswith("_") and not name.endswith("__")
     name = name.strip("_")
+    made = None if in_place else EXPANDED.get(name)
     x = argument(args, kwargs, 0, "input")
     first = (
         x

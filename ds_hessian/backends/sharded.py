@@ -93,11 +93,9 @@ class ShardedWeights:
     @torch.no_grad()
     def realised(self) -> Tensor:
         """Return the weights less their masters, as `Session.realised` specifies."""
-        found, place = self.space.zeros(), 0
-        for weight, master in zip(self.weights, self.masters, strict=True):
-            end = place + weight.numel()
-            found[place:end] = weight.float() - master.float()
-            place = end
+        found = self.space.zeros()
+        for weight, master, (_, own) in zip(self.weights, self.masters, self.layout, strict=True):
+            found[own] = weight.float() - master.float()
         return found
 
     @torch.no_grad()

@@ -254,7 +254,11 @@ class FiniteDifferenceHessian:
         if not length:
             return 0.0, 0.0
         step = h
-        while line.leave(lacking, step / length) >= 1 and step < self._weight_norm:
+        while True:
+            off = line.leave(lacking, step / length)
+            (lost,) = self.space.of_rank_0(off >= 1 and step < self._weight_norm)
+            if not lost:
+                break
             step *= DECADE
         self._add_gradient(gradient.zero_(), self._pilot)
         share = len(self._pilot) / len(self._all)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from tests.programs import names_of
+
 NAMES = ("hot", "relu", "zero head, 2 classes", "swiglu", "unequal", "saddle", "contrastive")
 FIGURES = ("ends of the spectrum", "eigenpairs", "trace", "sharpness", "solve")
 
@@ -19,11 +17,7 @@ FIGURES = ("ends of the spectrum", "eigenpairs", "trace", "sharpness", "solve")
 @pytest.fixture(scope="module")
 def bars() -> dict[str, Any]:
     """The names of benchmarks/bars.py, with all families."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-        found = runpy.run_path(str(BENCHMARKS / "bars.py"))
-    found["FAMILIES"].update(found["ATTACK"])
-    return found
+    return names_of("bars.py")
 
 
 def ratios(bars: dict[str, Any], name: str, arithmetic: str) -> dict[str, list[float]]:

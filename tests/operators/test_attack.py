@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import runpy
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,22 +16,11 @@ from tests.operators.gauss_newton import ExactGaussNewton
 from tests.operators.nets import relative
 from tests.tiers import cells
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LEAST = 0.2
 """No estimate is a smaller part of the error."""
 
 
 Found = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def attack() -> Found:
-    """The names of benchmarks/attack.py, with its families among all others."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-        found = runpy.run_path(str(BENCHMARKS / "attack.py"))
-    found["FAMILIES"].update(found["ATTACK"])
-    return found
 
 
 def told(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,19 +12,8 @@ from ds_hessian.operators.displacement.belief import Trial
 from ds_hessian.operators.displacement.steps import marked
 from tests.tiers import cells
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LEAST = 0.2
 """No estimate is a smaller part of the error."""
-
-
-@pytest.fixture(scope="module")
-def attack() -> dict[str, Any]:
-    """The names of benchmarks/attack.py, with its families among all others."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-        found = runpy.run_path(str(BENCHMARKS / "attack.py"))
-    found["FAMILIES"].update(found["ATTACK"])
-    return found
 
 
 @pytest.mark.parametrize(

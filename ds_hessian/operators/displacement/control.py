@@ -434,7 +434,7 @@ class StepController:
         """
         if self.outlook is None or self.whole or not self._has_thirds or self._often_rough:
             return False
-        usual = DOUBTFUL if self.products < 2 else max(STRANGE, self.cleared)
+        usual = DOUBTFUL if self.products < 2 else self._usual
         return self._unlike(product) > usual and _bent(product, self.outlook)
 
     def judge(self, product: Trial) -> float:
@@ -459,8 +459,7 @@ class StepController:
 
     def _is_strange(self, product: Trial, outlook: Outlook) -> bool:
         """Return whether a product has kinks that its pilot has not, by more than rounding."""
-        usual = max(STRANGE, self.cleared)
-        strange = product.third is None and self._unlike(product) > usual
+        strange = product.third is None and self._unlike(product) > self._usual
         return (self.kinked or strange) and not self.whole and _bent(product, outlook)
 
     def _unlike(self, product: Trial) -> float:
@@ -468,6 +467,11 @@ class StepController:
         assert self.accepted is not None
         pilot = self.accepted.nonlinearity * product.h / self.accepted.h
         return product.nonlinearity / pilot if pilot else math.inf
+
+    @property
+    def _usual(self) -> float:
+        """The largest ratio of the slice's nonlinearity to the pilot's that smooth ones have."""
+        return max(STRANGE, self.cleared)
 
     @property
     def _often_rough(self) -> bool:
@@ -561,7 +565,7 @@ class StepController:
         self.hidden, self.blind = belief.hidden, belief.blind
         self._keep_kappa(belief)
         memory = MEMORY if self.products or self.taught else 1.0
-        most = math.log(max(STRANGE, self.cleared))
+        most = math.log(self._usual)
         unlike = min(max(bend.mean - belief.of_pilot()[1], -most), most)
         self.bend_unlike += MEMORY * (unlike - self.bend_unlike)
         self.size_unlike += memory * (math.log(product.size / self.size) - self.size_unlike)
