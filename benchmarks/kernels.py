@@ -231,10 +231,14 @@ def basis_cases(x: Vectors, basis: Tensor, name: str) -> list[Case]:
     ]
 
 
-def gram_schmidt_twice(basis: Tensor, w: Tensor) -> None:
-    """CGS2: the basis is read three times."""
-    n = w.shape[0]
-    first = ops.project(basis, w, n)
+def gram_schmidt_twice(basis: Tensor, w: Tensor, coupled: int | None = None) -> None:
+    """CGS2: the basis is read three times, or twice if the first pass is against the last `coupled`
+    vectors, as in a step of Lanczos.
+    """
+    n, m = w.shape[0], basis.shape[0]
+    first = torch.zeros(m, dtype=torch.float64)
+    at = m - (coupled or m)
+    first[at:] = ops.project(basis[at:], w, n)
     second = ops.subtract_project(basis, w, first, n)
     ops.subtract(basis, w, second, n)
 
@@ -252,10 +256,10 @@ def pyhessian_loop(basis: Tensor, w: Tensor) -> None:
 
 
 def lanczos_step(x: Vectors, basis: Tensor) -> None:
-    """The vector work of a Lanczos step with CGS2 between two gradients."""
+    """The vector work of a Lanczos step between two gradients."""
     n, p = x.n, x.a
     ops.difference(p, x.b, 1.0, x.e, n)
-    gram_schmidt_twice(basis, p)
+    gram_schmidt_twice(basis, p, 2)
     ops.normalize_store(p, 1.0, x.d, basis[-1], n)
     ops.displace([x.b], [x.e], x.d, 1e-3, n)
 

@@ -2,7 +2,7 @@
 
     H Q = Q T + beta_m q_{m+1} e_m'
 
-Each step is one product and classical Gram-Schmidt, twice (CGS2), against some of what is stored:
+Each step is one product, the recurrence, and classical Gram-Schmidt against some of what is stored:
 
 | mode | against | stored vectors | ghosts of converged outliers |
 |---|---|---|---|
@@ -11,12 +11,15 @@ Each step is one product and classical Gram-Schmidt, twice (CGS2), against some 
 | `window` | the last `window` | `window` | after about `window` more steps |
 | `none` | the last two | 2 | yes; right for densities, not for counting outliers |
 
-Cost of a step: one product; three reads of those vectors; three all-reduces, of at most their
-number of scalars and a few more:
+Cost of a step: one product; two reads of those vectors, and one of those in the recurrence; three
+all-reduces, of at most their number of scalars and a few more:
 
-    c  = Q' w                 w = H q_j: all dot products in one pass, alpha_j = c_j
-    w  = w - Q c,  c' = Q' w  fused
+    c  = P' w                 w = H q_j: P are the vectors to which T couples q_j, alpha_j = c_j
+    w  = w - P c,  c' = Q' w  fused: c' is what errors of products have left along all others
     w  = w - Q c',  beta = |w|
+
+The recurrence leaves nothing of w along the others but products' errors, so one pass against all
+is as good as two. Where that pass removes more than it leaves, it is made again, twice.
 
 In mode `selective` rounding is left alone until it matters: the vectors of a plain recurrence lose
 their orthogonality along Ritz vectors y = Q s that converge, and nowhere else (Paige), by about
@@ -35,7 +38,8 @@ the basis is far away (`host`, `disk`).
 A thick restart bounds the basis: the run continues from chosen Ritz vectors and the residual; T is
 then an arrow followed by a tridiagonal.
 
-Sources: Giraud, Langou, Rozloznik, van den Eshof, Numer. Math. 101 (2005) (twice is enough);
+Sources: Daniel, Gragg, Kaufman, Stewart, Math. Comp. 30 (1976) (when to repeat); Giraud, Langou,
+Rozloznik, van den Eshof, Numer. Math. 101 (2005) (twice is enough);
 Parlett, Scott, Math. Comp. 33 (1979) (selective); the paper, section 3 (window); Wu, Simon, SIAM J.
 Matrix Anal. 22 (2000) (thick restart).
 """
@@ -188,10 +192,12 @@ class LanczosState:
         before = self.space.all_reduces
         w, numbers = product.vector, self._numbers(j)
         count = len(numbers) + len(self._converged)
-        partials = self.basis.project(w, count)
+        at = min([row, *np.flatnonzero(self.matrix[numbers, j]).tolist()])
+        partials = self.basis.project(w, count, at)
         sums = self._reduce(torch.cat([partials, self._pending.to(w.device)]))
-        first = sums[:count]
-        self._settle(sums[count:])
+        first = sums.new_zeros(count)
+        first[at:] = sums[: count - at]
+        self._settle(sums[count - at :])
         second = self.basis.subtract_project(w, first)
         if self._archive is not None:  # its norm, so that beta is known before the last reduction
             second = torch.cat([second, ops.dots([(w, w)], self.space.n_owned)])
@@ -200,7 +206,8 @@ class LanczosState:
         # w is H times the stored row: per unit length of it, and along unit vectors.
         inverse_squares = self.basis.inverse_squares[:count]
         length = math.sqrt(1 / self.basis.inverse_squares[row])
-        column = first.numpy() * np.sqrt(inverse_squares) / length
+        dots = torch.cat([second[:at], first[at:]])
+        column = dots.numpy() * np.sqrt(inverse_squares) / length
         # What Lanczos takes from before, or sets to zero; the difference is what the products'
         # errors broke.
         along, column = column[len(numbers) :], column[: len(numbers)]
@@ -219,7 +226,7 @@ class LanczosState:
         sums = self._reduce(torch.cat([square, formed]))
         removed = self._remove(w, slots, sums[1:])
         norm = math.sqrt(max(float(sums[0]) - removed, 0.0))
-        self._append(w, norm, math.sqrt(again + removed), length)
+        self._append(w, norm, math.sqrt(again + removed), length, count)
         self._dropped[-1] += math.hypot(float(np.linalg.norm(along)), math.sqrt(removed))
         self.all_reduces += self.space.all_reduces - before
 
@@ -250,13 +257,18 @@ class LanczosState:
         rows = np.arange(min(j + 1, self._recent))
         return j - (j - rows) % len(rows)
 
-    def _append(self, w: Tensor, norm: float, again: float, length: float) -> None:
-        """Append what Gram-Schmidt left: `norm` of w, of which the second pass removed `again`."""
+    def _append(self, w: Tensor, norm: float, again: float, length: float, count: int) -> None:
+        """Append what Gram-Schmidt against `count` rows left: `norm` of w, of which the last pass
+        removed `again`.
+        """
         beta = norm / length
         scale = max(abs(self.matrix).max(), max(self.betas, default=0.0), beta)
         if self._archive is not None and beta <= math.sqrt(ROUNDOFF) * scale:
             # All Ritz values converge at once, more than there is room for: once against all.
             coefficients, norm = self._archive.orthogonalize(w, self.steps)
+            again, beta = float(np.linalg.norm(coefficients)), norm / length
+        elif norm <= again and beta > BREAKDOWN * scale:
+            coefficients, norm = self.basis.orthogonalize(w, count)
             again, beta = float(np.linalg.norm(coefficients)), norm / length
         # The second inequality: rounding of the basis is not orthogonal to what is left.
         exhausted = beta <= BREAKDOWN * scale or norm <= again

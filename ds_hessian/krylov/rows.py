@@ -69,9 +69,9 @@ class Rows(Protocol):
         """Write `values` `(n_local,)`, of the dtype of the rows, into a row."""
         ...
 
-    def blocks(self, count: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield columns, and the first `count` rows of them on the vectors' device; valid until the
-        next block is requested.
+    def blocks(self, count: int, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
+        """Yield columns, and the rows `first` to `count` of them on the vectors' device; valid
+        until the next block is requested.
         """
         ...
 
@@ -111,10 +111,10 @@ class NearRows:
         """Copy the values into the row."""
         self._rows[row] = values
 
-    def blocks(self, count: int) -> Iterator[tuple[slice, Tensor]]:
+    def blocks(self, count: int, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
         """Yield views of the rows, without a copy."""
         for columns in _columns(self._n_local, self._width):
-            yield columns, self._rows[:count, columns]
+            yield columns, self._rows[first:count, columns]
 
     def replace(self, columns: slice, values: Tensor) -> None:
         """Copy the values over the first rows."""
@@ -154,14 +154,14 @@ class HostRows:
         for i, columns in enumerate(_columns(self._n_local, self._width)):
             self._rows[i, row, : columns.stop - columns.start].copy_(values[columns])
 
-    def blocks(self, count: int) -> Iterator[tuple[slice, Tensor]]:
+    def blocks(self, count: int, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
         """Yield copies on the device; the next block is copied while one is used."""
         parts = _columns(self._n_local, self._width)
-        ahead = self._rows[0, :count].to(self._device, non_blocking=True)
+        ahead = self._rows[0, first:count].to(self._device, non_blocking=True)
         for i, columns in enumerate(parts):
             block = ahead
             if i + 1 < len(parts):
-                ahead = self._rows[i + 1, :count].to(self._device, non_blocking=True)
+                ahead = self._rows[i + 1, first:count].to(self._device, non_blocking=True)
             yield columns, block[:, : columns.stop - columns.start]
 
     def replace(self, columns: slice, values: Tensor) -> None:
@@ -229,26 +229,27 @@ class DiskRows:
         for i in range(len(self._row)):
             self._file.start(False, _bytes(self._row[i]), self._offset(i, row))
 
-    def blocks(self, count: int) -> Iterator[tuple[slice, Tensor]]:
+    def blocks(self, count: int, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
         """Yield copies on the device; the next block is read from the file while one is used."""
         self._file.finish(reading=False)
         parts = _columns(self._n_local, self._width)
-        self._read_ahead(0, count)
+        self._read_ahead(0, count, first)
         try:
             for i, columns in enumerate(parts):
                 self._file.finish(reading=True)
                 if i + 1 < len(parts):
-                    self._read_ahead(i + 1, count)
-                block = self._blocks[i % 2][:count, : columns.stop - columns.start]
+                    self._read_ahead(i + 1, count, first)
+                block = self._blocks[i % 2][first:count, : columns.stop - columns.start]
                 yield columns, block.to(self._device)
         finally:  # nothing is under way into a buffer that somebody else fills
             self._file.finish(reading=True)
 
-    def _read_ahead(self, i: int, count: int) -> None:
+    def _read_ahead(self, i: int, count: int, first: int) -> None:
         # Only now: what `replace` wrote from this buffer is on its way while the other one is used.
         self._file.finish(reading=False)
-        if count:
-            self._file.start(True, _bytes(self._blocks[i % 2][:count]), self._offset(i, 0))
+        if count > first:
+            rows = self._blocks[i % 2][first:count]
+            self._file.start(True, _bytes(rows), self._offset(i, first))
 
     def replace(self, columns: slice, values: Tensor) -> None:
         """Start to write the values over the first rows of the block."""

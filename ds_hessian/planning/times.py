@@ -164,7 +164,7 @@ def plan_time(
     stored = 2 if config.basis.dtype == "bf16" else 4
     device = config.basis.device
     there = machine.bandwidth[share.tier if device == "accelerator" else device]
-    basis = 3 * stored * _mean_rows(config, products) * share.n_local / there
+    basis = stored * _rows_read(config, products) * share.n_local / there
     second = machine.bandwidth[share.tier] / share.n_local  # bytes of a coordinate
     return TimePlan(
         gradient=gradient,
@@ -181,12 +181,13 @@ def plan_time(
     )
 
 
-def _mean_rows(config: HessianConfig, products: int) -> float:
-    """Return the number of stored vectors that a step reads, on average."""
-    mode, steps = config.reorthogonalization.mode, min(config.num_matvecs, products)
-    if mode == "full":
-        return (steps + 1) / 2
-    return min(steps, config.reorthogonalization.window if mode != "none" else 2)
+def _rows_read(config: HessianConfig, products: int) -> float:
+    """Return how many stored vectors a step reads, on average."""
+    settings, steps = config.reorthogonalization, min(config.num_matvecs, products)
+    mean = (steps + 1) / 2
+    if settings.mode != "full":
+        mean = min(steps, settings.window if settings.mode != "none" else 2)
+    return 2 * mean + min(2, mean)
 
 
 def run_of(job: Job, machine: Machine) -> Run:

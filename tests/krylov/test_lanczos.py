@@ -190,6 +190,27 @@ def test_three_all_reduces_a_step(mode: Any, storage: Storage) -> None:
     assert run.all_reduces == 3 * 20
 
 
+@pytest.mark.parametrize("noise", [0.0, 1e-2])
+def test_a_step_reads_the_basis_twice_and_leaves_it_orthonormal(
+    noise: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of products with errors as well, which have parts along all stored vectors."""
+    operator, read = Matrix.of(SPECTRA["spiked"], noise), list[int]()
+    state = LanczosState(operator, operator.fresh()(0), 40, operator.fresh())
+    blocks = state.basis.rows.blocks
+
+    def counted(count: int, first: int = 0) -> Any:
+        read.append(count - first)
+        return blocks(count, first)
+
+    monkeypatch.setattr(state.basis.rows, "blocks", counted)
+    while not state.done:
+        state.step()
+    assert sum(read) == sum(2 * k + min(k, 2) for k in range(1, 41))
+    q = torch.stack([operator.full(state.basis.vector(i)) for i in range(40)])
+    assert float((q @ q.T - torch.eye(40)).abs().max()) < 32 * ROUNDOFF
+
+
 @pytest.mark.parametrize("mode", ["full", "selective", "window", "none"])
 @pytest.mark.parametrize("name", SPECTRA)
 @pytest.mark.parametrize("storage", [Storage(), BF16], ids=["fp32", "bf16"])
