@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ds_hessian.analyses import (
     Alignment,
@@ -324,7 +325,7 @@ class Hessian(JobMeasuring):
         extremes: int = Kronecker.extremes,
         damping: float = Kronecker.damping,
         draws: int = Kronecker.draws,
-        adapter: Adapter | None = None,
+        adapter: Adapter | Optimizer | None = None,
         layers_at_once: int | None = Kronecker.layers_at_once,
         **overrides: object,
     ) -> HessianKronecker:

@@ -48,14 +48,14 @@ class Optimizer:
         return 2 * (1 + self.beta1) / ((1 - self.beta1) * self.learning_rate)
 
 
-def _inside(optimizer: Any) -> Iterator[Any]:
+def inside(optimizer: Any) -> Iterator[Any]:
     """Yield the optimizers inside of wrappers, of which those of megatron-core chain several."""
     parts = getattr(optimizer, "chained_optimizers", None)
     if parts is None:
         parts = [getattr(optimizer, "optimizer", None)]
     inner = [part for part in parts if part is not None and part is not optimizer]
     for part in inner:
-        yield from _inside(part)
+        yield from inside(part)
     if not inner:
         yield optimizer
 
@@ -68,7 +68,7 @@ def settings_of(optimizer: Any) -> Optimizer | None:
     """
     found = [
         (float(group["lr"]), type(inner).__name__, group)
-        for inner in _inside(optimizer)
+        for inner in inside(optimizer)
         for group in getattr(inner, "param_groups", None) or ()
     ]
     if not found:

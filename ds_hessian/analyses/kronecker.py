@@ -9,6 +9,7 @@ from typing import Self
 
 import numpy as np
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ds_hessian.analyses.base import Analysis, transient
 from ds_hessian.analyses.measurement import Subject, cost_of
@@ -23,6 +24,7 @@ from ds_hessian.operators.kronecker import (
     KINDS,
     Adapter,
     Factors,
+    KeptFactors,
     Kind,
     Layer,
     Settings,
@@ -60,7 +62,7 @@ class Kronecker(Analysis[HessianKronecker]):
         found: The layers, and why other weights have none.
         ranks: Ranks that share the factors.
         adam: What Adam divides by.
-        adapter: Reads the factors that the job's own optimizer keeps
+        adapter: The optimizer of the job that keeps factors, or a function that reads them
             (`ds_hessian.operators.kronecker.Adapter`), for the kind `optimizer`.
     """
 
@@ -80,7 +82,7 @@ class Kronecker(Analysis[HessianKronecker]):
     found: tuple[list[Layer], dict[str, str]] | None = transient(None)
     ranks: int = transient(1)
     adam: Tensor | None = transient(None)
-    adapter: Adapter | None = transient(None)
+    adapter: Adapter | Optimizer | None = transient(None)
 
     def __post_init__(self) -> None:
         unknown = [kind for kind in self.kinds if kind not in KINDS]
@@ -93,7 +95,7 @@ class Kronecker(Analysis[HessianKronecker]):
 
         if ("optimizer" in self.kinds) != (self.adapter is not None):
             raise ConfigError(
-                'the kind "optimizer" needs an adapter that reads its factors, and an adapter that '
+                'the kind "optimizer" needs an adapter (the optimizer), and an adapter that '
                 "kind; give both or none"
             )
 
@@ -144,7 +146,10 @@ class Kronecker(Analysis[HessianKronecker]):
         found = find_layers(backend, self.layers)
         adam = backend.adam().denominator if "adam" in self.kinds else None
         shapes, ranks = tuple(layer.shape for layer in found[0]), backend.space.world_size
-        return replace(self, shapes=shapes, found=found, ranks=ranks, adam=adam)
+        adapter = self.adapter
+        if adapter is not None and not callable(adapter):
+            adapter = KeptFactors(adapter, backend.weights())
+        return replace(self, shapes=shapes, found=found, ranks=ranks, adam=adam, adapter=adapter)
 
     def run(self, subject: Subject) -> HessianKronecker:
         """Measure. Collective."""
@@ -155,6 +160,7 @@ class Kronecker(Analysis[HessianKronecker]):
         comparisons, spent = dict[str, Comparison](), list[OperatorCost]()
         outputs: str | None = None
         with backend.measuring(subject.objective, subject.passes) as session:
+            assert self.adapter is None or callable(self.adapter)
             settings = Settings(
                 self.kinds,
                 self.layers_at_once,

@@ -539,6 +539,22 @@ def _rescales() -> UnsupportedError:
     )
 
 
+class _Trials:
+    """Whether a backward runs that is made for its size alone; threads of autograd see it, too."""
+
+    running = False
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Run backwards that the hooks of a measurement (`beside`) do not hear."""
+    _Trials.running = True
+    try:
+        yield
+    finally:
+        _Trials.running = False
+
+
 def beside(function: Callable[P, R]) -> Callable[P, R]:
     """Make a hook of a measurement run beside the model: what it computes is no choice of it."""
 
@@ -546,6 +562,17 @@ def beside(function: Callable[P, R]) -> Callable[P, R]:
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         with torch._C.DisableTorchFunction():
             return function(*args, **kwargs)
+
+    return called
+
+
+def on_cotangents(function: Callable[P, R]) -> Callable[P, R | None]:
+    """Make a hook of a tensor's cotangent run beside the model, but in `unheard` backwards."""
+    inner = beside(function)
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return None if _Trials.running else inner(*args, **kwargs)
 
     return called
 

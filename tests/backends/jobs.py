@@ -40,9 +40,14 @@ CONFIG: dict[str, Any] = {
 
 
 def make_engine(
-    module: nn.Module | None = None, zero: dict[str, Any] | None = None, **config: Any
+    module: nn.Module | None = None,
+    zero: dict[str, Any] | None = None,
+    client: Any = None,
+    **config: Any,
 ) -> Any:
-    """An engine on the same initial weights in every call; with the hessian section, attached."""
+    """An engine on the same initial weights in every call; with the hessian section, attached.
+
+    Its optimizer is that of the configuration, or the client's."""
     hpz = groups._get_zero_param_intra_parallel_group()
     if hpz is not None:  # DeepSpeed keeps it, and later engines would have hpZ too
         deepspeed.comm.destroy_process_group(hpz)
@@ -53,7 +58,11 @@ def make_engine(
     merged["zero_optimization"] = {**merged["zero_optimization"], **(zero or {})}
     torch.manual_seed(1234 + dist.get_rank())  # dropout masks
     parameters = [p for p in module.parameters() if p.requires_grad]
-    return ds_hessian.initialize(model=module, model_parameters=parameters, config=merged)[0]
+    if client is not None:
+        del merged["optimizer"]
+    return ds_hessian.initialize(
+        model=module, optimizer=client, model_parameters=parameters, config=merged
+    )[0]
 
 
 QUIET = {"progress": False, "plot": False}

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from ds_hessian.errors import HessianError
-from ds_hessian.operators.kronecker import Settings, estimate, find_layers
+from ds_hessian.operators.kronecker import KeptFactors, Settings, estimate, find_layers
 from tests.backends import jobs
-from tests.nets import forward_hooks
+from tests.nets import TinyGPT, batch, forward_hooks
 
 
-def factors(zero: dict[str, Any], **config: Any) -> Any:
+def factors(zero: dict[str, Any], draws: int = 0, **config: Any) -> Any:
     """{layer: {kind: (values, left, right)}} of this rank's layers, and the samples of all."""
     engine = jobs.make_engine(zero=zero, hessian=jobs.QUIET, **config)
     hessian = engine.hessian.use(jobs.my_batches())
@@ -23,7 +23,7 @@ def factors(zero: dict[str, Any], **config: Any) -> Any:
     layers, _ = find_layers(backend, None)
     kinds = ("kfac", "ekfac", "shampoo", "klshampoo")
     with backend.measuring(hessian._objective) as session:
-        found = estimate(session, backend, layers, Settings(kinds))
+        found = estimate(session, backend, layers, Settings(kinds, draws=draws))
     engine.destroy()
     forms = {
         f.layer.name: {k: (v.values, v.left, v.right) for k, v in f.forms.items()} for f in found
@@ -41,6 +41,50 @@ def compared(zero: dict[str, Any], **config: Any) -> Any:
     weights = jobs.full_weights(engine)
     engine.destroy()
     return weights, record
+
+
+def kept(stage: int, kind: str, steps: int = 3) -> Any:
+    """The distance of the factors that an optimizer keeps from those of the gradients, or why they
+    cannot be read."""
+    module = TinyGPT()
+    config: dict[str, Any] = {"zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
+    if kind == "muon":
+        config["optimizer"] = {"type": "muon", "params": {"lr": 1e-3}}
+        zero = {"stage": stage, "reduce_scatter": False}
+        engine = jobs.make_engine(module, zero, hessian=jobs.QUIET, **config)
+    else:
+        import pytorch_optimizer
+
+        soap = pytorch_optimizer.SOAP(list(module.parameters()), lr=1e-3, shampoo_beta=0.9)
+        engine = jobs.make_engine(module, {"stage": stage}, soap, hessian=jobs.QUIET, **config)
+    seen: dict[str, list[Any]] = {}
+    for i in range(steps):
+        engine.backward(engine(*batch(100 + i, dist.get_rank())))
+        for name, p in engine.module.named_parameters():
+            if stage == 0 and p.ndim == 2 and p.grad is not None:
+                seen.setdefault(name, []).append(p.grad.double())
+        engine.step()
+    hessian = engine.hessian.use(jobs.my_batches())
+    read = KeptFactors(engine.optimizer, hessian.backend.weights())
+    found = dict[str, float]()
+    try:
+        hessian.kronecker(["optimizer"], adapter=engine.optimizer, basis=2, probes=2, extremes=0)
+        for name, gradients in seen.items():
+            pair = read(name)
+            if pair is None:  # of no module's weight
+                continue
+            sides = [sum(0.9 ** (steps - 1 - i) * 0.1 * g @ g.T for i, g in enumerate(gradients))]
+            sides += [sum(0.9 ** (steps - 1 - i) * 0.1 * g.T @ g for i, g in enumerate(gradients))]
+            sides[1] = sides[1] / sides[0].trace()
+            for side, factor in zip(sides, pair, strict=True):
+                assert factor is not None
+                off = float((factor.double() - side).norm() / side.norm())
+                found[name] = max(found.get(name, 0.0), off)
+    except HessianError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return found
 
 
 def failing(where: str) -> Any:

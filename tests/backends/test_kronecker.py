@@ -60,6 +60,38 @@ def test_factors_are_those_of_one_process(ranks: Ranks, one: Any, name: str) -> 
             assert (a - b).norm() < limit * b.norm(), (layer, kind)
 
 
+def test_drawn_labels_give_the_fisher_matrix_of_all_ranks(ranks: Ranks) -> None:
+    """Each rank draws its own: traces agree up to the error of 8 draws of 6 micro-batches."""
+    sizes = []
+    for size in (1, 2):
+        found = ranks(size).run(kronecker_jobs.factors, {"stage": 3}, draws=8)
+        traces = {n: float(kinds["ekfac"][0].sum()) for n, kinds in together(found).items()}
+        assert len(traces) == 4
+        sizes.append(traces)
+    for name, trace in sizes[0].items():
+        assert sizes[1][name] == pytest.approx(trace, rel=0.25), name
+
+
+@pytest.mark.full
+def test_factors_that_an_optimizer_keeps_are_read_where_it_steps_whole_weights(
+    ranks: Ranks,
+) -> None:
+    pytest.importorskip("pytorch_optimizer", reason="pytorch-optimizer is not installed")
+    for found in ranks(2).run(kronecker_jobs.kept, 0, "soap"):
+        assert isinstance(found, dict), found
+        assert len(found) >= 4 and max(found.values()) < 1e-4
+    for stage in (1, 3):
+        for found in ranks(2).run(kronecker_jobs.kept, stage, "soap"):
+            assert "has no state of this weight" in found and "ZeRO 1 - 3" in found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_deepspeeds_muon_is_refused_by_name(ranks: Ranks, stage: int) -> None:
+    for found in ranks(2).run(kronecker_jobs.kept, stage, "muon"):
+        assert "MuonWithAuxAdam has no" in found
+
+
 def _apply(values: torch.Tensor, left: Any, right: Any) -> torch.Tensor:
     """K on some matrices, which do not depend on the signs of eigenvectors."""
     generator = torch.Generator().manual_seed(0)

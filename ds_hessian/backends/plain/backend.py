@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_hessian import ops
 from ds_hessian.backends.adam import collect, moments
+from ds_hessian.backends.function import unheard
 from ds_hessian.backends.guard import Guard, guarded
 from ds_hessian.backends.names import require_same, require_same_parameters, trained
 from ds_hessian.backends.objective import (
@@ -315,6 +316,7 @@ class ModuleSession(ShardedSession):
             p.grad = None
         loss, count = self._loss(index)
         scale = self._scale(loss, index)
+        self.cotangent_scale = 1.0 / (self.space.world_size * scale)
         (loss if scale == 1 else loss.float() * scale).backward()
         self._totals.add(index, float(loss.detach()), count)
         for p, (_, part) in zip(self._trained, self.layout, strict=True):
@@ -333,7 +335,8 @@ class ModuleSession(ShardedSession):
         if index in self._scales:
             return self._scales[index]
         for scale in SCALES:
-            (loss.float() * scale).backward(retain_graph=True)
+            with unheard():
+                (loss.float() * scale).backward(retain_graph=True)
             found = [p.grad for p in self._trained if p.grad is not None]
             finite = all(bool(torch.isfinite(g).all()) for g in found)
             for p in self._trained:

@@ -2,13 +2,13 @@
 
 from ds_hessian.operators.kronecker.factors import (
     KINDS,
-    Adapter,
     Factors,
     Kind,
     Settings,
     estimate,
 )
 from ds_hessian.operators.kronecker.forms import Eigenform
+from ds_hessian.operators.kronecker.kept import Adapter, KeptFactors
 from ds_hessian.operators.kronecker.layers import Layer, find_layers
 from ds_hessian.operators.kronecker.metric import KroneckerMetric
 from ds_hessian.operators.kronecker.planned import memory_of_factors
@@ -18,6 +18,7 @@ __all__ = [
     "Adapter",
     "Eigenform",
     "Factors",
+    "KeptFactors",
     "Kind",
     "KroneckerMetric",
     "Layer",

@@ -10,7 +10,7 @@ gradients G_i = N c' a of N micro-batches (of all data-parallel ranks):
 | `shampoo` | L (x) R / tr L with L = mean G G', R = mean G' G: Shampoo^2 |
 | `klshampoo` | the fixed point L = mean G R^-1 G' / n, R = mean G' L^-1 G / m (REKLS) |
 | `adam` | diag(sqrt(v) + eps) of the job's own optimizer |
-| `optimizer` | L (x) R that the job's own optimizer keeps (Shampoo, SOAP), by an adapter |
+| `optimizer` | L (x) R that the job's own optimizer keeps (`ds_hessian.operators.kronecker.kept`) |
 
 so that K-FAC and EK-FAC are in units of the empirical Fisher matrix of the loss, over tokens, with
 the data's own labels. With labels drawn from the model (of a cross entropy) the cotangent at the
@@ -36,7 +36,8 @@ Singer, ICML 2018, and Morwani et al., arXiv 2406.17748 (Shampoo^2); Lin et al.,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -48,6 +49,7 @@ from torch import Tensor
 from ds_hessian.backends.protocol import Backend, Session
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.operators.kronecker.forms import Eigenform
+from ds_hessian.operators.kronecker.kept import Adapter, Pair
 from ds_hessian.operators.kronecker.layers import Layer, listening
 from ds_hessian.operators.kronecker.sums import (
     KFAC,
@@ -65,10 +67,6 @@ from ds_hessian.vectors import VectorSpace, collected
 
 Kind = Literal["kfac", "ekfac", "shampoo", "klshampoo", "adam", "optimizer"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-
-Adapter = Callable[[str], "tuple[Tensor, Tensor] | None"]
-"""Takes the name of a weight of m outputs and n inputs; returns factors L `(m, m)` and R `(n, n)`
-that the optimizer keeps for it, or None on a rank that has none. Called on every rank."""
 
 ROUNDS = 12
 """Passes of the fixed point of KL-Shampoo, one gradient each. From 64 gradients of three layers the
@@ -214,6 +212,7 @@ class _Estimation:
         self.settings, self.kinds, self.space = settings, settings.kinds, session.space
         self.device = self.space.device
         self.scales: dict[str, float] = {}
+        self.cotangent_scale = 0.0  # in whose units all sums are
         self.tokens: dict[str, int] = {}
         self.batches: dict[str, int] = {}
 
@@ -291,6 +290,8 @@ class _Estimation:
         every = {x.name: [each[x.name] for each in sums if each] for x in self.layers}
 
         def note(layer: Layer, a: Tensor, c: Tensor, counts: bool) -> None:
+            factor = self._relative() if number is None else 1.0
+            c = c if factor == 1 else c * factor
             for each in every[layer.name]:
                 if counts or not isinstance(each, Seen):
                     each.note(a, c)
@@ -302,6 +303,17 @@ class _Estimation:
         for several in every.values():
             for each in several:
                 each.close()
+
+    def _relative(self) -> float:
+        """Return the factor that brings a unit's cotangents to the units of the first one's.
+
+        Where the host scales each unit by itself it is known in all backwards.
+        """
+        scale = self.session.cotangent_scale
+        if math.isnan(scale):  # of the first backward of a session whose scale is one
+            return 1.0
+        self.cotangent_scale = self.cotangent_scale or scale
+        return scale / self.cotangent_scale
 
     def _mine(self) -> list[Layer]:
         return [layer for layer in self.layers if layer.owner == self.space.rank]
@@ -361,6 +373,7 @@ class _Estimation:
             known |= self._known_ones(seen) if len(known) < len(seen) else set()
         assert session.gradient_scale is not None
         gradient.mul_(session.gradient_scale)
+        self.cotangent_scale = self.cotangent_scale or session.cotangent_scale
         return {x.name: self._fit(x, seen[x.name], gradient) for x in self.layers}
 
     def _known_ones(self, seen: Mapping[str, Seen]) -> set[str]:
@@ -406,9 +419,15 @@ class _Estimation:
     # ---- kinds
 
     def _gain(self, layer: Layer, count: int) -> float:
-        """Return the factor from sums of squares of `count` terms to a mean of the loss'."""
+        """Return the factor from sums of squares of `count` terms to a mean of the loss'.
+
+        Drawn labels put cotangents in units of the gradient's terms at the outputs.
+        """
         scale, draws = self.scales[layer.name], self.labels.draws
-        return scale / draws if draws else count * scale**2
+        if not draws:
+            return count * scale**2
+        assert self.session.gradient_scale is not None
+        return (scale / self.cotangent_scale) ** 2 / (self.session.gradient_scale * draws)
 
     def _samples(self, layer: Layer) -> dict[Kind, int]:
         tokens = self.tokens[layer.name]
@@ -489,7 +508,7 @@ class _Estimation:
                 found = _checked(layer, self.settings.adapter(layer.name))
                 parts = [torch.zeros(s, s, device=self.device) for s in layer.shape]
                 for part, factor in zip(parts, found or (), strict=found is not None):
-                    part.copy_(factor)
+                    part.fill_diagonal_(1.0) if factor is None else part.copy_(factor)
             (count,) = self.space.reduce(torch.tensor([float(found is not None)]).double()).tolist()
             if not count:
                 raise ConfigError(f"the adapter has no factors of {layer.name} on any rank")
@@ -514,14 +533,20 @@ def _summed(part: Tensor, layer: Layer, space: VectorSpace) -> Tensor:
     return part if layer.owner == space.rank else part[:0]
 
 
-def _checked(layer: Layer, found: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-    sizes = None if found is None else [tuple(factor.shape) for factor in found]
-    if sizes is not None and sizes != [(s, s) for s in layer.shape]:
+def _checked(layer: Layer, found: Pair | None) -> Pair | None:
+    """Return an adapter's factors as those of a layer's outputs and inputs."""
+    if found is None:
+        return None
+    stored = layer.shape[::-1] if layer.transposed else layer.shape
+    sizes = [None if factor is None else tuple(factor.shape) for factor in found]
+    wanted = [(s, s) for s in stored]
+    if len(sizes) != 2 or any(
+        size not in (None, square) for size, square in zip(sizes, wanted, strict=True)
+    ):
         raise ConfigError(
-            f"the adapter's factors of {layer.name} must have shapes "
-            f"{[(s, s) for s in layer.shape]}, got {sizes}"
+            f"the adapter's factors of {layer.name} must have shapes {wanted}, got {sizes}"
         )
-    return found
+    return found[::-1] if layer.transposed else found
 
 
 def _unit(factor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hessian.backends.function import beside
+from ds_hessian.backends.function import on_cotangents
 from ds_hessian.backends.protocol import Backend
 from ds_hessian.backends.restricted import Choice, chosen
 from ds_hessian.backends.weights import Weight
@@ -177,7 +177,7 @@ class _Hooks:
             inputs, cotangents = _whole(self.layer, a, c.detach())
             self.note(self.layer, inputs, cotangents, counts)
 
-        y.register_hook(beside(backward))
+        y.register_hook(on_cotangents(backward))
 
 
 def _whole(layer: Layer, a: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hessian.backends.function import beside
+from ds_hessian.backends.function import beside, on_cotangents
 from ds_hessian.backends.protocol import Session
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.operators.outputs.losses import (
@@ -73,7 +73,7 @@ class _Watch:
             row[CALLED] += 1
             seen, version = f.detach(), f._version
             call = int(row[CALLED])
-            f.register_hook(beside(partial(self._judge, number, call, seen, version)))
+            f.register_hook(on_cotangents(partial(self._judge, number, call, seen, version)))
 
         return hook
 
@@ -145,7 +145,7 @@ class _Pairs:
             added = beside(beside_outputs)(f.detach())
             moved = f + added.to(f.dtype)
             judge = partial(self._judge, number, moved.detach().clone(), added)
-            moved.register_hook(beside(judge))
+            moved.register_hook(on_cotangents(judge))
             return with_tensor(output, moved)
 
         return hook

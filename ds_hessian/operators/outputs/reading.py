@@ -10,6 +10,7 @@ once more as it is where the outputs had to be found; none is after one that sho
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, TypeVar
 
 import torch
@@ -45,11 +46,13 @@ class _Listener:
         failed: Micro-batches whose loss is not of the kind that is read.
         largest: Bytes of the largest outputs, in fp32.
         samples: A sample of the cotangents of each micro-batch that passed as it is.
+        scales: `Session.cotangent_scale` in the backward of each micro-batch of a pass of several.
     """
 
     def __init__(self) -> None:
         self.failed = self.largest = 0
         self.samples: dict[int, Tensor] = {}
+        self.scales: dict[int, float] = {}
 
     def outputs(self, index: int, f: Tensor) -> Tensor | None:
         self.largest = max(self.largest, FP32 * f.numel())
@@ -68,12 +71,13 @@ class _Reader(_Listener):
 
     def __init__(self, session: Session) -> None:
         super().__init__()
-        self.head = session.head
+        self.session, self.head = session, session.head
         self.tokens: dict[int, Tokens] = {}
         self.others: dict[int, Tensor] | None = {}
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> None:
         self.samples[index] = sample(c).float().clone()
+        self.scales[index] = self.session.cotangent_scale
         found = read_cross_entropy(f, c, group_of(f, self.head))
         if found is not None:
             self.tokens[index] = found
@@ -194,7 +198,7 @@ class Reading:
         else:
             done, entropic = 1, self._verify(reader)
         self.seconds += self._pass(reader, self.gradient, every[done:])
-        self._scale(reader.tokens, every[done:])
+        self._scale(reader.tokens, every[done:], reader.scales)
         if entropic and not self._failed(reader):
             self.tokens, self.kind = reader.tokens, "cross entropy"
         self.passes_by &= self.kind is not None
@@ -251,15 +255,25 @@ class Reading:
         with self.tap.listening(some, listener):
             seconds = add_gradient(self.session, out, some)
         self.largest = max(self.largest, listener.largest)
+        scales = {} if 0 in some else listener.scales
         for i, c in listener.samples.items():
-            self.cotangents[i] = c * self.session.cotangent_scale
+            self.cotangents[i] = c * scales.get(i, self.session.cotangent_scale)
         listener.samples.clear()
         return seconds
 
-    def _scale(self, kept: dict[int, Read], some: range) -> None:
-        """Bring what was read in some units from units of cotangents to those of the gradient."""
+    def _scale(
+        self, kept: dict[int, Read], some: range, scales: Mapping[int, float] | None = None
+    ) -> None:
+        """Bring what was read in some units from units of cotangents to those of the gradient.
+
+        Args:
+            kept: What was read.
+            some: The units.
+            scales: The factor of each micro-batch; None for that of the last backward, which alone
+                is known after the first one of a session.
+        """
         for i in set(self.tap.calls(some)) & kept.keys():
-            kept[i] = kept[i].scaled(self.session.cotangent_scale)
+            kept[i] = kept[i].scaled(scales[i] if scales else self.session.cotangent_scale)
 
     def _failed(self, listener: _Listener) -> bool:
         """Return whether the loss is of another kind on some rank."""

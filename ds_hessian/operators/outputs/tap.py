@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ds_hessian.backends.function import beside
+from ds_hessian.backends.function import beside, on_cotangents
 from ds_hessian.errors import UnsupportedError
 
 SAMPLES = 2**16
@@ -106,7 +106,7 @@ class _Calls:
             f = f.float() + added
         if f.requires_grad:
             seen = f.detach().clone()  # the loss may write into f
-            f.register_hook(beside(partial(self.listener.cotangent, index, seen)))
+            f.register_hook(on_cotangents(partial(self.listener.cotangent, index, seen)))
         elif torch.is_grad_enabled():
             raise UnsupportedError(
                 f"ds_hessian does not support outputs ({self.name!r}) without a graph in a "
