@@ -204,6 +204,16 @@ def _several() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def _all_reduce(
+    figures: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+) -> None:
+    """Reduce figures over the ranks; a rank alone, as in a job of one process, has no others to
+    wait for.
+    """
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(figures, op=op, group=group)
+
+
 def _meet(
     follower: Follower,
     error: BaseException | None,
@@ -219,7 +229,7 @@ def _meet(
         error, when = follower.arrive(error)
         said = [int(error is not None), int(interrupted)]
         flags = torch.tensor(said, dtype=torch.int32, device=device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        _all_reduce(flags, dist.ReduceOp.MAX, group)
         try:
             some_failed, some_interrupted = map(bool, flags.tolist())
             if some_failed:
@@ -287,7 +297,7 @@ def reduce(figures: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         error, _ = follower.arrive(None, figures.numel())
         if error is not None:
             figures.fill_(math.nan)
-        dist.all_reduce(figures, group=group)
+        _all_reduce(figures, dist.ReduceOp.SUM, group)
         follower.depart()
     total = figures.cpu()
     if follower.follows and bool(total.isnan().any()):

@@ -23,6 +23,7 @@ from ds_hessian.ranks import lockstep as lockstep_module
 from ds_hessian.ranks.interrupts import Interrupts
 from ds_hessian.ranks.lockstep import Lockstep, LockstepError
 from ds_hessian.ranks.log import Log
+from tests.backends.exchange_jobs import counted
 from tests.ranks import RankPool
 from tests.tiers import cells
 
@@ -842,3 +843,20 @@ def left_to_the_collector() -> list[str]:
 def test_a_call_leaves_no_cycles(ranks: Ranks) -> None:
     """Jobs run without Python's collector, or freeze what there is: memory grew with each call."""
     assert ranks(2).run(left_to_the_collector, timeout=30) == [[], []]
+
+
+def _meetings_of_one() -> tuple[dict[str, int], list[float]]:
+    """Collectives of meetings of a group of one rank, and the figures reduced over it."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    with counted() as calls:
+        agree(None, "trying", alone)
+        figures = reduce(torch.tensor([1.0, 2.0], dtype=torch.float64), alone)
+    with pytest.raises(HessianError, match="on purpose"):
+        agree(HessianError("on purpose"), "trying", alone)
+    return dict(calls), figures.tolist()
+
+
+def test_a_rank_alone_meets_nobody(ranks: Ranks) -> None:
+    """As every product of a job of one process would, once for each micro-batch and each sum."""
+    for calls, figures in ranks(2).run(_meetings_of_one):
+        assert not calls and figures == [1.0, 2.0]
