@@ -420,16 +420,23 @@ COMPARISONS |= {"isclose", "signbit", "bool"}
 """Functions whose values are booleans."""
 
 
-def _comparison(func: Callable[..., Tensor], args: Arguments, kwargs: Keywords) -> Any:
+def _comparison(
+    func: Callable[..., Tensor], name: str, args: Arguments, kwargs: Keywords, in_place: bool
+) -> Any:
+    """Return operands, sides and value; in place, of the type of what is overwritten."""
     operands = tuple(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+    compare = getattr(Tensor, name) if in_place else func
 
     def sides(operands: Operands) -> list[Tensor]:
         left = iter(operands)
         given = [next(left) if isinstance(t, Tensor) else t for t in args]
         named = {k: next(left) if isinstance(t, Tensor) else t for k, t in kwargs.items()}
-        return [func(*given, **named)]
+        return [compare(*given, **named)]
 
-    return operands, sides, lambda operands, masks: masks[0]
+    def value(operands: Operands, masks: Sequence[Tensor]) -> Tensor:
+        return masks[0].to(operands[0].dtype) if in_place else masks[0]
+
+    return operands, sides, value
 
 
 # ---- extremes of many elements
@@ -559,10 +566,10 @@ def _found(
     func: Any, name: str, x: Any, args: Arguments, kwargs: Keywords, in_place: bool
 ) -> Kinked | None:
     if name in COMPARISONS:
-        if in_place or not isinstance(x, Tensor):
+        if not isinstance(x, Tensor):
             return None
-        operands, sides, value = _comparison(func, args, kwargs)
-        return Kinked(name, operands, sides, _by_masks(value))
+        operands, sides, value = _comparison(func, name, args, kwargs, in_place)
+        return Kinked(name, operands, sides, _by_masks(value), in_place=in_place)
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return None
     if name in PLACES:

@@ -123,6 +123,9 @@ HELD: dict[str, Function] = {
     "distances": lambda x: functional.triplet_margin_with_distance_loss(x, x.flip(0), x.roll(1, 0)),
     "a detached mask": lambda x: x.square() * (x.detach() > 0.1),
     "a mask without gradients": lambda x: x.square() * no_grad_mask(x),
+    "compared in place": lambda x: x.square() * (1 * x).gt_(0.1),
+    "a mask in place": lambda x: x.square() * x.detach().clone().ge_(0).logical_not_(),
+    "two in place": lambda x: x * x.clone().less_(x.flip(0)).ne_(torch.zeros_like(x)),
     "a backward of its own": OwnReLU.apply,
     "recomputed with a mask": lambda x: checkpoint(
         lambda y: (y * y.detach().gt(0)).relu() * y, 1.1 * x, use_reentrant=True
