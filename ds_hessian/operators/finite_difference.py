@@ -203,13 +203,17 @@ class FiniteDifferenceHessian:
         self._evaluate(line, h, self._rest, self._points)
         raw = self._assemble(line, h, self.scheme)
         outcome = self._outcome(raw)
+        better = h
         (unlike,) = self.space.of_rank_0(self._controller.is_unlike(trials[-1], outcome))
+        if not unlike:
+            better, outcome = self._judge_product(line, raw, outcome)
+            if outcome.third is not None:
+                (unlike,) = self.space.of_rank_0(self._controller.is_unlike(trials[-1], outcome))
         if unlike:
             del raw
             self.cost.trials += len(trials)
             self._try_all()
             return self._on_all_sides(line, [])
-        better, outcome = self._judge_product(line, raw, outcome)
         if better != h:
             del raw  # its vector, before that of another displacement
             trials.append(self._try(line, better, self._trial_points))

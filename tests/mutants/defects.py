@@ -693,7 +693,22 @@ OPERATORS = (
         ),
     ),
     Defect(
-        "return self._unlike(product) > usual and _bent(product, self.outlook)",
+        "min(max(bent, bend * product.h), LARGEST[1]) ** 2",
+        "min(bend * product.h, LARGEST[1]) ** 2",
+        "micro-batches that bend more than the pilot have no more truncation",
+        (
+            "operators/test_step_control.py::test_a_product_that_bends_more_than_its_pilot_has_as_"
+            "much_more_truncation",
+        ),
+    ),
+    Defect(
+        "not self.kinked and self._unlike(product) > OTHER",
+        "not self.kinked and False",
+        "a pilot whose ratio is far smaller than the slice's is kept",
+        ("operators/test_attack.py::test_a_pilot_whose_ratio_is_far_smaller_is_given_up",),
+    ),
+    Defect(
+        "return doubted or (not told and self._possible(product) > COVERAGE * self.outlook.error)",
         "return False",
         "kinks that the pilot has not are not looked for",
         (

@@ -117,6 +117,32 @@ def test_kinks_of_unknown_functions_are_seen_by_the_third_difference(
     assert ratios.min() > LEAST and np.median(ratios) < 3, ratios
 
 
+@pytest.mark.parametrize(
+    ("name", "count", "seed"),
+    cells(
+        [
+            *(("uneven scales", count, seed) for count in (4, 8, 16) for seed in (1, 2)),
+            *(("sure attention", 8, 0), ("focal", 8, 0)),
+        ],
+        [("uneven scales", 4, 1)],
+    ),
+)
+def test_a_slice_that_bends_more_than_its_pilot_has_a_larger_estimate(
+    attack: Found, name: str, count: int, seed: int
+) -> None:
+    """Its third difference is noise, and the truncation of the others up to 50 times as large."""
+    ratios, _ = told(attack, name, "fp32", count, seed)
+    assert ratios.min() > LEAST and np.median(ratios) < 3, ratios
+
+
+@pytest.mark.parametrize("count", cells([4, 8], [8]))
+def test_a_pilot_whose_ratio_is_far_smaller_is_given_up(attack: Found, count: int) -> None:
+    """A net that is sure of all micro-batches but one, which makes gradient and noise."""
+    found = list(attack["products"](attack["problem"]("sure", "fp32", count, 1)))
+    assert min(each.told for each in found) > LEAST
+    assert np.median([each.error for each in found]) < 0.05  # up to 0.8 with the pilot's trials
+
+
 def gauss_newton(attack: Found, name: str, count: int, products: int = 6) -> tuple[Any, ...]:
     """Estimates over errors of Gauss-Newton products of a family, the errors, and the outputs."""
     p = attack["problem"](name, "fp32", count)

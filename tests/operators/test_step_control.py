@@ -216,6 +216,38 @@ def test_a_product_unlike_its_pilot_is_repeated_where_its_ratio_is_noise() -> No
     assert error is not None and error < 0.2 * BEND * H and controller.rough == 0
 
 
+def test_a_product_that_bends_more_than_its_pilot_has_as_much_more_truncation() -> None:
+    """Of the pilot's third difference, which is noise there, that is not known."""
+    errors = []
+    for share in (1.0, 1 / 4):
+        controller = taught()
+        controller.learn([seen(H, bend=share * BEND, third=1.05 * NOISE / H)])
+        product = seen(H, micro_batches=8)
+        controller.judge(product)
+        assert not controller.doubts_of_slice(product)
+        errors.append(controller.conclude(product)[1] or 0.0)
+    truth = math.exp(controller.kappa.mean) * (BEND * H) ** 2
+    assert all(truth < error < 3 * truth for error in errors), errors
+
+
+def test_what_a_product_has_shown_is_not_asked_of_the_product_made_again() -> None:
+    """A third difference of all micro-batches tells T, of which the pilot has nothing."""
+    controller, share, kappa = taught(), 1 / 8, 10.0
+    controller.learn([seen(H, bend=share * BEND, third=1.05 * NOISE / H)])
+    product = seen(H, micro_batches=8)
+    controller.judge(product)
+    assert controller.doubts_of_slice(product)
+    again = controller.judge(replace(product, third=kappa * (BEND * H) ** 2))
+    assert again < H / 2
+    controller.learn([seen(again, bend=share * BEND, third=1.05 * NOISE / again)])
+    product = seen(again, micro_batches=8)
+    controller.judge(product)
+    assert not controller.doubts_of_slice(product)
+    _, error = controller.conclude(product)
+    truth = math.hypot(8 ** (-0.9 / 2) * NOISE / again, kappa * (BEND * again) ** 2)
+    assert error is not None and 0.9 < error / truth < 3
+
+
 def test_third_differences_of_noise_leave_the_estimate_of_noise_where_it_is() -> None:
     """Also where they are above it and below it by turns, as rounding is."""
     controller, h = taught(1), H / 2

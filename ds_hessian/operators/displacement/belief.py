@@ -258,6 +258,7 @@ class Belief:
         trials: The pilot's trials, at least one.
 
     Attributes:
+        expected_kappa: The prior of kappa.
         blind: Whether r sees no nonlinearity of this vector.
         contradicted: Whether the last trial's change is more than r lets expect.
         hidden: The ratio of N to the noise that r shows, as far as changes tell.
@@ -275,12 +276,13 @@ class Belief:
         trials: Sequence[Trial],
     ) -> None:
         self.around, self.kappa, self.truncation_seen = around, kappa, False
+        self.expected_kappa = kappa
         self.blind, self.hidden = around.blind, around.hidden
         self.contradicted, self.truncation, self.kinked = False, 0.0, False
         rows, columns = (_offsets(estimate.spread) for estimate in (noise, bend))
         self.noise, self.bend = noise.mean + rows, bend.mean + columns
         normal = -0.5 * (rows / noise.spread) ** 2
-        self._expected = normal[:, None] + _student(columns / bend.spread, TAIL)
+        self._expected = normal[:, None] + student(columns / bend.spread, TAIL)
         self._pilot = np.zeros_like(self._expected)  # of the trials; columns: the pilot's b
         self._slice = np.zeros_like(self._expected)  # of the products
         self._bend_of_pilot = bend.mean
@@ -493,7 +495,7 @@ class Belief:
         shown = quiet * noise / self.hidden
         off = np.log(seen / np.maximum(_ratio(shown, bend, trial.h, trial.size), least))
         wide = 2.0 if trial.nonlinearity > SATURATING else 1.0
-        return _student(off / (SCATTER * wide), FREEDOM)
+        return student(off / (SCATTER * wide), FREEDOM)
 
     def _likelihood_of_change(self, change: _Change) -> Array:
         """Return the likelihood of a change. Where r tells b, one between two trials says that N is
@@ -503,16 +505,16 @@ class Belief:
         rounding, least = noise * change.rounding, self.around.roundoff * change.size
         if not self.blind and not change.alone:
             off = np.log(np.maximum(rounding, least) / change.value)
-            return _student(np.maximum(off, 0.0) / SCATTER, FREEDOM) + np.zeros_like(bend)
+            return student(np.maximum(off, 0.0) / SCATTER, FREEDOM) + np.zeros_like(bend)
         order, above = self.around.order, change.above.h
         reached = np.minimum(bend * above, LARGEST[1]) ** order
         truncated = math.exp(self.kappa.mean) * reached * change.power(order) / above**order
         total = np.hypot(rounding, change.size * truncated)
         off = np.log(change.value / np.maximum(total, least))
         if self.blind:
-            return _student(off / KAPPA_SCATTER, FREEDOM)
+            return student(off / KAPPA_SCATTER, FREEDOM)
         share = change.size * truncated / total
-        return _student(off / np.hypot(SCATTER, share * self.kappa.spread), FREEDOM)
+        return student(off / np.hypot(SCATTER, share * self.kappa.spread), FREEDOM)
 
     def _table(self) -> Array:
         pilot = _blurred(self._pilot, self.around.bend, self.around.spread)
@@ -575,7 +577,8 @@ def _offsets(spread: float) -> Array:
     return STEP * np.arange(-count, count + 1)
 
 
-def _student(t: Array, freedom: float) -> Array:
+def student(t: Array, freedom: float) -> Array:
+    """Return the logarithm of Student's density, up to a constant."""
     return -(freedom + 1) / 2 * np.log1p(t**2 / freedom)
 
 

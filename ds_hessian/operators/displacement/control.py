@@ -50,6 +50,7 @@ from ds_hessian.operators.displacement.belief import (
     Surroundings,
     Trial,
 )
+from ds_hessian.operators.displacement.possible import possible_truncation
 from ds_hessian.operators.displacement.schemes import Scheme
 from ds_hessian.operators.displacement.steps import beyond, difference, longest_step, marked
 from ds_hessian.operators.displacement.witnesses import (
@@ -57,6 +58,7 @@ from ds_hessian.operators.displacement.witnesses import (
     products_of_a_third,
     products_of_a_trial_above,
 )
+from ds_hessian.operators.protocol import COVERAGE
 
 NOISE = Estimate(1.5, 2.0)
 """Prior of N in units of u |w| |Hv|, v random: rounding changes each weight by u of itself."""
@@ -290,6 +292,7 @@ class StepController:
         """Forget what holds for one vector alone."""
         self.floor, self.wall = self.smallest, math.inf
         self.kinked = False  # whether its product has kinks that its pilot has not
+        self.shown = 0.0  # the slice's truncation over h^p that its own third difference has shown
 
     def first_h(self) -> float:
         """Return the displacement of the next vector's first trial."""
@@ -425,27 +428,48 @@ class StepController:
     # ---- after a product
 
     def is_unlike(self, pilot: Trial, product: Trial) -> bool:
-        """Return whether a product has far more than its pilot, whose trials then tell nothing."""
-        return not self.whole and product.size > OTHER * pilot.size
+        """Return whether a product has far more than its pilot, whose trials then tell nothing: of
+        D, or, where its third difference has shown that this is no kink, of r.
+        """
+        if self.whole:
+            return False
+        bent = product.third is not None and not self.kinked and self._unlike(product) > OTHER
+        return bent or product.size > OTHER * pilot.size
 
     def doubts_of_slice(self, product: Trial) -> bool:
         """Return whether the third difference of a judged product is to be evaluated, and the
         product judged again.
         """
-        if self.outlook is None or self.whole or not self._has_thirds or self._often_rough:
+        known = self.whole or self.shown > 0
+        if self.outlook is None or known or not self._has_thirds or self._often_rough:
             return False
+        assert self.belief is not None
         usual = DOUBTFUL if self.products < 2 else self._usual
-        return self._unlike(product) > usual and _bent(product, self.outlook)
+        doubted = self._unlike(product) > usual and _bent(product, self.outlook)
+        told = self.belief.kinked or self.belief.contradicted  # then r is the error
+        return doubted or (not told and self._possible(product) > COVERAGE * self.outlook.error)
+
+    def _possible(self, product: Trial) -> float:
+        """Return the truncation that a product may have for all that is known, relative."""
+        assert self.belief is not None and self.accepted is not None
+        if self.shown:
+            return self.shown * product.h**self.order
+        if product.third is not None:
+            return 0.0
+        return possible_truncation(self.belief, self.accepted, product)
 
     def judge(self, product: Trial) -> float:
         """Return the h at which to repeat a product of all micro-batches; its own to keep it."""
         if self.belief is None or product.size == 0:
             return product.h
+        if product.third is not None:
+            self.belief.kinked = False  # what the pilot's said of kinks, this one tells of all
         self.belief.observe_product(product)
         outlook = self.belief.outlook(product, self._displacements(), of_pilot=False)
         self.outlook = outlook
         if product.third is not None:
             self.kinked = self.belief.kinked
+            self.shown = 0.0 if self.kinked else self.belief.truncation
             self._keep_kappa(self.belief)  # at once: a product that is repeated has another belief
             if not self.kinked:
                 self.cleared = max(self.cleared, self._unlike(product))
@@ -485,11 +509,12 @@ class StepController:
             Its relative noise and error.
         """
         belief, outlook = self.belief, self.outlook
+        possible = self._possible(product) if belief is not None and product.size else 0.0
         self.belief = self.outlook = None
         if belief is None or outlook is None or product.size == 0:
             return None, None
         _, bend = self._carry_over(belief, product)
-        truncated = belief.truncation * product.h**self.order
+        truncated = max(belief.truncation * product.h**self.order, possible)
         witnessed = self._witnessed(product, outlook, belief)
         noise = self._noise_of_slice(product, outlook, belief)
         error = max(outlook.error, witnessed, min(math.hypot(noise, truncated), LARGEST[0]))
