@@ -135,6 +135,15 @@ def test_a_slice_that_bends_more_than_its_pilot_has_a_larger_estimate(
     assert ratios.min() > LEAST and np.median(ratios) < 3, ratios
 
 
+@pytest.mark.parametrize(("name", "seed"), cells([("hot", 0), ("steep softplus", 1)], [("hot", 0)]))
+def test_what_the_pilot_takes_for_a_kink_is_looked_for_in_the_slice(
+    attack: Found, name: str, seed: int
+) -> None:
+    """A smooth net with a kappa far from the usual: r, a hundred times the error, was told."""
+    ratios, _ = told(attack, name, "fp32", 8, seed)
+    assert LEAST < ratios.min() and ratios.max() < 10, ratios
+
+
 @pytest.mark.parametrize("count", cells([4, 8], [8]))
 def test_a_pilot_whose_ratio_is_far_smaller_is_given_up(attack: Found, count: int) -> None:
     """A net that is sure of all micro-batches but one, which makes gradient and noise."""

@@ -446,7 +446,9 @@ class StepController:
         assert self.belief is not None
         usual = DOUBTFUL if self.products < 2 else self._usual
         doubted = self._unlike(product) > usual and _bent(product, self.outlook)
-        told = self.belief.kinked or self.belief.contradicted  # then r is the error
+        if self.belief.kinked:  # by the pilot's: a kink, or a kappa that is far from the usual
+            return doubted or (not self.kinked and _bent(product, self.outlook))
+        told = self.belief.contradicted  # then r is the error
         return doubted or (not told and self._possible(product) > COVERAGE * self.outlook.error)
 
     def _possible(self, product: Trial) -> float:
