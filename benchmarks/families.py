@@ -410,7 +410,7 @@ def problem(name: str, arithmetic: str, count: int, seed: int = 0) -> Problem:
     exact, masters = Exact(net, batches), None
     if arithmetic != "fp32":
         masters = [p.detach().clone() for p in net.parameters() if p.requires_grad]
-        net = copy.deepcopy(net).bfloat16()
+        net = copy.deepcopy(net).to(torch.float16 if arithmetic == "fp16" else torch.bfloat16)
     backend = ModuleBackend(net, masters=masters)
     passes = Passes(precision="fp32" if arithmetic == "fp32 passes" else "model")
     start = random_vector(backend.layout, backend.space, seed=seed)

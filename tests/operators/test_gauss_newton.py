@@ -22,6 +22,7 @@ from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.krylov import lanczos
 from ds_hessian.operators import Curvature, FiniteDifferenceHessian, curvature
 from ds_hessian.operators.outputs.losses import read_cross_entropy
+from ds_hessian.operators.outputs.steps import OutputSteps
 from ds_hessian.vectors import random_vector
 from tests.nets import TinyGPT, batch
 from tests.operators.gauss_newton import ExactGaussNewton
@@ -504,6 +505,16 @@ def distance(net: nn.Module, batch: Any) -> Tensor:
     """Mean square of the distance from unit vectors."""
     found = net(batch[0].to(net[0].weight.dtype))
     return (found - functional.one_hot(batch[1], 3).to(found.dtype)).square().mean()
+
+
+@pytest.mark.parametrize("pilot", [1.0, 1 / 4, 1 / 16])
+def test_the_displacement_is_the_best_one_of_all_micro_batches(pilot: float) -> None:
+    """Whose noise is less than the pilot's: the least of what is expected of the whole product."""
+    steps = OutputSteps(2.0**-8, 1.0, pilot, None)
+    steps._bend, steps._kappa, steps._noise = 1.7, 2.0, 4e-4
+    heights = np.geomspace(1e-3, 1, 400)
+    errors = [steps.error(float(h), 1.0, steps.quiet) for h in heights]
+    assert steps.error(steps._best(1.0), 1.0, steps.quiet) < 1.001 * min(errors)
 
 
 def test_outputs_that_saturate_are_left_downward() -> None:
