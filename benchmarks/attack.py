@@ -367,14 +367,17 @@ def products(p: Problem) -> Iterator[Found]:
                 yield Found(told / max(error, 1e-12), error, extra, i == 0, number > 0)
 
 
+def extra_of(case: Sequence[Found]) -> float:
+    """Extra gradients of a product in a run of 20."""
+    run = [product.extra for product in case if not product.alone]
+    rest = run[2:] or run[1:] or run
+    return float((sum(run[:2]) + (20 - len(run[:2])) * np.mean(rest)) / 20)
+
+
 def line(name: str, cases: Sequence[Sequence[Found]]) -> str:
     """Figures of these cases together."""
     told = np.array([product.told for case in cases for product in case])
-    extra = []
-    for case in cases:
-        run = [product.extra for product in case if not product.alone]
-        rest = run[2:] or run[1:] or run
-        extra.append((sum(run[:2]) + (20 - len(run[:2])) * np.mean(rest)) / 20)
+    extra = [extra_of(case) for case in cases]
     error = np.median([product.error for case in cases for product in case])
     return (
         f"| {name} | {len(told)} | {told.min():.2f} | {np.mean(told < 0.2):.1%} | "

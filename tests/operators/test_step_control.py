@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -273,3 +274,18 @@ def test_what_a_constant_step_does_not_show_is_not_doubted_without_end() -> None
         controller.conclude(seen(h, micro_batches=8))
     assert controller.bend.spread < 3  # of ln b: no more than was unknown at first
     assert belief.bend.size < 200
+
+
+def test_a_trial_is_made_again_for_a_loss_that_is_worth_its_cost() -> None:
+    """With one micro-batch that costs as much as the product."""
+    controller, lost, accepted = taught(1), [], []
+    controller.next_third = 10
+    for apart in np.linspace(1.0, 2.0, 21):
+        trial = seen(float(apart) * H)
+        accepted.append(controller.advise([trial]).accept)
+        assert controller.belief is not None
+        outlook = controller.belief.outlook(trial, np.geomspace(1e-4, 1.0, 200), of_pilot=True)
+        lost.append(outlook.excess)
+    at_most = max(loss for loss, enough in zip(lost, accepted, strict=True) if enough)
+    assert accepted == sorted(accepted, reverse=True)  # up to some loss
+    assert 0.25 < at_most < 0.35, (lost, accepted)

@@ -95,8 +95,9 @@ MEMORY = 0.3
 KNOWN = 0.08
 """The first vector's trials continue until the regret is no more than this."""
 
-ACCEPT, REPEAT = 0.2, 0.6
-"""Losses in ln(error) up to which a trial is accepted, and above which a product is repeated."""
+WORTH = 0.6
+"""Loss in ln(error) for which a product is made again, or a trial with a third difference, which
+the next one would need too; half of it for other trials, by a kappa that may be off by 3."""
 
 DOUBTFUL = math.exp(2 * UNLIKE)
 """Smooth micro-batches bend more than the pilot by this factor in 1 of 40 products, if the ln b of
@@ -343,9 +344,9 @@ class StepController:
             apart = abs(math.log(outlook.h / last.h))
             below = last.h / AMPLIFY ** (1 / self.order)
             return Advice(outlook.h if apart > APART else below, False)
-        enough = KNOWN if belief.shows_noise(last) else ACCEPT
-        if last.third is not None:  # which another trial would need too
-            enough = REPEAT
+        enough = WORTH if last.third is not None else WORTH / 2
+        if last.third is None and belief.shows_noise(last):
+            enough = KNOWN
         best = last.h if outlook.excess < enough or len(trials) > MAX_TRIALS else outlook.h
         clear = [t for t in trials if t.usable and not t.lost and t.nonlinearity <= SATURATING]
         if best == last.h and self.fixed is None and clear:
@@ -479,7 +480,7 @@ class StepController:
         if self.fixed is None and strange and not self._often_rough:
             # Where its ratio is its error, and noise as large.
             return self._clamp(product.h * math.sqrt(outlook.noise / product.nonlinearity))
-        if outlook.excess > REPEAT and self.fixed is None:
+        if outlook.excess > WORTH and self.fixed is None:
             return outlook.h if self.wall == math.inf else min(outlook.h, product.h)
         return product.h
 
@@ -568,7 +569,7 @@ class StepController:
         if self.fixed is not None or self.products < 2:
             return False
         h, expected = self.foreseen(self.size)
-        farther = h > product.h and math.log(error / expected) > REPEAT
+        farther = h > product.h and math.log(error / expected) > WORTH
         if farther:
             self.h = h
         return farther
