@@ -48,7 +48,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), HEADS),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 64),
     **{"vocab_size": WORDS, "head_dim": 8, "d_kv": 8, "num_key_value_heads": 2, "rotary_dim": 4},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
     **{"num_experts_per_tok": 2, "moe_num_experts": 4, "n_group": 1, "topk_group": 1},
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 24),

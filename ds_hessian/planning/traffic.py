@@ -27,14 +27,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ds_hessian.backends.zero.memory import BUCKET
 from ds_hessian.memory import FP32
 from ds_hessian.planning.job import Job
 from ds_hessian.planning.machine import Machine
 from ds_hessian.planning.mesh import Mesh
 from ds_hessian.planning.shape import Shape
-
-ZERO_BUCKET = 500_000_000
-"""Gradients that ZeRO reduces at a time (`reduce_bucket_size` of DeepSpeed's zero/config.py)."""
 
 MEGATRON_BUCKET = 40_000_000
 """Gradients that Megatron reduces at a time, at least; a million for each data-parallel rank
@@ -96,7 +94,7 @@ def _of_zero(job: Job) -> Traffic:
     if job.offload_optimizer and job.stage > 0:
         moved += local  # gradients
     if job.stage == 2:
-        number = math.ceil(job.num_parameters / ZERO_BUCKET)
+        number = math.ceil(job.num_parameters / BUCKET)
         return Traffic(number if share else 0.0, share * size, 0.0, moved)
     if job.stage < 3 or not share:
         return Traffic(host=moved)
@@ -162,7 +160,7 @@ def _of_zero_run(job: Job) -> Traffic:
     direction = FP32 * job.num_parameters / job.world_size if job.offload_parameters else 0.0
     if not share:
         return Traffic(host=direction)
-    buckets = math.ceil(job.num_parameters / ZERO_BUCKET)
+    buckets = math.ceil(job.num_parameters / BUCKET)
     sent = {
         0: Traffic(buckets, 2 * share * size),
         1: Traffic(2 * buckets, 3 * share * size),

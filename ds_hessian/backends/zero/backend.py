@@ -274,6 +274,7 @@ class ZeroBackend:
             offloads_optimizer=host.offloads(zero.offload_optimizer),
             offloads_parameters=host.offloads(zero.offload_param),
             whole_gradients=type(optimizer).__name__ == "BF16_Optimizer",
+            bucket=self.shards.bucket,
         )
 
 

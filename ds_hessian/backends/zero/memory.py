@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from ds_hessian.backends.protocol import Precision
 from ds_hessian.memory import FP32, Item, Tier
 
+BUCKET = 500_000_000
+"""Gradients that ZeRO reduces at a time (`reduce_bucket_size` of DeepSpeed's zero/config.py)."""
+
 
 @dataclass(frozen=True)
 class ZeroFigures:
@@ -28,6 +31,7 @@ class ZeroFigures:
         offloads_optimizer: True with `offload_optimizer` to the CPU.
         offloads_parameters: True with `offload_param` to the CPU.
         whole_gradients: True for `BF16_Optimizer`, with whole fp32 gradients on every rank.
+        bucket: Elements of the buffer in which stage 3 reduces gradients.
     """
 
     stage: int
@@ -41,10 +45,14 @@ class ZeroFigures:
     offloads_optimizer: bool = False
     offloads_parameters: bool = False
     whole_gradients: bool = False
+    bucket: int = 0
 
 
 def memory_of_zero(job: ZeroFigures, precision: Precision = "model") -> list[Item]:
     """Return the items of a session of a `ZeroBackend`.
+
+    What passes hold beyond their end is training's; of a model in 16 bits they hold twice as much
+    in fp32 (weights that are gathered, activations), which is not among the items.
 
     Args:
         job: Its figures.
@@ -71,4 +79,7 @@ def memory_of_zero(job: ZeroFigures, precision: Precision = "model") -> list[Ite
         items.append(Item("weights in fp32", weights, FP32 * copied))
         if job.stage == 3:
             items.append(Item("gradients in fp32", masters, vector))
+            # The system gives memory as it is written, an accelerator as it is asked for.
+            bucket = min(job.bucket, job.n) if near == "host" else job.bucket
+            items.append(Item("gradients being reduced, in fp32", near, FP32 * bucket))
     return items

@@ -113,6 +113,11 @@ class Shards(ABC):
         """True if the gradients of an accumulation window are summed in fp32 as now configured."""
         return False
 
+    @property
+    def bucket(self) -> int:
+        """The elements of a buffer for gradients of which fp32 passes need another one."""
+        return 0
+
     def clear_gradients(self) -> None:
         """Clear the gradients; a parameter that a later pass does not use has gradient 0."""
         self.engine.zero_grad()

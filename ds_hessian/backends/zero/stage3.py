@@ -126,6 +126,12 @@ class Stage3Shards(Shards):
         fp32 = optimizer.grad_partitions_flat_buffer.dtype == torch.float32
         return bool(fp32 and not optimizer.offload_optimizer)
 
+    @property
+    def bucket(self) -> int:
+        """The elements of the buffer in which gradients are reduced."""
+        buffer = next(iter(self.optimizer.ipg_buckets.values())).buffer
+        return 0 if buffer is None else int(buffer.numel())
+
     def gradients(self, pieces: Sequence[Piece]) -> Iterator[Tensor]:
         """Yield the gradient of any micro-batch of a window, offloaded or not."""
         stream = self.optimizer.reduce_and_partition_stream
