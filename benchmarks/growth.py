@@ -255,7 +255,8 @@ def parts(model: Model, chunks: list[Any]) -> Iterator[tuple[str, Cost]]:
         hessian.use(batches, forward_step, seq_length=4096, micro_batch_size=1)
     yield "use() of 16 micro-batches", using
     with measured() as planning:
-        needs = needs_of(Spectrum(), share_of(hessian.backend), hessian.config, FREE)
+        config = hessian.config.with_overrides(precision="model")
+        needs = needs_of(Spectrum(), share_of(hessian.backend), config, FREE)
         assert surely_fits(needs, dist.get_world_size(), device)
     yield "memory plan of a spectrum", planning
     with measured() as checking, contextlib.suppress(UnsupportedError):
