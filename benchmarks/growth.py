@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -35,12 +36,15 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the group
 
 from ds_hessian.hosts import megatron_hessian
+from ds_hessian.ranks import entrance
 from tests.megatron import shim
 
 WORLDS = (512, 8192, 16384)
 LARGE = 1 << 20
 FREE: dict[Any, int] = {"host": 2**41, "disk": 2**43}
-os.environ.setdefault("LOCAL_WORLD_SIZE", "8")  # ranks of a node, which share what is free
+NODE = 8
+"""Ranks of a node, which share what is free."""
+os.environ.setdefault("LOCAL_WORLD_SIZE", str(NODE))
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,9 @@ def job(model: Model, rank: int, ranks: int) -> Iterator[list[Any]]:
         model_parallel_cuda_manual_seed(1, force_reset_rng=True)
         with Untouched():
             chunks = build(model)
-        yield chunks
+        # Sums of the fake group are this rank's alone: in a job whose ranks agree they are 0.
+        with patch.object(entrance, "balanced", lambda sums: True):
+            yield chunks
     finally:
         torch.distributed.new_group = new_group
         parallel_state.destroy_model_parallel()
@@ -237,7 +243,7 @@ def parts(model: Model, chunks: list[Any]) -> Iterator[tuple[str, Cost]]:
     from ds_hessian.backends.objective import MicroBatches
     from ds_hessian.errors import UnsupportedError
     from ds_hessian.planning import needs_of, surely_fits
-    from ds_hessian.ranks import collective
+    from ds_hessian.ranks import collective, count_on_nodes, exchange
     from ds_hessian.resume.identity import _micro_batches
 
     device = torch.device("cpu")
@@ -254,6 +260,10 @@ def parts(model: Model, chunks: list[Any]) -> Iterator[tuple[str, Cost]]:
     with measured() as using:
         hessian.use(batches, forward_step, seq_length=4096, micro_batch_size=1)
     yield "use() of 16 micro-batches", using
+    with measured() as counting:
+        count_on_nodes()
+    yield "ranks of each node, counted once", counting
+    exchange._most_on_a_node[exchange._world()] = NODE  # by the fake group all are on one
     with measured() as planning:
         config = hessian.config.with_overrides(precision="model")
         needs = needs_of(Spectrum(), share_of(hessian.backend), config, FREE)

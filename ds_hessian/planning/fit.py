@@ -245,7 +245,7 @@ def surely_fits(mine: Needs, ranks: int, device: torch.device) -> bool:
     figures = [*needed, *free, most_on_a_node() or math.inf]
     *found, neighbours = largest(torch.tensor(figures, dtype=torch.float64, device=device)).tolist()
     if math.isinf(neighbours):  # not known on some rank, and so counted on all
-        neighbours = count_on_nodes()
+        neighbours = count_on_nodes(device)
     sharing = {"accelerator": 1, "host": neighbours, "disk": neighbours, "resume": ranks}
     return all(
         most * sharing[tier] <= -least
