@@ -32,9 +32,8 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import wraps
 from types import FunctionType
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -60,9 +59,6 @@ from ds_hessian.backends.choices import (
 from ds_hessian.backends.kinks import argument
 from ds_hessian.backends.pieces import Kinked
 from ds_hessian.errors import MeasurementError, UnsupportedError
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _DROPOUTS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 PROBABILITIES: dict[str, tuple[int, str]] = {
@@ -537,44 +533,6 @@ def _rescales() -> UnsupportedError:
         "ds_hessian does not support embeddings with max_norm, whose forward rescales rows "
         "of the weights in place, without a gradient; leave max_norm out"
     )
-
-
-class _Trials:
-    """Whether a backward runs that is made for its size alone; threads of autograd see it, too."""
-
-    running = False
-
-
-@contextmanager
-def unheard() -> Iterator[None]:
-    """Run backwards that the hooks of a measurement (`beside`) do not hear."""
-    _Trials.running = True
-    try:
-        yield
-    finally:
-        _Trials.running = False
-
-
-def beside(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a hook of a measurement run beside the model: what it computes is no choice of it."""
-
-    @wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch._C.DisableTorchFunction():
-            return function(*args, **kwargs)
-
-    return called
-
-
-def on_cotangents(function: Callable[P, R]) -> Callable[P, R | None]:
-    """Make a hook of a tensor's cotangent run beside the model, but in `unheard` backwards."""
-    inner = beside(function)
-
-    @wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return None if _Trials.running else inner(*args, **kwargs)
-
-    return called
 
 
 def _is_composed(func: Any, types: Iterable[type]) -> bool:

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_hessian import ops
 from ds_hessian.backends.adam import collect, moments
-from ds_hessian.backends.function import unheard
 from ds_hessian.backends.guard import Guard, guarded
+from ds_hessian.backends.hooks import unheard
 from ds_hessian.backends.names import require_same, require_same_parameters, trained
 from ds_hessian.backends.objective import (
     LossFn,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hessian.backends.function import on_cotangents
+from ds_hessian.backends.hooks import on_cotangents
 from ds_hessian.backends.protocol import Backend
 from ds_hessian.backends.restricted import Choice, chosen
 from ds_hessian.backends.weights import Weight

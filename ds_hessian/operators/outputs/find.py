@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hessian.backends.function import beside, on_cotangents
+from ds_hessian.backends.hooks import beside, on_cotangents
 from ds_hessian.backends.protocol import Session
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.operators.outputs.losses import (

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ds_hessian.backends.function import beside, on_cotangents
+from ds_hessian.backends.hooks import beside, on_cotangents
 from ds_hessian.errors import UnsupportedError
 
 SAMPLES = 2**16

@@ -1,0 +1,51 @@
+"""How a measurement's hooks run: beside the model, whose functions and choices they are none of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Trials:
+    """Whether a backward runs that is made for its size alone; threads of autograd see it, too."""
+
+    running = False
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Run backwards that hooks of cotangents (`on_cotangents`) do not hear."""
+    _Trials.running = True
+    try:
+        yield
+    finally:
+        _Trials.running = False
+
+
+def beside(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a hook of a measurement run beside the model: what it computes is no choice of it."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return called
+
+
+def on_cotangents(function: Callable[P, R]) -> Callable[P, R | None]:
+    """Make a hook of a tensor's cotangent run beside the model, but in `unheard` backwards."""
+    inner = beside(function)
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return None if _Trials.running else inner(*args, **kwargs)
+
+    return called
