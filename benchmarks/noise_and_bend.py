@@ -6,7 +6,7 @@
 For the first Krylov vectors of each net: products of one micro-batch (the pilot) and of all of them
 on a fine grid of displacements, their nonlinearity ratios, and the errors against an fp64 double
 backward. Prints mean and standard deviation of the logarithm of each figure that
-`ds_hessian/operators/belief.py` and `step_control.py` have as a constant.
+`belief.py` and `priors.py` in `ds_hessian/operators/displacement/` have as a constant.
 """
 
 from __future__ import annotations

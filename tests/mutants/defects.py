@@ -762,8 +762,8 @@ OPERATORS = (
         ),
     ),
     Defect(
-        "self.noise = Estimate(noise.mean, min(",
-        "Estimate(noise.mean, min(",
+        "self.noise, self.bend = drifted(noise, bend)",
+        "_, self.bend = drifted(noise, bend)",
         "a vector learns nothing of the noise of the one before",
         ("operators/test_step_control.py",),
     ),

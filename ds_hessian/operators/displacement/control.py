@@ -51,6 +51,16 @@ from ds_hessian.operators.displacement.belief import (
     Trial,
 )
 from ds_hessian.operators.displacement.possible import possible_truncation
+from ds_hessian.operators.displacement.priors import (
+    AFTER_PROBE,
+    BEND,
+    BEND_DRIFT,
+    FIRST_STEP,
+    KAPPA_SPREAD,
+    NOISE_SPREAD,
+    drifted,
+    expected_noise,
+)
 from ds_hessian.operators.displacement.schemes import Scheme
 from ds_hessian.operators.displacement.steps import beyond, difference, longest_step, marked
 from ds_hessian.operators.displacement.witnesses import (
@@ -59,29 +69,6 @@ from ds_hessian.operators.displacement.witnesses import (
     products_of_a_trial_above,
 )
 from ds_hessian.operators.protocol import COVERAGE
-
-NOISE = Estimate(1.5, 2.0)
-"""Prior of N in units of u |w| |Hv|, v random: rounding changes each weight by u of itself."""
-
-BEND = Estimate(0.7, 2.0)
-"""Prior of b |w| for a random vector."""
-
-AFTER_PROBE = Estimate(2.0, 1.3)
-"""Ratio of b of the next Krylov vector, rich in outliers, to that of a random vector."""
-
-FIRST_STEP = 6.0
-"""Ratio of the best h of a random vector to the first trial of the next."""
-
-NOISE_DRIFT, BEND_DRIFT = 0.15, 0.5
-"""Standard deviations from vector to vector, of logarithms."""
-
-NOISE_SPREAD = 0.5
-"""Largest standard deviation of ln N after the first vector."""
-
-BEND_SPREAD = math.hypot(BEND.spread, AFTER_PROBE.spread)
-"""Largest of ln b: that of the second vector, of which nothing has been seen. Where a constant h is
-too small to show b, the tails of each vector's estimate would widen that of the next without end.
-"""
 
 SHARED = 0.9
 """The noise of k pilots falls as k^(-SHARED / 2): micro-batches share the rounding of weights."""
@@ -124,9 +111,6 @@ DECADE = 10.0
 
 AMPLIFY = 8.0
 """The trial above h has this many times the truncation error."""
-
-KAPPA_SPREAD = 0.6
-"""Standard deviation of ln kappa from vector to vector."""
 
 MAX_TRIALS = 7
 
@@ -401,23 +385,13 @@ class StepController:
 
     def _observe(self, trials: Sequence[Trial]) -> Belief:
         trials = [t for t in trials if self.fixed is not None or not t.lost]
-        noise = self.noise or self._expected_noise([t for t in trials if t.usable])
+        noise = self.noise or expected_noise([t for t in trials if t.usable], self.rounding)
         spread = 0.0 if self.whole else UNLIKE
         unlike = self.bend_unlike, self.size_unlike
         around = Surroundings(
             self.order, self.quiet, *unlike, spread, self.hidden, self.blind, self.roundoff
         )
         return Belief(noise, self.bend, self.kappa.widened(KAPPA_SPREAD), around, trials)
-
-    def _expected_noise(self, trials: Sequence[Trial]) -> Estimate:
-        """Return the prior of the first vector's N: no more than r shows in any trial.
-
-        |w| says nothing of it where the curvature is that of parameters which are far smaller.
-        """
-        least = min(trials, key=lambda trial: trial.nonlinearity)
-        expected = NOISE.mean + math.log(self.rounding * least.size)
-        shown = [t.nonlinearity * t.h * t.size / math.sqrt(3) for t in trials]
-        return Estimate(min([expected, *(math.log(s) for s in shown if s > 0)]), NOISE.spread)
 
     def _displacements(self) -> Array:
         low, high = math.log(self.floor), math.log(self.largest)
@@ -611,8 +585,7 @@ class StepController:
 
     def _drift(self, noise: Estimate, bend: Estimate) -> None:
         """Carry the estimates of a vector over to the next one."""
-        self.noise = Estimate(noise.mean, min(math.hypot(noise.spread, NOISE_DRIFT), NOISE_SPREAD))
-        self.bend = Estimate(bend.mean, min(math.hypot(bend.spread, BEND_DRIFT), BEND_SPREAD))
+        self.noise, self.bend = drifted(noise, bend)
 
     def _noise_of_slice(self, product: Trial, outlook: Outlook, belief: Belief) -> float:
         """Return the relative noise of a product, of which micro-batches may share some.
