@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -207,9 +207,7 @@ class Basis:
         stored, with w.
         """
         return self._sum(
-            self.rows.blocks(count, first),
-            count - first,
-            lambda at, q: ops.project(q, w[at], self._owned(at)),
+            count, count - first, lambda at, q: ops.project(q, w[at], self._owned(at)), first
         )
 
     def subtract(self, w: Tensor, dots: Tensor) -> Tensor:
@@ -218,30 +216,24 @@ class Basis:
         Returns `(1,)` partial `<w, w>`.
         """
         c = self._coefficients(dots, w)
-        return self._sum(
-            self.rows.blocks(len(dots)),
-            1,
-            lambda at, q: ops.subtract(q, w[at], c, self._owned(at)),
-        )
+        return self._sum(len(dots), 1, lambda at, q: ops.subtract(q, w[at], c, self._owned(at)))
 
     def subtract_project(self, w: Tensor, dots: Tensor) -> Tensor:
         """Apply `subtract`, then `project`, in one pass."""
         c = self._coefficients(dots, w)
+        count = len(dots)
         return self._sum(
-            self.rows.blocks(len(dots)),
-            len(dots),
-            lambda at, q: ops.subtract_project(q, w[at], c, self._owned(at)),
+            count, count, lambda at, q: ops.subtract_project(q, w[at], c, self._owned(at))
         )
 
     def _sum(
-        self,
-        blocks: Iterator[tuple[slice, Tensor]],
-        size: int,
-        term: Callable[[slice, Tensor], Tensor],
+        self, count: int, size: int, term: Callable[[slice, Tensor], Tensor], first: int = 0
     ) -> Tensor:
-        """Return the sum of `term(columns, rows)`, `(size,)`, over blocks of rows."""
+        """Return the sum of `term(columns, rows)`, `(size,)`, over the blocks of the rows `first`
+        to `count`.
+        """
         terms: list[Tensor] = []
-        self._try(lambda: terms.extend(term(at, q) for at, q in blocks))
+        self._try(lambda: terms.extend(term(at, q) for at, q in self.rows.blocks(count, first)))
         if self._failure is not None:
             return torch.full((size,), math.nan, dtype=torch.float64, device=self.space.device)
         return torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]

@@ -263,12 +263,15 @@ class LanczosState:
         """
         beta = norm / length
         scale = max(abs(self.matrix).max(), max(self.betas, default=0.0), beta)
+        against: tuple[Basis, int] | None = None
         if self._archive is not None and beta <= math.sqrt(ROUNDOFF) * scale:
             # All Ritz values converge at once, more than there is room for: once against all.
-            coefficients, norm = self._archive.orthogonalize(w, self.steps)
-            again, beta = float(np.linalg.norm(coefficients)), norm / length
+            against = self._archive, self.steps
         elif norm <= again and beta > BREAKDOWN * scale:
-            coefficients, norm = self.basis.orthogonalize(w, count)
+            against = self.basis, count
+        if against is not None:
+            basis, rows = against
+            coefficients, norm = basis.orthogonalize(w, rows)
             again, beta = float(np.linalg.norm(coefficients)), norm / length
         # The second inequality: rounding of the basis is not orthogonal to what is left.
         exhausted = beta <= BREAKDOWN * scale or norm <= again

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from ds_hessian.backends.megatron.memory import MegatronFigures, memory_of_megatron
 from ds_hessian.backends.protocol import Precision
-from ds_hessian.backends.zero.memory import BUCKET, ZeroFigures, memory_of_zero
+from ds_hessian.backends.zero.memory import ZERO_BUCKET, ZeroFigures, memory_of_zero
 from ds_hessian.errors import ConfigError
 from ds_hessian.memory import DTYPES, FP32, Tier
 from ds_hessian.planning.mesh import Mesh
@@ -104,7 +104,7 @@ class Job:
             tier=self.tier,
             offloads_optimizer=self.offload_optimizer,
             offloads_parameters=self.offload_parameters,
-            bucket=BUCKET if self.stage == 3 else 0,
+            bucket=ZERO_BUCKET if self.stage == 3 else 0,
         )
         return Share(
             n,

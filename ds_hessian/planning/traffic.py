@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ds_hessian.backends.zero.memory import BUCKET
+from ds_hessian.backends.zero.memory import ZERO_BUCKET
 from ds_hessian.memory import FP32
 from ds_hessian.planning.job import Job
 from ds_hessian.planning.machine import Machine
@@ -94,7 +94,7 @@ def _of_zero(job: Job) -> Traffic:
     if job.offload_optimizer and job.stage > 0:
         moved += local  # gradients
     if job.stage == 2:
-        number = math.ceil(job.num_parameters / BUCKET)
+        number = math.ceil(job.num_parameters / ZERO_BUCKET)
         return Traffic(number if share else 0.0, share * size, 0.0, moved)
     if job.stage < 3 or not share:
         return Traffic(host=moved)
@@ -160,7 +160,7 @@ def _of_zero_run(job: Job) -> Traffic:
     direction = FP32 * job.num_parameters / job.world_size if job.offload_parameters else 0.0
     if not share:
         return Traffic(host=direction)
-    buckets = math.ceil(job.num_parameters / BUCKET)
+    buckets = math.ceil(job.num_parameters / ZERO_BUCKET)
     sent = {
         0: Traffic(buckets, 2 * share * size),
         1: Traffic(2 * buckets, 3 * share * size),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ds_hessian.backends.protocol import Precision
 from ds_hessian.memory import FP32, Item, Tier
 
-BUCKET = 500_000_000
+ZERO_BUCKET = 500_000_000
 """Gradients that ZeRO reduces at a time (`reduce_bucket_size` of DeepSpeed's zero/config.py)."""
 
 

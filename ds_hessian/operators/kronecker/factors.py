@@ -49,7 +49,7 @@ from torch import Tensor
 from ds_hessian.backends.protocol import Backend, Session
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.operators.kronecker.forms import Eigenform
-from ds_hessian.operators.kronecker.kept import Adapter, Pair
+from ds_hessian.operators.kronecker.kept import Adapter, Pair, fitting
 from ds_hessian.operators.kronecker.layers import Layer, listening
 from ds_hessian.operators.kronecker.sums import (
     KFAC,
@@ -537,12 +537,8 @@ def _checked(layer: Layer, found: Pair | None) -> Pair | None:
     """Return an adapter's factors as those of a layer's outputs and inputs."""
     if found is None:
         return None
-    stored = layer.shape[::-1] if layer.transposed else layer.shape
-    sizes = [None if factor is None else tuple(factor.shape) for factor in found]
-    wanted = [(s, s) for s in stored]
-    if len(sizes) != 2 or any(
-        size not in (None, square) for size, square in zip(sizes, wanted, strict=True)
-    ):
+    fit, sizes, wanted = fitting(found, layer.shape[::-1] if layer.transposed else layer.shape)
+    if not fit:
         raise ConfigError(
             f"the adapter's factors of {layer.name} must have shapes {wanted}, got {sizes}"
         )

@@ -45,6 +45,23 @@ IN_UNITS = "kl"
 """Part of the class names of optimizers whose factors are those of KL-Shampoo."""
 
 
+Size = tuple[int, ...]
+
+
+def fitting(
+    factors: Sequence[Tensor | None], shape: Sequence[int]
+) -> tuple[bool, list[Size | None], list[Size]]:
+    """Return whether factors are of the rows and of the columns of a matrix of that shape; the
+    sizes that they have, None for the identity, and those that they should have.
+    """
+    sizes = [None if factor is None else tuple(factor.shape) for factor in factors]
+    wanted: list[Size] = [(size, size) for size in shape]
+    fit = len(sizes) == len(wanted) and all(
+        size in (None, square) for size, square in zip(sizes, wanted, strict=True)
+    )
+    return fit, sizes, wanted
+
+
 class KeptFactors:
     """An `Adapter` that reads the state of an optimizer.
 
@@ -98,13 +115,8 @@ def _read(name: str, kind: str, state: list[tuple[str, Any]], shape: Sequence[in
     if factors is None:
         keys = ", ".join(sorted({key for key, _ in state}))
         raise _refused(name, kind, f"no Kronecker factors, but {keys}")
-    sizes = [None if factor is None else tuple(factor.shape) for factor in factors]
-    wanted = [(size, size) for size in shape]
-    if (
-        len(sizes) != 2
-        or not any(sizes)
-        or any(size not in (None, square) for size, square in zip(sizes, wanted, strict=True))
-    ):
+    fit, sizes, wanted = fitting(factors, shape)
+    if not fit or not any(sizes):
         raise _refused(
             name,
             kind,
