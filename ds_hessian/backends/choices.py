@@ -139,6 +139,8 @@ class Sides:
             value = kinked.value(operands, self.held)
         if kinked.in_place:
             return kinked.operands[0].copy_(value)
+        if kinked.out is not None:
+            return kinked.out.resize_(value.shape).copy_(value)
         if kinked.indices:
             (indices,) = self.held
             assert isinstance(indices, Tensor)
@@ -177,7 +179,8 @@ def sides_of(kinked: Kinked, line: Line, some: Tensor, real: Tensor) -> Sides | 
         some: Its first operand, or some elements of it.
         real: What the function has returned of that.
     """
-    tried = replace(kinked, operands=(some, *kinked.operands[1:]), in_place=False, indices=False)
+    alone: dict[str, Any] = {"in_place": False, "indices": False, "out": None}
+    tried = replace(kinked, operands=(some, *kinked.operands[1:]), **alone)
     dtype = real.dtype if real.is_floating_point() else None
     if all(t.dtype == dtype or not t.is_floating_point() for t in kinked.operands):
         dtype = None

@@ -348,7 +348,7 @@ class FixedFunction(TorchFunctionMode):
             some = x.detach().reshape(-1)[:: max(1, x.numel() // SAMPLED)] if kinked.alone else x
             given = some.detach().clone() if kinked.in_place else some
             args = tuple(given if a is x else a for a in args)
-            kwargs = {k: given if a is x else a for k, a in kwargs.items()}
+            kwargs = {k: given if a is x else a for k, a in kwargs.items() if k != "out"}
             real = func(*args, **kwargs)
         real = real[0] if kinked.indices else real
         sides = sides_of(kinked, line, some, real)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class Kinked:
         counted: Whether the sides are those of elements, of which it is counted how many change.
         indices: Whether the indices are returned as well.
         alone: Whether each element has its value whatever the others are.
+        out: The tensor that is to have the value; None for a new one.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Kinked:
     counted: bool = True
     indices: bool = False
     alone: bool = False
+    out: Tensor | None = None
 
 
 # ---- pieces that are bent, or have several operands
@@ -299,7 +301,7 @@ def _place(func: Any, name: str, args: Arguments, kwargs: Keywords) -> Kinked | 
     given = [argument(args, kwargs, index, of) for index, of in enumerate(names)]
     at = names.index("input")
     table, x = given[1 - at], given[at]
-    if not (isinstance(x, Tensor) and isinstance(table, Tensor)) or kwargs.get("out") is not None:
+    if not (isinstance(x, Tensor) and isinstance(table, Tensor)):
         return None
     rest = {k: v for k, v in kwargs.items() if k not in names}
 
@@ -329,7 +331,9 @@ def found(func: Any, args: Arguments, kwargs: Keywords) -> Kinked | None:
         kwargs.get("inplace", False)
     )
     x = argument(args, kwargs, 0, "input")
-    if "out" in kwargs and kwargs["out"] is not None:
+    kwargs = dict(kwargs)
+    out = kwargs.pop("out", None)
+    if out is not None and name not in COMPARISONS:
         return None
     if torch._C._are_functorch_transforms_active():
         return None
@@ -338,7 +342,7 @@ def found(func: Any, args: Arguments, kwargs: Keywords) -> Kinked | None:
         return None
     if not all(is_plain(t) or not t.is_floating_point() for t in kinked.operands):
         return None
-    return kinked
+    return replace(kinked, out=out)
 
 
 def _found(

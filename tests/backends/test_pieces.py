@@ -38,6 +38,11 @@ def no_grad_mask(x: Tensor) -> Tensor:
     return x > 0
 
 
+def no_mask(x: Tensor) -> Tensor:
+    """A mask to be filled."""
+    return torch.empty(x.shape, dtype=torch.bool)
+
+
 def half(x: Tensor) -> Tensor:
     """The signs of a target."""
     return torch.tensor([1.0, -1.0], dtype=x.dtype).repeat(4).expand(4, 8)
@@ -126,6 +131,8 @@ HELD: dict[str, Function] = {
     "compared in place": lambda x: x.square() * (1 * x).gt_(0.1),
     "a mask in place": lambda x: x.square() * x.detach().clone().ge_(0).logical_not_(),
     "two in place": lambda x: x * x.clone().less_(x.flip(0)).ne_(torch.zeros_like(x)),
+    "compared into another": lambda x: x.square() * torch.gt(x, 0.1, out=no_mask(x)),
+    "compared into numbers": lambda x: x.square() * torch.le(x, x.flip(0), out=1 * x.detach()),
     "a backward of its own": OwnReLU.apply,
     "recomputed with a mask": lambda x: checkpoint(
         lambda y: (y * y.detach().gt(0)).relu() * y, 1.1 * x, use_reentrant=True
