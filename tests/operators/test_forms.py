@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ds_hessian
+from ds_hessian.backends.plain import ModuleBackend
+from ds_hessian.operators import GaussNewton
 from ds_hessian.operators.outputs.forms import Forms, Ladder
 
 LEAST = 1e-9
@@ -125,3 +127,30 @@ def test_bars_of_a_vector_of_another_kind_are_no_ones_of_those_before() -> None:
     value, error, _ = ladder.settled(forms(100.0, 30.0), 0.1, 1e-9)
     assert abs(value - 100) > 1e-6 * 100  # so that there is something to tell
     assert abs(value - 100) < 3 * error < 1.0
+
+
+def test_what_no_change_shows_is_in_the_bar() -> None:
+    """The rounding of a softmax and of the weights of tokens, which all displacements share."""
+
+    def forms(h: float, some: range | None) -> NDArray[np.float64]:
+        return np.full(8 if some is None else len(some), 1 + 1.5e-7)
+
+    value, error, _ = Ladder().settled(forms, 0.1, LEAST)
+    assert abs(value - 1) < 3 * error < 1e-6
+
+
+def test_forms_and_products_are_of_the_displacement_that_is_made() -> None:
+    """Which is rounded to fp32: by 6e-8, in forms twice that."""
+    net = nn.Linear(4, 3, bias=False)
+    nn.init.zeros_(net.weight)  # so that no rounding of weights is added
+    x = torch.randint(-4, 5, (8, 4), generator=torch.Generator().manual_seed(0)).float()
+    backend = ModuleBackend(net)
+    v = torch.tensor([1.0, -1.0, 2.0]).repeat(4)
+    length = float(v.norm(dtype=torch.float64))
+    with backend.measuring(backend.objective([(x, torch.arange(8) % 3)], _loss)) as session:
+        g = GaussNewton(session)
+        near = 2.0**-6 * length * (1 + 2.0**-24.1)  # nearest to 2^-6 |v|
+        forms = [float(g.forms(v, h)[0]) for h in (near, 2.0**-6 * length)]
+        sizes = [float(g.product_at(v, h).norm) for h in (near, 2.0**-6 * length)]
+    assert forms[0] == pytest.approx(forms[1], rel=1e-12)
+    assert sizes[0] == pytest.approx(sizes[1], rel=1e-12)

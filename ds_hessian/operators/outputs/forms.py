@@ -11,7 +11,8 @@ measured of the micro-batches with the largest forms first, `SAMPLE` of them, an
 vector of one: of all in turn, since some may pass kinks that the others do not, and between them of
 the one that changes the sum most. A vector whose form is of another size (towards the top, after
 random ones) is measured like a first one. Forms may agree by chance, so no error is stated that is
-less than is usual among the vectors so far.
+less than is usual among the vectors so far; nor one less than a rounding in fp32 of the softmax and
+of the weights of tokens, which is the same at every displacement, so that no change shows it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ds_hessian.operators.displacement.belief import ROUNDOFF
 
 Forms = Callable[[float, range | None], NDArray[np.float64]]
 """The forms of a vector at a displacement, of each of some micro-batches (None for all); not finite
@@ -78,7 +81,7 @@ class Ladder:
         # Truncation has one sign, noise has both; what is not measured yet changes as the rest.
         unseen = len(parts) / np.count_nonzero(~np.isnan(parts))
         noise = math.sqrt(unseen * float(np.nansum(parts**2)))
-        relative = max(relative, unseen * abs(float(np.nansum(parts))), noise)
+        relative = max(relative, unseen * abs(float(np.nansum(parts))), noise, ROUNDOFF)
         self._errors.append(relative)
         error = max(relative, float(np.median(self._errors))) * float(abs(found).mean())
         return float(found.mean()), error, self._h

@@ -231,7 +231,7 @@ class GaussNewton:
     def _forms(self, v: Tensor, h: float, micro_batches: range | None) -> NDArray[np.float64]:
         """Return the forms, finite or not."""
         length, every = length_of(v, self.space), micro_batches or range(self._count)
-        unit, total = self._count * self.scale / (2 * h) ** 2, Sums()
+        unit, total = self._count * self.scale / (2 * _stepped(h, length)) ** 2, Sums()
         if self._passes.product is not None:
             mine = self._passes.forms(v, h / length, every, total)
             self.cost.gradient_evaluations += 2 / 3 * len(every) / self._count
@@ -285,12 +285,12 @@ class GaussNewton:
                 f"the product at displacement {h:.3e} is not finite: the outputs or the loss are "
                 'not finite there; use a smaller displacement, or "auto"'
             )
-        out.mul_(self._unit(h) * length)
+        out.mul_(self._unit(h, length) * length)
         return found
 
-    def _unit(self, h: float) -> float:
+    def _unit(self, h: float, length: float) -> float:
         """Return the factor from what an evaluation adds to `G v` of a unit vector."""
-        return self.scale / (2 * h * self._passes.kappa * self._passes.factor)
+        return self.scale / (2 * _stepped(h, length) * self._passes.kappa * self._passes.factor)
 
     def _figures(
         self, v: Tensor, length: float, h: float, out: Tensor, sums: Sums, share: float
@@ -305,7 +305,7 @@ class GaussNewton:
         figures = self.space.reduce(torch.cat(parts)).tolist()
         _, count, first, second, whole, q, along, moved, *figures = figures
         decided, (values, bent, square, dot, *before) = figures[:4], figures[4:]
-        unit, kappa, change = self._unit(h) / share, self._passes.kappa, math.inf
+        unit, kappa, change = self._unit(h, length) / share, self._passes.kappa, math.inf
         if before and self._before is not None:
             other = self._before.unit
             apart = unit**2 * square + other**2 * before[0] - 2 * unit * other * before[1]
@@ -316,7 +316,7 @@ class GaussNewton:
             nonlinearity=_nonlinearity(first, second),
             roundoff=self.session.unit_roundoff * math.sqrt(whole / first) if first > 0 else 0.0,
             spread=math.sqrt(first / count) / (2 * h) if first > 0 else 0.0,
-            form=q * self.scale / (share * (2 * h * kappa) ** 2),
+            form=q * self.scale / (share * (2 * _stepped(h, length) * kappa) ** 2),
             change=change,
             values=_nonlinearity(values, bent),
         )
@@ -339,7 +339,7 @@ class GaussNewton:
             sums = self._evaluate(out, v, h / length, self._pilot, True)
             trials.append(self._figures(v, length, h, out, sums, share).trial)
             if len(trials) == 1 and self._passes.product is None and self._steps.doubts_values:
-                self._measure_values(trials[0], share)
+                self._measure_values(trials[0], length, share)
             if len(trials) == 1 and not self._steps.learnt.products:
                 self._measure_backward(v, length, out, trials[0], share)
             self._passes.forget()
@@ -347,7 +347,7 @@ class GaussNewton:
             if accept:
                 self._before = None
                 return h, out, sums, len(trials) - 1
-            self._before = _Before(out, self._unit(h) / share)
+            self._before = _Before(out, self._unit(h, length) / share)
             h = better
 
     def _measure_backward(
@@ -361,15 +361,16 @@ class GaussNewton:
         if self._around is not None:
             again.sub_(self._around[0])
         self.cost.gradient_evaluations += self._passes.backwards / self._count
-        apart = self.space.norm(again.sub_(out)) * self._unit(trial.h) / share
+        apart = self.space.norm(again.sub_(out)) * self._unit(trial.h, length) / share
         self._steps.note_backward(apart, trial)
 
-    def _measure_values(self, trial: Trial, share: float) -> None:
+    def _measure_values(self, trial: Trial, length: float, share: float) -> None:
         """Measure the error of a product that comes from differencing the loss in the outputs."""
         error = self.space.zeros()
         passes = self._passes.third(error, self._pilot)
         self.cost.gradient_evaluations += passes * len(self._pilot) / self._count
-        self._steps.note_values(self.space.norm(error) * self._unit(trial.h) / share, trial)
+        unit = self._unit(trial.h, length) / share
+        self._steps.note_values(self.space.norm(error) * unit, trial)
 
     def _made(
         self,
@@ -391,6 +392,11 @@ class GaussNewton:
             error=error,
             trials=trials,
         )
+
+
+def _stepped(h: float, length: float) -> float:
+    """Return the displacement that is made of h: `displace` rounds its factor of v to fp32."""
+    return float(np.float32(h / length)) * length
 
 
 def _nonlinearity(first: float, second: float) -> float:
