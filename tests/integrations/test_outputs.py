@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ds_hessian
 from ds_hessian.config import FiniteDifferenceConfig
 from ds_hessian.operators import curvature
-from tests.operators.gauss_newton import ExactGaussNewton
+from tests.operators.gauss_newton import ExactGaussNewton, of_functions
 from tests.tiers import cells
 
 transformers = pytest.importorskip("transformers")
@@ -136,6 +137,56 @@ def test_outputs_are_found_and_products_are_exact(make: Callable[[], Made]) -> N
     gap = float((products[0].vector + products[1].vector - products[2].vector).norm())
     if make is not mixtral:  # whose routing may change between displaced weights
         assert gap < 3 * sum(p.error * p.norm for p in products)
+
+
+def causal(kind: str, **settings: Any) -> Callable[[], Made]:
+    """A small model whose logits are not what its head returns."""
+
+    def make() -> Made:
+        config = getattr(transformers, f"{kind}Config")(
+            **SMALL, **HEADS, num_key_value_heads=1, head_dim=4, pad_token_id=0, **settings
+        )
+        config._attn_implementation = "eager"
+        model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
+        return model, {"input_ids": words(), "labels": words()}, "lm_head"
+
+    make.__name__ = kind
+    return make
+
+
+SCALED = [
+    causal("Cohere", logit_scale=0.25),
+    causal("Granite", logits_scaling=0.2),
+    causal("Gemma2", final_logit_softcapping=0.5),
+    causal("Gemma3Text", final_logit_softcapping=0.5),
+]
+
+
+@pytest.mark.parametrize("make", cells(SCALED, SCALED[2:3]), ids=lambda f: f.__name__)
+def test_outputs_are_the_logits_that_the_loss_takes(make: Callable[[], Made]) -> None:
+    torch.manual_seed(0)
+    model, inputs, head = make()
+    model.eval()
+    hessian = ds_hessian.attach(model, None, {"progress": False}).use([inputs])
+    v = hessian.random_vector(seed=0)
+    with hessian.measuring(operator="ggn") as g:
+        settings = FiniteDifferenceConfig()
+        others = [curvature(g.session, settings, kind) for kind in ("residual", "hessian")]
+        products = [operator.matvec(v) for operator in (g, *others)]
+        assert g.outputs == "the logits of the loss: cross entropy"
+    labels = inputs["labels"][:, 1:].flatten()
+    truth = of_functions(
+        model,
+        lambda net: net(input_ids=inputs["input_ids"]).logits,
+        lambda f: functional.cross_entropy(f[:, :-1].flatten(0, 1), labels),
+        v,
+    )
+    error = float((products[0].vector - truth).norm() / truth.norm())
+    assert error < min(1e-4, 3 * products[0].error)
+    gap = float((products[0].vector + products[1].vector - products[2].vector).norm())
+    assert gap < 3 * sum(p.error * p.norm for p in products)
+    with hessian.measuring(operator="ggn", outputs=head) as g:  # a module that is named is taken
+        assert g.outputs == f"{head}: a loss known by its values"
 
 
 def test_two_heads_of_a_model_are_refused() -> None:

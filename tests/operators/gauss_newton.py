@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -80,3 +81,31 @@ class ExactGaussNewton:
 
 def _wide(x: Tensor) -> Tensor:
     return x.double() if x.is_floating_point() else x
+
+
+def of_functions(
+    net: nn.Module,
+    logits: Callable[[Callable[..., Any]], Tensor],
+    loss: Callable[[Tensor], Tensor],
+    v: Tensor,
+) -> Tensor:
+    """Return `J' H_out J v` by forward and reverse mode in fp64.
+
+    Args:
+        net: A module.
+        logits: `logits(net)`: the outputs f.
+        loss: The loss as a function of them.
+        v: `(n,)`.
+    """
+    net = copy.deepcopy(net).double()
+    weights = {n: p.detach() for n, p in net.named_parameters()}
+    parts = v.double().split([p.numel() for p in weights.values()])
+    tangents = {n: x.view_as(p) for (n, p), x in zip(weights.items(), parts, strict=True)}
+
+    def outputs(point: dict[str, Tensor]) -> Tensor:
+        return logits(lambda *args, **kwargs: functional_call(net, point, args, kwargs))
+
+    f, u = torch.func.jvp(outputs, (weights,), (tangents,))
+    _, product = torch.func.jvp(torch.func.grad(loss), (f,), (u,))
+    (found,) = torch.func.vjp(outputs, weights)[1](product)
+    return torch.cat([found[n].reshape(-1) for n in weights])

@@ -3,10 +3,14 @@
 A module that the host or the user names is taken. Otherwise the modules are watched in one
 gradient: where the cotangent at a module's output is that of cross entropy, the output is the
 logits; where this is so at none, the outputs are those of the module that transformers call the
-output embeddings, or of the last that was called. Two different outputs with a cross entropy are
-two heads, which are refused; outputs that differ by a number in each row have the same softmax, and
-are one head. Parts of a head (an expert, the frozen layer beside a low-rank update) may have nearly
-its softmax: the head is the module that returns last, or one inside of it with the same outputs.
+output embeddings, or of the last that was called. But where the loss takes other logits than these
+(scaled or capped ones, as of Cohere, Granite and Gemma), in the one call of a function such as
+`cross_entropy`, and depends on that module through them alone, they are the outputs.
+
+Two different outputs with a cross entropy are two heads, which are refused; outputs that differ by
+a number in each row have the same softmax, and are one head. Parts of a head (an expert, the frozen
+layer beside a low-rank update) may have nearly its softmax: the head is the module that returns
+last, or one inside of it with the same outputs.
 
 Where there are two classes, a cotangent whose entries add up to zero says no more than that a
 softmax follows, as that of a gate between two experts does (the residual experts of PR-MoE). Such
@@ -33,49 +37,83 @@ from ds_hessian.operators.outputs.losses import (
     keeps_weights,
     read_cross_entropy,
 )
-from ds_hessian.operators.outputs.tap import Tap, in_backward, tensor_of, with_tensor
+from ds_hessian.operators.outputs.tap import (
+    AtLoss,
+    LogitsTap,
+    Silence,
+    Tap,
+    in_backward,
+    tensor_of,
+    with_tensor,
+)
 
-CALLED, ELSEWHERE, SEEN, OTHER, ORDER = range(5)
+CALLED, ELSEWHERE, SEEN, OTHER, ORDER, SAME = range(6)
 """Columns of what a rank saw of each module: its calls that returned a tensor; its other calls; how
-often the cotangent was that of cross entropy, and was not; when its last call ended."""
+often the cotangent was that of cross entropy, and was not; when its last call ended; whether its
+outputs are logits that a loss takes, but for their layout."""
+
+LAYOUTS = ("View", "Reshape", "Squeeze", "Unsqueeze", "Slice", "Alias", "ToCopy", "Transpose")
+"""Of what the names of autograd's nodes have in them that leave the numbers of a tensor."""
 
 
 class _Watch:
-    """Hooks on all modules during one gradient of one micro-batch."""
+    """Hooks on all modules, and where losses take logits, during one gradient of one micro-batch.
+
+    Attributes:
+        table: A row for each module, and one for logits that losses take.
+        taken: The cross entropy of these, if it is one.
+    """
 
     def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
         self.named = named
-        self.table = torch.zeros(len(named), 5, dtype=torch.float64)
+        self.table = torch.zeros(len(named) + 1, 6, dtype=torch.float64)
         self.outputs: dict[int, tuple[Tensor, Tokens]] = {}  # of cross entropies
         self.calls: dict[int, int] = {}  # in which call of the module they were seen
         self.several = set[int]()  # modules that return more than one tensor
+        self.taken: Tokens | None = None
+        self._nodes = list[Any]()  # autograd's, of each module's last outputs
         self._ended = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
+        self._nodes = [None] * len(self.named)
         with ExitStack() as stack:
             for number, (_, module) in enumerate(self.named):
                 stack.callback(module.register_forward_hook(self._hook(number)).remove)
+            stack.enter_context(AtLoss(self._take))
             yield
+        self._nodes.clear()
 
     def _hook(self, number: int) -> Any:
         def hook(module: nn.Module, args: object, output: object) -> None:
             if in_backward():
                 return
-            f, row = tensor_of(output), self.table[number]
             if not isinstance(output, Tensor):
                 self.several.add(number)
-            self._ended += 1
-            row[ORDER] = self._ended
-            if f is None or f.ndim == 0 or not torch.is_grad_enabled() or not f.requires_grad:
-                row[ELSEWHERE] += 1
-                return
-            row[CALLED] += 1
-            seen, version = f.detach(), f._version
-            call = int(row[CALLED])
-            f.register_hook(on_cotangents(partial(self._judge, number, call, seen, version)))
+            self._note(number, tensor_of(output))
 
         return hook
+
+    def _take(self, f: Tensor) -> None:
+        """Note logits that a loss takes."""
+        self._note(len(self.named), f)
+        nodes = set(_laid_out(f.grad_fn))
+        for number, node in enumerate(self._nodes):
+            self.table[number, SAME] += node in nodes
+
+    def _note(self, number: int, f: Tensor | None) -> None:
+        row = self.table[number]
+        self._ended += 1
+        row[ORDER] = self._ended
+        if f is None or f.ndim == 0 or not torch.is_grad_enabled() or not f.requires_grad:
+            row[ELSEWHERE] += 1
+            return
+        row[CALLED] += 1
+        if number < len(self._nodes):
+            self._nodes[number] = f.grad_fn
+        seen, version = f.detach(), f._version
+        call = int(row[CALLED])
+        f.register_hook(on_cotangents(partial(self._judge, number, call, seen, version)))
 
     def _judge(self, number: int, call: int, f: Tensor, version: int, c: Tensor) -> None:
         if not bool(c.any()):
@@ -85,7 +123,10 @@ class _Watch:
             self.table[number, OTHER] += 1
         else:
             self.table[number, SEEN] += 1
-            self.outputs[number], self.calls[number] = (f, found), call
+            if number == len(self.named):
+                self.taken = found
+            else:
+                self.outputs[number], self.calls[number] = (f, found), call
 
     def pairs(self) -> list[list[int]]:
         """Return the modules with a cross entropy of two classes, those of the same outputs
@@ -203,7 +244,8 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, 
         ConfigError: there is no module of that name, or none that could be taken.
         UnsupportedError: there are several heads.
 
-    Collective: the gradient, where a module has two classes once more, and three small all-reduces.
+    Collective: the gradient, once more where a module has two classes, once more where no module
+    has a cross entropy and the loss takes others, and some small all-reduces.
     """
     head = session.head
     if not head.modules:
@@ -218,16 +260,64 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, 
     _strike_gates(session, watch)
     mine = watch.table.clone()
     mine[:, ORDER] *= session.space.rank == 0
-    table = session.space.reduce(mine.reshape(-1)).reshape(mine.shape)
+    whole = session.space.reduce(mine.reshape(-1)).reshape(mine.shape)
+    table = whole[:-1]
     chosen = _named(name, named) if name is not None else _chosen(session, named, table)
     alike = _alike(session, watch, chosen)
     if name is None and bool(table[chosen, SEEN]):
         chosen = int(torch.where(alike, table[:, ORDER], torch.inf).argmin())  # the innermost
     _refuse_other_heads(watch, table, alike, chosen)
     tap = Tap(named[chosen][0] or "the model itself", named[chosen][1])
-    once = table[chosen, [CALLED, ELSEWHERE, SEEN]].tolist()
-    everywhere = once == [session.space.world_size, 0, session.space.world_size]
-    return tap, watch.outputs[chosen][1] if everywhere else None
+    ranks = session.space.world_size
+    once = whole[:, [CALLED, ELSEWHERE]] == torch.tensor([ranks, 0])
+    everywhere = once.all(1) & (whole[:, SEEN] == ranks)
+    known = name is not None or bool(table[chosen, [SEEN, SAME]].any())
+    if not known and bool(once[-1].all()) and _takes_others(session, named[chosen][1]):
+        return LogitsTap(), watch.taken if everywhere[-1] else None
+    return tap, watch.outputs[chosen][1] if everywhere[chosen] else None
+
+
+class _Apart(Silence):
+    """Stops the loss at logits that this loss alone takes, apart from other uses of them."""
+
+    def outputs(self, index: int, f: Tensor) -> Tensor:
+        """Return zero, with which they are another tensor."""
+        return torch.zeros((), device=f.device)
+
+
+def _takes_others(session: Session, module: nn.Module) -> bool:
+    """Return whether the loss depends on a module's outputs through the logits that it takes alone.
+
+    Collective: the gradient of the first micro-batch, and a small all-reduce.
+    """
+    # In which the cotangent at the module is zero then.
+    others = list[bool]()
+
+    def judge(c: Tensor) -> None:
+        others.append(bool(c.any()))
+
+    def hook(module: nn.Module, args: object, output: object) -> None:
+        f = tensor_of(output)
+        if f is not None and f.requires_grad:
+            f.register_hook(on_cotangents(judge))
+
+    handle = module.register_forward_hook(hook)
+    try:
+        with LogitsTap().listening(range(1), _Apart()):
+            session.add_gradient(session.space.zeros(), range(1))
+    finally:
+        handle.remove()
+    found = session.space.reduce(torch.tensor([float(any(others))], dtype=torch.float64))
+    return not bool(found[0])
+
+
+def _laid_out(node: Any) -> Iterator[Any]:
+    """Yield autograd's nodes of the tensors of which one has the numbers, in another layout."""
+    while node is not None:
+        yield node
+        if not any(layout in node.name() for layout in LAYOUTS):
+            return
+        node = node.next_functions[0][0]
 
 
 def _strike_gates(session: Session, watch: _Watch) -> None:

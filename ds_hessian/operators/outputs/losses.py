@@ -52,12 +52,14 @@ class Tokens:
         labels: `(T,)`, of this rank's classes; -1 for a label elsewhere, or none.
         dim: The dimension of the outputs along which the classes are.
         group: The ranks over which these are split; None if they are not.
+        steepest: The largest entry of the cotangents on this rank, as they were seen.
     """
 
     weights: Tensor
     labels: Tensor
     dim: int
     group: dist.ProcessGroup | None
+    steepest: float = 0.0
 
     def scaled(self, factor: float) -> Tokens:
         """Return the same with weights times a factor."""
@@ -241,7 +243,8 @@ def _read(f: Tensor, c: Tensor, dim: int, group: dist.ProcessGroup | None) -> To
     if bool(ROUNDING * total.sum().abs() > allowed):
         return None  # such as a z-loss, which is lost in the rounding of one token
     kept = torch.where(sure, torch.where(seen > 0, largest, 0.0), weights)
-    return Tokens(kept, labels, dim, group)
+    steepest = max(float(c.amax()), -float(c.amin()))
+    return Tokens(kept, labels, dim, group, steepest)
 
 
 class _Classes:

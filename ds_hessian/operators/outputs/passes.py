@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds_hessian import ops
 from ds_hessian.backends.protocol import Session
-from ds_hessian.operators.outputs.tap import Listener, Tap, sample
+from ds_hessian.operators.outputs.tap import Listener, Silence, Tap, sample
 
 OutputProduct = Callable[[int, Tensor, Tensor], Tensor]
 """`(micro-batch, f, u)` to `H_out u` in units of the gradient's terms, in the shape of f, fp32."""
@@ -59,16 +59,6 @@ class _Recorder:
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> None:
         raise AssertionError("a forward without a graph has no cotangent")
-
-
-class _Silence:
-    """Stops the loss at the outputs."""
-
-    def outputs(self, index: int, f: Tensor) -> None:
-        """Add nothing."""
-
-    def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
-        return torch.zeros_like(c)
 
 
 class _Known:
@@ -367,7 +357,7 @@ class Passes:
 
     def around(self, out: Tensor, micro_batches: range) -> None:
         """Add the gradient that does not pass the outputs to `out`, at the weights as they are."""
-        with self.tap.listening(micro_batches, _Silence()):
+        with self.tap.listening(micro_batches, Silence()):
             self.session.add_gradient(out, micro_batches)
 
 

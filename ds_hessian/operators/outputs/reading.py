@@ -231,7 +231,7 @@ class Reading:
             every: All units.
             before: The cotangents of the first one's micro-batches that are no cross entropy.
         """
-        here = set() if self.tap.module is None else set(self.tap.calls(range(1)))
+        here = set(self.tap.calls(range(1))) if self.tap.is_here else set[int]()
         lacking = self._anywhere(len(here - before.keys()))
         prober, waste = _Prober(before), self.space.zeros()
         for i in every:

@@ -2,24 +2,31 @@
 
 The outputs are those of one module: logits, for a language model. A hook on it sees them in every
 pass; a hook on its output tensor sees the cotangent, the derivative of the loss in the outputs, and
-may return another. Both are there during a pass and gone after it.
+may return another. Where a model scales or caps what its last module returns, the outputs are what
+the loss takes: a mode of torch's functions sees them there. All are there during a pass and gone
+after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ds_hessian.backends.hooks import beside, on_cotangents
 from ds_hessian.errors import UnsupportedError
 
 SAMPLES = 2**16
 """Entries of the outputs of a micro-batch from which nonlinearity ratios are taken."""
+
+
+LOSSES = ("cross_entropy", "cross_entropy_loss", "log_softmax")
+"""Names of the functions of torch that take logits."""
 
 
 class Listener(Protocol):
@@ -39,6 +46,18 @@ class Listener(Protocol):
         ...
 
 
+class Silence:
+    """A listener that stops the loss at the outputs."""
+
+    def outputs(self, index: int, f: Tensor) -> Tensor | None:
+        """Add nothing."""
+        return None
+
+    def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
+        """Return zero."""
+        return torch.zeros_like(c)
+
+
 class Tap:
     """The outputs of one module.
 
@@ -51,6 +70,11 @@ class Tap:
     def __init__(self, name: str, module: nn.Module | None, per_unit: int = 1) -> None:
         self.name, self.module, self.per_unit = name, module, per_unit
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank has the outputs."""
+        return self.module is not None
+
     def calls(self, units: range) -> range:
         """Return the numbers of the micro-batches of some units."""
         return range(units.start * self.per_unit, units.stop * self.per_unit)
@@ -62,26 +86,92 @@ class Tap:
         Raises:
             UnsupportedError: the pass called the module more or less than once for each.
         """
-        if self.module is None:
+        if not self.is_here:
             yield
             return
         calls = _Calls(self.name, self.calls(units), listener)
+        with self._reporting(calls):
+            yield
+        calls.require_all()
+
+    @contextmanager
+    def _reporting(self, calls: _Calls) -> Iterator[None]:
+        """Let passes in the body tell of the outputs."""
+        assert self.module is not None
         handle = self.module.register_forward_hook(calls)
         try:
             yield
         finally:
             handle.remove()
-        calls.require_all()
+
+
+class LogitsTap(Tap):
+    """The outputs that the one call of a function of `LOSSES` takes."""
+
+    def __init__(self) -> None:
+        super().__init__("the logits of the loss", None)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank has the outputs: all have."""
+        return True
+
+    @contextmanager
+    def _reporting(self, calls: _Calls) -> Iterator[None]:
+        with AtLoss(calls.taken):
+            yield
+
+
+class AtLoss(TorchFunctionMode):
+    """A mode that hands the logits of each call of a function of `LOSSES` to a function, but in
+    backwards and in compiled code, and the call what that returns, if it does, in their place.
+    """
+
+    def __init__(self, taken: Callable[[Tensor], Tensor | None]) -> None:
+        super().__init__()
+        self._taken = taken
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Make a call of one of torch's functions."""
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        if getattr(func, "__name__", "") in LOSSES and not in_backward():
+            f = args[0] if args else kwargs.get("input")
+            if isinstance(f, Tensor) and f.is_floating_point():
+                other = self._taken(f)
+                if other is not None and args:
+                    args = (other, *args[1:])
+                elif other is not None:
+                    kwargs = {**kwargs, "input": other}
+        return func(*args, **kwargs)
 
 
 class _Calls:
-    """The forward hook of one pass."""
+    """The forward hook of one pass, or what is told of its losses' logits."""
 
     def __init__(self, name: str, micro_batches: range, listener: Listener) -> None:
         self.name, self.micro_batches, self.listener = name, micro_batches, listener
         self.count = 0
 
     def __call__(self, module: nn.Module, args: object, output: Any) -> Any:
+        f = tensor_of(output)
+        if f is None:
+            raise UnsupportedError(
+                f"the output of {self.name!r} is no floating-point tensor, nor begins with one: "
+                "name the module that returns the logits, outputs=..."
+            )
+        other = self.taken(f)
+        return None if other is None else with_tensor(output, other)
+
+    def taken(self, f: Tensor) -> Tensor | None:
+        """Tell the listener of outputs, and hook their cotangent; return others to go on with."""
         if in_backward():
             raise UnsupportedError(
                 f"ds_hessian does not support outputs ({self.name!r}) that are computed again in "
@@ -95,12 +185,6 @@ class _Calls:
             )
         index = self.micro_batches[self.count]
         self.count += 1
-        f = tensor_of(output)
-        if f is None:
-            raise UnsupportedError(
-                f"the output of {self.name!r} is no floating-point tensor, nor begins with one: "
-                "name the module that returns the logits, outputs=..."
-            )
         added = beside(self.listener.outputs)(index, f.detach())
         if added is not None:
             f = f.float() + added
@@ -112,7 +196,7 @@ class _Calls:
                 f"ds_hessian does not support outputs ({self.name!r}) without a graph in a "
                 "gradient's forward: leave their layer out of activation checkpointing"
             )
-        return None if added is None else with_tensor(output, f)
+        return None if added is None else f
 
     def require_all(self) -> None:
         """Raise if some micro-batch had no call."""
