@@ -13,14 +13,16 @@ from tests.megatron.job import Job
 from tests.nets import forward_hooks
 
 
-def factors(layout: Job, kinds: tuple[Any, ...] = ("kfac", "ekfac", "shampoo")) -> Any:
+def factors(
+    layout: Job, kinds: tuple[Any, ...] = ("kfac", "ekfac", "shampoo"), draws: int = 0
+) -> Any:
     """{layer: {kind: K on some matrices}} of this rank's layers, and the samples of all."""
     with job.running(layout) as chunks:
         hessian = job.hessian_of(chunks, layout)
         backend = hessian.backend
         found_layers, _ = find_layers(backend, job.FACTORS)
         with backend.measuring(hessian._objective) as session:
-            found = estimate(session, backend, found_layers, Settings(kinds))
+            found = estimate(session, backend, found_layers, Settings(kinds, draws=draws))
         forms = {
             f.layer.name: {k: _apply(form) for k, form in f.forms.items()} for f in found if f.forms
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -85,3 +86,36 @@ def test_factors_in_fp16_are_of_one_scale(draws: int) -> None:
         block = torch.stack([gauss_newton(e)[-51:-3] for e in torch.eye(607)[-51:-3]])
         k = matrix_of(found[-1].forms["ekfac"])
         assert float(k.trace()) == pytest.approx(float(block.trace()), rel=0.1)
+
+
+class Scaled(nn.Module):
+    """A branch whose outputs are scaled down, as LayerScale does at first: so are its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch, self.head = nn.Linear(10, 10), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        logits = self.head(x + 1e-6 * torch.tanh(self.branch(x)))
+        assert isinstance(logits, Tensor)
+        return logits
+
+
+def test_drawn_labels_are_not_lost_in_fp16() -> None:
+    """Their cotangents are scaled as the job's are; the labels are those of fp32, but for some
+    between which rounding decides.
+    """
+    torch.manual_seed(0)
+    net, data, found = Scaled().half(), uneven(1.0), []
+    for each in (net, copy.deepcopy(net).float()):
+        backend = ModuleBackend(each)
+        layers, _ = find_layers(backend, None)
+        objective = backend.objective(data, weighted)
+        with backend.measuring(objective, Passes(precision="model")) as session:
+            settings = Settings(("kfac", "ekfac", "shampoo"), draws=4)
+            found.append(estimate(session, backend, layers, settings))
+    for narrow, wide in zip(*found, strict=True):
+        for kind in narrow.forms:
+            a, b = matrix_of(narrow.forms[kind]), matrix_of(wide.forms[kind])
+            assert (a - b).norm() < 0.03 * b.norm(), (narrow.layer.name, kind)
