@@ -23,6 +23,7 @@ from ds_hessian.analyses import (
 from ds_hessian.backends.protocol import Backend, Objective
 from ds_hessian.backends.restricted import Restricted, restricted
 from ds_hessian.config import HessianConfig
+from ds_hessian.defaults import dtype_of_job, own_dtype
 from ds_hessian.errors import ConfigError
 from ds_hessian.job_vectors import JobVectors
 from ds_hessian.memory import MemoryPlan
@@ -157,7 +158,7 @@ class JobMeasuring(JobVectors):
             run, _ = with_fallback(subject, lambda each: stack.enter_context(each.open()))
             self._open = _over_all(run.curvature, run.subject.backend)
             try:
-                with left_together():
+                with left_together(), dtype_of_job():
                     yield self._open
             finally:
                 self._open = None
@@ -198,7 +199,8 @@ class JobMeasuring(JobVectors):
             MeasurementError: the model or the loss raised on some rank.
         """
         if self._open is not None:
-            return self._open.matvec(v)
+            with own_dtype():
+                return self._open.matvec(v)
         with collective("measuring a product", self.backend.space.device):
             subject = decided(None, self._subject({}))
             return with_fallback(subject, lambda each: _product(each, v))

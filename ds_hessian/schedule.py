@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from ds_hessian.backends.containers import Call, mapped
 from ds_hessian.backends.function import FixedFunction
-from ds_hessian.backends.objective import Call
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import HessianError
 from ds_hessian.hessian import Hessian
@@ -339,10 +339,4 @@ def write_monitor(monitor: Private, record: Scheduled, picture: Path | None) -> 
 
 def copied(value: Any) -> Any:
     """Copy tensors, into which the user may write the next batch, and rebuild containers."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {k: copied(v) for k, v in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(copied(v) for v in value)
-    return value
+    return mapped(value, lambda tensor: tensor.detach().clone())

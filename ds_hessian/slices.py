@@ -10,7 +10,7 @@ user gives others, the log says so before the first measurement.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.objective import Call, MicroBatches
+from ds_hessian.backends.containers import Call
+from ds_hessian.backends.objective import MicroBatches
 from ds_hessian.errors import ResultError
 from ds_hessian.hessian import Hessian
 from ds_hessian.ranks import collective, first_of, from_rank, together
@@ -168,7 +169,7 @@ def _plain(value: Any) -> Any:
         return {_CALL: [_plain(value.args), _plain(value.kwargs)]}
     if isinstance(value, Tensor):
         return value.detach().clone()  # without the rest of its storage
-    if isinstance(value, Mapping):
+    if type(value) is dict:
         return {k: _plain(v) for k, v in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_plain(v) for v in value)

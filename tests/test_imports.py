@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parent.parent / "ds_hessian"
 ROOMS = (
     ("errors", "version", "display", "table"),
     ("config",),
-    ("memory", "optimizer"),
+    ("memory", "optimizer", "defaults"),
     ("ops",),
     ("ranks",),
     ("vectors",),

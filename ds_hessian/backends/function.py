@@ -58,6 +58,8 @@ from ds_hessian.backends.choices import (
 )
 from ds_hessian.backends.kinks import argument
 from ds_hessian.backends.pieces import Kinked
+from ds_hessian.backends.state import State
+from ds_hessian.defaults import dtype_of_job
 from ds_hessian.errors import MeasurementError, UnsupportedError
 
 _DROPOUTS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
@@ -95,6 +97,7 @@ class FixedFunction(TorchFunctionMode):
         holds: Whether sides of kinks are held.
         over: Whether they have been given up, since they need more memory than is allowed.
         held: The bytes that are held of them.
+        state: What forwards change, which is told of the calls in watched ones.
     """
 
     _evaluating: ClassVar[int] = 0
@@ -108,6 +111,7 @@ class FixedFunction(TorchFunctionMode):
         super().__init__()
         self._dropout, self._allowed = dropout, allowed
         self.holds, self.over, self.held = allowed > 0, False, 0
+        self.state: State | None = None
         self._recorded: dict[Hashable, list[Decision]] = {}
         self._first = True
         self._key: Hashable = None
@@ -151,12 +155,18 @@ class FixedFunction(TorchFunctionMode):
         plain = bool(given) and not self._seen and all(key in self._recorded for key in given)
         FixedFunction._evaluating += 1
         try:
-            with nullcontext() if plain else self:
+            with dtype_of_job(), nullcontext() if plain else self:
                 yield
         finally:
             FixedFunction._evaluating -= 1
             self._inputs.clear()
             self._known.clear()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Run the forward that `at` has begun, from the state before the measurement."""
+        with nullcontext() if self.state is None else self.state.forward(self._first):
+            yield
 
     def at(self, key: Hashable) -> None:
         """Begin the forward of a micro-batch; its first one records the decisions."""
@@ -216,7 +226,18 @@ class FixedFunction(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Make a call of one of torch's functions."""
-        kwargs, name = compositions.whole(func, kwargs or {}), getattr(func, "__name__", "")
+        kwargs, state = kwargs or {}, self.state
+        if state is None or not state.watching or _in_backward():
+            return self._call(func, types, args, kwargs)
+        state.before(func, args, kwargs)
+        made = self._call(func, types, args, kwargs)
+        state.after(func, args, kwargs, made)
+        return made
+
+    def _call(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        kwargs, name = compositions.whole(func, kwargs), getattr(func, "__name__", "")
         if name in PROBABILITIES and not self._dropout:
             self._seen |= _drops(name, args, kwargs)
             args, kwargs = _with_argument(args, kwargs, *PROBABILITIES[name], 0.0)

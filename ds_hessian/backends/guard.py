@@ -25,6 +25,15 @@ from torch.overrides import _len_torch_function_stack, _pop_mode
 
 from ds_hessian.backends.function import FixedFunction
 from ds_hessian.backends.protocol import Passes
+from ds_hessian.backends.state import (
+    Generator,
+    GeneratorState,
+    State,
+    generator,
+    generators_in,
+    held_by,
+    modules_of,
+)
 from ds_hessian.errors import UnsupportedError
 from ds_hessian.memory import FP32, free_on, passes_memory
 from ds_hessian.ranks import most_on_a_node
@@ -37,11 +46,6 @@ TRACKERS = (
 )
 """Modules whose `get_cuda_rng_tracker` has the random states of tensor- and expert-parallel
 regions, from which Megatron's layers draw, in megatron-core or in Megatron-DeepSpeed."""
-
-GeneratorState = Any
-"""The state of a random generator: opaque, and only ever given back to its generator."""
-
-Generator = tuple[Callable[[], GeneratorState], Callable[[GeneratorState], object]]
 
 
 def trackers() -> tuple[Generator, ...]:
@@ -76,8 +80,8 @@ class RandomState:
 
     Args:
         device: The device whose generator is included, beside the CPU's.
-        extra: `(get, set)` pairs for generators of a host's own. The value that `get` returns must
-            not change afterwards.
+        extra: `(get, set)` pairs for further generators, of a host or a model. The value that `get`
+            returns must not change afterwards.
     """
 
     def __init__(
@@ -86,7 +90,21 @@ class RandomState:
         extra: tuple[Generator, ...] = (),
     ) -> None:
         self.device = device
-        self.extra = extra
+        self.extra = list(extra)
+        self._first = [get() for get, _ in extra]
+        self._known = {id(torch.default_generator)}
+        if device.type == "cuda":
+            self._known |= {id(g) for g in torch.cuda.default_generators}
+
+    def add(self, drawn: Any) -> None:
+        """Add a generator of torch, numpy or Python, from which nothing has been drawn since the
+        measurement began.
+        """
+        pair = generator(drawn)
+        if id(drawn) not in self._known and pair is not None:
+            self._known.add(id(drawn))
+            self.extra.append(pair)
+            self._first.append(pair[0]())
 
     def get(self) -> tuple[GeneratorState, ...]:
         """Return the states of all generators."""
@@ -109,7 +127,7 @@ class RandomState:
         torch.set_rng_state(cpu)
         if accelerator is not None:
             torch.get_device_module(self.device).set_rng_state(accelerator, self.device)
-        for (_, put), value in zip(self.extra, extra, strict=True):
+        for (_, put), value in zip(self.extra, (*extra, *self._first[len(extra) :]), strict=True):
             put(value)
 
 
@@ -133,30 +151,71 @@ def kept_random_states(device: torch.device, *generators: torch.Generator) -> It
 class Buffers:
     """A copy of a module's buffers: their contents, and the tensor that each name is bound to.
 
+    Names without a tensor are kept too, which a forward may bind, and names that it adds vanish. A
+    tensor that several names share is copied once.
+
     Attributes:
         wide: Whether passes have those in 16 bits in fp32.
+        saved: Owner, name, tensor and copy of each that has a tensor.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.wide = False
         self.saved: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        self._names: list[tuple[nn.Module, dict[str, Tensor | None], set[str]]] = []
+        copies = dict[int, Tensor]()
         for owner in module.modules():
+            self._names.append(
+                (owner, dict(owner._buffers), set(owner._non_persistent_buffers_set))
+            )
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
-                    self.saved.append((owner, name, buffer, buffer.detach().clone()))
+                    if id(buffer) not in copies:
+                        copies[id(buffer)] = buffer.detach().clone()
+                    self.saved.append((owner, name, buffer, copies[id(buffer)]))
 
     def renew(self) -> None:
         """Bind new copies for a pass to write into; tensors that other passes saved stay."""
+        self.bind(self._copied)
+
+    def _copied(self, value: Tensor) -> Tensor:
+        narrow = value.is_floating_point() and value.dtype.itemsize < FP32
+        return value.float() if self.wide and narrow else value.clone()
+
+    def bind(self, copied: Callable[[Tensor], Tensor]) -> None:
+        """Bind what `copied` makes of the kept contents, which it must not return themselves."""
+        self._unbind()
+        made = dict[int, Tensor]()
         for owner, name, _, value in self.saved:
-            widened = self.wide and value.is_floating_point() and value.dtype.itemsize < FP32
-            owner._buffers[name] = value.float() if widened else value.clone()
+            if id(value) not in made:
+                made[id(value)] = copied(value)
+            owner._buffers[name] = made[id(value)]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore contents and bindings."""
+        self._unbind()
         for owner, name, buffer, value in self.saved:
-            buffer.copy_(value)
+            if not _is_expanded(buffer) and not _same_bits(buffer, value):
+                buffer.copy_(value)
             owner._buffers[name] = buffer
+
+    def _unbind(self) -> None:
+        for owner, bound, transient in self._names:
+            for name in [name for name in owner._buffers if name not in bound]:
+                del owner._buffers[name]
+            owner._buffers.update(bound)
+            owner._non_persistent_buffers_set = set(transient)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor share their memory, so that nothing can write it."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.layout == torch.strided and any(n > 1 and step == 0 for n, step in strides)
+
+
+def _same_bits(tensor: Tensor, value: Tensor) -> bool:
+    return tensor.dtype == value.dtype and torch.equal(tensor, value)
 
 
 @contextmanager
@@ -313,16 +372,27 @@ class Guard(ExitStack):
         initial: Their states when the measurement began.
         buffers: The buffers of each module.
         attributes: The attributes that a host switches.
+        state: What forwards change beside these.
         function: The mode in which all passes run.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device, passes: Passes) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        device: torch.device,
+        passes: Passes,
+        loss: object = None,
+    ) -> None:
         super().__init__()
+        held = [] if loss is None else held_by(loss)
         self.random = RandomState(device, trackers())
+        for drawn in (*held, *generators_in([*modules_of([*modules, *held]), *held])):
+            self.random.add(drawn)
         self.initial = self.random.get()
         self.buffers = [Buffers(module) for module in modules]
         self.attributes = Attributes()
         self.function = FixedFunction(passes.dropout, _allowed(passes, device))
+        self.state = self.function.state = State(modules, held, self.random.add)
 
 
 def _drop_modes(before: int) -> None:
@@ -334,7 +404,9 @@ def _drop_modes(before: int) -> None:
 
 
 @contextmanager
-def guarded(modules: Sequence[nn.Module], device: torch.device, passes: Passes) -> Iterator[Guard]:
+def guarded(
+    modules: Sequence[nn.Module], device: torch.device, passes: Passes, loss: object = None
+) -> Iterator[Guard]:
     """Save the state common to all hosts, and restore it after the body.
 
     The body may push further callbacks to the yielded stack.
@@ -343,16 +415,18 @@ def guarded(modules: Sequence[nn.Module], device: torch.device, passes: Passes) 
         modules: The modules that hold this rank's weights.
         device: The device whose random generator is restored, beside the CPU's.
         passes: How the passes run.
+        loss: The function of the loss, which may refer to modules and generators of its own.
 
     Raises:
         UnsupportedError: the caller has changed how torch computes.
     """
     refuse_context(device)
-    with Guard(modules, device, passes) as guard:
+    with Guard(modules, device, passes, loss) as guard:
         guard.callback(_drop_modes, _len_torch_function_stack())
         guard.callback(guard.random.set, guard.initial)
         for buffers in guard.buffers:
             guard.callback(buffers.restore)
+        guard.callback(guard.state.restore)
         guard.callback(guard.attributes.restore)
         for module in modules:
             guard.enter_context(training_flags(module))

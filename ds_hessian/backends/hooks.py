@@ -9,6 +9,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from ds_hessian.defaults import own_dtype
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -34,7 +36,7 @@ def beside(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch._C.DisableTorchFunction():
+        with own_dtype(), torch._C.DisableTorchFunction():
             return function(*args, **kwargs)
 
     return called

@@ -16,10 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ds_hessian.backends.containers import Call, leaves, mapped
 from ds_hessian.backends.guard import kept_random_states
+from ds_hessian.defaults import dtype_of_job
 from ds_hessian.errors import ConfigError, NumericsError
 from ds_hessian.memory import NARROW
 from ds_hessian.ranks import first_of, from_rank, together
@@ -50,7 +53,7 @@ class MicroBatches:
                 f"batches must be a list (or loader) of micro-batches, got one {_kind(batches)}; "
                 "pass [batch]"
             )
-        self.batches = list(batches)
+        self.batches = list(batches) if isinstance(batches, (list, tuple)) else _read(batches)
         self.num_micro_batches = len(self.batches)
         self.sides = 0
 
@@ -146,7 +149,11 @@ def reading(batches: Iterable[object], device: torch.device) -> Iterator[None]:
     holders.append(getattr(getattr(batches, "batch_sampler", None), "sampler", None))
     own = {id(g): g for g in (getattr(h, "generator", None) for h in holders)}
     generators = [g for g in own.values() if isinstance(g, torch.Generator)]
-    with together("reading the batches", device=device), kept_random_states(device, *generators):
+    with (
+        together("reading the batches", device=device),
+        kept_random_states(device, *generators),
+        dtype_of_job(),
+    ):
         yield
 
 
@@ -225,11 +232,9 @@ class Totals:
         return space.world_size / count, loss / count
 
 
-class Call:
-    """Arguments of one call of the model, captured from training."""
-
-    def __init__(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        self.args, self.kwargs = args, kwargs
+def _read(batches: Iterable[object]) -> list[object]:
+    """Read what is made as it is read, and may be written over by the next micro-batch."""
+    return [mapped(batch, lambda tensor: tensor.detach().clone()) for batch in batches]
 
 
 def _call(model: Callable[..., object], batch: object) -> object:
@@ -268,41 +273,27 @@ def _to(value: Any, device: torch.device, widen: bool) -> Any:
     """Return nested containers with their tensors on `device`; the containers are new, tensors
     that are on the device already are not copied.
     """
-    if isinstance(value, Tensor):
-        dtype = torch.float32 if widen and value.dtype in NARROW else value.dtype
-        return value.to(device, dtype)
-    if isinstance(value, Mapping):
-        return {k: _to(v, device, widen) for k, v in value.items()}
-    if isinstance(value, Call):
-        return Call(_to(value.args, device, widen), _to(value.kwargs, device, widen))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to(v, device, widen) for v in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_to(v, device, widen) for v in value)
-    return value
+
+    def moved(tensor: Tensor) -> Tensor:
+        dtype = torch.float32 if widen and tensor.dtype in NARROW else tensor.dtype
+        # Another object: that a pass differentiates by it, or asks for that, is not the caller's.
+        return tensor.to(device, dtype).detach().requires_grad_(tensor.requires_grad)
+
+    return mapped(value, moved)
 
 
 def _digest(batches: Sequence[object]) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for tensor in tensors_of(batches):
-        digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(raw.numpy().tobytes())
+    for each in leaves(batches):
+        if isinstance(each, Tensor):
+            digest.update(str((each.dtype, tuple(each.shape))).encode())
+            raw = each.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(raw.numpy().tobytes())
+        elif isinstance(each, np.ndarray) and each.dtype != object:
+            digest.update(str((each.dtype, each.shape)).encode() + each.tobytes())
+        elif isinstance(each, (bool, int, float, complex, str, bytes)):
+            digest.update(repr(each).encode())
     return digest.hexdigest()
-
-
-def tensors_of(value: object) -> Iterable[Tensor]:
-    """Yield the tensors in a micro-batch, or in nested containers of them."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Call):
-        yield from tensors_of((value.args, value.kwargs))
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_of(item)
 
 
 def _kind(value: object) -> str:

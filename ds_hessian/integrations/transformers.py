@@ -94,6 +94,8 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         self.micro_batches: list[_MicroBatch] = []
         self._resumed = False
         self._error: Exception | None = None
+        self._capturing: Any = None
+        self._before: Any = None
         self._engine: DeepSpeedEngine | nn.Module | None = None
         self._hessian: Hessian | None = None
 
@@ -193,11 +195,12 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         def capturing(
             model: nn.Module, inputs: dict[str, object], *rest: Any, **named: Any
         ) -> object:
-            if model.training:
+            if model.training and self._capturing is capturing:
                 self._copy(inputs, named.get("num_items_in_batch"))
             return inner(model, inputs, *rest, **named)
 
-        self.trainer.__dict__["compute_loss"] = capturing
+        self._before = self.trainer.__dict__.get("compute_loss")  # one that the user has set
+        self.trainer.__dict__["compute_loss"] = self._capturing = capturing
 
     def _copy(self, inputs: dict[str, object], num_items: Tensor | int | None) -> None:
         assert self._hessian is not None
@@ -226,7 +229,12 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         return int(trainer.current_gradient_accumulation_steps) if is_share else 1
 
     def _stop(self) -> None:
-        self.trainer.__dict__.pop("compute_loss", None)
+        own = self.trainer.__dict__
+        if self._capturing is not None and own.get("compute_loss") is self._capturing:
+            del own["compute_loss"]
+            if self._before is not None:
+                own["compute_loss"] = self._before
+        self._capturing = self._before = None
 
     def _ready(self) -> Hessian:
         hessian = self._hessian

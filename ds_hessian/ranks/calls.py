@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ds_hessian.defaults import own_dtype
 from ds_hessian.ranks.agreement import active
 from ds_hessian.ranks.entrance import Given
 from ds_hessian.ranks.lockstep import Lockstep
@@ -48,9 +49,10 @@ def collective(
 
     Collective.
     """
-    if active.follower.follows:
-        yield
-        return
-    entered = Lockstep(torch.device(device), doing=doing, given=given)
-    with entered as lockstep, lockstep.whole(doing, as_it_is):
-        yield
+    with own_dtype():
+        if active.follower.follows:
+            yield
+            return
+        entered = Lockstep(torch.device(device), doing=doing, given=given)
+        with entered as lockstep, lockstep.whole(doing, as_it_is):
+            yield

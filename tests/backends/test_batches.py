@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
+import ds_hessian
+from ds_hessian.backends.containers import mapped
+from ds_hessian.backends.objective import MicroBatches, ModelObjective
 from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.errors import ConfigError, MeasurementError
+from ds_hessian.schedule import copied
 from tests.backends import jobs
+from tests.operators.nets import batches, loss_of, mlp, train
 from tests.ranks import RankPool
 
+QUIET = {"progress": False, "plot": False}
 DATA = TensorDataset(torch.randn(12, 3, generator=torch.Generator().manual_seed(0)))
 
 
@@ -25,8 +36,8 @@ def loader(generator: torch.Generator | None) -> DataLoader[tuple[Tensor, ...]]:
 def test_a_loader_that_shuffles_moves_no_generator(own: bool) -> None:
     backend = ModuleBackend(nn.Linear(3, 1))
     generator = torch.Generator().manual_seed(1) if own else torch.default_generator
-    before, batches = generator.get_state(), loader(generator if own else None)
-    objective = backend.objective(batches)
+    before = generator.get_state()
+    objective = backend.objective(loader(generator if own else None))
     assert objective.num_micro_batches == 3
     assert torch.equal(generator.get_state(), before)
 
@@ -53,3 +64,139 @@ def test_batches_that_cannot_be_read_are_an_error_and_move_no_generator() -> Non
     with pytest.raises(MeasurementError, match="reading the batches.*disk gone"):
         backend.objective(broken())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Named(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclass(frozen=True)
+class Given:
+    """A micro-batch as collators make it, with a part that is no tensor."""
+
+    x: Tensor
+    y: Tensor
+    name: str = "a"
+
+
+class Encoding(UserDict):  # type: ignore[type-arg]
+    """A mapping whose entries are attributes too, as transformers' are."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Pair(list):  # type: ignore[type-arg]
+    """A list with names."""
+
+    @property
+    def x(self) -> Tensor:
+        """The first."""
+        return self[0]
+
+    @property
+    def y(self) -> Tensor:
+        """The second."""
+        return self[1]
+
+
+KINDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "named tuple": Named,
+    "frozen dataclass": Given,
+    "mapping": lambda x, y: Encoding(x=x, y=y),
+    "list": lambda x, y: Pair([x, y]),
+    "nested": lambda x, y: Given(Encoding(inner=[x]), {"y": (y,)}),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_containers_stay_what_they_are_and_their_tensors_are_moved(name: str) -> None:
+    x, y = torch.randn(3, 2, dtype=torch.bfloat16), torch.arange(3)
+    batch, seen = KINDS[name](x, y), list[Any]()
+
+    def loss(model: Any, given: Any) -> Tensor:
+        seen.append(given)
+        return model.weight.sum()
+
+    objective = ModelObjective([batch], loss)
+    for widen in (False, True):
+        objective.loss(nn.Linear(2, 1), 0, torch.device("cpu"), widen)
+        assert type(seen[-1]) is type(batch) and seen[-1] is not batch
+        found = _first(seen[-1])
+        assert found.dtype == (torch.float32 if widen else torch.bfloat16)
+        assert torch.equal(found, x.to(found.dtype))
+    assert _first(batch) is x
+    copies = copied(batch)
+    x.zero_()
+    assert type(copies) is type(batch) and _first(copies).any()
+
+
+def _first(given: Any) -> Tensor:
+    found: Tensor = given.x if isinstance(given.x, Tensor) else given.x.inner[0]
+    return found
+
+
+def test_packed_sequences_are_moved_too() -> None:
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)]).to(torch.bfloat16)
+    moved = mapped(packed, lambda t: t.float())
+    assert moved.data.dtype == torch.float32 and not moved.batch_sizes.is_cuda
+
+
+def test_fingerprints_tell_whatever_a_micro_batch_holds() -> None:
+    x = torch.ones(2)
+    kinds: list[Any] = [
+        *([x, 1], [x, 2], [x, "a"], [x, "b"], [x, np.ones(2)], [x, np.zeros(2)]),
+        *([x, {"k": 1.5}], [x, None], Given(x, x), Given(x, x + 1), Given(x, x, "b")),
+    ]
+    found = [MicroBatches([each]).fingerprint() for each in kinds]
+    assert len(set(found)) == len(found)
+
+
+def test_a_loader_may_read_each_micro_batch_into_the_same_memory() -> None:
+    def read() -> Any:
+        memory = torch.empty(2)
+        for number in range(3):
+            yield [memory.fill_(number)]
+
+    assert [float(b[0][0]) for b in MicroBatches(read()).batches] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_of_the_job_is_its_own(dtype: torch.dtype) -> None:
+    """Figures are those of fp32, and the job's code makes what it makes in training."""
+    net, entries, made = train(mlp(), batches(), 5), batches(3), set[torch.dtype]()
+
+    def loss(model: nn.Module, entry: Any) -> Tensor:
+        made.add(torch.zeros(()).dtype)
+        return loss_of(model, entry)
+
+    def figures(given: Any) -> list[float]:
+        hessian: Any = ds_hessian.attach(net, config=QUIET).use(given(), loss)
+        spectrum = hessian.spectrum(num_matvecs=4, num_probes=2, sampling=True)
+        trace, pairs = hessian.trace("hutch++", num_matvecs=6), hessian.eigenpairs(k=1)
+        with hessian.measuring() as operator:
+            made.add(torch.zeros(()).dtype)
+            product = hessian.matvec(hessian.random_vector()).vector
+            assert operator.gradient.dtype == product.dtype == torch.float32
+        factors = hessian.kronecker(["kfac"], basis=2, probes=2, extremes=0).cosines
+        figures = spectrum.alphas, spectrum.ritz_errors, trace.value, trace.error, pairs.values
+        return [x for f in (*figures, factors, product) for x in np.ravel(np.asarray(f)).tolist()]
+
+    def given() -> Any:
+        for entry in entries:
+            made.add(torch.zeros(()).dtype)
+            yield entry
+
+    expected = figures(given)
+    made.clear()
+    torch.set_default_dtype(dtype)
+    try:
+        found = figures(given)
+        assert torch.get_default_dtype() == dtype and made == {dtype}
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert np.array_equal(found, expected, equal_nan=True)

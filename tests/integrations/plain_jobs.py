@@ -18,7 +18,8 @@ def train(folder: Path, measured: bool, steps: int = 4, **options: Any) -> dict[
         measured: Whether the callback is added.
         steps: How many.
         options: Of the callback; `settings` over those of its configuration, which is given as a
-            `kind`; and `report_to`, a tool that the Trainer reports to.
+            `kind`; `report_to`, a tool that the Trainer reports to; and `prepare`, called with the
+            Trainer before its callback is made.
     """
     from transformers import Trainer, TrainingArguments
 
@@ -42,6 +43,7 @@ def train(folder: Path, measured: bool, steps: int = 4, **options: Any) -> dict[
     settings = kind(**{**jobs.SECTION, **own, **options.pop("settings", {})})
     model = jobs.make_model("gpt2", attn_implementation="eager")
     trainer = Trainer(model=model, args=arguments, train_dataset=jobs.text(32))
+    options.pop("prepare", lambda trainer: None)(trainer)
     callback = HessianCallback(trainer, settings, **options)
     if measured:
         trainer.add_callback(callback)
@@ -55,5 +57,6 @@ def train(folder: Path, measured: bool, steps: int = 4, **options: Any) -> dict[
         "random": torch.get_rng_state(),
         "micro_batches": callback.micro_batches,
         "callback": callback,
+        "trainer": trainer,
         "written": sorted(path.name for path in folder.glob("out/step_*")),
     }

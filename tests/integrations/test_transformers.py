@@ -220,6 +220,32 @@ def require_first_step(spectrum: Any, exact: Any, v: Tensor) -> None:
     assert abs(spectrum.betas[0, 0] - (product - (v @ product) * v).norm()) <= 3 * error
 
 
+def test_a_loss_that_is_set_on_the_trainer_itself_stays_with_what_it_notes(tmp_path: Path) -> None:
+    """As packages set one, which keep figures of each micro-batch in the Trainer."""
+
+    def prepare(trainer: Any) -> None:
+        inner, trainer.noted, trainer.calls = trainer.compute_loss, {"losses": []}, 0
+
+        def compute_loss(*args: Any, **kwargs: Any) -> Tensor:
+            loss: Tensor = inner(*args, **kwargs) * 0.5
+            trainer.noted["losses"].append(float(loss.detach()))
+            trainer.calls += 1
+            return loss
+
+        trainer.compute_loss = compute_loss
+
+    settings = {"sharpness_interval": 0, "num_matvecs": 2}
+    options = {"steps": 2, "settings": settings, "prepare": prepare}
+    plain = plain_jobs.train(tmp_path / "plain", False, **options)
+    found = plain_jobs.train(tmp_path / "measured", True, **options)
+    assert found["callback"].failures == {} and list(found["callback"].spectra) == [2]
+    for each in (plain, found):
+        assert each["trainer"].compute_loss.__name__ == "compute_loss"
+        assert each["trainer"].calls == len(each["trainer"].noted["losses"]) == 4
+    assert plain["trainer"].noted == found["trainer"].noted
+    assert all(torch.equal(w, found["weights"][name]) for name, w in plain["weights"].items())
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_step_0_of_a_trainer_is_measured_on_given_data(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, given: bool

@@ -487,10 +487,22 @@ GUARD = (
         ("backends/test_guard.py", "backends/test_stages.py"),
     ),
     Defect(
-        "value.float() if widened else value.clone()",
-        "value.float() if widened else value",
+        "value.float() if self.wide and narrow else value.clone()",
+        "value.float() if self.wide and narrow else value",
         "a pass writes into the buffers as they are kept",
         ("backends/test_guard.py", TRAP.format("expert_bias_and_logged_losses_are_as_they_were")),
+    ),
+    Defect(
+        "guard.callback(guard.state.restore)",
+        "guard.callback(lambda: None)",
+        "training goes on from what passes have left in attributes and tensors",
+        ("backends/test_state.py",),
+    ),
+    Defect(
+        "        self.put_back()\n        inside",
+        "        inside",
+        "an evaluation begins with what the one before has changed",
+        ("backends/test_state.py",),
     ),
 )
 

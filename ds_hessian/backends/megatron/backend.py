@@ -152,7 +152,9 @@ class MegatronBackend:
         with lockstep, ExitStack() as stack:
             with lockstep.together("saving the training state"):
                 require_same(self._attached, trained_names(self.chunks))
-                guard = stack.enter_context(guarded(self.chunks, self.device, passes))
+                guard = stack.enter_context(
+                    guarded(self.chunks, self.device, passes, objective.forward_step)
+                )
                 stack.callback(host.keep_logs(self.chunks))
                 self._refuse_training(guard, stack)
                 stack.callback(host.keep_gather_hooks(self.chunks))

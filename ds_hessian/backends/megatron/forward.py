@@ -75,7 +75,8 @@ class FixedForward:
             self._states[chunk, index] = self.random.get()
         self.function.at((chunk, index))
         self.buffers[chunk].renew()
-        output, loss_func = _pair(self.forward_step(data_iterator, model, *rest))
+        with self.function.forward():
+            output, loss_func = _pair(self.forward_step(data_iterator, model, *rest))
 
         def loss(output: Tensor, **options: object) -> tuple[object, ...]:
             result = loss_func(output, **options)

@@ -153,7 +153,9 @@ class ModuleBackend:
         lockstep = Lockstep(self.space.device)
         with lockstep, ExitStack() as stack:
             with lockstep.together("saving the training state"):
-                guard = stack.enter_context(guarded(self.modules, self.space.device, passes))
+                guard = stack.enter_context(
+                    guarded(self.modules, self.space.device, passes, objective.loss_fn)
+                )
                 stack.enter_context(kept_attributes(self.model))
                 stack.enter_context(training_refused(self.modules, given))
                 stack.enter_context(transparent(wrappers(self.module)))
@@ -253,24 +255,28 @@ class ModuleSession(ShardedSession):
         self._scales = dict[int, float]()
         self._states = [guard.initial]  # before micro-batch 0, 1, ...
         self._totals = Totals()
-        self._buffers = self._first_buffers()
+        self._starts = self._first_buffers()
         self.cotangent_scale = 1.0 / self.space.world_size
         self.watch_autocast(guard, widen)
 
-    def _first_buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
-        """Return the buffers that each pass starts from.
+    def _first_buffers(self) -> dict[int, Tensor]:
+        """Return `{id of a saved buffer: what each pass starts from}`, where that is another.
 
         They are rank 0's where `DistributedDataParallel` broadcasts them.
         """
-        outer = self._backend.module
-        shared = isinstance(outer, DistributedDataParallel) and outer.broadcast_buffers
-        found = []
-        for owner, name, _, value in self._guard.buffers[0].saved:
-            start = value.float() if self._widen and value.is_floating_point() else value.clone()
-            if shared:
-                dist.broadcast(start, src=0)
-            found.append((owner, name, start))
+        outer, found = self._backend.module, dict[int, Tensor]()
+        if isinstance(outer, DistributedDataParallel) and outer.broadcast_buffers:
+            for _, _, _, value in self._guard.buffers[0].saved:
+                if id(value) not in found:
+                    found[id(value)] = value.clone()
+                    dist.broadcast(found[id(value)], src=0)
         return found
+
+    def _start(self, value: Tensor) -> Tensor:
+        """Return a copy of a buffer's kept contents for a pass."""
+        start = self._starts.get(id(value), value)
+        widened = self._widen and start.is_floating_point() and start.dtype != torch.float32
+        return start.float() if widened else start.clone()
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Add the gradients of these micro-batches, averaged over the ranks, to `out`."""
@@ -298,8 +304,7 @@ class ModuleSession(ShardedSession):
     def _evaluating(self, index: int) -> Iterator[None]:
         """Run a pass of a micro-batch, from its own random state and buffers, on all ranks."""
         self._guard.random.set(self._states[index])
-        for owner, name, value in self._buffers:
-            owner._buffers[name] = value.clone()
+        self._guard.buffers[0].bind(self._start)
         with (
             self._lockstep.together(f"evaluating micro-batch {index}"),
             self._guard.function.evaluating(index),
@@ -309,7 +314,8 @@ class ModuleSession(ShardedSession):
     def _loss(self, index: int) -> tuple[Tensor, float | None]:
         device = self.space.device
         first = index not in self._totals.losses
-        return self._objective.loss(self._backend.module, index, device, self._widen, first)
+        with self._guard.function.forward():
+            return self._objective.loss(self._backend.module, index, device, self._widen, first)
 
     def _evaluate(self, out: Tensor, index: int) -> None:
         for p in self._trained:

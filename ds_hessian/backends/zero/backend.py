@@ -179,7 +179,10 @@ class ZeroBackend:
         with lockstep, ExitStack() as stack:
             with lockstep.together("saving the training state"):
                 require_same(self._attached, trained_names(self.modules))
-                guard = stack.enter_context(guarded(self.modules, self.device, passes))
+                guard = stack.enter_context(
+                    guarded(self.modules, self.device, passes, objective.loss_fn)
+                )
+                guard.state.left_alone |= host.OF_HOOKS
                 host.quiet(engine, guard.attributes)
                 refuse_methods(engine, host.WRITES_WEIGHTS, guard.attributes)
                 masters = [m for m in map(shards.master, self.pieces) if m is not None]
@@ -384,7 +387,8 @@ class ZeroSession(ShardedSession):
     def _loss(self, index: int) -> tuple[Tensor, float | None]:
         backend = self._backend
         first = index not in self._totals.losses
-        return self._objective.loss(backend.engine, index, backend.device, self._widen, first)
+        with self._guard.function.forward():
+            return self._objective.loss(backend.engine, index, backend.device, self._widen, first)
 
     def _run(self, index: int, last: bool) -> float:
         """Forward and backward; returns the factor of the reduced gradient."""

@@ -89,6 +89,14 @@ WRITES_WEIGHTS = (
     *("_zero3_consolidated_16bit_state_dict", "_consolidated_16bit_state_dict"),
 )
 """Methods of an engine that read or write weights for good, on the disk or in the masters."""
+OF_HOOKS = frozenset(
+    (
+        *("ds_grads_remaining", "ds_inflight_param_registry", "ds_recompute_parameters", "ds_id"),
+        *("applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn", "_external_params"),
+        *("_original_parameters", "wall_clock_breakdown"),
+    )
+)
+"""Attributes of modules in which ZeRO-3's hooks keep what they have under way."""
 
 # State that forward and backward without step() may change, by owner.
 _ENGINE_STATE = (

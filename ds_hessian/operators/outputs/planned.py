@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ds_hessian.backends.objective import tensors_of
+from ds_hessian.backends.containers import tensors_of
 from ds_hessian.memory import FP32
 
 SIZES = ("output_size_per_partition", "out_features")
