@@ -16,13 +16,24 @@ from tests.backends.jobs import FEW, QUIET, TOTAL, full_weights, make_engine, my
 from tests.nets import TinyGPT, forward_hooks
 
 
-def products(config: dict[str, Any], precision: str = "model", count: int = 3) -> Any:
+class Capped(TinyGPT):
+    """Caps what its head returns."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """At most 1.5."""
+        return 1.5 * torch.tanh(super().logits(tokens) / 1.5)
+
+
+def products(
+    config: dict[str, Any], precision: str = "model", count: int = 3, capped: bool = False
+) -> Any:
     """(weights, for each vector (v, {operator: (product, error, norm)}, |G + R - H|), outputs).
 
     The vectors are a random one and powers of G.
     """
     torch.manual_seed(0)
-    engine = make_engine(TinyGPT(dropout=0.1), hessian=QUIET, **config)
+    net = Capped if capped else TinyGPT
+    engine = make_engine(net(dropout=0.1), hessian=QUIET, **config)
     hessian = engine.hessian.use(my_batches(FEW))
     space = hessian.backend.space
     v, rows = hessian.random_vector(seed=5), []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from tests.backends import jobs, output_jobs
 from tests.backends.test_stages import ENGINES
 from tests.nets import TinyGPT, batch
-from tests.operators.gauss_newton import ExactGaussNewton
+from tests.operators.gauss_newton import ExactGaussNewton, of_functions
 from tests.operators.nets import relative
 from tests.ranks import RankPool
 from tests.tiers import cells
@@ -66,6 +67,40 @@ def test_products_are_those_of_automatic_differentiation(ranks: Ranks, name: str
             off = relative(flat(found, names), of(flat(v, names)))
             limit = (0.3 if k == 0 else 0.1) if narrow else (3e-4 if k == 0 else 1e-4)
             assert off < min(limit, SLACK * error), (kind, k)
+        products = [figures[kind] for kind in ("ggn", "residual", "hessian")]
+        assert gap < SLACK * sum(error * norm for _, error, norm in products)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["0", "2", "3", "3 offload", "2 bf16", "3 bf16", "3 fp16"])
+def test_products_of_capped_logits(ranks: Ranks, engine: str) -> None:
+    weights, rows, outputs = ranks(2).run(output_jobs.products, ENGINES[engine], "model", 3, True)[
+        0
+    ]
+    assert outputs == "the logits of the loss: cross entropy"
+    net = output_jobs.Capped(dropout=0.0)
+    net.load_state_dict(
+        {n: w.reshape(net.state_dict()[n].shape) for n, w in weights.items()}, False
+    )
+    names = [n for n, _ in net.named_parameters()]
+    net.forward = net.logits  # type: ignore[method-assign]
+
+    def capped(tokens: Tensor, call: Callable[..., Any]) -> Any:
+        return call(tokens)
+
+    def entropy(labels: Tensor, f: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(f.flatten(0, 1), labels.flatten())
+
+    narrow = engine not in jobs_in_fp32()
+    for k, (v, figures, gap) in enumerate(rows):
+        each = [
+            of_functions(net, partial(capped, x), partial(entropy, y), flat(v, names))
+            for x, y in (batch(500 + i, 0) for i in range(jobs.FEW))
+        ]
+        found, error, _ = figures["ggn"]
+        off = relative(flat(found, names), torch.stack(each).mean(0))
+        limit = (0.3 if k == 0 else 0.1) if narrow else (3e-4 if k == 0 else 1e-4)
+        assert off < min(limit, SLACK * error), k
         products = [figures[kind] for kind in ("ggn", "residual", "hessian")]
         assert gap < SLACK * sum(error * norm for _, error, norm in products)
 

@@ -103,7 +103,8 @@ def of_functions(
     tangents = {n: x.view_as(p) for (n, p), x in zip(weights.items(), parts, strict=True)}
 
     def outputs(point: dict[str, Tensor]) -> Tensor:
-        return logits(lambda *args, **kwargs: functional_call(net, point, args, kwargs))
+        state = point | {n: b.clone() for n, b in net.named_buffers()}  # a forward may change them
+        return logits(lambda *args, **kwargs: functional_call(net, state, args, kwargs))
 
     f, u = torch.func.jvp(outputs, (weights,), (tangents,))
     _, product = torch.func.jvp(torch.func.grad(loss), (f,), (u,))
