@@ -460,7 +460,9 @@ class Hessian(JobMeasuring):
         def make() -> Sweep:
             if isinstance(directions, Mapping):
                 return Sweep(directions=(), displacements=displacements, vectors=directions)
-            return Sweep(directions=tuple(directions), displacements=displacements)
+            listed = isinstance(directions, (list, tuple))
+            named = tuple(directions) if listed else directions
+            return Sweep(directions=named, displacements=displacements)
 
         return self._measure(Sweep, make, overrides)
 

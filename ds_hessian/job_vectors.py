@@ -14,7 +14,7 @@ from ds_hessian.config import HessianConfig
 from ds_hessian.ranks import collective, summed, together
 from ds_hessian.records import HessianDecomposition, HessianSpectrum, Savable
 from ds_hessian.show.page import SHOWN, PageKeeper
-from ds_hessian.vectors import ProbeKind, random_vector
+from ds_hessian.vectors import ProbeKind, random_vector, refuse_impossible_probe
 
 S = TypeVar("S", bound=Savable)
 
@@ -47,9 +47,14 @@ class JobVectors:
     # ---- vectors
 
     def random_vector(self, seed: int = 0, kind: ProbeKind = "gaussian", probe: int = 0) -> Tensor:
-        """Return a random unit vector, `(n_local,)` fp32; the same one in every layout."""
+        """Return a random unit vector, `(n_local,)` fp32; the same one in every layout.
+
+        Raises:
+            ConfigError: seed or probe is no integer of at least 0, or the kind is unknown.
+        """
         backend, given = self.backend, {"seed": seed, "kind": kind, "probe": probe}
         with collective("drawing a random vector", backend.space.device, given=lambda: given):
+            refuse_impossible_probe(seed, probe, kind)
             return random_vector(backend.layout, backend.space, seed, probe, kind)
 
     def dot(self, a: Tensor, b: Tensor) -> float:

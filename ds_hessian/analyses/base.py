@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 import torch
 from torch import Tensor
 
+from ds_hessian.analyses.arguments import refuse_impossible
 from ds_hessian.analyses.measurement import Measurement, Subject, with_fallback
 from ds_hessian.backends.protocol import Backend, Objective
 from ds_hessian.backends.restricted import Restricted
@@ -67,6 +68,9 @@ class Analysis(ABC, Generic[R]):
     """What it measures, in a line, for people."""
     resumes: ClassVar[bool] = True
     """Whether `resume` keeps its state."""
+
+    def __post_init__(self) -> None:
+        refuse_impossible(self, self.title)
 
     # ---- what it takes, from settings alone
 

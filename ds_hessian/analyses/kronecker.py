@@ -85,6 +85,7 @@ class Kronecker(Analysis[HessianKronecker]):
     adapter: Adapter | Optimizer | None = transient(None)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         unknown = [kind for kind in self.kinds if kind not in KINDS]
         if unknown or not self.kinds or self.probes < 2 or self.basis < 1 or self.extremes < 0:
             raise ConfigError(

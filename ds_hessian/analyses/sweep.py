@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ds_hessian.analyses.base import Analysis, transient
 from ds_hessian.analyses.measurement import Measurement, Subject
+from ds_hessian.backends.protocol import Backend
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.krylov import LanczosState, ritz_vectors
@@ -79,13 +80,28 @@ class Sweep(Analysis[DisplacementSweep]):
         """Return the same without the search for `top`."""
         return [{"directions": [name for name in self.directions if name != "top"]}]
 
+    def prepared(self, backend: Backend, config: HessianConfig) -> Self:
+        """Return the same sweep.
+
+        Raises:
+            ConfigError: no directions, or displacements that do not ascend.
+        """
+        h = [] if self.displacements is None else list(self.displacements)
+        if h != sorted(set(h)) or not (self.directions or self.vectors):
+            raise ConfigError(
+                "displacement_sweep needs directions and ascending displacements, got "
+                f"{list(self.vectors or self.directions)} and {h}"
+            )
+        return self
+
     def run(self, subject: Subject) -> DisplacementSweep:
         """Measure. Collective."""
         # A sweep shows the function itself, at all scales.
         subject = replace(subject, config=subject.config.with_overrides(**CROSSED))
         with subject.open() as (run, _):
             vectors = self._vectors(run)
-            h = self.displacements or default_range(run.session)
+            given = self.displacements
+            h = default_range(run.session) if given is None else list(given)
             points = [sweep(run.curvature, v, h) for v in vectors.values()]
             gradient_norm = run.curvature.gradient_norm
 

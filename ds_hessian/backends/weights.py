@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hessian.backends.names import checkpoint_name
+from ds_hessian.ops.checks import WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,8 @@ def module_weights(
         name = checkpoint_name(f"{path}.weight" if path else "weight")
         if name in known and "weight" in module._parameters:
             yield Weight(name, module)
+
+
+def other_dtypes(parameters: Iterable[nn.Parameter]) -> list[str]:
+    """Return the dtypes of trainable parameters that cannot be displaced: fp64 and complex ones."""
+    return sorted({str(p.dtype) for p in parameters if p.requires_grad and p.dtype not in WEIGHTS})

@@ -114,7 +114,7 @@ def solve(
 
     Raises:
         NumericsError: b is zero or not finite, no dampings, or a preconditioner that is not
-            positive.
+            positive, or of another length.
 
     Collective.
     """
@@ -123,6 +123,11 @@ def solve(
     norm = operator.space.norm(b)
     if not (math.isfinite(norm) and norm > 0):
         raise NumericsError(f"solve needs a finite right-hand side other than zero; |b| = {norm}")
+    if isinstance(preconditioner, Tensor) and preconditioner.shape != b.shape:
+        raise NumericsError(
+            f"the preconditioner's diagonal must be {tuple(b.shape)} as b is on this rank, got "
+            f"{tuple(preconditioner.shape)}"
+        )
     goal = _Goal(method, tolerance, num_matvecs, LanczosOptions(storage=storage or Storage()))
     shifts = np.array(dampings, dtype=np.float64)
     if preconditioner is None:

@@ -462,8 +462,12 @@ class Lockstep(Follower):
                     recorded = self._recorded(name, getattr(dist.ProcessGroup, name))
                     setattr(dist.ProcessGroup, name, recorded)
             if hasattr(self._communication, SHARED_MEMORY):
+                own = vars(self._communication)  # of a measurement around this one
+                if SHARED_MEMORY in own:
+                    stack.callback(own.__setitem__, SHARED_MEMORY, own[SHARED_MEMORY])
+                else:
+                    stack.callback(delattr, self._communication, SHARED_MEMORY)
                 setattr(self._communication, SHARED_MEMORY, self._shared_memory())
-                stack.callback(delattr, self._communication, SHARED_MEMORY)
             yield
 
     def _recorded(self, name: str, method: Callable[..., T]) -> Callable[..., T]:

@@ -2,7 +2,7 @@
 
 from ds_hessian.vectors.layout import Box, Fragment, Layout
 from ds_hessian.vectors.partition import Partition, by_layer, by_pattern
-from ds_hessian.vectors.probes import ProbeKind, random_vector
+from ds_hessian.vectors.probes import ProbeKind, random_vector, refuse_impossible_probe
 from ds_hessian.vectors.space import VectorSpace
 from ds_hessian.vectors.transport import collected, distribute
 
@@ -18,4 +18,5 @@ __all__ = [
     "collected",
     "distribute",
     "random_vector",
+    "refuse_impossible_probe",
 ]

@@ -7,12 +7,13 @@ every world size, ZeRO stage and parallel layout draws the same vector, bit for 
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
+import numbers
+from typing import Literal, get_args
 
 from torch import Tensor
 
 from ds_hessian import ops
-from ds_hessian.errors import NumericsError
+from ds_hessian.errors import ConfigError, NumericsError
 from ds_hessian.vectors.layout import Layout
 from ds_hessian.vectors.space import VectorSpace
 
@@ -20,6 +21,20 @@ CHUNK = 1 << 18
 """Coordinates of a box that are filled at a time: each takes some 200 bytes of temporaries."""
 
 ProbeKind = Literal["gaussian", "rademacher"]
+
+
+def refuse_impossible_probe(seed: object, probe: object, kind: object) -> None:
+    """Raise for what no probe has.
+
+    Raises:
+        ConfigError: seed or probe is no integer of at least 0, or the kind is unknown.
+    """
+    for name, value in (("seed", seed), ("probe", probe)):
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 0:
+            raise ConfigError(f"{name} must be an integer, at least 0, got {value!r}")
+    if kind not in get_args(ProbeKind):
+        kinds = " or ".join(map(repr, get_args(ProbeKind)))
+        raise ConfigError(f"kind must be {kinds}, got {kind!r}")
 
 
 def _hash64(*parts: object) -> int:

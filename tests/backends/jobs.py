@@ -386,6 +386,34 @@ def gradient_of_a_layer_used_sometimes(config: dict[str, Any]) -> Any:
     return out
 
 
+def nested(config: dict[str, Any]) -> tuple[str, bool, bool]:
+    """A measurement in the loss of another: the message, whether the next one has the same bits as
+    the one before, and whether DeepSpeed's communication is as it was.
+    """
+    engine, calls = make_engine(**config, hessian=QUIET), itertools.count()
+    hessian, entries = engine.hessian, my_batches(FEW)
+    before, own = hessian.spectrum(entries, num_matvecs=2), dict(vars(deepspeed.comm.comm.cdb))
+
+    def loss(model: Any, entry: Any) -> Tensor:
+        if next(calls) == 1:
+            hessian.trace(num_matvecs=2)
+        found: Tensor = model(*entry)
+        return found
+
+    message = "no error"
+    try:
+        hessian.spectrum(entries, loss, num_matvecs=2)
+    except HessianError as error:
+        message = f"{type(error).__name__}: {error}"
+    after = hessian.spectrum(entries, num_matvecs=2)
+    engine.backward(engine(*entries[0]))
+    engine.step()
+    same = bool((before.alphas == after.alphas).all())
+    left = dict(vars(deepspeed.comm.comm.cdb)) == own
+    engine.destroy()
+    return message, same, left
+
+
 def forms_of_batches() -> list[Tensor]:
     """The same product through tuples, dicts, loss_fn, an output object, summed losses."""
     engine = make_engine(hessian=QUIET)

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from ds_hessian.errors import HessianError
+from tests.backends.jobs import nested
 from tests.faults import jobs
 from tests.ranks import RankPool
 from tests.tiers import cells
@@ -110,3 +111,12 @@ def test_it_ends_on_three_ranks_too(ranks: Ranks, what: str, alone: int) -> None
     for error, kept, right, keys in ranks(3).run(left, what, alone, timeout=60):
         assert "measuring()" in error or "not here" in error
         assert kept and right and keys == 0
+
+
+@pytest.mark.parametrize("stage", cells([1, 3], [3]))
+def test_a_measurement_in_the_loss_of_another_is_refused_on_all_ranks(
+    ranks: Ranks, stage: int
+) -> None:
+    for message, same, left in ranks(2).run(nested, {"zero_optimization": {"stage": stage}}):
+        assert "MeasurementError" in message and "a measurement of the same weights" in message
+        assert same and left

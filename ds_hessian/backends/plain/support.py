@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from ds_hessian.backends.weights import other_dtypes
 from ds_hessian.errors import UnsupportedError
 
 
@@ -66,6 +67,11 @@ def _findings(module: nn.Module) -> Iterator[tuple[str, bool, str]]:
         "sparse gradients",
         any(getattr(m, "sparse", False) is True for m in module.modules()),
         "make embeddings with sparse=False",
+    )
+    yield (
+        f"trainable parameters in {' and '.join(other_dtypes(parameters))}",
+        bool(other_dtypes(parameters)),
+        "measure a copy in fp32, copy.deepcopy(model).float(), on micro-batches in fp32",
     )
     yield (
         "a module without trainable parameters",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ds_hessian.backends.guard import has_plain_random_states
+from ds_hessian.backends.weights import other_dtypes
 from ds_hessian.backends.zero import host, tensor_parallel
 from ds_hessian.backends.zero.host import Engine
 from ds_hessian.errors import UnsupportedError
@@ -67,6 +68,11 @@ def _findings(engine: Engine) -> list[tuple[str, bool, str]]:
             "sparse gradients",
             any(getattr(module, "sparse", False) is True for module in engine.module.modules()),
             "make embeddings with sparse=False",
+        ),
+        (
+            f"trainable parameters in {' and '.join(other_dtypes(engine.module.parameters()))}",
+            bool(other_dtypes(engine.module.parameters())),
+            "train in fp32, bf16 or fp16",
         ),
         *_model_parallel_findings(engine),
         *_expert_findings(engine),
