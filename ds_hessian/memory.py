@@ -32,6 +32,9 @@ the displacement, Gram-Schmidt, and the writing of the next basis vector."""
 FP32 = 4
 """Bytes of one coordinate of a vector."""
 
+FP64 = 8
+"""Bytes of a number in what is worked out in fp64."""
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes in which models compute, by the names that settings give them."""
 NARROW = (torch.bfloat16, torch.float16)

@@ -157,6 +157,12 @@ class Analysis(ABC, Generic[R]):
         """
         return self
 
+    def foreseen(self, backend: Backend) -> Self:
+        """Return the same analysis with what this rank alone knows of the job, for a plan. Not
+        collective.
+        """
+        return self
+
     @abstractmethod
     def run(self, subject: Subject) -> R:
         """Measure. Collective."""
@@ -250,6 +256,7 @@ def plan_here(
 
     Of passes whose precision is `auto`, those that this rank alone would choose. Not collective.
     """
+    analysis = analysis.foreseen(backend)
     share, device = share_of(backend, objective, config.outputs), backend.space.device
     config, choice = chosen(share, config, lambda c: [_wide_needs(analysis, share, c, device)])
     return plan(analysis, share, config, in_words(config, choice))

@@ -18,7 +18,7 @@ from ds_hessian.backends.restricted import Choice, Restricted, RestrictedSession
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.krylov.kronecker import Comparison, Effort, compare
-from ds_hessian.memory import FP32, Item
+from ds_hessian.memory import FP32, FP64, Item
 from ds_hessian.operators import Curvature, OperatorCost
 from ds_hessian.operators.kronecker import (
     KINDS,
@@ -30,7 +30,9 @@ from ds_hessian.operators.kronecker import (
     Settings,
     estimate,
     find_layers,
+    foreseen_shapes,
     memory_of_factors,
+    owners,
 )
 from ds_hessian.operators.kronecker.layers import named
 from ds_hessian.operators.kronecker.spaces import LayerSpace
@@ -39,6 +41,10 @@ from ds_hessian.planning import Share, halves
 from ds_hessian.records import HessianKronecker
 from ds_hessian.records.kronecker import columns
 from ds_hessian.vectors import random_vector
+
+FIGURES = 5
+"""Vectors in fp64 for each one of the basis that the share on the diagonal takes: the basis and its
+products in K's eigenbasis, and three on the way to their sum."""
 
 OTHER = "its gradient is not that of one linear layer"
 
@@ -61,6 +67,7 @@ class Kronecker(Analysis[HessianKronecker]):
         shapes: Outputs and inputs of each layer.
         found: The layers, and why other weights have none.
         ranks: Ranks that share the factors.
+        rank: The rank whose memory is planned; None for the one that owns most.
         adam: What Adam divides by.
         adapter: The optimizer of the job that keeps factors, or a function that reads them
             (`ds_hessian.operators.kronecker.Adapter`), for the kind `optimizer`.
@@ -81,6 +88,7 @@ class Kronecker(Analysis[HessianKronecker]):
     shapes: tuple[tuple[int, int], ...] | None = transient(None)
     found: tuple[list[Layer], dict[str, str]] | None = transient(None)
     ranks: int = transient(1)
+    rank: int | None = transient(None)
     adam: Tensor | None = transient(None)
     adapter: Adapter | Optimizer | None = transient(None)
 
@@ -127,14 +135,18 @@ class Kronecker(Analysis[HessianKronecker]):
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
         """Return the sums of one pass, the factors, and the products of a layer."""
-        shapes = self.shapes or ()
-        largest = max((m * n for m, n in shapes), default=0)
-        vectors = 2 * (self.basis + self.probes) + 4
-        tier = share.tier
-        factors = memory_of_factors(shapes, tier, len(self.kinds), self.layers_at_once, self.ranks)
+        shapes, tier = self.shapes or (), share.tier
+        whose = zip(owners(shapes, self.ranks), shapes, strict=True)
+        largest = max((m * n for owner, (m, n) in whose if self.rank in (None, owner)), default=0)
+        factors = memory_of_factors(
+            shapes, tier, self.kinds, self.layers_at_once, self.ranks, self.rank
+        )
+        held = FP32 * (4 * (self.basis + self.probes) + 4)  # one by one, and together
+        figures = FP64 * FIGURES * self.basis
         return [
             *factors,
-            Item("products of a layer", tier, FP32 * vectors * largest, stage="products"),
+            Item("products of a layer", tier, held * largest, stage="products"),
+            Item("figures of a layer in fp64", tier, figures * largest, stage="products"),
         ]
 
     def with_less(self, config: HessianConfig) -> list[PlanSettings]:
@@ -150,7 +162,15 @@ class Kronecker(Analysis[HessianKronecker]):
         adapter = self.adapter
         if adapter is not None and not callable(adapter):
             adapter = KeptFactors(adapter, backend.weights())
-        return replace(self, shapes=shapes, found=found, ranks=ranks, adam=adam, adapter=adapter)
+        made = replace(self, shapes=shapes, found=found, ranks=ranks, rank=backend.space.rank)
+        return replace(made, adam=adam, adapter=adapter)
+
+    def foreseen(self, backend: Backend) -> Self:
+        """Fill in the sizes of the layers, as far as this rank knows them."""
+        if self.shapes is not None:
+            return self
+        space, shapes = backend.space, tuple(foreseen_shapes(backend, self.layers))
+        return replace(self, shapes=shapes, ranks=space.world_size, rank=space.rank)
 
     def run(self, subject: Subject) -> HessianKronecker:
         """Measure. Collective."""

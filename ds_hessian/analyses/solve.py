@@ -17,7 +17,13 @@ from ds_hessian.errors import ConfigError
 from ds_hessian.krylov import LanczosOptions
 from ds_hessian.memory import Item, in_stage
 from ds_hessian.operators import LinearOperator, Metric
-from ds_hessian.operators.kronecker import KroneckerMetric, Layer, find_layers, memory_of_factors
+from ds_hessian.operators.kronecker import (
+    KroneckerMetric,
+    Layer,
+    find_layers,
+    foreseen_shapes,
+    memory_of_factors,
+)
 from ds_hessian.planning import (
     ELSEWHERE,
     FEWEST,
@@ -63,6 +69,7 @@ class Solve(Journaled[HessianSolution]):
     shapes: tuple[tuple[int, int], ...] = transient(())
     found: Sequence[Layer] = transient(())
     ranks: int = transient(1)
+    rank: int | None = transient(None)
     b: Tensor | None = transient(None)
     diagonal: Tensor | None = transient(None)
 
@@ -83,7 +90,9 @@ class Solve(Journaled[HessianSolution]):
             share.vectors("residual", 1, PRODUCT),
         ]
         always = [share.vectors("preconditioner", self.preconditioner in ("adam", "ekfac"))]
-        always += memory_of_factors(self.shapes, share.tier, 2, ranks=self.ranks)
+        always += memory_of_factors(
+            self.shapes, share.tier, ("kfac", "ekfac"), ranks=self.ranks, rank=self.rank
+        )
         if self.preconditioner is None:
             space.append(share.vectors("solutions being formed", d, GRAM_SCHMIDT))
         else:
@@ -121,7 +130,15 @@ class Solve(Journaled[HessianSolution]):
             shapes=tuple(layer.shape for layer in found),
             found=found,
             ranks=backend.space.world_size,
+            rank=backend.space.rank,
         )
+
+    def foreseen(self, backend: Backend) -> Self:
+        """Fill in the sizes of the layers with factors, as far as this rank knows them."""
+        if self.shapes or self.preconditioner != "ekfac":
+            return self
+        space, shapes = backend.space, tuple(foreseen_shapes(backend, None))
+        return replace(self, shapes=shapes, ranks=space.world_size, rank=space.rank)
 
     def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, object]:
         """Compute the solutions."""

@@ -9,9 +9,9 @@ from ds_hessian.operators.kronecker.factors import (
 )
 from ds_hessian.operators.kronecker.forms import Eigenform
 from ds_hessian.operators.kronecker.kept import Adapter, KeptFactors
-from ds_hessian.operators.kronecker.layers import Layer, find_layers
+from ds_hessian.operators.kronecker.layers import Layer, find_layers, foreseen_shapes
 from ds_hessian.operators.kronecker.metric import KroneckerMetric
-from ds_hessian.operators.kronecker.planned import memory_of_factors
+from ds_hessian.operators.kronecker.planned import memory_of_factors, owners
 
 __all__ = [
     "KINDS",
@@ -25,5 +25,7 @@ __all__ = [
     "Settings",
     "estimate",
     "find_layers",
+    "foreseen_shapes",
     "memory_of_factors",
+    "owners",
 ]

@@ -102,6 +102,23 @@ def find_layers(backend: Backend, choice: Choice | None) -> tuple[list[Layer], d
     return layers, others
 
 
+def foreseen_shapes(backend: Backend, choice: Choice | None) -> list[tuple[int, int]]:
+    """Return the outputs and inputs of the layers that `find_layers` will find, as far as this rank
+    knows: weights of which it has no part count as layers. Not collective.
+    """
+    shapes = {name: shape for name, shape in backend.parameters if len(shape) == 2}
+    names = list(shapes) if choice is None else chosen(list(shapes), choice)
+    modules = {weight.name: weight.module for weight in backend.weights()}
+    found = []
+    for name in names:
+        rows, columns = shapes[name]
+        module = modules.get(name)
+        if module is None or not _no_layer(module):
+            turned = module is not None and _transposed(module)
+            found.append((columns, rows) if turned else (rows, columns))
+    return found
+
+
 def named(choice: Choice | None) -> bool:
     """Return whether layers were asked for by their names, so that none may be left out."""
     return choice is not None and not isinstance(choice, str)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from ds_hessian.memory import FP32, Item, Tier
+from ds_hessian.memory import FP32, FP64, Item, Tier
 
 PIECES, COLUMNS = 16, 96
 """Pieces of columns in which one triangle of a symmetric product is added, each a call of a matrix
@@ -41,14 +41,21 @@ def owners(shapes: Sequence[tuple[int, int]], ranks: int) -> list[int]:
     return found
 
 
+WORK = 2
+"""Matrices of the order of a factor, in fp64, that its decomposition takes beside it and its
+eigenvectors (LAPACK's dsyevd: 1 + 6 n + 2 n^2 numbers)."""
+
+
 def memory_of_factors(
     shapes: Sequence[tuple[int, int]],
     tier: Tier,
-    kinds: int,
+    kinds: Collection[str],
     at_once: int | None = None,
     ranks: int = 1,
+    rank: int | None = None,
 ) -> list[Item]:
-    """Return the sums of one pass, and the eigenvectors and eigenvalues that a rank owns.
+    """Return the sums of one pass, a factor being decomposed, and eigenvectors and eigenvalues
+    that a rank owns.
 
     Args:
         shapes: Outputs and inputs of each layer.
@@ -56,13 +63,26 @@ def memory_of_factors(
         kinds: Curvatures of each layer.
         at_once: Layers of one pass, the largest of them; None for all.
         ranks: Ranks that share the layers.
+        rank: The rank; None for the one that owns most.
     """
-    each = [2 * (size_of_square(m) + size_of_square(n)) + m * n for m, n in shapes]
-    sums = sorted(each, reverse=True)[:at_once]
-    owned = [0] * ranks
+    if not shapes:
+        return []
+    first, second = bool({"kfac", "ekfac"} & {*kinds}), bool({"shampoo", "klshampoo"} & {*kinds})
+    pairs = [size_of_square(m) + size_of_square(n) for m, n in shapes]
+    sums = [(first + second) * p + second * m * n for p, (m, n) in zip(pairs, shapes, strict=True)]
+    if {"ekfac", "klshampoo"} & {*kinds}:  # their passes have eigenvectors, or roots, on all ranks
+        rounds = [m * m + n * n + m * n + ("klshampoo" in kinds) * p
+                  for p, (m, n) in zip(pairs, shapes, strict=True)]  # fmt: skip
+        sums = [max(both) for both in zip(sums, rounds, strict=True)]
+    owned, most = [0] * ranks, [0] * ranks
     for owner, (m, n) in zip(owners(shapes, ranks), shapes, strict=True):
-        owned[owner] += 2 * kinds * (m * m + n * n + m * n)  # fp64
+        squares = m * m + n * n
+        owned[owner] += FP64 * (len(kinds) * (squares + m * n) + second * squares)
+        most[owner] = max(most[owner], FP64 * (first * squares + WORK * max(m, n) ** 2))
+    mine = max(range(ranks), key=owned.__getitem__) if rank is None else rank
+    passes = FP32 * sum(sorted(sums, reverse=True)[:at_once])
     return [
-        Item("Kronecker sums of a pass", tier, FP32 * sum(sums), ("passes",)),
-        Item("Kronecker factors", tier, FP32 * max(owned)),
+        Item("Kronecker sums of a pass", tier, passes, stage="factors"),
+        Item("a Kronecker factor being decomposed", tier, most[mine], stage="factors"),
+        Item("Kronecker factors", tier, owned[mine]),
     ]
