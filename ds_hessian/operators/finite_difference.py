@@ -39,11 +39,12 @@ from ds_hessian.errors import NumericsError
 from ds_hessian.operators.checks import kinks_crossed, length_of, require_finite
 from ds_hessian.operators.clock import add_gradient
 from ds_hessian.operators.displacement.belief import Trial
-from ds_hessian.operators.displacement.control import DECADE, Advice, StepController
+from ds_hessian.operators.displacement.control import Advice, StepController
 from ds_hessian.operators.displacement.figures import distance, quotient, removed_square, tangent
 from ds_hessian.operators.displacement.line import Line
 from ds_hessian.operators.displacement.schemes import SCHEMES, Scheme, SchemeName
 from ds_hessian.operators.displacement.sides import BOTH, DOUBTED, Sides
+from ds_hessian.operators.displacement.steps import DECADE
 from ds_hessian.operators.protocol import Form, OperatorCost, Product
 
 PILOT = 8

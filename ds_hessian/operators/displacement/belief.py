@@ -80,9 +80,6 @@ TAIL = 3.0
 LARGEST = 2.0, 1.2
 """Largest values of the parts of an error, noise and b h: larger ones are indistinguishable."""
 
-ALIKE = 0.02
-"""Displacements whose ln(error) differ by less are equally good."""
-
 NEGLIGIBLE = 1e-5
 """Cells of the table below this share of the most probable one are left out of averages."""
 
@@ -457,9 +454,7 @@ class Belief:
             smallest = np.minimum(smallest, error.min(axis=0))
         rounding, error = errors(np.array([[last.h]]))
         expected = np.concatenate([*means, _mean(np.log(error), weight)])
-        # Where all have saturated, they differ by noise alone, and the smallest is least wrong.
-        least = float(expected[:-1].min())
-        best = int((expected[:-1] <= least + (ALIKE if least > 0 else 0.0)).argmax())
+        best = int(expected[:-1].argmin())
         return Outlook(
             h=float(displacements[best]),
             regret=float(expected[best] - np.log(smallest) @ weight),

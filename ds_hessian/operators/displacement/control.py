@@ -62,7 +62,14 @@ from ds_hessian.operators.displacement.priors import (
     expected_noise,
 )
 from ds_hessian.operators.displacement.schemes import Scheme
-from ds_hessian.operators.displacement.steps import beyond, difference, longest_step, marked
+from ds_hessian.operators.displacement.steps import (
+    AMPLIFY,
+    DECADE,
+    beyond,
+    difference,
+    longest_step,
+    marked,
+)
 from ds_hessian.operators.displacement.witnesses import (
     has_thirds,
     products_of_a_third,
@@ -105,12 +112,6 @@ that the pilot has not."""
 
 APART = 0.4
 """Least distance between the trials of a vector, in ln h."""
-
-DECADE = 10.0
-"""Step of the scan for the first vector's scale, while all nonlinearity ratios are saturating."""
-
-AMPLIFY = 8.0
-"""The trial above h has this many times the truncation error."""
 
 MAX_TRIALS = 7
 

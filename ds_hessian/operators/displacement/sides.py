@@ -41,6 +41,7 @@ from ds_hessian.config import EXTRAPOLATED
 from ds_hessian.operators.displacement.belief import SATURATING, Estimate, Trial
 from ds_hessian.operators.displacement.control import APART, KINKED, StepController
 from ds_hessian.operators.displacement.schemes import SCHEMES, Scheme
+from ds_hessian.operators.displacement.steps import DECADE
 from ds_hessian.operators.protocol import COVERAGE
 
 ROUNDINGS = 2.0
@@ -50,13 +51,9 @@ DOUBT = 2.0
 """Mean deviations of ln N and ln b within which an error counts as possible: 98 % of a normal
 distribution are below."""
 
-UNLIKE = 3.0
+LONGER = 3.0
 """A product this many times as long as all those that were checked is of another kind of vector,
 such as the first one of a run after a random vector; the next of the same run is not."""
-
-GROWTH = 10.0
-"""Ratio of |Hv| of the second Krylov vector, rich in outliers, to that of a random vector, at
-which one side is tried; it was 12 to 27 for smooth nets of tests/operators/test_tolerance.py."""
 
 TRIES = 3
 """Trials at most before both sides are taken."""
@@ -134,7 +131,9 @@ class Sides:
             return h, False
         # Where it is measured, h is the one that is expected to be best. The other side of a pilot
         # that is all micro-batches gives the central difference.
-        size = self.scale * (GROWTH if control.products == 1 else 1.0)
+        # |Hv| of the second Krylov vector, rich in outliers, was 12 to 27 times that of the first,
+        # a random one, for smooth nets of tests/operators/test_tolerance.py.
+        size = self.scale * (DECADE if control.products == 1 else 1.0)
         h = self._best_h(size, deviations=0.0)
         likely = self._reached(self._error(h, size, deviations=0.0), size)
         return (BOTH, False) if control.whole or not likely else (h, True)
@@ -203,7 +202,7 @@ class Sides:
             return DOUBTED
         if tried:
             self.checked = max(self.checked, size)
-        elif size > UNLIKE * self.checked:
+        elif size > LONGER * self.checked:
             return DOUBTED
         self.scale = max(self.scale, size)
         self.since += 1

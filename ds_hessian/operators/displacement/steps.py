@@ -26,11 +26,13 @@ from itertools import pairwise
 
 from ds_hessian.operators.displacement.belief import SATURATING, SCATTER, UNEXPECTED, Trial
 
-NEARER = 8.0
-"""Truncation at the longer of two displacements over that at the one which decides."""
+AMPLIFY = 8.0
+"""Truncation at the longer of two displacements that are compared over that at the shorter one:
+nearly all of the change is truncation then, and the displacements are of one scale."""
 
-FARTHER = 10.0
-"""Step beyond a cliff. Noise at its edge is as large as D, and a tenth of it so far out."""
+DECADE = 10.0
+"""Step of scans in h, where ratios tell no direction: while all are saturating, and beyond a cliff.
+Noise at its edge is as large as D, and a tenth of it so far out."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Difference:
         """Return the displacement of a trial that decides, for a formula of that order; None where
         there is nothing to decide, or no room between them.
         """
-        nearer = NEARER ** (1 / order)
+        nearer = AMPLIFY ** (1 / order)
         room = self.above.h > nearer**2 * self.below.h
         return self.above.h / nearer if room and self.conflicting else None
 
@@ -104,8 +106,8 @@ def beyond(trials: Sequence[Trial]) -> float | None:
         falls = below.nonlinearity * above.h < above.nonlinearity * below.h / UNEXPECTED
         if below.nonlinearity <= SATURATING < above.nonlinearity and falls:
             farthest = known[-1]
-            near = farthest.h < FARTHER**2 * below.h
-            return FARTHER * farthest.h if near and farthest.nonlinearity > SATURATING else None
+            near = farthest.h < DECADE**2 * below.h
+            return DECADE * farthest.h if near and farthest.nonlinearity > SATURATING else None
     return None
 
 
