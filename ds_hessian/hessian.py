@@ -126,6 +126,7 @@ class Hessian(JobMeasuring):
         Raises:
             NumericsError: k or basis_size is impossible, or something is not finite.
         """
+        space = self.backend.space
         return self._measure(
             Eigenpairs,
             lambda: Eigenpairs(
@@ -134,7 +135,7 @@ class Hessian(JobMeasuring):
                 tolerance=tolerance,
                 max_matvecs=max_matvecs,
                 basis_size=basis_size,
-                start=start,
+                start=None if start is None else space.vector(start, "start"),
             ),
             as_exact_as(tolerance, overrides),
         )
@@ -178,6 +179,7 @@ class Hessian(JobMeasuring):
             NumericsError: b is zero, no dampings, or something is not finite.
         """
         diagonal = preconditioner if isinstance(preconditioner, Tensor) else None
+        space = self.backend.space
         return self._measure(
             Solve,
             lambda: Solve(
@@ -186,7 +188,7 @@ class Hessian(JobMeasuring):
                 tolerance=tolerance,
                 num_matvecs=num_matvecs,
                 preconditioner="diagonal" if isinstance(preconditioner, Tensor) else preconditioner,
-                b=b,
+                b=space.vector(b, "b"),
                 diagonal=diagonal,
             ),
             overrides,

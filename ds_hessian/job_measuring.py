@@ -195,13 +195,15 @@ class JobMeasuring(JobVectors):
             v: `(n_local,)` fp32.
 
         Raises:
+            ConfigError: v is no such vector.
             NumericsError: v is zero, or something is not finite.
             MeasurementError: the model or the loss raised on some rank.
         """
         if self._open is not None:
             with own_dtype():
-                return self._open.matvec(v)
+                return self._open.matvec(self.backend.space.vector(v))
         with collective("measuring a product", self.backend.space.device):
+            v = self.backend.space.vector(v)
             subject = decided(None, self._subject({}))
             return with_fallback(subject, lambda each: _product(each, v))
 

@@ -63,7 +63,7 @@ class JobVectors:
         space.all_reduces += 1
 
         def partial() -> float:
-            return float(ops.dots([(a, b)], space.n_owned)[0])
+            return float(ops.dots([(space.vector(a), space.vector(b))], space.n_owned)[0])
 
         return summed("taking an inner product", partial, space.device)
 

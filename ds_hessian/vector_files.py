@@ -100,8 +100,13 @@ def step_folder(folder: Path, step: int, operator: str) -> Path:
 
 @_collective("gathering a vector")
 def gather(backend: Backend, v: Tensor) -> dict[str, Tensor] | None:
-    """Return `{parameter name: tensor in its unsharded shape}` on rank 0, None elsewhere."""
+    """Return `{parameter name: tensor in its unsharded shape}` on rank 0, None elsewhere.
+
+    Raises:
+        ConfigError: v is no vector of this rank.
+    """
     layout, space = backend.layout, backend.space
+    v = space.vector(v)
     full = {name: collected(layout, space, v, name, shape) for name, shape in backend.parameters}
     return full if space.rank == 0 else None
 

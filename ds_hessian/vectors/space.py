@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hessian import ops
+from ds_hessian.errors import ConfigError
 from ds_hessian.ranks import reduce
 
 CHUNK = 2**20
@@ -95,6 +96,23 @@ class VectorSpace:
                 sums[1, i] += squares.dot(squares)
         second, fourth = self.reduce(sums.view(-1)).view(sums.shape)
         return fourth / second**2
+
+    def vector(self, v: object, what: str = "the vector") -> Tensor:
+        """Return a caller's `(n_local,)` as a vector of this rank: fp32, contiguous, on its device.
+
+        Raises:
+            ConfigError: it is none; says what `what` must be and is.
+        """
+        if not isinstance(v, Tensor):
+            given = f"a {type(v).__name__}"
+        elif tuple(v.shape) != (self.n_local,) or not v.is_floating_point():
+            given = f"a tensor of shape {tuple(v.shape)} and {v.dtype}"
+        else:
+            return v.detach().to(self.device, torch.float32).contiguous()
+        raise ConfigError(
+            f"{what} must be a vector of this rank, a tensor of shape ({self.n_local},) and "
+            f"torch.float32 such as random_vector and scatter return, got {given}"
+        )
 
     def zeros(self) -> Tensor:
         """Return a new zero vector, `(n_local,)` fp32."""

@@ -94,6 +94,27 @@ def test_a_preconditioner_of_another_length_is_refused(hessian: Any) -> None:
         hessian.solve(hessian.random_vector(), [1.0], preconditioner=torch.ones(3))
 
 
+CALLS: dict[str, Any] = {
+    "matvec": lambda hessian, v: hessian.matvec(v).vector,
+    "solve": lambda hessian, v: hessian.solve(v, [1.0], num_matvecs=2).x,
+    "eigenpairs": lambda hessian, v: hessian.eigenpairs(k=1, max_matvecs=4, start=v).values,
+    "dot": lambda hessian, v: torch.tensor(hessian.dot(v, hessian.random_vector())),
+    "gather": lambda hessian, v: next(iter(hessian.gather(v).values())),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_vectors_of_another_shape_are_refused_and_other_dtypes_are_converted(
+    hessian: Any, call: str
+) -> None:
+    v = hessian.random_vector(seed=3)
+    for wrong in (v[:3], v.view(-1, 1), v.long(), v.tolist()):
+        with pytest.raises(ConfigError, match=r"a vector of this rank, .* \(607,\)"):
+            CALLS[call](hessian, wrong)
+    found = [CALLS[call](hessian, x) for x in (v, v.double(), torch.stack([v, v], 1)[:, 0])]
+    assert all(np.array_equal(np.asarray(each), np.asarray(found[0])) for each in found)
+
+
 class Complex(nn.Module):
     """A parameter of complex numbers."""
 
