@@ -150,7 +150,7 @@ ALONE: dict[str, tuple[Do, Do, str]] = {
     "no such method": (
         lambda h, v: h.trace(num_matvecs=2),
         lambda h, v: h.trace("hutch"),  # type: ignore[arg-type]
-        'rank 1: ConfigError: method must be "hutchinson"',
+        'rank 1: ConfigError: trace: method must be "hutchinson"',
     ),
     "no such kinds": (
         lambda h, v: h.kronecker(["kfac"]),
@@ -160,7 +160,7 @@ ALONE: dict[str, tuple[Do, Do, str]] = {
     "no directions": (
         lambda h, v: h.displacement_sweep(["gradient"], [1e-2]),
         lambda h, v: h.displacement_sweep(None),  # type: ignore[arg-type]
-        "rank 1: TypeError",
+        "rank 1: ConfigError: displacement_sweep: directions must be a list",
     ),
     "no such kind of probe": (
         lambda h, v: h.random_vector(),

@@ -48,7 +48,7 @@ def test_adams_divisor_and_step_are_those_of_the_training(name: str, ranks: Rank
     found = ranks(2).run(jobs.adam_state, LAYOUTS[name], fused=name.endswith("fused"))[0]
     refusals, before, after, divisor, step, squares, steps, decay = found
     for refusal, part in zip(
-        refusals, ("make an optimizer step", "'sgd'", "at least 4"), strict=True
+        refusals, ("make an optimizer step", '"sgd"', "at least 4"), strict=True
     ):
         assert part in refusal
     (t,) = steps

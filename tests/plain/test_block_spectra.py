@@ -52,7 +52,7 @@ def test_spectra_of_layers_are_those_of_the_dense_blocks(hessian: Any, tmp_path:
 def test_blocks_of_a_choice_are_in_it(hessian: Any) -> None:
     found = hessian.block_spectra("parameters", num_matvecs=3, parameters="^0")
     assert found.names == ("0.weight", "0.bias") == found.provenance.parameters
-    with pytest.raises(ConfigError, match='blocks must be "layers", "parameters"'):
+    with pytest.raises(ConfigError, match='blocks must be "layers" or "parameters"'):
         hessian.block_spectra("modules")
 
 
