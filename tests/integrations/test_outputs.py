@@ -110,10 +110,10 @@ def vit() -> Made:
     return model, {"pixel_values": images, "labels": torch.tensor([0, 1, 2, 1])}, "classifier"
 
 
-@pytest.mark.parametrize(
-    "make", cells([gpt2, llama, qwen2, mixtral, bert, t5, vit], [gpt2]), ids=lambda f: f.__name__
-)
-def test_outputs_are_found_and_products_are_exact(make: Callable[[], Made]) -> None:
+def measured(make: Callable[[], Made]) -> Any:
+    """The model, its inputs, the name of its outputs, the job, a random vector, the outputs that
+    were found, and products of the vector with G, R and H.
+    """
     torch.manual_seed(0)
     model, inputs, name = make()
     model.eval()
@@ -123,7 +123,15 @@ def test_outputs_are_found_and_products_are_exact(make: Callable[[], Made]) -> N
         settings = FiniteDifferenceConfig()
         others = [curvature(g.session, settings, kind) for kind in ("residual", "hessian")]
         products = [operator.matvec(v) for operator in (g, *others)]
-        assert g.outputs == f"{name}: cross entropy"
+        return model, inputs, name, hessian, v, g.outputs, products
+
+
+@pytest.mark.parametrize(
+    "make", cells([gpt2, llama, qwen2, mixtral, bert, t5, vit], [gpt2]), ids=lambda f: f.__name__
+)
+def test_outputs_are_found_and_products_are_exact(make: Callable[[], Made]) -> None:
+    model, inputs, name, hessian, v, outputs, products = measured(make)
+    assert outputs == f"{name}: cross entropy"
     exact = ExactGaussNewton(
         model,
         name,
@@ -164,16 +172,8 @@ SCALED = [
 
 @pytest.mark.parametrize("make", cells(SCALED, SCALED[2:3]), ids=lambda f: f.__name__)
 def test_outputs_are_the_logits_that_the_loss_takes(make: Callable[[], Made]) -> None:
-    torch.manual_seed(0)
-    model, inputs, head = make()
-    model.eval()
-    hessian = ds_hessian.attach(model, None, {"progress": False}).use([inputs])
-    v = hessian.random_vector(seed=0)
-    with hessian.measuring(operator="ggn") as g:
-        settings = FiniteDifferenceConfig()
-        others = [curvature(g.session, settings, kind) for kind in ("residual", "hessian")]
-        products = [operator.matvec(v) for operator in (g, *others)]
-        assert g.outputs == "the logits of the loss: cross entropy"
+    model, inputs, head, hessian, v, outputs, products = measured(make)
+    assert outputs == "the logits of the loss: cross entropy"
     labels = inputs["labels"][:, 1:].flatten()
     truth = of_functions(
         model,
