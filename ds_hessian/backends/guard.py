@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
@@ -156,11 +156,12 @@ class Buffers:
 
     Attributes:
         wide: Whether passes have those in 16 bits in fp32.
+        starts: `{id of a kept copy: what passes start from}`, where that is another.
         saved: Owner, name, tensor and copy of each that has a tensor.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.wide = False
+        self.wide, self.starts = False, dict[int, Tensor]()
         self.saved: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._names: list[tuple[nn.Module, dict[str, Tensor | None], set[str]]] = []
         copies = dict[int, Tensor]()
@@ -176,27 +177,24 @@ class Buffers:
 
     def renew(self) -> None:
         """Bind new copies for a pass to write into; tensors that other passes saved stay."""
-        self.bind(self._copied)
-
-    def _copied(self, value: Tensor) -> Tensor:
-        narrow = value.is_floating_point() and value.dtype.itemsize < FP32
-        return value.float() if self.wide and narrow else value.clone()
-
-    def bind(self, copied: Callable[[Tensor], Tensor]) -> None:
-        """Bind what `copied` makes of the kept contents, which it must not return themselves."""
         self._unbind()
         made = dict[int, Tensor]()
         for owner, name, _, value in self.saved:
             if id(value) not in made:
-                made[id(value)] = copied(value)
+                made[id(value)] = self._started(value)
             owner._buffers[name] = made[id(value)]
+
+    def _started(self, value: Tensor) -> Tensor:
+        start = self.starts.get(id(value), value)
+        narrow = start.is_floating_point() and start.dtype.itemsize < FP32
+        return start.float() if self.wide and narrow else start.clone()
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore contents and bindings."""
         self._unbind()
         for owner, name, buffer, value in self.saved:
-            if not _is_expanded(buffer) and not _same_bits(buffer, value):
+            if not _is_expanded(buffer):
                 buffer.copy_(value)
             owner._buffers[name] = buffer
 
@@ -212,10 +210,6 @@ def _is_expanded(tensor: Tensor) -> bool:
     """Return whether elements of a tensor share their memory, so that nothing can write it."""
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.layout == torch.strided and any(n > 1 and step == 0 for n, step in strides)
-
-
-def _same_bits(tensor: Tensor, value: Tensor) -> bool:
-    return tensor.dtype == value.dtype and torch.equal(tensor, value)
 
 
 @contextmanager

@@ -97,3 +97,13 @@ def test_fp32_means_fp32_and_the_switches_return() -> None:
     finally:
         matmul.fp32_precision = before[0]
     assert (matmul.fp32_precision, others.fp32_precision) == before
+
+
+def test_a_zero_of_a_buffer_has_its_sign_again() -> None:
+    """Both zeros compare equal."""
+    module = nn.Module()
+    module.register_buffer("kept", torch.tensor([-0.0, 1.0]))
+    buffers = Buffers(module)
+    module.kept.abs_()
+    buffers.restore()
+    assert torch.signbit(module.kept)[0]

@@ -487,8 +487,8 @@ GUARD = (
         ("backends/test_guard.py", "backends/test_stages.py"),
     ),
     Defect(
-        "value.float() if self.wide and narrow else value.clone()",
-        "value.float() if self.wide and narrow else value",
+        "start.float() if self.wide and narrow else start.clone()",
+        "start.float() if self.wide and narrow else start",
         "a pass writes into the buffers as they are kept",
         ("backends/test_guard.py", TRAP.format("expert_bias_and_logged_losses_are_as_they_were")),
     ),

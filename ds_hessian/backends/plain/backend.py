@@ -255,15 +255,13 @@ class ModuleSession(ShardedSession):
         self._scales = dict[int, float]()
         self._states = [guard.initial]  # before micro-batch 0, 1, ...
         self._totals = Totals()
-        self._starts = self._first_buffers()
+        buffers = guard.buffers[0]
+        buffers.wide, buffers.starts = widen, self._first_buffers()
         self.cotangent_scale = 1.0 / self.space.world_size
         self.watch_autocast(guard, widen)
 
     def _first_buffers(self) -> dict[int, Tensor]:
-        """Return `{id of a saved buffer: what each pass starts from}`, where that is another.
-
-        They are rank 0's where `DistributedDataParallel` broadcasts them.
-        """
+        """Return `Buffers.starts`: rank 0's, where `DistributedDataParallel` broadcasts them."""
         outer, found = self._backend.module, dict[int, Tensor]()
         if isinstance(outer, DistributedDataParallel) and outer.broadcast_buffers:
             for _, _, _, value in self._guard.buffers[0].saved:
@@ -271,12 +269,6 @@ class ModuleSession(ShardedSession):
                     found[id(value)] = value.clone()
                     dist.broadcast(found[id(value)], src=0)
         return found
-
-    def _start(self, value: Tensor) -> Tensor:
-        """Return a copy of a buffer's kept contents for a pass."""
-        start = self._starts.get(id(value), value)
-        widened = self._widen and start.is_floating_point() and start.dtype != torch.float32
-        return start.float() if widened else start.clone()
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Add the gradients of these micro-batches, averaged over the ranks, to `out`."""
@@ -304,7 +296,7 @@ class ModuleSession(ShardedSession):
     def _evaluating(self, index: int) -> Iterator[None]:
         """Run a pass of a micro-batch, from its own random state and buffers, on all ranks."""
         self._guard.random.set(self._states[index])
-        self._guard.buffers[0].bind(self._start)
+        self._guard.buffers[0].renew()
         with (
             self._lockstep.together(f"evaluating micro-batch {index}"),
             self._guard.function.evaluating(index),
