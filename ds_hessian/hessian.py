@@ -462,9 +462,7 @@ class Hessian(JobMeasuring):
         def make() -> Sweep:
             if isinstance(directions, Mapping):
                 return Sweep(directions=(), displacements=displacements, vectors=directions)
-            listed = isinstance(directions, (list, tuple))
-            named = tuple(directions) if listed else directions
-            return Sweep(directions=named, displacements=displacements)
+            return Sweep(directions=directions, displacements=displacements)
 
         return self._measure(Sweep, make, overrides)
 

@@ -20,13 +20,13 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_hessian.backends.containers import Call, mapped
+from ds_hessian.backends.containers import Call, copied
 from ds_hessian.backends.function import FixedFunction
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import HessianError
@@ -335,8 +335,3 @@ def write_monitor(monitor: Private, record: Scheduled, picture: Path | None) -> 
     experiment = getattr(monitor.comet_monitor, "experiment", None)
     if experiment is not None:
         write_comet(experiment, record, picture)
-
-
-def copied(value: Any) -> Any:
-    """Copy tensors, into which the user may write the next batch, and rebuild containers."""
-    return mapped(value, lambda tensor: tensor.detach().clone())

@@ -95,11 +95,10 @@ class Kronecker(Analysis[HessianKronecker]):
     def __post_init__(self) -> None:
         super().__post_init__()
         unknown = [kind for kind in self.kinds if kind not in KINDS]
-        if unknown or not self.kinds or self.probes < 2 or self.basis < 1 or self.extremes < 0:
+        if unknown or not self.kinds or self.probes < 2 or self.basis < 1:
             raise ConfigError(
-                f"kronecker needs kinds among {', '.join(KINDS)}, basis >= 1, probes >= 2 and "
-                f"extremes >= 0; got kinds = {list(self.kinds)}, basis = {self.basis}, probes = "
-                f"{self.probes}, extremes = {self.extremes}"
+                f"kronecker needs kinds among {', '.join(KINDS)}, basis >= 1 and probes >= 2; "
+                f"got kinds = {list(self.kinds)}, basis = {self.basis}, probes = {self.probes}"
             )
 
         if ("optimizer" in self.kinds) != (self.adapter is not None):
@@ -162,8 +161,15 @@ class Kronecker(Analysis[HessianKronecker]):
         adapter = self.adapter
         if adapter is not None and not callable(adapter):
             adapter = KeptFactors(adapter, backend.weights())
-        made = replace(self, shapes=shapes, found=found, ranks=ranks, rank=backend.space.rank)
-        return replace(made, adam=adam, adapter=adapter)
+        return replace(
+            self,
+            shapes=shapes,
+            found=found,
+            ranks=ranks,
+            rank=backend.space.rank,
+            adam=adam,
+            adapter=adapter,
+        )
 
     def foreseen(self, backend: Backend) -> Self:
         """Fill in the sizes of the layers, as far as this rank knows them."""

@@ -117,8 +117,7 @@ class Solve(Journaled[HessianSolution]):
     def prepared(self, backend: Backend, config: HessianConfig) -> Self:
         """Fill in the number of products, Adam's diagonal and the layers with factors."""
         own, kind = self.diagonal, self.preconditioner
-        known = (None, "adam", "ekfac", "diagonal")
-        if kind not in known or (kind == "diagonal" and own is None):
+        if kind == "diagonal" and own is None:
             raise ConfigError(f'the preconditioner is a diagonal, "adam" or "ekfac", got {kind!r}')
         if kind == "adam":
             own = backend.adam()[0]

@@ -51,6 +51,11 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+def copied(value: Any) -> Any:
+    """Copy tensors, into which their maker may write the next batch, and rebuild containers."""
+    return mapped(value, lambda tensor: tensor.detach().clone())
+
+
 def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """Return a copy of a mapping with other values, which has its class's methods too; a plain
     dictionary where it cannot be written.

@@ -56,7 +56,7 @@ from ds_hessian.backends.choices import (
     line_of_call,
     sides_of,
 )
-from ds_hessian.backends.kinks import argument
+from ds_hessian.backends.kinks import argument, with_argument
 from ds_hessian.backends.pieces import Kinked
 from ds_hessian.backends.state import State
 from ds_hessian.defaults import dtype_of_job
@@ -82,7 +82,6 @@ SAME = 1e-2
 """Relative difference of the inputs of a choice and of its recomputation, which run on the same
 bits; other than by kernels whose sums have no fixed order, in bf16 at most."""
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Decision = Choice | Sides
 
 
@@ -240,7 +239,7 @@ class FixedFunction(TorchFunctionMode):
         kwargs, name = compositions.whole(func, kwargs), getattr(func, "__name__", "")
         if name in PROBABILITIES and not self._dropout:
             self._seen |= _drops(name, args, kwargs)
-            args, kwargs = _with_argument(args, kwargs, *PROBABILITIES[name], 0.0)
+            args, kwargs = with_argument(args, kwargs, *PROBABILITIES[name], 0.0)
         elif name in DIMS and self._key is not None and chooses(name, args, kwargs):
             self._seen = True
             return self._choose(func, name, args, kwargs)
@@ -569,14 +568,6 @@ def _undispatched(func: Any) -> Callable[..., Any]:
     made = FunctionType(func.__code__, names, None, func.__defaults__, func.__closure__)
     made.__kwdefaults__ = func.__kwdefaults__
     return made
-
-
-def _with_argument(
-    args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str, value: object
-) -> Arguments:
-    if len(args) > index:
-        return (*args[:index], value, *args[index + 1 :]), kwargs
-    return args, {**kwargs, name: value}
 
 
 def _drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -142,6 +142,15 @@ def argument(
     return args[index] if len(args) > index else kwargs.get(name, default)
 
 
+def with_argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str, value: object
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with another one in that place."""
+    if len(args) > index:
+        return (*args[:index], value, *args[index + 1 :]), kwargs
+    return args, {**kwargs, name: value}
+
+
 def kinked(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
     """Return whether values lie on both sides of a kink of a function, a boolean scalar.
 

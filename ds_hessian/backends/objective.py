@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.containers import Call, leaves, mapped
+from ds_hessian.backends.containers import Call, copied, leaves, mapped
 from ds_hessian.backends.guard import kept_random_states
 from ds_hessian.defaults import dtype_of_job
 from ds_hessian.errors import ConfigError, NumericsError
@@ -53,7 +53,9 @@ class MicroBatches:
                 f"batches must be a list (or loader) of micro-batches, got one {_kind(batches)}; "
                 "pass [batch]"
             )
-        self.batches = list(batches) if isinstance(batches, (list, tuple)) else _read(batches)
+        # What is made as it is read may be written over by the next micro-batch.
+        made = not isinstance(batches, (list, tuple))
+        self.batches = [copied(batch) for batch in batches] if made else list(batches)
         self.num_micro_batches = len(self.batches)
         self.sides = 0
 
@@ -230,11 +232,6 @@ class Totals:
                 f"had one, their sum was {count}"
             )
         return space.world_size / count, loss / count
-
-
-def _read(batches: Iterable[object]) -> list[object]:
-    """Read what is made as it is read, and may be written over by the next micro-batch."""
-    return [mapped(batch, lambda tensor: tensor.detach().clone()) for batch in batches]
 
 
 def _call(model: Callable[..., object], batch: object) -> object:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import CometCallback, TensorBoardCallback, WandbCallback
 
+from ds_hessian.backends.containers import copied
 from ds_hessian.backends.objective import reading
 from ds_hessian.backends.zero import settings_of
 from ds_hessian.config import HessianConfig
@@ -31,7 +32,7 @@ from ds_hessian.errors import ConfigError
 from ds_hessian.hessian import Hessian
 from ds_hessian.hosts import attach, device_of
 from ds_hessian.ranks import collective
-from ds_hessian.schedule import Measurements, Scheduled, copied, due, write_monitor
+from ds_hessian.schedule import Measurements, Scheduled, due, write_monitor
 from ds_hessian.show.monitor import figures_of, write_comet, write_tensorboard, write_wandb
 from ds_hessian.slices import use_settled
 from ds_hessian.vectors import VectorSpace

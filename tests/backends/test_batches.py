@@ -15,11 +15,10 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import ds_hessian
-from ds_hessian.backends.containers import mapped
+from ds_hessian.backends.containers import copied, mapped
 from ds_hessian.backends.objective import MicroBatches, ModelObjective
 from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.errors import ConfigError, MeasurementError
-from ds_hessian.schedule import copied
 from tests.backends import jobs
 from tests.operators.nets import batches, loss_of, mlp, train
 from tests.ranks import RankPool

@@ -68,9 +68,10 @@ def _findings(module: nn.Module) -> Iterator[tuple[str, bool, str]]:
         any(getattr(m, "sparse", False) is True for m in module.modules()),
         "make embeddings with sparse=False",
     )
+    others = other_dtypes(parameters)
     yield (
-        f"trainable parameters in {' and '.join(other_dtypes(parameters))}",
-        bool(other_dtypes(parameters)),
+        f"trainable parameters in {' and '.join(others)}",
+        bool(others),
         "measure a copy in fp32, copy.deepcopy(model).float(), on micro-batches in fp32",
     )
     yield (

@@ -43,6 +43,7 @@ def _findings(engine: Engine) -> list[tuple[str, bool, str]]:
     config, optimizer = engine._config, engine.optimizer
     zero, kind = config.zero_config, type(optimizer).__name__
     stage, plain = int(zero.stage), isinstance(optimizer, torch.optim.Optimizer)
+    others = other_dtypes(engine.module.parameters())
     return [
         ("an engine without an optimizer", kind in NO_OPTIMIZER, "give it one"),
         (
@@ -70,8 +71,8 @@ def _findings(engine: Engine) -> list[tuple[str, bool, str]]:
             "make embeddings with sparse=False",
         ),
         (
-            f"trainable parameters in {' and '.join(other_dtypes(engine.module.parameters()))}",
-            bool(other_dtypes(engine.module.parameters())),
+            f"trainable parameters in {' and '.join(others)}",
+            bool(others),
             "train in fp32, bf16 or fp16",
         ),
         *_model_parallel_findings(engine),

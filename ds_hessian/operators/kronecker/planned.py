@@ -68,16 +68,14 @@ def memory_of_factors(
     if not shapes:
         return []
     first, second = bool({"kfac", "ekfac"} & {*kinds}), bool({"shampoo", "klshampoo"} & {*kinds})
-    pairs = [size_of_square(m) + size_of_square(n) for m, n in shapes]
-    sums = [(first + second) * p + second * m * n for p, (m, n) in zip(pairs, shapes, strict=True)]
-    if {"ekfac", "klshampoo"} & {*kinds}:  # their passes have eigenvectors, or roots, on all ranks
-        rounds = [m * m + n * n + m * n + ("klshampoo" in kinds) * p
-                  for p, (m, n) in zip(pairs, shapes, strict=True)]  # fmt: skip
-        sums = [max(both) for both in zip(sums, rounds, strict=True)]
-    owned, most = [0] * ranks, [0] * ranks
+    in_rounds = bool({"ekfac", "klshampoo"} & {*kinds})  # with eigenvectors, or roots, on all ranks
+    sums, owned, most = list[int](), [0] * ranks, [0] * ranks
     for owner, (m, n) in zip(owners(shapes, ranks), shapes, strict=True):
-        squares = m * m + n * n
-        owned[owner] += FP64 * (len(kinds) * (squares + m * n) + second * squares)
+        triangles, squares, own = size_of_square(m) + size_of_square(n), m * m + n * n, m * n
+        once = (first + second) * triangles + second * own
+        again = in_rounds * (squares + own + ("klshampoo" in kinds) * triangles)
+        sums.append(max(once, again))
+        owned[owner] += FP64 * (len(kinds) * (squares + own) + second * squares)
         most[owner] = max(most[owner], FP64 * (first * squares + WORK * max(m, n) ** 2))
     mine = max(range(ranks), key=owned.__getitem__) if rank is None else rank
     passes = FP32 * sum(sorted(sums, reverse=True)[:at_once])

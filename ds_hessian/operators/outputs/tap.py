@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ds_hessian.backends.hooks import beside, on_cotangents
+from ds_hessian.backends.kinks import argument, with_argument
 from ds_hessian.errors import UnsupportedError
 
 SAMPLES = 2**16
@@ -143,13 +144,11 @@ class AtLoss(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
         if getattr(func, "__name__", "") in LOSSES and not in_backward():
-            f = args[0] if args else kwargs.get("input")
+            f = argument(args, kwargs, 0, "input")
             if isinstance(f, Tensor) and f.is_floating_point():
                 other = self._taken(f)
-                if other is not None and args:
-                    args = (other, *args[1:])
-                elif other is not None:
-                    kwargs = {**kwargs, "input": other}
+                if other is not None:
+                    args, kwargs = with_argument(args, kwargs, 0, "input", other)
         return func(*args, **kwargs)
 
 
