@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.containers import Call
+from ds_hessian.backends.containers import copied, formed, leaves, plain
 from ds_hessian.backends.objective import MicroBatches
-from ds_hessian.errors import ResultError
 from ds_hessian.hessian import Hessian
 from ds_hessian.ranks import collective, first_of, from_rank, together
 from ds_hessian.records.files import opened, replacing
@@ -29,7 +28,6 @@ from ds_hessian.vectors import VectorSpace
 logger = logging.getLogger(__name__)
 
 FOLDER = "micro_batches"
-_CALL = "arguments of a call"
 UNREADABLE = (
     *(OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError),
     UnpicklingError,
@@ -58,7 +56,7 @@ def settled(
     path = output / FOLDER / f"rank{space.rank}" / "batches.pt"
     mine = MicroBatches(batches).fingerprint()
     if resumed:
-        kept = _read(path, space)
+        kept = _read(path, space, batches)
         without = first_of(kept.batches is None, space.device)
         if not given and without is None and kept.batches is not None:
             if space.rank == 0:
@@ -125,7 +123,10 @@ class _Kept(NamedTuple):
     batches: list[Any] | None
 
 
-def _read(path: Path, space: VectorSpace) -> _Kept:
+def _read(path: Path, space: VectorSpace, now: list[Any]) -> _Kept:
+    """Return what a file holds; micro-batches in containers of the kinds that those of now have,
+    whose classes it does not name.
+    """
     if not path.exists():
         return _Kept(f"none in {path.parent}", None)
 
@@ -138,8 +139,7 @@ def _read(path: Path, space: VectorSpace) -> _Kept:
             found = torch.load(file, map_location=home, weights_only=True)
         if found["world_size"] != space.world_size:
             return _Kept(f"those of {found['world_size']} ranks", None)
-        batches = found["batches"]
-        kept = None if batches is None else [_rebuilt(batch) for batch in batches]
+        kept = None if found["batches"] is None else formed(found["batches"], now)
         fingerprint = found["fingerprint"]
         if kept is not None and MicroBatches(kept).fingerprint() != fingerprint:
             return _Kept(f"damaged in {path}", None)
@@ -149,37 +149,17 @@ def _read(path: Path, space: VectorSpace) -> _Kept:
 
 
 def _write(path: Path, fingerprint: str, batches: list[Any] | None, space: VectorSpace) -> None:
-    try:
-        plain = None if batches is None else [_plain(batch) for batch in batches]
-    except ResultError as error:
-        logger.warning("the measured micro-batches are not kept for a resumed job: %s", error)
-        plain = None
-    content = {"fingerprint": fingerprint, "world_size": space.world_size, "batches": plain}
+    other = next((each for each in leaves(batches) if not _is_kept(each)), None)
+    if other is not None:
+        logger.warning(
+            "the measured micro-batches are not kept for a resumed job: they hold a %s",
+            type(other).__name__,
+        )
+    kept = None if batches is None or other is not None else copied(plain(batches))
+    content = {"fingerprint": fingerprint, "world_size": space.world_size, "batches": kept}
     with replacing(path) as file:
         torch.save(content, file)
 
 
-def _plain(value: Any) -> Any:
-    """Return a micro-batch of tensors, containers and plain values alone.
-
-    Raises:
-        ResultError: it holds something else.
-    """
-    if isinstance(value, Call):
-        return {_CALL: [_plain(value.args), _plain(value.kwargs)]}
-    if isinstance(value, Tensor):
-        return value.detach().clone()  # without the rest of its storage
-    if type(value) is dict:
-        return {k: _plain(v) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_plain(v) for v in value)
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    raise ResultError(f"they hold a {type(value).__name__}")
-
-
-def _rebuilt(value: Any) -> Any:
-    if isinstance(value, dict) and _CALL in value:
-        args, kwargs = value[_CALL]
-        return Call(args, kwargs)
-    return value
+def _is_kept(value: object) -> bool:
+    return value is None or isinstance(value, Tensor) or type(value) in (bool, int, float, str)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 
 import ds_hessian
+from ds_hessian.backends.containers import Call, leaves
 from ds_hessian.errors import ConfigError
 from ds_hessian.records import HessianSpectrum
 from ds_hessian.records.files import Claim
 from ds_hessian.schedule import Schedule
 from ds_hessian.slices import settled
 from ds_hessian.vectors import VectorSpace
+from tests.backends.test_batches import KINDS, Encoding, Given, Named
 from tests.ranks import context
 
 
@@ -102,6 +106,41 @@ def test_another_slice_is_said_at_once(
     caplog.clear()
     process(tmp_path, 4, 6, given)  # from here on it is this slice
     assert "are not those" not in caplog.text
+
+
+@pytest.mark.parametrize("name", [*KINDS, "call", "packed"])
+def test_micro_batches_of_any_kind_are_measured_again_as_what_they_were(
+    tmp_path: Path, name: str
+) -> None:
+    """The file names no class: they are those of what the resumed job itself reads."""
+
+    def made(start: float) -> Any:
+        x, y = torch.full((3, 2), start), torch.arange(3)
+        if name == "call":
+            return Call((Named(x, y),), {"of": Encoding(x=x)})
+        return pack_sequence([x, x[:1]]) if name == "packed" else KINDS[name](x, y)
+
+    space, (before, now) = VectorSpace(1), ([made(0.0), made(1.0)], [made(2.0)])
+    settled(space, tmp_path, before, resumed=False)
+    found = settled(space, tmp_path, now, resumed=True)
+    assert len(found) == 2
+    for old, new in zip(before, found, strict=True):
+        assert kinds(old) == kinds(new) == kinds(now[0])
+        assert all(
+            torch.equal(a, b) if isinstance(a, Tensor) else a == b
+            for a, b in zip(leaves(old), leaves(new), strict=True)
+        )
+
+
+def kinds(value: Any) -> Any:
+    """The classes in nested containers."""
+    if isinstance(value, Call):
+        return Call, kinds(value.args), kinds(value.kwargs)
+    if isinstance(value, Mapping):
+        return type(value), {k: kinds(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value), [kinds(v) for v in value]
+    return type(value), kinds(vars(value)) if isinstance(value, Given) else None
 
 
 def test_what_cannot_be_kept_is_said_and_measured(

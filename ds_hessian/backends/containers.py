@@ -41,19 +41,79 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return type(value)(*(mapped(v, function) for v in value))
     if isinstance(value, (tuple, list)):
         return type(value)(mapped(v, function) for v in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        made = copy.copy(value)
-        for field in dataclasses.fields(value):
-            if hasattr(value, field.name):
-                changed = mapped(getattr(value, field.name), function)
-                object.__setattr__(made, field.name, changed)  # also of a frozen one
-        return made
+    if _has_fields(value):
+        return _with_fields(value, {k: mapped(v, function) for k, v in _fields(value).items()})
     return value
 
 
 def copied(value: Any) -> Any:
     """Copy tensors, into which their maker may write the next batch, and rebuild containers."""
     return mapped(value, lambda tensor: tensor.detach().clone())
+
+
+CALL = "arguments of a call"
+"""The key under which `plain` has those of a `Call`."""
+
+
+def plain(value: Any) -> Any:
+    """Return containers as dictionaries, lists and tuples, which a file can hold without naming a
+    class; whatever else they hold is the same object.
+    """
+    if isinstance(value, Call):
+        return {CALL: [plain(value.args), plain(value.kwargs)]}
+    if isinstance(value, Mapping):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return (tuple if isinstance(value, tuple) else list)(map(plain, value))
+    if _has_fields(value):
+        return {name: plain(v) for name, v in _fields(value).items()}
+    return value
+
+
+def formed(value: Any, like: Any) -> Any:
+    """Return what `plain` made of a container in containers of the kinds that another one has in
+    its places; plain ones where that has none.
+    """
+    if isinstance(value, dict) and CALL in value:
+        call = like if isinstance(like, Call) else Call((), {})
+        args, kwargs = value[CALL]
+        return Call(formed(args, call.args), formed(kwargs, call.kwargs))
+    if isinstance(value, dict):
+        return _formed_mapping(value, like)
+    if isinstance(value, (tuple, list)):
+        parts = like if isinstance(like, (tuple, list)) else type(value)()
+        last = parts[-1] if parts else None
+        items = [formed(v, parts[i] if i < len(parts) else last) for i, v in enumerate(value)]
+        named = isinstance(parts, tuple) and hasattr(parts, "_fields")
+        return type(parts)(*items) if named else type(parts)(items)
+    return value
+
+
+def _formed_mapping(value: dict[Any, Any], like: Any) -> Any:
+    of_fields = _has_fields(like) and not isinstance(like, Mapping)
+    parts = _fields(like) if of_fields else like if isinstance(like, Mapping) else {}
+    items = {k: formed(v, parts.get(k)) for k, v in value.items()}
+    if of_fields:
+        return _with_fields(like, items)
+    return items if type(parts) is dict else _mapping_like(parts, items)
+
+
+def _has_fields(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the values of a dataclass's fields, as far as it has them."""
+    names = [field.name for field in dataclasses.fields(value)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _with_fields(value: Any, items: Mapping[str, Any]) -> Any:
+    """Return a copy of a dataclass with other values of its fields."""
+    made = copy.copy(value)
+    for name, item in items.items():
+        object.__setattr__(made, name, item)  # also of a frozen one
+    return made
 
 
 def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

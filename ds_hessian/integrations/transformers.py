@@ -25,6 +25,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.integrations import CometCallback, TensorBoardCallback, WandbCallback
 
 from ds_hessian.backends.containers import copied
+from ds_hessian.backends.guard import Attributes
 from ds_hessian.backends.objective import reading
 from ds_hessian.backends.zero import settings_of
 from ds_hessian.config import HessianConfig
@@ -47,11 +48,13 @@ class _MicroBatch(TypedDict):
     Attributes:
         inputs: The inputs of the model.
         num_items: The number of tokens by which the Trainer divides; None where it does not.
+        window: The number of micro-batches of its accumulation window.
         repeats: The factor from the loss of one micro-batch to the sum over a window.
     """
 
     inputs: dict[str, object]
     num_items: Tensor | int | None
+    window: int
     repeats: int
 
 
@@ -205,20 +208,20 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
 
     def _copy(self, inputs: dict[str, object], num_items: Tensor | int | None) -> None:
         assert self._hessian is not None
-        self._resumed = self._resumed or (not self.micro_batches and self._hessian.step > 0)
-        repeats = self._repeats(num_items)
+        self._resumed |= not self.micro_batches and self.trainer.state.global_step > 0
+        window, repeats = self._window(num_items)
         try:
             copies = copied(dict(inputs)), copied(num_items)
         except Exception as error:  # raised when a measurement is due; training continues
             self._error = error
         else:
-            found: _MicroBatch = {"inputs": copies[0], "num_items": copies[1], "repeats": repeats}
-            self.micro_batches.append(found)
+            self.micro_batches.append(_micro_batch(*copies, window, repeats))
         if self._error or len(self.micro_batches) == self.config.num_micro_batches:
             self._stop()
 
-    def _repeats(self, num_items: Tensor | int | None) -> int:
-        """Return how often a loss counts: a share of a window's, once for each micro-batch of it.
+    def _window(self, num_items: Tensor | int | None) -> tuple[int, int]:
+        """Return the micro-batches of the window, and how often a loss counts: a share of a
+        window's, once for each micro-batch of it.
 
         `Trainer.training_step` divides the loss by their number unless it is a share already.
         """
@@ -227,7 +230,8 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         if is_share is None:
             by_token = trainer.model_accepts_loss_kwargs and num_items is not None
             is_share = by_token or trainer.compute_loss_func is not None
-        return int(trainer.current_gradient_accumulation_steps) if is_share else 1
+        window = int(trainer.current_gradient_accumulation_steps)
+        return window, window if is_share else 1
 
     def _stop(self) -> None:
         own = self.trainer.__dict__
@@ -267,7 +271,7 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
             else:
                 inputs = [dict(batch) for batch in batches]
                 self._batches = inputs
-        return [{"inputs": each, "num_items": None, "repeats": 1} for each in inputs]
+        return [_micro_batch(each) for each in inputs]
 
     def _collated(self, dataset: Sequence[object], space: VectorSpace) -> list[dict[str, object]]:
         trainer, count = self.trainer, self.config.num_micro_batches
@@ -283,9 +287,14 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         return [dict(collate([dataset[start + k] for k in range(size)])) for start in starts]
 
     def _loss(self, engine: nn.Module, micro_batch: _MicroBatch) -> Tensor:
-        with self.trainer.compute_loss_context_manager():
-            inputs, num_items = dict(micro_batch["inputs"]), micro_batch["num_items"]
-            loss: Any = self._compute_loss(engine, inputs, num_items_in_batch=num_items)
+        inputs, num_items = dict(micro_batch["inputs"]), micro_batch["num_items"]
+        now = Attributes()  # an override may divide by it; the last window of an epoch is shorter
+        now.set(self.trainer, "current_gradient_accumulation_steps", micro_batch["window"])
+        try:
+            with self.trainer.compute_loss_context_manager():
+                loss: Any = self._compute_loss(engine, inputs, num_items_in_batch=num_items)
+        finally:
+            now.restore()
         return loss * micro_batch["repeats"]
 
     def _write(self, record: Scheduled, picture: Path | None) -> None:
@@ -295,6 +304,15 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         if self.trainer.is_world_process_zero():
             for callback in self.trainer.callback_handler.callbacks:
                 _write_media(callback, record, picture)
+
+
+def _micro_batch(
+    inputs: dict[str, object],
+    num_items: Tensor | int | None = None,
+    window: int = 1,
+    repeats: int = 1,
+) -> _MicroBatch:
+    return {"inputs": inputs, "num_items": num_items, "window": window, "repeats": repeats}
 
 
 def _write_media(callback: TrainerCallback, record: Scheduled, picture: Path | None) -> None:

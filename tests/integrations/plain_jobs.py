@@ -18,8 +18,10 @@ def train(folder: Path, measured: bool, steps: int = 4, **options: Any) -> dict[
         measured: Whether the callback is added.
         steps: How many.
         options: Of the callback; `settings` over those of its configuration, which is given as a
-            `kind`; `report_to`, a tool that the Trainer reports to; and `prepare`, called with the
-            Trainer before its callback is made.
+            `kind`; `report_to`, a tool that the Trainer reports to; `prepare`, called with the
+            Trainer before its callback is made; `saved`, whether it saves a checkpoint at the end,
+            and `resumed`, whether it goes on from one; `window`, micro-batches of a step; `rows`,
+            the size of the dataset; and `trainer`, the class of the Trainer.
     """
     from transformers import Trainer, TrainingArguments
 
@@ -29,12 +31,13 @@ def train(folder: Path, measured: bool, steps: int = 4, **options: Any) -> dict[
     arguments = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
+        gradient_accumulation_steps=options.pop("window", 2),
         max_steps=steps,
         learning_rate=1e-2,
         use_cpu=True,
         report_to=options.pop("report_to", "none"),
-        save_strategy="no",
+        save_strategy="steps" if options.pop("saved", False) else "no",
+        save_steps=steps,
         logging_steps=2,
         disable_tqdm=True,
     )
@@ -42,12 +45,14 @@ def train(folder: Path, measured: bool, steps: int = 4, **options: Any) -> dict[
     kind = options.pop("kind", HessianConfig)
     settings = kind(**{**jobs.SECTION, **own, **options.pop("settings", {})})
     model = jobs.make_model("gpt2", attn_implementation="eager")
-    trainer = Trainer(model=model, args=arguments, train_dataset=jobs.text(32))
+    kind_of, resumed = options.pop("trainer", Trainer), options.pop("resumed", False)
+    rows = jobs.text(options.pop("rows", 32))
+    trainer = kind_of(model=model, args=arguments, train_dataset=rows)
     options.pop("prepare", lambda trainer: None)(trainer)
     callback = HessianCallback(trainer, settings, **options)
     if measured:
         trainer.add_callback(callback)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resumed)
     log = trainer.state.log_history[:-1]
     return {
         "model": model,

@@ -112,6 +112,31 @@ def test_a_resumed_trainer_measures_the_micro_batches_of_before(ranks: Ranks) ->
         assert len(first) == len(then) == 1 and first == then
 
 
+def test_without_deepspeed_too(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"saved": True, "settings": {"sharpness_interval": 0}}
+    first = plain_jobs.train(tmp_path, True, steps=2, **options)["callback"]
+    then = plain_jobs.train(tmp_path, True, steps=4, resumed=True, **options)["callback"]
+    assert list(first.spectra) == [2] and list(then.spectra) == [4]
+    before, after = (c.micro_batches[0]["inputs"]["input_ids"] for c in (first, then))
+    assert torch.equal(before, after)
+
+
+def test_a_loss_that_divides_by_its_window_is_the_same_after_a_short_one(tmp_path: Path) -> None:
+    """Ten rows are five micro-batches: an epoch of windows of four and of one."""
+    from transformers import Trainer
+
+    class Dividing(Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
+            return model(**inputs).loss / self.current_gradient_accumulation_steps
+
+    own = {"interval": 1, "sharpness_interval": 0, "num_matvecs": 1, "num_micro_batches": 2}
+    options: dict[str, Any] = {"window": 4, "rows": 10, "settings": own, "trainer": Dividing}
+    found = plain_jobs.train(tmp_path, True, steps=2, **options)
+    model, callback = found["model"].eval(), found["callback"]
+    losses = [model(**each["inputs"]).loss.item() for each in callback.micro_batches]
+    assert callback.spectra[2].loss == pytest.approx(sum(losses) / 2, rel=1e-5)
+
+
 @pytest.mark.full
 def test_a_callback_measures_the_dataset_or_the_batches_that_it_is_given(ranks: Ranks) -> None:
     rows = jobs.text(32)
