@@ -132,15 +132,16 @@ class RandomState:
 
 
 @contextmanager
-def kept_random_states(device: torch.device, *generators: torch.Generator) -> Iterator[None]:
+def kept_random_states(device: torch.device, *generators: Any) -> Iterator[None]:
     """Run the body, and restore the states of the generators after it.
 
     Args:
         device: The device whose generator is restored, beside the CPU's.
-        generators: Further generators that the body may draw from.
+        generators: Further generators of torch, numpy or Python that the body may draw from.
     """
-    own: tuple[Generator, ...] = tuple((g.get_state, g.set_state) for g in generators)
-    random_state = RandomState(device, trackers() + own)
+    random_state = RandomState(device, trackers())
+    for each in generators:
+        random_state.add(each)
     before = random_state.get()
     try:
         yield

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ds_hessian.backends.containers import Call, copied, leaves, mapped
 from ds_hessian.backends.guard import kept_random_states
+from ds_hessian.backends.loaders import generators_of, kept_positions
 from ds_hessian.defaults import dtype_of_job
 from ds_hessian.errors import ConfigError, NumericsError
 from ds_hessian.memory import NARROW
@@ -133,7 +134,8 @@ class ModelObjective(MicroBatches):
 
 @contextmanager
 def reading(batches: Iterable[object], device: torch.device) -> Iterator[None]:
-    """Read batches in the body, on all ranks or on none, leaving all random states unchanged.
+    """Read batches in the body, on all ranks or on none, leaving all random states, and where
+    training is in a loader, unchanged.
 
     Iterating a `DataLoader` draws the seed of its shuffle and of its workers from torch's
     generator, or from one of its own.
@@ -147,13 +149,10 @@ def reading(batches: Iterable[object], device: torch.device) -> Iterator[None]:
 
     Collective.
     """
-    holders = [batches, getattr(batches, "sampler", None)]
-    holders.append(getattr(getattr(batches, "batch_sampler", None), "sampler", None))
-    own = {id(g): g for g in (getattr(h, "generator", None) for h in holders)}
-    generators = [g for g in own.values() if isinstance(g, torch.Generator)]
     with (
         together("reading the batches", device=device),
-        kept_random_states(device, *generators),
+        kept_random_states(device, *generators_of(batches)),
+        kept_positions(batches),
         dtype_of_job(),
     ):
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+)
 
 import ds_hessian
 from ds_hessian.backends.containers import copied, mapped
@@ -39,6 +47,94 @@ def test_a_loader_that_shuffles_moves_no_generator(own: bool) -> None:
     objective = backend.objective(loader(generator if own else None))
     assert objective.num_micro_batches == 3
     assert torch.equal(generator.get_state(), before)
+
+
+class Epochs(Sampler[int]):
+    """A sampler with another order in each epoch, which it counts itself."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        order = random.Random(self.epoch)
+        self.epoch += 1
+        return iter(order.sample(range(12), 12))
+
+
+class Drawn(Dataset[Tensor]):
+    """Rows with noise from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.noise = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        return DATA[index][0] + float(self.noise.standard_normal())
+
+
+class Stream(IterableDataset[Tensor]):
+    """Rows from where the last reader has stopped."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for _ in range(12):
+            self.position += 1
+            yield torch.full((3,), float(self.position))
+
+
+class Restarting:
+    """A loader that is its own iterator, as DeepSpeed's is."""
+
+    def __iter__(self) -> Restarting:
+        self.rows = iter(torch.arange(12.0).split(2))
+        return self
+
+    def __next__(self) -> Tensor:
+        return next(self.rows)
+
+
+def prepared() -> Any:
+    """A loader of Accelerate, which counts its epochs and says whether one has ended."""
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.data_loader.prepare_data_loader(
+        DataLoader(DATA, batch_size=2, shuffle=True), use_seedable_sampler=True
+    )
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "persistent workers": lambda: DataLoader(
+        DATA, batch_size=2, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+    "a sampler that counts": lambda: DataLoader(DATA, batch_size=2, sampler=Epochs()),
+    "in batches": lambda: DataLoader(DATA, batch_sampler=BatchSampler(Epochs(), 2, False)),
+    "a generator of the data": lambda: DataLoader(Drawn(), batch_size=2),
+    "a stream": lambda: DataLoader(Stream(), batch_size=2),
+    "its own iterator": Restarting,
+    "accelerate": prepared,
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_training_reads_on_where_it_was_in_a_loader(name: str) -> None:
+    """Before the first epoch, in the middle of one, and in the next."""
+    backend, seen = ModuleBackend(nn.Linear(3, 1)), list[list[Any]]()
+    for reads in (False, True):
+        torch.manual_seed(0)
+        given, rows = LOADERS[name](), list[Any]()
+        if reads:
+            backend.objective(given)
+        for _ in range(2):
+            for number, row in enumerate(given):
+                rows.append(row)
+                if reads and number == 2:
+                    assert backend.objective(given).num_micro_batches == 6
+        seen.append([torch.cat(row) if isinstance(row, list) else row for row in rows])
+    assert len(seen[0]) == len(seen[1]) == 12
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
 def test_training_of_an_engine_is_the_same_after_a_loader_was_given(

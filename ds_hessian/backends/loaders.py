@@ -1,0 +1,59 @@
+"""Loaders of the user's that micro-batches are read from: training reads on from where it was.
+
+What a loader, its samplers and its data have as attributes is where training is in them: the epoch
+of a sampler, the position in a stream, the iterator of persistent workers, the generators from
+which they draw. Reading micro-batches moves all of them, and so what training would see next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ds_hessian.backends.state import generator
+
+ITERATOR = "_iterator"
+"""The attribute in which torch's `DataLoader` has the iterator of its persistent workers, which it
+begins anew instead of making another."""
+
+
+def parts_of(loader: Any) -> list[Any]:
+    """Return a loader and what is inside of it: loaders, samplers and data, which are iterated or
+    indexed, but no iterators.
+    """
+    found, given = dict[int, Any](), [loader]
+    while given:
+        part = given.pop()
+        read = hasattr(type(part), "__iter__") or hasattr(type(part), "__getitem__")
+        inside = part is loader or not hasattr(type(part), "__next__")
+        if id(part) in found or not (read and inside and hasattr(part, "__dict__")):
+            continue
+        if not isinstance(part, (Tensor, nn.Module, type)):
+            found[id(part)] = part
+            given += vars(part).values()
+    return list(found.values())
+
+
+def generators_of(loader: Any) -> list[Any]:
+    """Return the random generators from which a loader's parts draw."""
+    values = [v for part in parts_of(loader) for v in vars(part).values()]
+    return [value for value in values if generator(value) is not None]
+
+
+@contextmanager
+def kept_positions(loader: Any) -> Iterator[None]:
+    """Run the body, which reads a loader, and put the attributes of its parts back after it."""
+    kept = [(vars(part), dict(vars(part))) for part in parts_of(loader)]
+    for attributes, _ in kept:
+        if ITERATOR in attributes:
+            attributes[ITERATOR] = None
+    try:
+        yield
+    finally:
+        for attributes, before in kept:
+            for name in attributes.keys() - before.keys():
+                del attributes[name]
+            attributes.update(before)
