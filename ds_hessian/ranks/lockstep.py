@@ -78,6 +78,7 @@ T = TypeVar("T")
 
 _measuring: list[int] = []
 """The thread that measures, once for each lockstep that it has entered."""
+_entering = threading.Lock()
 
 
 class Lockstep(Follower):
@@ -135,15 +136,27 @@ class Lockstep(Follower):
         self._log: Log | None = None
 
     def __enter__(self) -> Lockstep:
+        self._thread = threading.get_ident()
+        with _entering:
+            if any(other != self._thread for other in _measuring):
+                raise ConfigError(
+                    "another thread of this process is measuring: measure in one thread at a time"
+                )
+            _measuring.append(self._thread)
+        self._stack.callback(_measuring.pop)
+        try:
+            self._join()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def _join(self) -> None:
         if self.world_size == 1:
             self._interrupts.hold()
             self._interrupts.__enter__()
-            return self
-        self.outer, self._thread = active.follower, threading.get_ident()
-        if any(other != self._thread for other in _measuring):
-            raise ConfigError(
-                "another thread of this process is measuring: measure in one thread at a time"
-            )
+            return
+        self.outer = active.follower
         around = self.outer._interrupts if isinstance(self.outer, Lockstep) else Interrupts()
         with around.entering(self._interrupts):
             self._interrupts.hold()  # until `whole`, in whose body they end it on all ranks
@@ -154,7 +167,6 @@ class Lockstep(Follower):
             if isinstance(self.outer, Lockstep):
                 self._stack.callback(setattr, self.outer, "_paused", False)
                 self.outer._paused = True
-        return self
 
     def __exit__(
         self,
@@ -453,8 +465,6 @@ class Lockstep(Follower):
     def _recording(self) -> Iterator[None]:
         """Record each collective of a segment before it is made."""
         with ExitStack() as stack:
-            _measuring.append(self._thread)
-            stack.callback(_measuring.pop)
             for name in (*COLLECTIVES, *OTHERS):
                 if name in vars(dist.ProcessGroup):
                     # As it is stored: what `getattr` gives would not be bound to a group again.

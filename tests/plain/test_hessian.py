@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,32 @@ def test_another_measurement_of_displaced_weights_is_refused() -> None:
                 hessian.spectrum(num_matvecs=1)
         hessians[3].spectrum(num_matvecs=1)
     assert torch.equal(hessians[1].matvec(v).vector, expected)
+
+
+def test_two_threads_of_one_process_never_measure_at_once() -> None:
+    """They would draw from, and restore, the same random states."""
+    reached, go_on, found = threading.Event(), threading.Event(), list[Any]()
+    data = [torch.randn(4, 3)]
+    first, second = (ds_hessian.attach(nn.Linear(3, 1), None, QUIET) for _ in range(2))
+
+    def waiting(model: Any, x: Tensor) -> Tensor:
+        reached.set()
+        go_on.wait(60)
+        return model(x).pow(2).mean()
+
+    thread = threading.Thread(
+        target=lambda: found.append(first.spectrum(data, waiting, num_matvecs=1))
+    )
+    thread.start()
+    try:
+        assert reached.wait(60)
+        with pytest.raises(ConfigError, match="another thread of this process is measuring"):
+            second.spectrum(data, lambda model, x: model(x).mean(), num_matvecs=1)
+    finally:
+        go_on.set()
+        thread.join()
+    again = second.spectrum(data, lambda model, x: model(x).pow(2).mean(), num_matvecs=1)
+    assert len(found) == 1 and again.num_matvecs == 1
 
 
 def test_what_is_no_job_is_refused() -> None:
