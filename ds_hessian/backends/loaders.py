@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ds_hessian.backends.state import generator
 
@@ -22,7 +23,7 @@ begins anew instead of making another."""
 
 def parts_of(loader: Any) -> list[Any]:
     """Return a loader and what is inside of it: loaders, samplers and data, which are iterated or
-    indexed, but no iterators.
+    indexed, but no iterators: what is read from one is gone.
     """
     found, given = dict[int, Any](), [loader]
     while given:
@@ -31,7 +32,7 @@ def parts_of(loader: Any) -> list[Any]:
         inside = part is loader or not hasattr(type(part), "__next__")
         if id(part) in found or not (read and inside and hasattr(part, "__dict__")):
             continue
-        if not isinstance(part, (Tensor, nn.Module, type)):
+        if not isinstance(part, (Tensor, nn.Module, type, _BaseDataLoaderIter)):
             found[id(part)] = part
             given += vars(part).values()
     return list(found.values())

@@ -137,6 +137,14 @@ def test_training_reads_on_where_it_was_in_a_loader(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_read_from_an_iterator_is_gone(workers: int) -> None:
+    rows = iter(DataLoader(DATA, batch_size=2, num_workers=workers))
+    next(rows)
+    assert ModuleBackend(nn.Linear(3, 1)).objective(rows).num_micro_batches == 5
+    assert list(rows) == []
+
+
 def test_training_of_an_engine_is_the_same_after_a_loader_was_given(
     ranks: Callable[[int], RankPool],
 ) -> None:
