@@ -17,7 +17,8 @@ def moments(
 ) -> AdamState | None:
     """Return denominator and last step for a run of one tensor that an optimizer steps.
 
-    `D = sqrt(v / (1 - beta2^t)) + eps` and `-lr m / (1 - beta1^t) / D`, flat, in fp32.
+    `D = sqrt(v / (1 - beta2^t)) + eps` and `-lr m / (1 - beta1^t) / D`, flat, in fp32. Of a tensor
+    that has never had a gradient, and so no state, both moments are zero.
 
     Args:
         state: The optimizer's state of the tensor.
@@ -28,6 +29,8 @@ def moments(
     Returns:
         None where the state is not that of an Adam.
     """
+    if not state and {"betas", "eps"} <= settings.keys():
+        return AdamState(torch.full((numel,), float(settings["eps"])), torch.zeros(numel))
     if not {"exp_avg", "exp_avg_sq"} <= state.keys():
         return None
     step = float(state["step"] if "step" in state else settings["step"])
@@ -36,7 +39,7 @@ def moments(
         for beta in settings["betas"]
     )
     mean, square = (
-        state[name].detach().view(-1).narrow(0, offset, numel).float()
+        state[name].detach().reshape(-1).narrow(0, offset, numel).float()
         for name in ("exp_avg", "max_exp_avg_sq" if settings.get("amsgrad") else "exp_avg_sq")
     )
     denominator = (square / second).sqrt_().add_(settings["eps"])

@@ -193,6 +193,43 @@ def test_adams_denominator_and_last_step() -> None:
         ModuleBackend(net).adam()
 
 
+class Image(nn.Module):
+    """A convolution, and a layer that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.conv, self.head = nn.Linear(2, 2), nn.Conv2d(3, 4, 3), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A loss."""
+        return self.head(torch.tanh(self.conv(x)).flatten(1)).square().mean()
+
+
+def test_adams_state_of_other_memory_formats_and_of_what_has_had_no_gradient() -> None:
+    torch.manual_seed(0)
+    net = Image().to(memory_format=torch.channels_last)
+    x = torch.randn(4, 3, 4, 4).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, eps=1e-7)
+    hessian = ds_hessian.attach(net, optimizer, {"progress": False}).use([x])
+    with pytest.raises(ConfigError, match="make an optimizer step"):
+        hessian.backend.adam()
+    for _ in range(3):
+        before = torch.cat([p.detach().flatten() for p in net.parameters()])
+        optimizer.zero_grad()
+        net(x).backward()
+        optimizer.step()
+    assert not optimizer.state[net.conv.weight]["exp_avg"].is_contiguous()
+    state, after = (
+        hessian.backend.adam(),
+        torch.cat([p.detach().flatten() for p in net.parameters()]),
+    )
+    assert torch.allclose(state.last_step, after - before, atol=1e-6)
+    n = sum(p.numel() for p in net.unused.parameters())
+    assert (state.denominator[:n] == optimizer.defaults["eps"]).all()
+    assert (state.denominator[n:] > 1e-6).all()
+    assert hessian.sharpness(max_matvecs=4).preconditioned is not None
+
+
 def test_a_parameter_that_is_used_past_the_model_is_refused() -> None:
     net = nn.Linear(3, 1)
     backend = ModuleBackend(net)

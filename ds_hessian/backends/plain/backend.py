@@ -202,8 +202,8 @@ class ModuleBackend:
         settings = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         state, found = self.optimizer.state, []
         for _, p in trained(self.model):
-            known = p in state and id(p) in settings
-            found.append(moments(state[p], settings[id(p)], 0, p.numel()) if known else None)
+            group = settings.get(id(p), {})
+            found.append(moments(state.get(p, {}), group, 0, p.numel()))
         return collect(found, self.layout, self.space, self.optimizer)
 
     def weights(self) -> Iterable[Weight]:
