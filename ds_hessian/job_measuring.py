@@ -169,6 +169,7 @@ class JobMeasuring(JobVectors):
         if self._open is not None:
             raise ConfigError("a measurement is open already: leave `measuring()` first")
         config = self.config.with_overrides(**overrides)
+        self.backend.require_measurable()
         backend = restricted(self.backend, config.parameters)
         return Subject(backend, self._objective, config, self._retires, lessons=self._lessons)
 

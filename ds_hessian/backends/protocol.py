@@ -328,6 +328,15 @@ class Backend(Protocol):
         """
         ...
 
+    def require_measurable(self) -> None:
+        """Require the job to be as it was when the backend was made. Not collective.
+
+        Raises:
+            UnsupportedError: it has become one that is not supported.
+            ConfigError: other parameters are trained.
+        """
+        ...
+
     def measuring(
         self, objective: Objective, passes: Passes = DEFAULT_PASSES
     ) -> AbstractContextManager[Session]:

@@ -178,6 +178,10 @@ class Restricted:
         """Read the micro-batches and check them on all ranks, as the job does."""
         return self.whole.objective(batches, loss, like=like, **sizes)
 
+    def require_measurable(self) -> None:
+        """Require the job to be as it was."""
+        self.whole.require_measurable()
+
     @contextmanager
     def measuring(
         self, objective: Objective, passes: Passes = DEFAULT_PASSES

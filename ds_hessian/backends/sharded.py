@@ -11,6 +11,7 @@ Memory: a copy of the weights without a master.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from ds_hessian import ops
 from ds_hessian.backends.function import FixedFunction
 from ds_hessian.backends.guard import Guard
 from ds_hessian.backends.protocol import Head, SidesOfKinks
-from ds_hessian.errors import UnsupportedError
+from ds_hessian.errors import NumericsError, UnsupportedError
 from ds_hessian.vectors import Layout, VectorSpace
 
 
@@ -105,7 +106,13 @@ class ShardedWeights:
             weight.copy_(master)
 
     def norm(self, names: Collection[str] | None = None) -> float:
-        """Return `|w|` over all ranks, or that of some parameters. Collective: one all-reduce."""
+        """Return `|w|` over all ranks, or that of some parameters.
+
+        Raises:
+            NumericsError: it is not finite.
+
+        Collective: one all-reduce.
+        """
         device = self.space.device
         owned = [
             master
@@ -114,7 +121,10 @@ class ShardedWeights:
         ]
         squares = [_square(master).to(device) for master in owned]
         total = torch.cat([torch.zeros(1, dtype=torch.float64, device=device), *squares]).sum()
-        return float(self.space.reduce(total.reshape(1))[0]) ** 0.5
+        norm = float(self.space.reduce(total.reshape(1))[0]) ** 0.5
+        if not math.isfinite(norm):
+            raise NumericsError(f"the weights are not finite: their norm is {norm}")
+        return norm
 
 
 class ShardedSession:

@@ -46,6 +46,14 @@ def module_weights(
             yield Weight(name, module)
 
 
+def scripted_in(module: nn.Module) -> str:
+    """Return the class of a module of torch.jit, whose parameters and buffers are no attributes of
+    Python's; nothing without one.
+    """
+    scripted = (m for m in module.modules() if isinstance(m, torch.jit.ScriptModule))
+    return next((type(m).__name__ for m in scripted), "")
+
+
 def other_dtypes(parameters: Iterable[nn.Parameter]) -> list[str]:
     """Return the dtypes of trainable parameters that cannot be displaced: fp64 and complex ones."""
     return sorted({str(p.dtype) for p in parameters if p.requires_grad and p.dtype not in WEIGHTS})

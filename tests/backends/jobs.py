@@ -536,6 +536,20 @@ def autocast_in_the_loss() -> tuple[float, str]:
     return roundoff, message
 
 
+def after_destroy(config: dict[str, Any]) -> tuple[str, str]:
+    """The messages for a measurement of an engine after its `destroy()`, and of its module."""
+    engine = make_engine(hessian=QUIET, **config)
+    hessian = engine.hessian.use(my_batches())
+    engine.destroy()
+    found = []
+    for call in (hessian.spectrum, lambda: ds_hessian.attach(engine.module)):
+        try:
+            call()
+        except HessianError as error:
+            found.append(str(error))
+    return found[0], found[-1]
+
+
 def frozen_since(stage: int) -> str:
     """The message for a parameter that one rank has frozen since the micro-batches were chosen."""
     engine = make_engine(zero={"stage": stage}, hessian=QUIET)

@@ -212,6 +212,13 @@ def test_a_parameter_frozen_since_is_refused_on_all_ranks(ranks: Ranks, stage: i
         assert "trainable parameters have changed since attach()" in text
 
 
+@pytest.mark.parametrize("name", cells(("1", "2", "3", "1 bf16 immediate"), ("2", "3")))
+def test_an_engine_after_its_destroy_is_refused_by_name(ranks: Ranks, name: str) -> None:
+    for engine, module in ranks(2).run(jobs.after_destroy, ENGINES[name]):
+        assert "an engine after its destroy()" in engine
+        assert name != "3" or "parameters that ZeRO-3 has partitioned" in module
+
+
 @pytest.mark.parametrize("stage", cells((0, 1, 2, 3), (2,)))
 def test_a_parameter_frozen_before_attaching_is_no_part_of_the_space(
     ranks: Ranks, stage: int

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ds_hessian
 from ds_hessian.backends import Passes
 from ds_hessian.backends.plain import ModuleBackend, stand_ins
-from ds_hessian.errors import ConfigError, MeasurementError, UnsupportedError
+from ds_hessian.errors import ConfigError, MeasurementError, NumericsError, UnsupportedError
 from ds_hessian.operators import FiniteDifferenceHessian
 from ds_hessian.ranks.lockstep import LockstepError
 from tests.nets import TinyGPT, batch
@@ -242,10 +242,9 @@ def test_a_parameter_that_is_used_past_the_model_is_refused() -> None:
 def test_a_parameter_frozen_since_is_refused() -> None:
     net = nn.Linear(3, 1)
     backend = ModuleBackend(net)
-    objective = backend.objective([torch.ones(2, 3)], lambda model, x: model(x).square().mean())
     net.bias.requires_grad_(False)
-    with pytest.raises(ConfigError, match="have changed.*bias"), backend.measuring(objective):
-        pass
+    with pytest.raises(ConfigError, match="have changed.*bias"):
+        backend.require_measurable()
 
 
 def test_autocast_in_the_loss_is_seen_and_refused_in_fp32() -> None:
@@ -367,6 +366,40 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
         ModuleBackend(net.requires_grad_(False))
     with pytest.raises(UnsupportedError, match="not support sparse gradients"):
         ModuleBackend(nn.Embedding(3, 2, sparse=True))
+    for scripted in (torch.jit.script(net), nn.Sequential(torch.jit.script(nn.Linear(3, 1)))):
+        with pytest.raises(UnsupportedError, match="not support modules of torch.jit"):
+            ModuleBackend(scripted)
+    partitioned = nn.Linear(3, 1)
+    partitioned.weight.ds_id = 0  # type: ignore[assignment]  # as zero.Init marks them
+    with pytest.raises(UnsupportedError, match="ZeRO-3 has partitioned; attach the engine"):
+        ModuleBackend(partitioned)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (nn.Module.double, "trainable parameters in torch.float64"),
+        (lambda net: net.requires_grad_(False), "without trainable parameters"),
+        (lambda net: net.append(torch.jit.script(nn.Tanh())), "modules of torch.jit"),
+    ],
+)
+def test_what_a_module_has_become_is_refused_by_name_too(
+    change: Callable[[nn.Module], object], message: str
+) -> None:
+    net = nn.Sequential(nn.Linear(3, 1))
+    hessian = ds_hessian.attach(net, config={"progress": False})
+    hessian.use([torch.ones(2, 3)], lambda model, x: model(x).square().mean())
+    change(net)
+    with pytest.raises(UnsupportedError, match=message):
+        hessian.spectrum(num_matvecs=1)
+
+
+def test_weights_that_are_not_finite_are_said() -> None:
+    net = nn.Sequential(nn.Linear(3, 1), nn.Tanh())
+    net[0].weight.data[0, 0] = torch.inf
+    hessian = ds_hessian.attach(net, config={"progress": False})
+    with pytest.raises(NumericsError, match="the weights are not finite"):
+        hessian.spectrum([torch.ones(2, 3)], lambda model, x: model(x).sum(), num_matvecs=1)
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "FSDP2"])

@@ -29,6 +29,7 @@ from ds_hessian.backends.megatron.replicas import (
     replicated_parameters,
 )
 from ds_hessian.backends.megatron.runs import parameters_of, runs_of, weights_of
+from ds_hessian.backends.megatron.support import refuse_unsupported
 from ds_hessian.backends.megatron.wide import WideWeights, accumulates_in_fp32, without_casts
 from ds_hessian.backends.names import require_same, trained_names
 from ds_hessian.backends.objective import common_number, reading
@@ -93,6 +94,11 @@ class MegatronBackend:
         """The dtype of the weights and of the passes."""
         return next(self.chunks[0].parameters()).dtype
 
+    def require_measurable(self) -> None:
+        """Require the job to be as it was when it was attached."""
+        refuse_unsupported(self.chunks)
+        require_same(self._attached, trained_names(self.chunks))
+
     # ---- the function
 
     def objective(
@@ -151,7 +157,6 @@ class MegatronBackend:
         lockstep = Lockstep(self.device, peers=host.ranks_of_stage())
         with lockstep, ExitStack() as stack:
             with lockstep.together("saving the training state"):
-                require_same(self._attached, trained_names(self.chunks))
                 guard = stack.enter_context(
                     guarded(self.chunks, self.device, passes, objective.forward_step)
                 )

@@ -133,6 +133,12 @@ class ModuleBackend:
         common_number(objective.num_micro_batches, self.space)
         return objective
 
+    def require_measurable(self) -> None:
+        """Require the module to be as it was when it was attached."""
+        refuse_unsupported(self.module)
+        attached = [f"{name} {tuple(shape)}" for name, shape in self.parameters]
+        require_same(attached, [f"{name} {tuple(p.shape)}" for name, p in trained(self.model)])
+
     @contextmanager
     def measuring(
         self, objective: Objective, passes: Passes = DEFAULT_PASSES
@@ -140,13 +146,10 @@ class ModuleBackend:
         """Save the training state, and yield a session; allowed wherever no backward is pending.
 
         Raises:
-            ConfigError: other parameters are trainable than when the backend was made.
             UnsupportedError: the weights differ between the ranks.
         """
         assert isinstance(objective, ModelObjective)
         named, widen = trained(self.model), passes.precision == "fp32"
-        attached = [f"{name} {tuple(shape)}" for name, shape in self.parameters]
-        require_same(attached, [f"{name} {tuple(p.shape)}" for name, p in named])
         self._require_equal_weights(named)
         given = self.masters or [p.detach() for _, p in named]
         sources = {id(p): source for (_, p), source in zip(named, given, strict=True)}

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ds_hessian.backends.weights import other_dtypes
+from ds_hessian.backends.weights import other_dtypes, scripted_in
 from ds_hessian.errors import UnsupportedError
 
 
@@ -50,6 +50,13 @@ def refuse_unsupported(module: nn.Module) -> None:
 def _findings(module: nn.Module) -> Iterator[tuple[str, bool, str]]:
     kinds = {type(m).__name__ for m in module.modules()}
     parameters = list(module.parameters())
+    scripted = scripted_in(module)
+    yield f"modules of torch.jit ({scripted})", bool(scripted), "use what was scripted or traced"
+    yield (
+        "parameters that ZeRO-3 has partitioned",
+        any(hasattr(p, "ds_id") for p in parameters),
+        "attach the engine",
+    )
     instead = "use DistributedDataParallel, or DeepSpeed's ZeRO for a sharded model"
     yield "DataParallel", any(isinstance(m, DataParallel) for m in module.modules()), instead
     yield "FullyShardedDataParallel", "FullyShardedDataParallel" in kinds, instead

@@ -49,6 +49,7 @@ from ds_hessian.backends.zero.replicated import ReplicatedShards
 from ds_hessian.backends.zero.sequence import factor_of_gradients
 from ds_hessian.backends.zero.shards import Piece, Shards
 from ds_hessian.backends.zero.stage3 import Stage3Shards
+from ds_hessian.backends.zero.support import refuse_unsupported
 from ds_hessian.backends.zero.tensor_parallel import Placement, Replicas, place
 from ds_hessian.errors import ConfigError, HessianError, UnsupportedError
 from ds_hessian.memory import Item, tier_of
@@ -129,6 +130,11 @@ class ZeroBackend:
         """Optimizer steps made so far."""
         return int(self.engine.global_steps)
 
+    def require_measurable(self) -> None:
+        """Require the engine to be as it was when it was attached."""
+        refuse_unsupported(self.engine)
+        require_same(self._attached, trained_names(self.modules))
+
     # ---- the function
 
     def objective(
@@ -168,17 +174,12 @@ class ZeroBackend:
     def measuring(
         self, objective: Objective, passes: Passes = DEFAULT_PASSES
     ) -> Iterator[ZeroSession]:
-        """Save the training state, and yield a session; allowed wherever no backward is pending.
-
-        Raises:
-            ConfigError: other parameters are trainable than when the backend was made.
-        """
+        """Save the training state, and yield a session; allowed wherever no backward is pending."""
         assert isinstance(objective, ModelObjective)
         engine, shards = self.engine, self.shards
         lockstep = Lockstep(self.device, host.communication())
         with lockstep, ExitStack() as stack:
             with lockstep.together("saving the training state"):
-                require_same(self._attached, trained_names(self.modules))
                 guard = stack.enter_context(
                     guarded(self.modules, self.device, passes, objective.loss_fn)
                 )

@@ -293,6 +293,12 @@ def quantizers(engine: Engine) -> list[tuple[Private, str, object]]:
     return found
 
 
+def is_destroyed(engine: Engine) -> bool:
+    """Return whether `engine.destroy()` has removed the hooks by which ZeRO gets its gradients."""
+    handles = getattr(engine.optimizer, "_grad_acc_hooks", [])
+    return any(handle.id not in (handle.hooks_dict_ref() or ()) for handle in handles)
+
+
 def has_experts(engine: Engine) -> bool:
     """Return whether the model has layers of `deepspeed.moe`, or of AutoEP."""
     return bool(getattr(engine, "has_moe_layers", False))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ds_hessian.backends.guard import has_plain_random_states
-from ds_hessian.backends.weights import other_dtypes
+from ds_hessian.backends.weights import other_dtypes, scripted_in
 from ds_hessian.backends.zero import host, tensor_parallel
 from ds_hessian.backends.zero.host import Engine
 from ds_hessian.errors import UnsupportedError
@@ -44,6 +44,7 @@ def _findings(engine: Engine) -> list[tuple[str, bool, str]]:
     zero, kind = config.zero_config, type(optimizer).__name__
     stage, plain = int(zero.stage), isinstance(optimizer, torch.optim.Optimizer)
     others = other_dtypes(engine.module.parameters())
+    scripted = scripted_in(engine.module)
     return [
         ("an engine without an optimizer", kind in NO_OPTIMIZER, "give it one"),
         (
@@ -51,6 +52,7 @@ def _findings(engine: Engine) -> list[tuple[str, bool, str]]:
             type(engine).__name__ != "DeepSpeedEngine",
             "use the plain DeepSpeedEngine",
         ),
+        ("an engine after its destroy()", host.is_destroyed(engine), "measure before it"),
         ("DeepCompile", _is_deepcompile(engine), "switch compile.deepcompile off"),
         ("offload to NVMe", _offloads(zero, "nvme"), 'use "device": "cpu"'),
         (
@@ -69,6 +71,11 @@ def _findings(engine: Engine) -> list[tuple[str, bool, str]]:
             "sparse gradients",
             any(getattr(module, "sparse", False) is True for module in engine.module.modules()),
             "make embeddings with sparse=False",
+        ),
+        (
+            f"modules of torch.jit ({scripted})",
+            bool(scripted),
+            "use what was scripted or traced",
         ),
         (
             f"trainable parameters in {' and '.join(others)}",
