@@ -173,9 +173,15 @@ class State:
         """Keep what a call is about to write.
 
         Raises:
-            UnsupportedError: it writes trainable weights.
+            UnsupportedError: it writes trainable weights, or adds to their gradients.
         """
         name = getattr(func, "__name__", "")
+        if func is Tensor.backward:
+            raise UnsupportedError(
+                "ds_hessian does not support a model or loss_fn that runs a backward pass itself, "
+                "whose gradients would count too; return the loss alone, and take gradients inside "
+                "of it by torch.autograd.grad"
+            )
         if isinstance(kwargs.get("generator"), torch.Generator):
             self._drawn(kwargs["generator"])
         self._keep_gradients(_tensors((*args, *kwargs.values())))

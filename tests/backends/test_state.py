@@ -107,6 +107,21 @@ def test_what_a_loss_of_its_own_changes_is_as_it_was(way: str) -> None:
     assert (product.vector - expected).norm() < 1e-3 * expected.norm()
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_loss_that_runs_a_backward_pass_is_refused_by_name(again: bool) -> None:
+    """Its gradients are added to those of the loss: twice the Hessian, with no word of it."""
+    net = nn.Linear(3, 1)
+    hessian = ds_hessian.attach(net, config={"progress": False})
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        found = model(x).square().mean()
+        found.backward(retain_graph=True)
+        return model(x).square().mean() if again else found
+
+    with pytest.raises(UnsupportedError, match="runs a backward pass itself"):
+        hessian.spectrum([torch.ones(2, 3)], loss, num_matvecs=1)
+
+
 class Normalises(Net):
     """A forward that writes the weights which it is about to use."""
 
