@@ -39,10 +39,14 @@ INDICES = ("argsort", "argmax", "argmin", "multinomial")
 SAMPLED = 2**16
 """Elements of a tensor by which it is told from others: of a larger one, each so-manieth."""
 
+SAME = 1e-2
+"""Relative difference of the inputs of a choice and of its recomputation, which run on the same
+bits; other than by kernels whose sums have no fixed order, in bf16 at most."""
+
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = tuple(
     str(Path(__file__).parent / f"{name}.py")
-    for name in ("function", "choices", "pieces", "compositions")
+    for name in ("function", "choices", "pieces", "compositions", "constants")
 )
 
 Line = tuple[tuple[str, int], ...]

@@ -173,7 +173,72 @@ def _hardswish(input: Tensor, inplace: bool = False) -> Tensor:
     return input.copy_(found) if inplace else found
 
 
+def _plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call one of torch's functions as it is, without a gradient."""
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        return function(*args, **kwargs)
+
+
+def _rounded(name: str) -> Callable[..., Tensor]:
+    """Return a function whose value is a constant of the gradient (`constants`)."""
+    return lambda input, **how: _plainly(getattr(torch, name), input, **how)
+
+
+def _remainder(name: str) -> Callable[..., Tensor]:
+    def function(input: Tensor, other: Tensor | float) -> Tensor:
+        whole = (input - _plainly(getattr(torch, name), input, other)) / other
+        return input - torch.round(whole) * other
+
+    return function
+
+
+def _frac(input: Tensor) -> Tensor:
+    return input - torch.trunc(input)
+
+
+def _divided(input: Tensor, other: Tensor | float, *, rounding_mode: str) -> Tensor:
+    return _plainly(torch.div, input, other, rounding_mode=rounding_mode)
+
+
+def _straight_through(input: Tensor, rounded: Tensor, within: Tensor) -> Tensor:
+    """Return `rounded`, with the gradient of the elements of `input` that are within bounds."""
+    kept = torch.where(within.to(input.dtype) > 0, input, 0.0)
+    return kept + (rounded - kept).detach()
+
+
+def _quantized(
+    input: Tensor, scale: Any, zero_point: Any, quant_min: int, quant_max: int
+) -> Tensor:
+    bounds = quant_min, quant_max
+    if isinstance(scale, Tensor):
+        on = torch.ones(1, dtype=torch.int64, device=input.device)
+        call = torch._fake_quantize_per_tensor_affine_cachemask_tensor_qparams
+        found = _plainly(call, input, scale, zero_point, on, *bounds)
+    else:
+        call = torch.ops.aten.fake_quantize_per_tensor_affine_cachemask
+        found = _plainly(call, input, scale, zero_point, *bounds)
+    return _straight_through(input, *found)
+
+
+def _quantized_by_channel(input: Tensor, *how: Any) -> Tensor:
+    call = torch.ops.aten.fake_quantize_per_channel_affine_cachemask
+    return _straight_through(input, *_plainly(call, input, *how))
+
+
+def _observed(input: Tensor, *how: Any, **rest: Any) -> Tensor:
+    """Observe and quantize."""
+    return _straight_through(
+        input, *_plainly(torch._fused_moving_avg_obs_fq_helper, input, *how, **rest)
+    )
+
+
 EXPANDED: dict[str, Callable[..., Any]] = {
+    "fused_moving_avg_obs_fake_quant": _observed,
+    **{name: _rounded(name) for name in ("floor", "ceil", "round", "trunc", "fix")},
+    **{"remainder": _remainder("remainder"), "mod": _remainder("remainder")},
+    **{"fmod": _remainder("fmod"), "frac": _frac, "div": _divided, "divide": _divided},
+    "fake_quantize_per_tensor_affine": _quantized,
+    "fake_quantize_per_channel_affine": _quantized_by_channel,
     **{"l1_loss": _l1_loss, "smooth_l1_loss": _smooth_l1_loss, "huber_loss": _huber_loss},
     "hinge_embedding_loss": _hinge_embedding_loss,
     "margin_ranking_loss": _margin_ranking_loss,

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import FunctionType
 from typing import Any, ClassVar
@@ -44,6 +44,7 @@ from ds_hessian.backends import compositions, kinks, pieces
 from ds_hessian.backends.bits import compact
 from ds_hessian.backends.choices import (
     DIMS,
+    SAME,
     SAMPLED,
     Choice,
     PieceError,
@@ -56,9 +57,10 @@ from ds_hessian.backends.choices import (
     line_of_call,
     sides_of,
 )
+from ds_hessian.backends.constants import Constants, leaves
 from ds_hessian.backends.kinks import argument, with_argument
 from ds_hessian.backends.pieces import Kinked
-from ds_hessian.backends.state import State
+from ds_hessian.backends.state import STATISTICS, State, is_a_hosts, written_by
 from ds_hessian.defaults import dtype_of_job
 from ds_hessian.errors import MeasurementError, UnsupportedError
 
@@ -77,10 +79,6 @@ COMPOSED = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _IN_PYTHON = ("torch.nn.functional", "torch.functional")
 """Functions in Python, and modules of them, in which others are called that are to be seen. While
 torch calls what it has handed to a mode, the mode is off."""
-
-SAME = 1e-2
-"""Relative difference of the inputs of a choice and of its recomputation, which run on the same
-bits; other than by kernels whose sums have no fixed order, in bf16 at most."""
 
 Decision = Choice | Sides
 
@@ -133,6 +131,7 @@ class FixedFunction(TorchFunctionMode):
         self._recomputes = False  # whether backwards evaluate functions with kinks
         self._tallies: dict[Hashable, Tensor] = {}
         self._padding: dict[int, Tensor] = {}  # rows for padding, by the embedding's weight
+        self._constants, self._within = Constants(), False  # whether a forward is under way
         self._bodies: dict[Any, Callable[..., Any]] = {}
         self._seen = False  # whether a function has decided, was to drop, or has read padding
         self._kinked: Tensor | None = None  # whether values lie on both sides of a kink
@@ -150,8 +149,10 @@ class FixedFunction(TorchFunctionMode):
         self._latest, self._since, self._learning = None, 0, False
         given = list(keys)
         self._alone = len(given) == 1
+        self._constants.begin()
         self._called.clear()
-        plain = bool(given) and not self._seen and all(key in self._recorded for key in given)
+        seen = self._seen or any(self._constants.of(key) for key in given)
+        plain = bool(given) and not seen and all(key in self._recorded for key in given)
         FixedFunction._evaluating += 1
         try:
             with dtype_of_job(), nullcontext() if plain else self:
@@ -164,12 +165,24 @@ class FixedFunction(TorchFunctionMode):
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Run the forward that `at` has begun, from the state before the measurement."""
-        with nullcontext() if self.state is None else self.state.forward(self._first):
-            yield
+        self._within = True
+        try:
+            with nullcontext() if self.state is None else self.state.forward(self._first):
+                yield
+        finally:
+            self._within = False
+
+    def without_graph(self, keys: Iterable[Hashable]) -> AbstractContextManager[object]:
+        """Return the context of forwards alone: with a graph where constants of gradients are
+        known by it.
+        """
+        graph = any(self._constants.of(key) for key in keys)
+        return nullcontext() if graph else torch.no_grad()
 
     def at(self, key: Hashable) -> None:
         """Begin the forward of a micro-batch; its first one records the decisions."""
         self._key, self._first, self._made = key, key not in self._recorded, 0
+        self._constants.at(key, self._first)
         self._learning |= self._first
         self._recorded.setdefault(key, [])
         self._tallies.pop(key, None)
@@ -227,10 +240,33 @@ class FixedFunction(TorchFunctionMode):
         """Make a call of one of torch's functions."""
         kwargs, state = kwargs or {}, self.state
         if state is None or not state.watching or _in_backward():
-            return self._call(func, types, args, kwargs)
+            return self._followed(func, types, args, kwargs)
         state.before(func, args, kwargs)
-        made = self._call(func, types, args, kwargs)
+        made = self._followed(func, types, args, kwargs)
         state.after(func, args, kwargs, made)
+        return made
+
+    def _followed(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Make a call with the constants of the gradient, and follow what comes of it."""
+        constants, name, back = self._constants, getattr(func, "__name__", ""), _in_backward()
+        if (
+            not constants.following
+            or torch._C._are_functorch_transforms_active()
+            or (back and self._within)  # a derivative that the forward takes
+        ):
+            return self._call(func, types, args, kwargs)
+        written = [] if name in STATISTICS else written_by(name, args, kwargs)
+        if not back and name == "requires_grad_":
+            constants.begin_graph(args[0])
+        elif not back and name == "__set__" and _owner(func) is Tensor.requires_grad:
+            if args[1]:
+                constants.begin_graph(args[0])
+        elif name not in pieces.COMPARISONS and not (leaves(name, args, kwargs) and is_a_hosts()):
+            args, kwargs = constants.held(name, (args, kwargs), written, back)
+        made = self._call(func, types, args, kwargs)
+        constants.note(name, (*args, *kwargs.values()), written, made)
         return made
 
     def _call(
@@ -525,6 +561,10 @@ class FixedFunction(TorchFunctionMode):
             return known[here]
         nearest = min(known, key=lambda there: math.dist(here, there))
         return known[nearest] if math.dist(here, nearest) < SAME * math.hypot(*here) else None
+
+
+def _owner(func: Any) -> Any:
+    return getattr(func, "__self__", None)
 
 
 def _in_backward() -> bool:

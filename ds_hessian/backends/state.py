@@ -39,7 +39,7 @@ _OF_TORCH = {*vars(nn.Module()), "_flat_weights"}
 """Attributes that are torch's own of every module, but for the flags of the guard."""
 _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or")
 _IN_PLACE = {f"__i{name}__" for name in (*_OPERATORS, "xor", "lshift", "rshift")} | {"__setitem__"}
-_STATISTICS = ("batch_norm", "instance_norm", "_native_batch_norm_legit")
+STATISTICS = ("batch_norm", "instance_norm", "_native_batch_norm_legit")
 """Functions that write tensors among their arguments, whatever they are called."""
 _NONE = (
     *("requires_grad_", "retain_grad_", "detach_", "rename_", "share_memory_"),
@@ -48,7 +48,9 @@ _NONE = (
 _SHARES = ("__get__", "as_tensor", "asarray", "from_numpy", "frombuffer", "from_dlpack")
 """Functions whose results may be memory that none of their tensors has."""
 _TORCH = str(Path(torch.__file__).parent)
-_BETWEEN = tuple(str(Path(__file__).parent / name) for name in ("state.py", "function.py"))
+_BETWEEN = tuple(
+    str(Path(__file__).parent / name) for name in ("state.py", "function.py", "constants.py")
+)
 
 
 class State:
@@ -184,21 +186,21 @@ class State:
             )
         if isinstance(kwargs.get("generator"), torch.Generator):
             self._drawn(kwargs["generator"])
-        self._keep_gradients(_tensors((*args, *kwargs.values())))
+        self._keep_gradients(tensors_in((*args, *kwargs.values())))
         if name == "__set__":
-            if getattr(func, "__self__", None) is Tensor.data and not _is_a_hosts():
+            if getattr(func, "__self__", None) is Tensor.data and not is_a_hosts():
                 self._rebind(args[0])
             return
-        found = _written(name, args, kwargs)
-        if found and not _is_a_hosts():
+        found = written_by(name, args, kwargs)
+        if found and not is_a_hosts():
             for tensor in found:
                 self._keep(tensor)
 
     def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
         """Note the memory that a call has made, into which writes are no change."""
-        results = list(_tensors((made,)))
+        results = list(tensors_in((made,)))
         if results and getattr(func, "__name__", "") not in _SHARES:
-            given = {_place(t) for t in _tensors((*args, *kwargs.values()))}
+            given = {_place(t) for t in tensors_in((*args, *kwargs.values()))}
             self._made |= {_place(t) for t in results} - given
 
     def _keep_gradients(self, tensors: Iterable[Tensor]) -> None:
@@ -419,26 +421,27 @@ def _refill(value: Any, content: Any) -> None:
 # ---- tensors
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Return the tensors among values, and in lists and tuples among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
-def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def written_by(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors into which a call of one of torch's functions writes."""
     given = [] if kwargs.get("out") is None else [kwargs["out"]]
-    if name in _STATISTICS:
-        given += [t for t in _tensors((*args[1:], *kwargs.values())) if not t.requires_grad]
+    if name in STATISTICS:
+        given += [t for t in tensors_in((*args[1:], *kwargs.values())) if not t.requires_grad]
     in_place = name.endswith("_") and not name.endswith("__") and name not in _NONE
     if in_place or name in _IN_PLACE or kwargs.get("inplace") is True:
         given += args[:1] or list(kwargs.values())[:1]
-    return list(_tensors(given))
+    return list(tensors_in(given))
 
 
-def _is_a_hosts() -> bool:
+def is_a_hosts() -> bool:
     """Return whether one of the hosts' packages, or a hook of this one, calls torch: by the
     innermost frame that is neither torch's nor between.
     """

@@ -55,8 +55,6 @@ JUMPS: dict[str, Function] = {
     "remainder": lambda x: x % 0.7,
     "fractions": torch.frac,
     "division to integers": lambda x: torch.div(x, 0.7, rounding_mode="trunc"),
-    "an integer": lambda x: x * x.long(),
-    "another type": lambda x: x * x.to(torch.int32),
     "quantile": lambda x: x.quantile(0.3, dim=1),
     "distances": lambda x: torch.cdist(x, x.detach(), p=1.0),
     "order 1": lambda x: torch.linalg.norm(x, ord=1),
@@ -96,6 +94,8 @@ SMOOTH: dict[str, Function] = {
     "relu of one side": lambda x: torch.relu(x.square()),
     "moduli": lambda x: torch.fft.fft(x).abs(),
     "no values": lambda x: torch.relu(x[:0]),
+    "a held integer": lambda x: x * x.long(),
+    "held integers": lambda x: x * x.to(torch.int32),
     "held choices": lambda x: x.max(-1).values + x.topk(2).values.sum(-1),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -376,11 +377,10 @@ def test_the_record_says_what_became_of_kinks() -> None:
 
 
 def test_a_model_that_calls_kinks_differently_often_off_the_weights_has_them_crossed() -> None:
-    net = perceptron()
-    here = float(net[0].weight.detach().norm())  # type: ignore[index, operator, union-attr]
+    net, calls = perceptron(), itertools.count()
 
     def whimsical(net: Any, batch: Any) -> Tensor:
-        moved = float(net[0].weight.detach().norm()) != here
+        moved = next(calls) >= len(data())
         return loss(net, batch) + (0.0 * torch.relu(net[0].bias).sum() if moved else 0.0)
 
     hessian = ds_hessian.attach(net, config=QUIET).use(data(), whimsical)

@@ -309,7 +309,7 @@ class MegatronSession(ShardedSession):
     def forward(self, micro_batches: range) -> None:
         """Run the schedule on these units without backward or graph."""
         group = self._backend.group
-        with torch.no_grad():
+        with self._forward.function.without_graph(self.forwards_of(micro_batches)):
             self._run(micro_batches.start * group, len(micro_batches) * group, forward_only=True)
 
     def forwards_of(self, micro_batches: range) -> Collection[Hashable]:

@@ -165,7 +165,7 @@ class ModuleBackend:
                 made = stack.enter_context(stand_ins(self.model, sources, widen))
                 copies = [made[id(p)] for _, p in named]
                 shards = [
-                    Shard(p.data.view(-1), source.detach().reshape(-1))
+                    Shard(p.data.view(-1), source.detach().reshape(-1).contiguous())
                     for p, source in zip(copies, given, strict=True)
                 ]
                 weights = ShardedWeights(shards, self.layout, self.space, lambda: None)
@@ -175,7 +175,7 @@ class ModuleBackend:
     def _require_equal_weights(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         square = 0.0
         for _, p in named:
-            wide = p.detach().reshape(-1).float()
+            wide = p.detach().reshape(-1).float().contiguous()
             square += float(ops.dots([(wide, wide)], wide.numel())[0])
         shared = Shared(square, self.space.world_size, self.space.rank == 0)
         if not balanced(self.space.reduce(imbalance([shared]))):
@@ -292,7 +292,7 @@ class ModuleSession(ShardedSession):
     def forward(self, micro_batches: range) -> None:
         """Run the forward of these micro-batches, without a graph."""
         for index in micro_batches:
-            with self._evaluating(index), torch.no_grad():
+            with self._evaluating(index), self._guard.function.without_graph([index]):
                 self._loss(index)
 
     @contextmanager

@@ -330,7 +330,7 @@ class ZeroSession(ShardedSession):
     def forward(self, micro_batches: range) -> None:
         """Run the forward of these micro-batches, without a graph."""
         for index in micro_batches:
-            with torch.no_grad(), self._evaluating(index):
+            with self._guard.function.without_graph([index]), self._evaluating(index):
                 self._loss(index)
 
     def find_share(self, ranks: int) -> None:

@@ -1,0 +1,216 @@
+"""Constants of the gradient: values that depend on the weights, and through which none goes.
+
+What a model detaches, computes under `torch.no_grad()`, or turns into a Python number (`item`) is a
+constant of its gradient: the other side of a contrastive pair, what straight-through rounding adds,
+a weight of the loss made of gradients. A double backward has it as a constant too, so the Hessian
+is that of the loss in which it has its value at the weights. Each is recorded where it meets what
+has a gradient, in the first forward of a micro-batch, and is put in its place in all others.
+
+The i-th meeting in a forward is the i-th that was recorded. Where a backward recomputes
+activations, a constant is recognised by the value that it would have had in the forward.
+
+Memory: a copy of what is recorded, but one for all micro-batches where it is the same.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Hashable, Iterable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from ds_hessian.backends.choices import SAME, fingerprint
+from ds_hessian.backends.kinks import IF
+from ds_hessian.backends.state import HOSTS, tensors_in
+from ds_hessian.errors import MeasurementError, UnsupportedError
+
+_LEAVE = {"item", "tolist", "numpy", "__array__", "equal", "allclose", "is_nonzero"}
+_LEAVE |= {"__float__", "__int__", "__bool__", "__complex__"}
+_INTEGERS = ("byte", "char", "short", "int", "long")
+_FRESH = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full")
+"""Functions whose results have nothing of their tensors' values, beside those named `..._like`."""
+
+
+_STAIRS = {"floor", "ceil", "round", "trunc", "fix", "sign", "sgn", "bernoulli"}
+"""Functions whose derivative is 0, so that a written backward with another one is no derivative."""
+
+
+def leaves(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call of a function makes numbers, arrays or integers of tensors."""
+    return (
+        name in _LEAVE or name in _INTEGERS or (name in ("to", "type") and IF[name](args, kwargs))
+    )
+
+
+class Constants:
+    """The constants of the gradients of one measurement."""
+
+    def __init__(self) -> None:
+        self._recorded: dict[Hashable, list[Tensor]] = {}
+        self._known: dict[tuple[torch.Size, torch.dtype, float], list[Tensor]] = {}
+        self._derived = weakref.WeakValueDictionary[int, Tensor]()
+        # What constants of the present run would be, and are.
+        self._replaced: list[tuple[Tensor, Tensor]] = []
+        self._made, self._first = 0, False
+        self._key: Hashable = None
+
+    def begin(self) -> None:
+        """Begin a run of forwards and backwards."""
+        self._replaced.clear()
+
+    def at(self, key: Hashable, first: bool) -> None:
+        """Begin the forward of a micro-batch."""
+        self._key, self._first, self._made = key, first, 0
+        self._derived.clear()
+
+    def of(self, key: Hashable) -> bool:
+        """Return whether a micro-batch has constants, as far as it has been evaluated."""
+        return bool(self._recorded.get(key))
+
+    @property
+    def following(self) -> bool:
+        """Whether values of the present micro-batch are to be followed."""
+        return self._key is not None and (self._first or bool(self._recorded))
+
+    def held(
+        self, name: str, given: tuple[Any, dict[str, Any]], written: Sequence[Tensor], back: bool
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return the arguments of a call, with constants as they are at the weights.
+
+        Args:
+            name: The function's name.
+            given: Its arguments.
+            written: Those into which it writes.
+            back: Whether it is called in a backward, to recompute activations.
+        """
+        tensors = list(tensors_in((*given[0], *given[1].values())))
+        if name.strip("_") in _STAIRS and not (torch.is_grad_enabled() or back):
+            if any(t.requires_grad or self._is_derived(t) for t in tensors):
+                _refuse_rounding(_function_of_call())
+        leaving = leaves(name, *given)
+        if leaving:
+            here = [t for t in tensors if t.requires_grad or self._is_derived(t)]
+            here = [t for t in here if is_real(t)]
+        elif torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            here = [t for t in tensors if self._is_derived(t)]
+        else:
+            return given
+        # Whatever graph the forward of a `torch.autograd.Function` makes, as where activations are
+        # to be recomputed, is given up.
+        if not here or (not leaving and not back and _function_of_call() is not None):
+            return given
+        values = {id(t): self._constant(t.detach(), back) for t in here}
+        for t in written:
+            if id(t) in values:
+                with torch.no_grad():
+                    t.copy_(values.pop(id(t)))
+        args, kwargs = given
+        return _replaced(args, values), {k: _replaced(v, values) for k, v in kwargs.items()}
+
+    def begin_graph(self, tensor: Tensor) -> None:
+        """Give a tensor that is about to be a leaf of the graph its value at the weights."""
+        if self._is_derived(tensor) and _function_of_call() is None:
+            tensor.data = self._constant(tensor.detach(), False)
+
+    def note(self, name: str, given: Iterable[Any], written: Iterable[Tensor], made: Any) -> None:
+        """Note what a call has made of values that depend on the weights, without a graph."""
+        if name in _FRESH or name.endswith("_like"):
+            return
+        found = [t for t in (*tensors_in((made,)), *written) if not t.requires_grad and is_real(t)]
+        if found and any(t.requires_grad or self._is_derived(t) for t in tensors_in(given)):
+            for t in found:
+                self._derived[id(t)] = t
+                if t._base is not None and not t._base.requires_grad:
+                    self._derived[id(t._base)] = t._base
+
+    def _is_derived(self, tensor: Tensor) -> bool:
+        return not tensor.requires_grad and self._derived.get(id(tensor)) is tensor
+
+    def _constant(self, now: Tensor, back: bool) -> Tensor:
+        """Return a copy, which the model may write into, of a constant that would be `now`."""
+        if back:
+            return self._recomputed(now)
+        recorded, number = self._recorded.setdefault(self._key, []), self._made
+        self._made += 1
+        if self._first:
+            recorded.append(self._shared(now))
+        if number < len(recorded):
+            found = recorded[number]
+            if (found.shape, found.dtype) == (now.shape, now.dtype):
+                self._replaced.append((fingerprint(now), found))
+                return found.clone()
+        raise MeasurementError(
+            "the model stops gradients differently often off the weights: at value number "
+            f"{number + 1}, of shape {tuple(now.shape)}; its control flow must not depend on them"
+        )
+
+    def _recomputed(self, now: Tensor) -> Tensor:
+        """Return the constant of a forward of this run that would have been the same."""
+        like = [pair for pair in self._replaced if pair[1].shape == now.shape]
+        if like:
+            here = fingerprint(now)
+            far = torch.stack([there - here for there, _ in like]).norm(dim=1)
+            nearest = int(far.argmin())
+            if far[nearest] <= SAME * here.norm():
+                return like[nearest][1].clone()
+        raise UnsupportedError(
+            "ds_hessian does not support a model that stops gradients in activations that are "
+            "recomputed without a graph in the forward (use_reentrant=True): it is not seen there; "
+            "recompute them with use_reentrant=False"
+        )
+
+    def _shared(self, value: Tensor) -> Tensor:
+        """Return a copy of a value, or an equal one that is known."""
+        kind = value.shape, value.dtype, float(value.abs().sum().double())
+        for other in self._known.setdefault(kind, []):
+            if torch.equal(other, value):
+                return other
+        self._known[kind].append(value.clone())
+        return self._known[kind][-1]
+
+
+def _function_of_call() -> type | None:
+    """Return the `torch.autograd.Function` in whose forward the present call is made; None outside
+    of any.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        context = frame.f_locals.get(names[0]) if names else None
+        if isinstance(context, BackwardCFunction):
+            found: type = context._forward_cls  # type: ignore[attr-defined]
+            return found
+        frame = frame.f_back
+    return None
+
+
+def _refuse_rounding(function: type | None) -> None:
+    """Raise where a function that somebody has written rounds in its forward; torch's and the
+    hosts' own recompute activations.
+    """
+    if function is not None and function.__module__.split(".")[0] not in ("torch", *HOSTS):
+        raise UnsupportedError(
+            "ds_hessian does not support a torch.autograd.Function that rounds in its forward "
+            f"({function.__name__}): its backward is not the derivative of it, so that differences "
+            "of gradients are no Hessian; write x + (rounded - x).detach(), which is measured as a "
+            "double backward has it"
+        )
+
+
+def is_real(tensor: Tensor) -> bool:
+    """Return whether a tensor is one of real or complex numbers, stored as such."""
+    kind = tensor.is_floating_point() or tensor.is_complex()
+    return kind and tensor.layout == torch.strided and not tensor.is_nested
+
+
+def _replaced(value: Any, values: dict[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return values.get(id(value), value)
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(each, values) for each in value)
+    return value

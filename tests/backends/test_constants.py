@@ -1,0 +1,211 @@
+"""Values through which a model stops gradients are constants: products are a double backward's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import ds_hessian
+from ds_hessian.errors import UnsupportedError
+from tests.tiers import cells
+
+
+class Net(nn.Module):
+    """Two layers, and one way to stop gradients between them."""
+
+    def __init__(self, way: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.way = nn.Linear(5, 6), nn.Linear(6, 3), way
+        self.target = nn.Linear(5, 6).requires_grad_(False)
+        self.register_buffer("kept", torch.zeros(6))
+        self.register_buffer("scales", torch.linspace(0.05, 0.2, 6))
+        self.register_buffer("table", torch.randn(9))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """A loss with all second derivatives."""
+        h = self.way(self, torch.tanh(self.up(x)))
+        return (self.down(h).exp() - y).square().mean() + (h * h).mean()
+
+
+@torch.no_grad()
+def _moving(m: Any, h: Tensor) -> Tensor:
+    m.target.weight.mul_(0.5).add_(m.up.weight, alpha=0.5)
+    return m.target(h[:, :5])
+
+
+def _noted(m: Any, h: Tensor) -> Tensor:
+    m.kept[:3] = h.detach().mean(0)[:3]
+    return h * m.kept
+
+
+def _slope(m: Any, h: Tensor) -> Tensor:
+    """A weight made of gradients, as of adversarial losses."""
+    (g,) = torch.autograd.grad(h.square().sum(), m.up.weight, retain_graph=True)
+    return h * g.norm()
+
+
+def _penalty(m: Any, h: Tensor) -> Tensor:
+    leaf = h.detach().requires_grad_()
+    (g,) = torch.autograd.grad(m.down(leaf).square().sum(), leaf, create_graph=True)
+    return h * g
+
+
+def _branch(m: Any, h: Tensor) -> Tensor:
+    rows = [row if float(row.sum()) < 0.1 else row.square() for row in h]
+    return torch.stack(rows)
+
+
+def _written(m: Any, h: Tensor) -> Tensor:
+    other = h.detach().clone()
+    other.mul_(h)
+    return other
+
+
+def _observed(m: Any, h: Tensor) -> Tensor:
+    """Quantization in the range of what is seen; the kernel has no fp64."""
+    if h.dtype == torch.float64:
+        least, most = h.float().aminmax()
+        scale = (most - least) / 255
+        zero = int(-128 - torch.round(least / scale))
+        return torch.fake_quantize_per_tensor_affine(h, float(scale), zero, -128, 127)
+    on, zeros = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    ends = torch.full((1,), float("inf")), torch.full((1,), -float("inf"))
+    rest = torch.ones(1), zeros, 1.0, -128, 127, -1
+    return torch.fused_moving_avg_obs_fake_quant(h, on, on, *ends, *rest)
+
+
+WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "detach": lambda m, h: h * h.detach(),
+    "data": lambda m, h: h * h.data.square(),
+    "straight-through rounding": lambda m, h: h + (torch.round(4 * h) / 4 - h).detach(),
+    "floors": lambda m, h: h * (8 * h).floor() + (8 * h).round().clamp(-3, 3) * h.square(),
+    "a table by position": lambda m, h: h * m.table[(4 * h + 4).long().clamp(0, 8)],
+    "a wrapped phase": lambda m, h: (
+        torch.remainder(3 * h + 0.5, 1.0) + (5 * h) % 0.7 + (9 * h).frac()
+    ),
+    "divided down": lambda m, h: h * torch.div(h, 0.1, rounding_mode="floor"),
+    "fake quantization": lambda m, h: torch.fake_quantize_per_tensor_affine(h, 0.1, 0, -5, 5),
+    "by channel": lambda m, h: torch.fake_quantize_per_channel_affine(
+        h, m.scales.float(), torch.zeros(6, dtype=torch.int32), 1, -5, 5
+    ),
+    "a target without gradients": lambda m, h: functional.mse_loss(h, _moving(m, h)) * h,
+    "a buffer": _noted,
+    "gradients of the loss": _slope,
+    "observed fake quantization": _observed,
+    "a penalty at a leaf": _penalty,
+    "a number": lambda m, h: h * h.abs().max().item(),
+    "a branch on a number": _branch,
+    "an array": lambda m, h: h * torch.from_numpy(h.detach().numpy().cumsum(1)).to(h),
+    "drawn by probabilities": lambda m, h: h * torch.bernoulli(h.detach().sigmoid().float()).to(h),
+    "recomputed": lambda m, h: checkpoint(
+        lambda y: y * y.detach().exp(),
+        checkpoint(lambda y: y * y.data, h, use_reentrant=False),
+        use_reentrant=False,
+    ),
+    "written into": _written,
+    "joined": lambda m, h: torch.cat([h[:, :3], h.detach()[:, :3].exp()], 1),
+    "reduced by name": lambda m, h: h / torch.linalg.vector_norm(h.detach(), dim=1, keepdim=True),
+}
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    """One micro-batch."""
+    generator = torch.Generator().manual_seed(5)
+    return [(torch.randn(8, 5, generator=generator), torch.randn(8, 3, generator=generator))]
+
+
+def exact_product(net: nn.Module, v: Tensor) -> Tensor:
+    """By double backward in fp64."""
+    wide = copy.deepcopy(net).double()
+    trained = [p for p in wide.parameters() if p.requires_grad]
+    torch.manual_seed(1)
+    loss = wide(*(t.double() for t in data()[0]))
+    gradients = torch.autograd.grad(loss, trained, create_graph=True)
+    flat = torch.cat([g.reshape(-1) for g in gradients])
+    products = torch.autograd.grad(flat @ v.double(), trained)
+    return torch.cat([p.reshape(-1) for p in products])
+
+
+QUICK = ["straight-through rounding", "gradients of the loss", "a penalty at a leaf", "recomputed"]
+
+
+@pytest.mark.parametrize("way", cells(WAYS, [*QUICK, "a wrapped phase", "fake quantization"]))
+def test_products_are_those_of_a_double_backward(way: str) -> None:
+    net = Net(WAYS[way])
+    torch.manual_seed(1)
+    hessian = ds_hessian.attach(net, config={"progress": False, "plot": False}).use(data())
+    v = hessian.random_vector(seed=2)
+    product, expected = hessian.matvec(v), exact_product(net, v)
+    error = float((product.vector.double() - expected).norm() / expected.norm())
+    assert error < 1e-3 and product.error is not None and error < 5 * product.error
+
+
+def test_what_is_stopped_where_the_forward_has_no_graph_is_refused() -> None:
+    net = Net(lambda m, h: checkpoint(lambda y: y * y.detach(), h, use_reentrant=True))
+    hessian = ds_hessian.attach(net, config={"progress": False, "plot": False}).use(data())
+    with pytest.raises(UnsupportedError, match="use_reentrant=False"):
+        hessian.matvec(hessian.random_vector(seed=2))
+
+
+class Rounded(torch.autograd.Function):
+    """Straight-through, by a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Round."""
+        return (4 * x).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Hand on."""
+        return gradients[0]
+
+
+class Region(torch.autograd.Function):
+    """A forward without a graph, but in a part, as of Megatron's layers where they recompute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        """Add."""
+        ctx.save_for_backward(x)
+        y = x * x
+        with torch.enable_grad():
+            return y + bias
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Its derivative."""
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradients[0], gradients[0].sum(0)
+
+
+def test_a_graph_within_a_function_s_forward_stops_nothing() -> None:
+    net = Net(lambda m, h: Region.apply(h, m.up.bias))
+    hessian = ds_hessian.attach(net, config={"progress": False, "plot": False}).use(data())
+    v = hessian.random_vector(seed=2)
+    product, expected = hessian.matvec(v), exact_product(net, v)
+    assert (product.vector.double() - expected).norm() < 1e-3 * expected.norm()
+
+
+def test_a_written_backward_of_what_rounds_is_refused_by_name() -> None:
+    net = Net(lambda m, h: Rounded.apply(h))
+    hessian = ds_hessian.attach(net, config={"progress": False, "plot": False}).use(data())
+    with pytest.raises(UnsupportedError, match=r"\(Rounded\).*detach"):
+        hessian.matvec(hessian.random_vector(seed=2))
+
+
+def test_a_parameter_with_gaps_in_memory_is_measured() -> None:
+    net = Net(WAYS["detach"])
+    net.down.weight = nn.Parameter(torch.randn(3, 12)[:, ::2])
+    hessian = ds_hessian.attach(net, config={"progress": False, "plot": False}).use(data())
+    v = hessian.random_vector(seed=2)
+    product, expected = hessian.matvec(v), exact_product(net, v)
+    assert (product.vector.double() - expected).norm() < 1e-3 * expected.norm()
