@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_hessian
 from ds_hessian.errors import UnsupportedError
+from tests.backends import constant_jobs
 from tests.tiers import cells
 
 
@@ -146,6 +147,22 @@ def test_products_are_those_of_a_double_backward(way: str) -> None:
     product, expected = hessian.matvec(v), exact_product(net, v)
     error = float((product.vector.double() - expected).norm() / expected.norm())
     assert error < 1e-3 and product.error is not None and error < 5 * product.error
+
+
+ENGINES = [
+    (way, stage) for way in ("straight-through rounding", "joined") for stage in (0, 1, 2, 3)
+]
+
+
+@pytest.mark.parametrize("way, stage", cells(ENGINES, [("straight-through rounding", 3)]))
+def test_constants_are_held_on_the_ranks_of_an_engine(ranks: Any, way: str, stage: int) -> None:
+    v, product, error = ranks(2).run(constant_jobs.product, way, stage)[0]
+    net = Net(WAYS[way])
+    named = [name for name, p in net.named_parameters() if p.requires_grad]
+    v, product = (torch.cat([each[name].reshape(-1) for name in named]) for each in (v, product))
+    expected = exact_product(net, v)
+    far = float((product.double() - expected).norm() / expected.norm())
+    assert far < 1e-3 and far < 5 * error
 
 
 def test_what_is_stopped_where_the_forward_has_no_graph_is_refused() -> None:
