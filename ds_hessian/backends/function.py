@@ -260,8 +260,8 @@ class FixedFunction(TorchFunctionMode):
         written = [] if name in STATISTICS else written_by(name, args, kwargs)
         if not back and name == "requires_grad_":
             constants.begin_graph(args[0])
-        elif not back and name == "__set__" and _owner(func) is Tensor.requires_grad:
-            if args[1]:
+        elif name == "__set__":  # of an attribute: no use of its value
+            if args[1] is True and not back and _owner(func) is Tensor.requires_grad:
                 constants.begin_graph(args[0])
         elif name not in pieces.COMPARISONS and not (leaves(name, args, kwargs) and is_a_hosts()):
             args, kwargs = constants.held(name, (args, kwargs), written, back)
