@@ -101,7 +101,8 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor], source: Path) ->
         source: Where they are from, for messages.
 
     Raises:
-        ResultError: a name is missing or unknown, or a shape is another.
+        ResultError: a name is missing or unknown, a shape is another, or integers (quantized
+            weights) or complex numbers are in the place of real ones.
     """
     here = module.state_dict(keep_vars=True)
     while weights and weights.keys().isdisjoint(here):
@@ -134,4 +135,13 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor], source: Path) ->
                     f"{source} is not of this model: {name} has shape {tuple(value.shape)} there, "
                     f"{tuple(here[name].shape)} here"
                 )
+            if _kind(value) != _kind(here[name]):
+                raise ResultError(
+                    f"{source} is not of this model: {name} has {value.dtype} there, "
+                    f"{here[name].dtype} here, of another kind of numbers"
+                )
             here[name].copy_(value)
+
+
+def _kind(tensor: Tensor) -> tuple[bool, bool]:
+    return tensor.is_floating_point(), tensor.is_complex()

@@ -407,6 +407,15 @@ def test_tied_weights_are_loaded_once_and_must_agree(tmp_path: Path) -> None:
         load_into(jobs.gpt(), weights_of(checkpoint_of(tmp_path / "other.pt")), tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64])
+def test_weights_of_another_kind_of_numbers_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Quantized ones are codes, not weights; half precision is another precision of the same."""
+    module, weights = trained(), trained().state_dict()
+    load_into(module, {name: value.half() for name, value in weights.items()}, tmp_path)
+    with pytest.raises(ResultError, match="another kind of numbers"):
+        load_into(module, {name: value.to(dtype) for name, value in weights.items()}, tmp_path)
+
+
 @pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod.", "_orig_mod.module."])
 @pytest.mark.parametrize("inner", ["", "module."], ids=["plain", "with a part named module"])
 def test_names_of_wrappers_are_taken_off(tmp_path: Path, prefix: str, inner: str) -> None:
