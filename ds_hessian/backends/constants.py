@@ -6,8 +6,9 @@ a weight of the loss made of gradients. A double backward has it as a constant t
 is that of the loss in which it has its value at the weights. Each is recorded where it meets what
 has a gradient, in the first forward of a micro-batch, and is put in its place in all others.
 
-The i-th meeting in a forward is the i-th that was recorded. Where a backward recomputes
-activations, a constant is recognised by the value that it would have had in the forward.
+The i-th meeting in a forward is the i-th that was recorded, or the next one of the same line. Where
+a backward recomputes activations, a constant is recognised by the value that it would have had in
+the forward.
 
 Memory: a copy of what is recorded, but one for all micro-batches where it is the same.
 """
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from ds_hessian.backends.choices import SAME, fingerprint
+from ds_hessian.backends.choices import SAME, Line, fingerprint, line_of_call
 from ds_hessian.backends.kinks import IF
 from ds_hessian.backends.state import HOSTS, tensors_in
 from ds_hessian.errors import MeasurementError, UnsupportedError
@@ -51,7 +52,7 @@ class Constants:
     """The constants of the gradients of one measurement."""
 
     def __init__(self) -> None:
-        self._recorded: dict[Hashable, list[Tensor]] = {}
+        self._recorded: dict[Hashable, list[tuple[Line, Tensor]]] = {}
         self._known: dict[tuple[torch.Size, torch.dtype, float], list[Tensor]] = {}
         self._derived = weakref.WeakValueDictionary[int, Tensor]()
         # What constants of the present run would be, and are.
@@ -135,18 +136,20 @@ class Constants:
         """Return a copy, which the model may write into, of a constant that would be `now`."""
         if back:
             return self._recomputed(now)
-        recorded, number = self._recorded.setdefault(self._key, []), self._made
-        self._made += 1
+        recorded, line = self._recorded.setdefault(self._key, []), line_of_call()
         if self._first:
-            recorded.append(self._shared(now))
-        if number < len(recorded):
-            found = recorded[number]
-            if (found.shape, found.dtype) == (now.shape, now.dtype):
+            recorded.append((line, self._shared(now)))
+        # What the model has kept since the first forward stops nothing any more: it is left out.
+        for number in range(self._made, len(recorded)):
+            where, found = recorded[number]
+            if (where, found.shape, found.dtype) == (line, now.shape, now.dtype):
+                self._made = number + 1
                 self._replaced.append((fingerprint(now), found))
                 return found.clone()
         raise MeasurementError(
             "the model stops gradients differently often off the weights: at value number "
-            f"{number + 1}, of shape {tuple(now.shape)}; its control flow must not depend on them"
+            f"{self._made + 1}, of shape {tuple(now.shape)}; its control flow must not depend on "
+            "them"
         )
 
     def _recomputed(self, now: Tensor) -> Tensor:

@@ -135,6 +135,23 @@ def exact_product(net: nn.Module, v: Tensor) -> Tensor:
     return torch.cat([p.reshape(-1) for p in products])
 
 
+def test_what_a_model_keeps_from_its_first_forward_changes_no_other_constant() -> None:
+    """Both have one shape, and one of them is made once."""
+    kept = list[Tensor]()
+
+    def way(m: Any, h: Tensor) -> Tensor:
+        if not kept or kept[0].dtype != h.dtype:
+            kept[:] = [h.detach().exp()]
+        h = h * kept[0]
+        return h * h.detach().square()
+
+    net = Net(way)
+    hessian = ds_hessian.attach(net, config={"progress": False, "plot": False}).use(data())
+    v = hessian.random_vector(seed=2)
+    product, expected = hessian.matvec(v), exact_product(net, v)
+    assert (product.vector.double() - expected).norm() < 1e-3 * expected.norm()
+
+
 QUICK = ["straight-through rounding", "gradients of the loss", "a penalty at a leaf", "recomputed"]
 
 
