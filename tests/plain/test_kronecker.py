@@ -480,3 +480,57 @@ def test_a_plan_knows_the_layers_of_the_job() -> None:
     assert {i.name: i.size for i in one.items}["Kronecker factors"] == 8 * (9 + 1600 + 120)
     solve = hessian.memory_plan("solve", preconditioner="ekfac", dampings=[0.1])
     assert {i.name: i.size for i in solve.items}["Kronecker factors"] == 16 * numbers
+
+
+class Rows(nn.Module):
+    """Has a weight of two dims, of which it returns rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 6))
+
+    def forward(self, index: Tensor) -> Tensor:
+        """`(T, 6)`."""
+        return self.weight[index]
+
+
+class Turned(Rows):
+    """Multiplies from the right by a weight whose class does not say so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(T, 6)`."""
+        return x @ self.weight
+
+
+class Named(nn.Module):
+    """Linear layers whose inputs are given by name, behind what only looks like one."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = first, nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        first = self.first(x.argmax(1) % 5 if type(self.first) is Rows else x[:, :5])
+        return self.last(input=torch.tanh(self.middle(input=first)))
+
+
+@pytest.mark.parametrize("kind", [Rows, Turned])
+def test_what_is_no_linear_layer_is_left_out_and_inputs_may_be_named(kind: type[Rows]) -> None:
+    torch.manual_seed(0)
+    net = Named(kind())
+    found = factors_of(net, DATA, loss_of, kinds=("kfac",), required=False)
+    assert [f.layer.name for f in found] == ["middle.weight", "last.weight"]
+    wide, inputs = copy.deepcopy(net).double(), list[Tensor]()
+    wide.last.register_forward_pre_hook(
+        lambda m, args, kwargs: inputs.append(kwargs["input"].detach()), with_kwargs=True
+    )
+    for x, _ in DATA:
+        wide(x.double())
+    a = torch.cat(inputs)
+    form, wanted = found[1].forms["kfac"], a.T @ a / len(a)
+    assert form.right is not None
+    rotated = form.right.T @ wanted @ form.right
+    assert (rotated - rotated.diag().diag()).norm() < 1e-5 * wanted.norm()
+    with pytest.raises(UnsupportedError, match=r"not that of one linear layer .*: first\.weight"):
+        factors_of(net, DATA, loss_of, kinds=("kfac",))

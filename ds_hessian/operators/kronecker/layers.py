@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hessian.backends.hooks import on_cotangents
+from ds_hessian.backends.kinks import argument
 from ds_hessian.backends.protocol import Backend
 from ds_hessian.backends.restricted import Choice, chosen
 from ds_hessian.backends.weights import Weight
@@ -148,8 +149,10 @@ def listening(layers: Sequence[Layer], note: Note, spared: Collection[str] = ())
             if layer.weight is not None:
                 hooks, module = _Hooks(layer, note, layer.name in spared), layer.weight.module
                 stack.callback(hooks.restore)
-                stack.callback(module.register_forward_pre_hook(hooks.before).remove)
-                stack.callback(module.register_forward_hook(hooks.after).remove)
+                before = module.register_forward_pre_hook(hooks.before, with_kwargs=True)
+                after = module.register_forward_hook(hooks.after, with_kwargs=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
                 # Also where the forward raises, as a recomputation does that stops early.
                 stack.callback(module.register_forward_hook(hooks.restore, always_call=True).remove)
         yield
@@ -162,9 +165,9 @@ class _Hooks:
         self.layer, self.note, self.spares = layer, note, spares
         self._spared: nn.Parameter | None = None  # the weight, in a call without its gradient
 
-    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Let the call have no graph of the weight; autograd needs another for the backward."""
-        a = args[0] if args else None
+        a = argument(args, kwargs, 0, "input")
         if not (self.spares and isinstance(a, Tensor) and a.requires_grad):
             return
         weight = module._parameters.get("weight")
@@ -172,23 +175,29 @@ class _Hooks:
             weight.requires_grad_(False)
             self._spared = weight
 
+    def _may_be_one(self, x: Tensor, y: Tensor) -> bool:
+        """Return whether inputs and outputs have the layer's sizes, which ranks may share."""
+        m, n = self.layer.shape
+        sizes = tuple(t.shape[-1] if t.ndim else 0 for t in (y, x))
+        return _group(self.layer) is not None or sizes == (m, n)
+
     def restore(self, *_: object) -> None:
         """Let the weight have gradients as before."""
         if self._spared is not None:
             self._spared.requires_grad_(True)
             self._spared = None
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Report inputs and cotangents of the call in the backward."""
+    def after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Report inputs and cotangents of the call in the backward, if they can be a layer's."""
+        x = argument(args, kwargs, 0, "input")
         y = output[0] if isinstance(output, (tuple, list)) else output
-        if not (args and isinstance(args[0], Tensor) and isinstance(y, Tensor)):
-            raise UnsupportedError(
-                f"ds_hessian does not support Kronecker factors of {self.layer.name}, whose module "
-                "is not called with its input as the first argument, or returns no tensor"
-            )
+        if not (isinstance(x, Tensor) and isinstance(y, Tensor) and self._may_be_one(x, y)):
+            return  # its gradient will tell
         if not (torch.is_grad_enabled() and y.requires_grad):
             return
-        a, counts = args[0].detach(), self._spared is None
+        a, counts = x.detach(), self._spared is None
 
         def backward(c: Tensor) -> None:
             inputs, cotangents = _whole(self.layer, a, c.detach())
