@@ -134,7 +134,7 @@ def compare(
     probes, answers = run.probes(effort.probes, basis)
     doubt = COVERAGE * run.worst
     tops = {k: run.extreme(forms.get(k), effort) for k in kinds}
-    found = [math.nan] * (7 + 6 * len(kinds))
+    found = [math.nan] * (7 + 7 * len(kinds))
     with together("comparing Kronecker factors", device=space.space.device):
         if space.owns:
             assert gradient is not None
@@ -144,8 +144,7 @@ def compare(
     norm, norm_error, top, residual, solve_error, *rest = space.known(found)
     compared = {}
     for i, kind in enumerate(kinds):
-        cosine, error, scale, share, share_error, solve = rest[2 + 6 * i : 8 + 6 * i]
-        scale_error = abs(scale) * error / max(abs(cosine), 1e-300)
+        cosine, error, scale, scale_error, share, share_error, solve = rest[2 + 7 * i : 9 + 7 * i]
         compared[kind] = Compared(
             (cosine, error), (scale, scale_error), (share, share_error), tops[kind], solve
         )
@@ -270,7 +269,7 @@ class _Dense:
         self.rest = _squares(self.y)
 
     def figures(self, forms: Sequence[Eigenform], damping: float) -> list[float]:
-        """Return the norm, the top, the residual, and the share of C; then six of each K."""
+        """Return the norm, the top, the residual, and the share of C; then seven of each K."""
         norms = np.sqrt(self._averages(self.own, self.rest))
         t = (self.inside + self.inside.T) / 2
         top = float(torch.linalg.eigvalsh(t).abs().max())
@@ -280,14 +279,16 @@ class _Dense:
         for form in forms:
             inner = self._inner(form)
             cosine = inner / (norms * form.norm)
-            scale = inner[0] / form.norm**2 if form.norm else math.nan
+            # Errors of its own: most of those of the product with K cancel in the cosine.
+            scale = inner / (form.norm**2 or math.nan)
             share = self._diagonal(form)
             solve = math.nan
-            if scale > 0:
-                step = _damped(form, scale, damping * top, self.b)
+            if scale[0] > 0:
+                step = _damped(form, float(scale[0]), damping * top, self.b)
                 solve = float((step * x).sum() / (step.norm() * x.norm()))
-            bars = self._bar(cosine), self._bar(share)
-            found += [cosine[0], bars[0], scale, share[0], bars[1], solve]
+            for values in cosine, scale, share:
+                found += [values[0], self._bar(values)]
+            found.append(solve)
         return found
 
     def _averages(self, own: Tensor, rest: Tensor) -> np.ndarray:

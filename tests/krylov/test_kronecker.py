@@ -1,0 +1,28 @@
+"""Figures of a Kronecker-factored curvature beside the true one, from a few vectors."""
+
+from __future__ import annotations
+
+import torch
+
+from ds_hessian.krylov.kronecker import _Dense
+from ds_hessian.operators.kronecker import Eigenform
+
+
+def test_the_error_of_the_scale_is_its_own_and_not_that_of_the_cosine() -> None:
+    """Where K is C, the cosine is its norm by the probes over the true one, and the scale the
+    square of that: its relative error is twice as large.
+    """
+    torch.manual_seed(0)
+    m, n, known, probes = 4, 5, 3, 6
+    left, right = (torch.linalg.qr(torch.randn(k, k).double())[0] for k in (m, n))
+    values = torch.outer(*(torch.logspace(0, -1, k, dtype=torch.float64) for k in (m, n)))
+    form = Eigenform(values, left, right)
+    q = torch.linalg.qr(torch.randn(m * n, known).double())[0]
+    z = torch.randn(m * n, probes).double()
+    z -= q @ (q.T @ z)
+    q, z = (list(x.T.reshape(-1, m, n).float()) for x in (q, z))
+    w, y = (list(form.apply(torch.stack(x).double()).float()) for x in (q, z))
+    dense = _Dense(q, w, z, y, torch.randn(m, n).double(), 0.0)
+    cosine, error, scale, scale_error, *_ = dense.figures([form], 0.1)[7:]
+    assert abs(cosine - 1) < 5 * error  # of 6 probes
+    assert 1.8 < scale_error / scale * cosine / error < 2.2
