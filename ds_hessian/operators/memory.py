@@ -31,10 +31,7 @@ def memory_of_operator(
     if operator in OUTPUT_MATRICES:
         return _of_gauss_newton(FP32 * n_local, tier, outputs)
     formula, vector = SCHEMES[scheme], FP32 * n_local
-    held = [
-        Item("cotangents at the weights", tier, outputs.count * outputs.size),
-        Item("outputs of a micro-batch", tier, outputs.size, ("passes",)),
-    ]
+    held = Item("cotangents at the weights", tier, outputs.count * outputs.size)
     # A trial is compared with the one before; several differences need one more to be added up.
     compared = 2 if len(formula.differences) == 1 else 3
     return [
@@ -43,7 +40,7 @@ def memory_of_operator(
         Item("trial before, or product made again", tier, vector, ("passes",)),
         Item("trials being compared", tier, compared * vector, ("trials",)),
         Item("product", tier, vector, ("orthogonalization", "storing")),
-        *(held if operator == "residual" else []),
+        *([held] if operator == "residual" else []),
     ]
 
 

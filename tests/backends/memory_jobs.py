@@ -38,14 +38,15 @@ class Tower(nn.Module):
 class Words(nn.Module):
     """A cross entropy of more outputs than a rank has weights, or of fewer."""
 
-    def __init__(self) -> None:
+    def __init__(self, smoothing: float) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.smoothing = smoothing
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         """The mean over tokens."""
         logits = self.head(torch.tanh(self.body(x)))
-        return nn.functional.cross_entropy(logits.float(), labels)
+        return nn.functional.cross_entropy(logits.float(), labels, label_smoothing=self.smoothing)
 
 
 class Gates(nn.Module):
@@ -69,7 +70,13 @@ class Gates(nn.Module):
         return self.out(torch.stack(pairs)).pow(2).mean()
 
 
-def make_engine(stage: int, dtype: str = "fp32", tokens: int = 0, gates: bool = False) -> Any:
+def make_engine(
+    stage: int,
+    dtype: str = "fp32",
+    tokens: int = 0,
+    gates: bool = False,
+    smoothing: float = 0.0,
+) -> Any:
     """An engine that has made a training step, so that training's own memory is there."""
     torch.manual_seed(0)
     config: dict[str, Any] = {
@@ -89,7 +96,7 @@ def make_engine(stage: int, dtype: str = "fp32", tokens: int = 0, gates: bool = 
     }
     if dtype != "fp32":
         config[dtype] = {"enabled": True}
-    model = Words() if tokens else Gates() if gates else Tower()
+    model = Words(smoothing) if tokens else Gates() if gates else Tower()
     engine = ds_hessian.initialize(model=model, model_parameters=model.parameters(), config=config)[
         0
     ]
@@ -118,13 +125,14 @@ def measured_and_planned(
     cases: list[tuple[str, dict[str, Any]]],
     tokens: int = 0,
     gates: bool = False,
+    smoothing: float = 0.0,
 ) -> list[tuple[list[int], list[int], float]]:
     """For each case ([measured host, disk, resume], the same planned, bytes of a vector).
 
     What forward and backward need in training is measured too, and added to the plan's passes:
     twice that where training's are in 16 bits and those of the measurement in fp32.
     """
-    engine = make_engine(stage, dtype, tokens, gates)
+    engine = make_engine(stage, dtype, tokens, gates, smoothing)
     data = batches(dtype_of(engine), tokens, gates)
     hessian = engine.hessian.use(data[:1])
     hessian.spectrum(num_matvecs=2, mode="selective")  # modules are imported, kernels loaded

@@ -172,6 +172,8 @@ class _Labels:
     Collective: the constructor.
     """
 
+    reads = True
+
     def __init__(self, session: Session, outputs: str | None, draws: int) -> None:
         self.draws, self.unit = draws, 1.0
         if not draws:

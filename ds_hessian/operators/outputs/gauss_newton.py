@@ -264,8 +264,16 @@ class GaussNewton:
         self.cost.product_seconds += time.perf_counter() - started
         return Form(value, error, h)
 
-    def _evaluate(self, out: Tensor, v: Tensor, step: float, some: range, first: bool) -> Sums:
-        sums = self._passes.evaluate(out, v, step, some, first)
+    def _evaluate(
+        self,
+        out: Tensor,
+        v: Tensor,
+        step: float,
+        some: range,
+        first: bool,
+        doubted: bool = False,
+    ) -> Sums:
+        sums = self._passes.evaluate(out, v, step, some, first, doubted)
         if self._around is not None:
             out.sub_(self._around[some.start > 0])
         self.cost.gradient_evaluations += self._passes.gradients * len(some) / self._count
@@ -336,9 +344,10 @@ class GaussNewton:
         self._before = None
         while True:
             out = self.space.zeros()
-            sums = self._evaluate(out, v, h / length, self._pilot, True)
+            doubted = not trials and self._passes.product is None and self._steps.doubts_values
+            sums = self._evaluate(out, v, h / length, self._pilot, True, doubted)
             trials.append(self._figures(v, length, h, out, sums, share).trial)
-            if len(trials) == 1 and self._passes.product is None and self._steps.doubts_values:
+            if doubted:
                 self._measure_values(trials[0], length, share)
             if len(trials) == 1 and not self._steps.learnt.products:
                 self._measure_backward(v, length, out, trials[0], share)
@@ -367,8 +376,8 @@ class GaussNewton:
     def _measure_values(self, trial: Trial, length: float, share: float) -> None:
         """Measure the error of a product that comes from differencing the loss in the outputs."""
         error = self.space.zeros()
-        passes = self._passes.third(error, self._pilot)
-        self.cost.gradient_evaluations += passes * len(self._pilot) / self._count
+        self._passes.third(error, self._pilot)
+        self.cost.gradient_evaluations += 2 * len(self._pilot) / self._count
         unit = self._unit(trial.h, length) / share
         self._steps.note_values(self.space.norm(error) * unit, trial)
 

@@ -161,6 +161,11 @@ def read_cross_entropy(
     return None
 
 
+def size_of(x: Tensor) -> float:
+    """Return the largest entry, in absolute value."""
+    return max(float(x.amax()), -float(x.amin()))
+
+
 def beside_outputs(f: Tensor) -> Tensor:
     """Return something as large as the outputs, of entries +-a, to be added to them."""
     # Signs that alternate, but not with a period of the data.
@@ -243,8 +248,7 @@ def _read(f: Tensor, c: Tensor, dim: int, group: dist.ProcessGroup | None) -> To
     if bool(ROUNDING * total.sum().abs() > allowed):
         return None  # such as a z-loss, which is lost in the rounding of one token
     kept = torch.where(sure, torch.where(seen > 0, largest, 0.0), weights)
-    steepest = max(float(c.amax()), -float(c.amin()))
-    return Tokens(kept, labels, dim, group, steepest)
+    return Tokens(kept, labels, dim, group, size_of(c))
 
 
 class _Classes:
@@ -283,9 +287,7 @@ class _Classes:
 
     def blocks(self) -> Iterator[slice]:
         """Yield the tokens in blocks."""
-        size = max(1, max(LEAST, self._rows.numel() // BLOCKS) // self._rows.shape[1])
-        for start in range(0, len(self._rows), size):
-            yield slice(start, start + size)
+        return _blocks(self._rows)
 
     def new_zeros(self) -> Tensor:
         """Return a zero for each token, fp32."""
@@ -353,20 +355,38 @@ class Secant:
     """The slope of a cotangent between the outputs and others.
 
     Attributes:
-        slopes: `(..., classes)` change of each entry over that of the output.
+        least, means, most: Of each row, `(..., 1)`: the change of an entry over that of the output.
         doubt: What rounding of the two cotangents makes of a slope, at most.
     """
 
-    slopes: Tensor
+    least: Tensor
+    means: Tensor
+    most: Tensor
     doubt: float
 
     @classmethod
     def of(cls, before: Tensor, after: Tensor, added: Tensor) -> Secant:
         """Return the slope of two cotangents, where `added`, of entries +-a, lies between them."""
         roundoff = max(torch.finfo(t.dtype).eps / 2 for t in (before, after))
-        most = float(before.float().abs().max() + after.float().abs().max())
-        scale = most / float(added.abs().max())
-        return cls((after.float() - before.float()) / added, ROUNDING * roundoff * scale)
+        scale = (size_of(before) + size_of(after)) / float(added.flatten()[0].abs())
+        parts = list[tuple[Tensor, ...]]()
+        rows = [_rows(x, x.ndim - 1) for x in (before, after, added)]
+        for some in _blocks(rows[0]):
+            start, end, step = (x[some] for x in rows)
+            slopes = end.to(torch.float32, copy=True).sub_(start).div_(step)
+            parts.append((slopes.amin(-1), slopes.mean(-1), slopes.amax(-1)))
+        shape = [*before.shape[:-1], 1]
+        least, means, most = (torch.cat(part).view(shape) for part in zip(*parts, strict=True))
+        return cls(least, means, most, ROUNDING * roundoff * scale)
+
+    @property
+    def steepest(self) -> Tensor:
+        """The largest slope, in absolute value."""
+        return torch.maximum(self.most.max(), -self.least.min())
+
+    def apart(self, slopes: Tensor) -> float:
+        """Return the largest distance from one slope for each row."""
+        return float(torch.maximum(self.most - slopes, slopes - self.least).max())
 
 
 def read_squares(near: Secant, far: Secant) -> Squares | None:
@@ -380,16 +400,23 @@ def read_squares(near: Secant, far: Secant) -> Squares | None:
         near: One secant.
         far: Another, to the other side and farther, so that its slope is more exact.
     """
-    weights = far.slopes.mean(-1, keepdim=True)
+    weights = far.means
     for secant in (near, far):
-        apart = float((secant.slopes - weights).abs().max())
-        if not apart <= secant.doubt + far.doubt or not math.isfinite(secant.doubt):
+        known = math.isfinite(secant.doubt)
+        if not known or not secant.apart(weights) <= secant.doubt + far.doubt:
             return None
     return Squares(weights) if bool((weights >= 0).all()) else None
 
 
 def _rows(x: Tensor, dim: int) -> Tensor:
     return x.movedim(dim, -1).reshape(-1, x.shape[dim])
+
+
+def _blocks(rows: Tensor) -> Iterator[slice]:
+    """Yield rows in blocks."""
+    size = max(1, max(LEAST, rows.numel() // BLOCKS) // rows.shape[1])
+    for start in range(0, len(rows), size):
+        yield slice(start, start + size)
 
 
 def _shaped(rows: Tensor, like: Tensor, dim: int) -> Tensor:

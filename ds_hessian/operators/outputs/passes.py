@@ -7,7 +7,7 @@ with `H_out delta` in place of the cotangent where the loss in the outputs is kn
 job's own loss at `f +- rho delta`, two forwards and backwards at w.
 
 Memory: the differences of a group of micro-batches, fp32: as many as fit into one vector, and one
-at least; where the loss is known by its values, two cotangents of the first micro-batch.
+at least; where the loss is known by its values, cotangents of the first micro-batch now and then.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class Sums:
 class _Recorder:
     """Keeps the outputs of a pass."""
 
+    reads = False
+
     def __init__(self) -> None:
         self.found: dict[int, Tensor] = {}
 
@@ -63,6 +65,8 @@ class _Recorder:
 
 class _Known:
     """Puts `H_out delta` in place of the cotangent."""
+
+    reads = True
 
     def __init__(self, session: Session, group: Group, product: OutputProduct, sums: Sums) -> None:
         self.session, self.group, self.product, self.sums = session, group, product, sums
@@ -79,8 +83,10 @@ class _Known:
 
 class _Shifted:
     """Lets the job's loss run at `f + rho delta`; keeps the cotangents' part of their third
-    difference, where there may be one.
+    difference, where there is to be one.
     """
+
+    reads = False
 
     def __init__(
         self,
@@ -101,8 +107,9 @@ class _Shifted:
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> None:
         if self.third is not None:
-            part = c.float() * (-3.0 if self.rho > 0 else -1.0)
-            self.third[index] = self.third[index] + part if index in self.third else part
+            if index not in self.third:
+                self.third[index] = torch.zeros_like(c, dtype=torch.float32)
+            self.third[index].add_(c, alpha=-3.0 if self.rho > 0 else -1.0)
         along = _dot(c.float(), self.group.differences[index])
         scale = self.session.cotangent_scale
         self.sums.form += along * scale / (2 * self.rho)
@@ -121,6 +128,8 @@ class _Third:
     of their first one, in place of those at `f + 2 rho delta`.
     """
 
+    reads = False
+
     def __init__(self, group: Group, rho: float, third: dict[int, Tensor]) -> None:
         self.group, self.rho, self.third = group, rho, third
 
@@ -131,18 +140,15 @@ class _Third:
         return self.third[index].add_(c.float()).div_(3).to(c.dtype)
 
 
-class _Middle:
-    """Keeps the cotangents at the outputs, and stops them there."""
+class _Middle(Silence):
+    """Adds the cotangents at the outputs to their third difference, and stops them there."""
 
-    def __init__(self) -> None:
-        self.found: dict[int, Tensor] = {}
-
-    def outputs(self, index: int, f: Tensor) -> None:
-        """Add nothing."""
+    def __init__(self, third: dict[int, Tensor]) -> None:
+        self.third = third
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
-        self.found[index] = c.clone()
-        return torch.zeros_like(c)
+        self.third[index].add_(c, alpha=3.0)
+        return super().cotangent(index, f, c)
 
 
 class Group:
@@ -207,8 +213,6 @@ class Passes:
         self.kappa = 1.0
         self._last: Group | None = None  # while there may be a `repeat`, or a `third`
         self._third: dict[int, Tensor] | None = None
-        self._middle: _Middle | None = None  # the pilot's, once there was a `third`
-        self._around: Tensor | None = None  # its gradient that does not pass the outputs
 
     @property
     def backwards(self) -> int:
@@ -226,7 +230,13 @@ class Passes:
         return 1.0 if self.product else 2 * self.rho
 
     def evaluate(
-        self, out: Tensor, v: Tensor, step: float, micro_batches: range, first: bool
+        self,
+        out: Tensor,
+        v: Tensor,
+        step: float,
+        micro_batches: range,
+        first: bool,
+        doubted: bool = False,
     ) -> Sums:
         """Add `factor J' H_out kappa delta` of these micro-batches to `out`; return their sums.
 
@@ -236,6 +246,7 @@ class Passes:
             step: delta is `f(w + step v) - f(w - step v)`.
             micro_batches: The micro-batches.
             first: Whether kappa is chosen, which makes the rms of `kappa delta` about 1.
+            doubted: Whether a `third` of these micro-batches may follow.
 
         Collective.
         """
@@ -247,6 +258,7 @@ class Passes:
                 first = False
             group.scale(self.kappa)
             self.session.displace(None, 0.0)
+            self._third = {} if doubted else None
             self.back(out, group, some, sums)
             self._last = group if micro_batches.start == 0 else None
         return sums
@@ -259,29 +271,18 @@ class Passes:
         self.session.displace(v, step)
         self.back(out, self._last, micro_batches, Sums())
 
-    def third(self, out: Tensor, micro_batches: range) -> int:
+    def third(self, out: Tensor, micro_batches: range) -> None:
         """Add the error that differencing the loss in the outputs has made in what the last
-        evaluation has added, of these micro-batches, always the same ones.
+        evaluation has added, which was `doubted`, of these micro-batches.
 
         Like a product's (`ds_hessian.operators.displacement.belief`) it is a third difference, of
-        cotangents here.
-
-        Returns:
-            How many gradients of them it took: one, and one more the first time.
+        cotangents here. Cost: two gradients of them.
         """
-        passes = 1 if self._middle is not None else 2
         assert self._last is not None and self._third is not None
         self.session.displace(None, 0.0)
-        if self._middle is None:
-            self._middle, around = _Middle(), torch.zeros_like(out)
-            self._pass(around, micro_batches, self._middle)
-            self._around = around if self.session.space.norm(around) else None
-        for index, c in self._middle.found.items():
-            self._third[index].add_(c.float(), alpha=3.0)
-        if self._around is not None:
-            out.sub_(self._around)
-        self._pass(out, micro_batches, _Third(self._last, self.rho, self._third))
-        return passes
+        for listener in _Middle(self._third), _Third(self._last, self.rho, self._third):
+            out.neg_()  # so that the gradient that does not pass the outputs, of both, is in none
+            self._pass(out, micro_batches, listener)
 
     def forget(self) -> None:
         """Drop the differences of the last evaluation."""
@@ -294,7 +295,6 @@ class Passes:
         if self.product is not None:
             self._pass(out, micro_batches, _Known(self.session, group, self.product, sums))
             return
-        self._third = {} if micro_batches.start == 0 else None
         for sign in (1.0, -1.0):
             rho, kept = sign * self.rho, self.cotangents
             listener = _Shifted(self.session, group, rho, sums, self._third, kept)

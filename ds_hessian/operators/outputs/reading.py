@@ -30,6 +30,7 @@ from ds_hessian.operators.outputs.losses import (
     keeps_weights,
     read_cross_entropy,
     read_squares,
+    size_of,
 )
 from ds_hessian.operators.outputs.tap import sample
 
@@ -48,6 +49,8 @@ class _Listener:
         samples: A sample of the cotangents of each micro-batch that passed as it is.
         scales: `Session.cotangent_scale` in the backward of each micro-batch of a pass of several.
     """
+
+    reads = True
 
     def __init__(self) -> None:
         self.failed = self.largest = 0
@@ -120,6 +123,8 @@ class _Prober(_Listener):
         passes: Passes of the micro-batch so far.
     """
 
+    reads = False
+
     def __init__(self, before: dict[int, Tensor]) -> None:
         super().__init__()
         self.passes = 0
@@ -143,9 +148,10 @@ class _Prober(_Listener):
             self._near[index] = secant
             # So far that cotangents of squares become others, and their rounding is no more of the
             # slope than it is of them.
-            reach = self._before[index].float().abs().max() / secant.slopes.abs().max()
-            ratio = (reach / self._added[index].abs().max()).nan_to_num(2.0).clamp(2.0, FAR)
-            self._added[index] = -ratio * self._added[index]
+            reach = size_of(self._before[index]) / secant.steepest
+            added = self._added[index]
+            ratio = (reach / added.flatten()[0].abs()).nan_to_num(2.0).clamp(2.0, FAR)
+            added.mul_(-ratio)
         else:
             del self._before[index], self._added[index]
             found = read_squares(self._near.pop(index), secant)

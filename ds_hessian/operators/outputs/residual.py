@@ -28,6 +28,8 @@ class FixedCotangents:
         tap: The outputs.
     """
 
+    reads = False
+
     def __init__(self, session: Session, tap: Tap) -> None:
         self._session, self._tap = session, tap
         self._kept: dict[int, tuple[Tensor, float]] = {}  # with the scale of its pass

@@ -165,7 +165,7 @@ class OutputSteps:
         self.quiet = pilot**INDEPENDENT
         # The backward rounds what it returns of each micro-batch.
         self.least_error = max(ROUNDOFF, math.sqrt(pilot / 3) * unit_roundoff)
-        self.thirds = products_of_a_third(pilot)
+        self.thirds = 2 * products_of_a_third(pilot)  # of two passes each
         self.learnt = Learnt(fixed or 3 * unit_roundoff ** (1 / 3) * scale, 3 * scale)
         self._bend = 0.0  # of the present vector
         self._seen = 0.0  # the largest |P| of its trials

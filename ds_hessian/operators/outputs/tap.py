@@ -31,7 +31,13 @@ LOSSES = ("cross_entropy", "cross_entropy_loss", "log_softmax")
 
 
 class Listener(Protocol):
-    """What a pass does at the outputs."""
+    """What a pass does at the outputs.
+
+    Attributes:
+        reads: Whether `cotangent` reads the outputs, of which a copy is kept for it until then.
+    """
+
+    reads: bool
 
     def outputs(self, index: int, f: Tensor) -> Tensor | None:
         """Return what is added to the outputs of a micro-batch, or None.
@@ -43,12 +49,20 @@ class Listener(Protocol):
         ...
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor | None:
-        """Return the cotangent that goes on into the model, or None for `c` itself."""
+        """Return the cotangent that goes on into the model, or None for `c` itself.
+
+        Args:
+            index: The number of the micro-batch.
+            f: The outputs, without their graph; empty if they are not read.
+            c: The cotangent.
+        """
         ...
 
 
 class Silence:
     """A listener that stops the loss at the outputs."""
+
+    reads = False
 
     def outputs(self, index: int, f: Tensor) -> Tensor | None:
         """Add nothing."""
@@ -188,7 +202,8 @@ class _Calls:
         if added is not None:
             f = f.float() + added
         if f.requires_grad:
-            seen = f.detach().clone()  # the loss may write into f
+            # The loss may write into f.
+            seen = f.detach().clone() if self.listener.reads else f.new_empty(0)
             f.register_hook(on_cotangents(partial(self.listener.cotangent, index, seen)))
         elif torch.is_grad_enabled():
             raise UnsupportedError(
