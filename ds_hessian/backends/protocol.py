@@ -227,6 +227,10 @@ class Session(Protocol):
         """
         ...
 
+    def masters(self) -> Tensor:
+        """Return the values that this rank's weights are rounded from, `(n_local,)` fp32."""
+        ...
+
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Add the gradient terms of these units at the current weights to `out`.
 

@@ -247,6 +247,10 @@ class RestrictedSession:
         """Return what the chosen weights are displaced by."""
         return self.restricted.select(self.whole.realised())
 
+    def masters(self) -> Tensor:
+        """Return what the chosen weights are rounded from."""
+        return self.restricted.select(self.whole.masters())
+
     def weight_norm(self, names: Collection[str] | None = None) -> float:
         """Return the norm of the chosen weights."""
         return self.whole.weight_norm(self.restricted.names if names is None else names)

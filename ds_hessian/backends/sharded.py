@@ -100,6 +100,14 @@ class ShardedWeights:
         return found
 
     @torch.no_grad()
+    def whole(self) -> Tensor:
+        """Return the masters as a vector, `(n_local,)` fp32."""
+        found = self.space.zeros()
+        for master, (_, own) in zip(self.masters, self.layout, strict=True):
+            found[own] = master.float()
+        return found
+
+    @torch.no_grad()
     def restore(self) -> None:
         """Write this rank's weights from the masters; all ranks must publish afterwards."""
         for weight, master in zip(self.weights, self.masters, strict=True):
@@ -186,6 +194,10 @@ class ShardedSession:
     def realised(self) -> Tensor:
         """Return what this rank's shards are displaced by."""
         return self.weights.realised()
+
+    def masters(self) -> Tensor:
+        """Return what this rank's shards are rounded from."""
+        return self.weights.whole()
 
     def weight_norm(self, names: Collection[str] | None = None) -> float:
         """Return the norm of the weights, from the masters of all ranks."""

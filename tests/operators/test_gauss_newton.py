@@ -507,10 +507,12 @@ def distance(net: nn.Module, batch: Any) -> Tensor:
     return (found - functional.one_hot(batch[1], 3).to(found.dtype)).square().mean()
 
 
-@pytest.mark.parametrize("pilot", [1.0, 1 / 4, 1 / 16])
-def test_the_displacement_is_the_best_one_of_all_micro_batches(pilot: float) -> None:
-    """Whose noise is less than the pilot's: the least of what is expected of the whole product."""
-    steps = OutputSteps(2.0**-8, 1.0, pilot, None)
+@pytest.mark.parametrize(("pilot", "norm"), [(1.0, 1.0), (1 / 4, 1.0), (1 / 16, 1.0), (1.0, 1e3)])
+def test_the_displacement_is_the_best_one_of_all_micro_batches(pilot: float, norm: float) -> None:
+    """Whose noise is less than the pilot's: the least of what is expected of the whole product,
+    however large other weights are than those that bend it.
+    """
+    steps = OutputSteps(2.0**-8, norm, pilot, None)
     steps._bend, steps._kappa, steps._noise = 1.7, 2.0, 4e-4
     heights = np.geomspace(1e-3, 1, 400)
     errors = [steps.error(float(h), 1.0, steps.quiet) for h in heights]
@@ -528,6 +530,20 @@ def test_outputs_that_saturate_are_left_downward() -> None:
             found = g.along(v)
             form = float(v.double() @ truth) / float(v.double() @ v.double())
             assert abs(found.value - form) < SLACK * found.error < 1e-2 * form
+
+
+def test_noise_of_the_backward_is_that_of_weights_rounded_each_by_itself() -> None:
+    """In bf16 the norm of all, times its roundoff, is a step that bends a layer of small ones."""
+    net, data = uneven(), batches(4)
+    masters = [p.detach().clone() for p in net.parameters()]
+    exact = ExactGaussNewton(net, "2", distance, data)
+    backend = ModuleBackend(net.bfloat16(), masters=masters)
+    with backend.measuring(backend.objective(data, distance), Passes(precision="model")) as session:
+        g = curvature(session, FiniteDifferenceConfig(), "ggn")
+        for v, truth in krylov(backend, exact, 4):
+            product = g.matvec(v)
+            error = relative(product.vector, truth)
+            assert LEAST * error < product.error < SLACK * error
 
 
 def test_sure_tokens_are_as_exact_as_others() -> None:

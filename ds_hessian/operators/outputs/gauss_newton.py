@@ -366,7 +366,7 @@ class GaussNewton:
         rounding.
         """
         again = self.space.zeros()
-        self._passes.repeat(again, v, self._steps.rounding / length, self._pilot)
+        self._passes.repeat(again, v, self._pilot)
         if self._around is not None:
             again.sub_(self._around[0])
         self.cost.gradient_evaluations += self._passes.backwards / self._count

@@ -263,12 +263,13 @@ class Passes:
             self._last = group if micro_batches.start == 0 else None
         return sums
 
-    def repeat(self, out: Tensor, v: Tensor, step: float, micro_batches: range) -> None:
-        """Add what the last evaluation has added, with its differences, but the backward at
-        `w + step v`.
+    def repeat(self, out: Tensor, v: Tensor, micro_batches: range) -> None:
+        """Add what the last evaluation has added, with its differences, but the backward at weights
+        of which each is displaced by its own rounding, as v points.
         """
         assert self._last is not None
-        self.session.displace(v, step)
+        session = self.session
+        session.displace(session.masters().abs_().mul_(v.sign()), session.unit_roundoff)
         self.back(out, self._last, micro_batches, Sums())
 
     def third(self, out: Tensor, micro_batches: range) -> None:

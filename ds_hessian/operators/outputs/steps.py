@@ -161,6 +161,8 @@ class OutputSteps:
     ) -> None:
         scale = weight_norm if weight_norm > 0 else 1.0
         self.rounding, self.fixed = unit_roundoff * scale, fixed
+        # Where weights differ in scale, the best displacement may be far below the largest's unit.
+        self.smallest = ROUNDOFF * scale / 16
         self.least = self.rounding / 64  # which rounding of the weights loses
         self.quiet = pilot**INDEPENDENT
         # The backward rounds what it returns of each micro-batch.
@@ -381,7 +383,7 @@ class OutputSteps:
         return math.hypot(min(quiet * self._noise / (h * size), 2.0), self._kappa * bent**2)
 
     def _clamp(self, h: float) -> float:
-        return min(max(h, self.rounding / 16), self.learnt.largest)
+        return min(max(h, self.smallest), self.learnt.largest)
 
     def note_backward(self, apart: float, trial: Trial) -> None:
         """Learn nu from the distance of two products that differ in the backward's rounding."""
