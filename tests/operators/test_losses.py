@@ -294,3 +294,41 @@ def test_products_and_their_errors_are_right_and_add_up(name: str) -> None:
             v = (g / g.norm()).float()
         form = found[0].along(v)
         assert abs(form.value - float(v.double() @ exact(v))) < SLACK * form.error
+
+
+class Labelled(Language):
+    """Makes logits of the tokens that have a label, and of no others."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Logits, and the labels."""
+        kept = labels >= 0
+        return self.head(self._block(self.embed(tokens))[kept]), labels[kept]
+
+
+def squares_of(f: Tensor, y: Tensor) -> Tensor:
+    return (f - functional.one_hot(y, VOCABULARY)).square().sum() / 20
+
+
+def entropy_of(f: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(f, y, reduction="sum") / 20
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+@pytest.mark.parametrize("of_outputs", [entropy_of, squares_of])
+def test_micro_batches_without_a_token_have_no_part_and_are_no_pilots(
+    empty: int, of_outputs: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    data = texts()[:3]
+    data[empty][1].fill_(-100)
+
+    def loss(net: nn.Module, b: Any) -> Tensor:
+        return of_outputs(*net(*b))
+
+    net = Labelled()
+    exact = ExactGaussNewton(net, "head", loss, data)
+    with operators(net, data, loss, "ggn") as (backend, (g,)):
+        v = torch.randn(backend.layout.n_local, generator=torch.Generator().manual_seed(0))
+        for _ in range(2):
+            product, truth = g.matvec(v), exact(v)
+            assert relative(product.vector, truth) < min(3e-4, SLACK * product.error)
+            v = (truth / truth.norm()).float()

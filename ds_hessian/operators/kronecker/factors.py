@@ -61,6 +61,7 @@ from ds_hessian.operators.kronecker.sums import (
     Shampoo,
     Square,
 )
+from ds_hessian.operators.outputs.losses import size_of
 from ds_hessian.operators.outputs.reading import Reading
 from ds_hessian.ranks import together
 from ds_hessian.vectors import VectorSpace, collected
@@ -190,7 +191,7 @@ class _Labels:
         self._drawn = 0  # of the present pass
         found = torch.zeros(2, session.space.world_size, dtype=torch.float64)
         for each in tokens.values():
-            seen = torch.tensor([float(each.weights.max()), each.steepest])
+            seen = torch.tensor([size_of(each.weights), each.steepest])
             found[:, session.space.rank] = torch.maximum(found[:, session.space.rank], seen)
         largest, steepest = session.space.reduce(found.reshape(-1)).reshape(2, -1).amax(1).tolist()
         self.unit = _unit_of(largest, steepest)

@@ -102,7 +102,8 @@ class GaussNewton:
         self.scale = session.gradient_scale
         self.outputs: str | None = reading.words
         count = session.num_micro_batches
-        self._pilot, self._rest, self._count = range(1), range(1, count), count
+        one, self._count = reading.pilot, count
+        self._pilot, self._rest = range(one, one + 1), [range(one), range(one + 1, count)]
         self._passes = Passes(
             session,
             reading.tap,
@@ -110,6 +111,7 @@ class GaussNewton:
             session.unit_roundoff ** (1 / (2 if reading.kinked else 3)),
             *self._room(reading.largest),
             reading.cotangents,
+            self._pilot,
         )
         self._around = self._gradient_around() if reading.passes_by else None
         self._before: _Before | None = None
@@ -142,16 +144,15 @@ class GaussNewton:
         found = self.space.reduce(mine.reshape(-1)).reshape(2, -1)
         return int(found[0].max()), int(found[1].min())
 
-    def _gradient_around(self) -> tuple[Tensor, Tensor]:
+    def _gradient_around(self) -> dict[range, Tensor]:
         """Return the gradients of pilot and rest that do not pass the outputs.
 
         Differences of two evaluations do not have them.
         """
-        pilot, rest = self.space.zeros(), self.space.zeros()
-        self._passes.around(pilot, self._pilot)
-        if self._rest:
-            self._passes.around(rest, self._rest)
-        return pilot, rest
+        found = {some: self.space.zeros() for some in (self._pilot, *self._rest) if some}
+        for some, out in found.items():
+            self._passes.around(out, some)
+        return found
 
     @property
     def gradient_norm(self) -> float:
@@ -275,14 +276,14 @@ class GaussNewton:
     ) -> Sums:
         sums = self._passes.evaluate(out, v, step, some, first, doubted)
         if self._around is not None:
-            out.sub_(self._around[some.start > 0])
+            out.sub_(self._around[some])
         self.cost.gradient_evaluations += self._passes.gradients * len(some) / self._count
         return sums
 
     def _finish(self, v: Tensor, length: float, h: float, out: Tensor, sums: Sums) -> _Figures:
         """Add the other micro-batches to the pilot's product; return the figures of all."""
-        if self._rest:
-            more = self._evaluate(out, v, h / length, self._rest, False)
+        for some in filter(len, self._rest):
+            more = self._evaluate(out, v, h / length, some, False)
             sums.squares += more.squares
             sums.form += more.form
             sums.choices += more.choices
@@ -368,7 +369,7 @@ class GaussNewton:
         again = self.space.zeros()
         self._passes.repeat(again, v, self._pilot)
         if self._around is not None:
-            again.sub_(self._around[0])
+            again.sub_(self._around[self._pilot])
         self.cost.gradient_evaluations += self._passes.backwards / self._count
         apart = self.space.norm(again.sub_(out)) * self._unit(trial.h, length) / share
         self._steps.note_backward(apart, trial)

@@ -162,8 +162,8 @@ def read_cross_entropy(
 
 
 def size_of(x: Tensor) -> float:
-    """Return the largest entry, in absolute value."""
-    return max(float(x.amax()), -float(x.amin()))
+    """Return the largest entry, in absolute value; 0 if there is none."""
+    return max(float(x.amax()), -float(x.amin())) if x.numel() else 0.0
 
 
 def beside_outputs(f: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def beside_outputs(f: Tensor) -> Tensor:
     parts = (torch.arange(count, device=f.device) for count in (f.numel() // last, last))
     rows, columns = (torch.frac(part * GOLDEN) for part in parts)
     signs = (rows[:, None] + columns).frac_().ge_(0.5).mul_(2).sub_(1)
-    size = f.norm(dtype=torch.float32) / math.sqrt(f.numel())
+    size = f.norm(dtype=torch.float32) / math.sqrt(max(f.numel(), 1))
     return signs.mul_(size.clamp_min(1e-3)).reshape(f.shape)
 
 
@@ -236,7 +236,7 @@ def _read(f: Tensor, c: Tensor, dim: int, group: dist.ProcessGroup | None) -> To
     # The cotangent of a sure token is all rounding, of entries that were near 1, and so is omega;
     # in 16 bits its label may not show. Without a loss it is zero.
     sure = (squares.sqrt() <= ROUNDING * roundoff) | (found == 0)
-    largest = weights.masked_fill(sure, 0.0).max()
+    largest = torch.cat([weights.masked_fill(sure, 0.0), weights.new_zeros(1)]).max()
     bound = ROUNDING * roundoff * torch.where(sure, largest, weights)
     removed, off = weights.masked_fill(sure, 0.0), classes.new_zeros()
     for some in classes.blocks():

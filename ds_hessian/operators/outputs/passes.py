@@ -195,6 +195,7 @@ class Passes:
         room: Bytes of the smallest rank's vector.
         cotangents: A sample of the cotangents of each micro-batch at the weights, in units of the
             gradient's terms; empty where the loss is smooth.
+        pilot: The micro-batches of whose evaluation there may be a `repeat`, or a `third`.
     """
 
     def __init__(
@@ -206,9 +207,10 @@ class Passes:
         largest: int,
         room: int,
         cotangents: dict[int, Tensor],
+        pilot: range,
     ) -> None:
         self.session, self.tap, self.product, self.rho = session, tap, product, rho
-        self.cotangents = cotangents
+        self.cotangents, self.pilot = cotangents, pilot
         self.size = max(1, room // max(largest, 1))
         self.kappa = 1.0
         self._last: Group | None = None  # while there may be a `repeat`, or a `third`
@@ -260,7 +262,7 @@ class Passes:
             self.session.displace(None, 0.0)
             self._third = {} if doubted else None
             self.back(out, group, some, sums)
-            self._last = group if micro_batches.start == 0 else None
+            self._last = group if micro_batches == self.pilot else None
         return sums
 
     def repeat(self, out: Tensor, v: Tensor, micro_batches: range) -> None:

@@ -48,6 +48,7 @@ class _Listener:
         largest: Bytes of the largest outputs, in fp32.
         samples: A sample of the cotangents of each micro-batch that passed as it is.
         scales: `Session.cotangent_scale` in the backward of each micro-batch of a pass of several.
+        told: Micro-batches with a cotangent other than zero.
     """
 
     reads = True
@@ -56,6 +57,13 @@ class _Listener:
         self.failed = self.largest = 0
         self.samples: dict[int, Tensor] = {}
         self.scales: dict[int, float] = {}
+        self.told = set[int]()
+
+    def _note(self, index: int, c: Tensor) -> None:
+        """Keep a sample of a micro-batch's cotangents, and whether there are any."""
+        self.samples[index] = sample(c).float().clone()
+        if bool(c.any()):
+            self.told.add(index)
 
     def outputs(self, index: int, f: Tensor) -> Tensor | None:
         self.largest = max(self.largest, FP32 * f.numel())
@@ -79,7 +87,7 @@ class _Reader(_Listener):
         self.others: dict[int, Tensor] | None = {}
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> None:
-        self.samples[index] = sample(c).float().clone()
+        self._note(index, c)
         self.scales[index] = self.session.cotangent_scale
         found = read_cross_entropy(f, c, group_of(f, self.head))
         if found is not None:
@@ -141,8 +149,11 @@ class _Prober(_Listener):
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor | None:
         if self.passes == 0:
             self._before[index] = c.clone()
-            self.samples[index] = sample(c).float().clone()
+            self._note(index, c)
             return None
+        if not c.numel():  # of no token the loss is of any kind
+            self.squares[index] = Squares(c.float())
+            return torch.zeros_like(c)
         secant = Secant.of(self._before[index], c, self._added[index])
         if self.passes == 1:
             self._near[index] = secant
@@ -183,6 +194,7 @@ class Reading:
             the gradient; else empty.
         seconds: The time of one gradient over all micro-batches, without what the first builds.
         largest: Bytes of the largest outputs of a micro-batch, in fp32.
+        pilot: The first unit that has a loss on most ranks.
 
     Collective: the constructor.
     """
@@ -194,6 +206,7 @@ class Reading:
         self.kind: Literal["cross entropy", "squares"] | None = None
         self.cotangents: dict[int, Tensor] = {}
         self.passes_by, self.largest, self.seconds = False, 0, 0.0
+        self._told = set[int]()
         session.displace(None, 0.0)
         self.gradient = self.space.zeros()
         reader, every = _Reader(session), range(session.num_micro_batches)
@@ -207,6 +220,9 @@ class Reading:
         self._scale(reader.tokens, every[done:], reader.scales)
         if entropic and not self._failed(reader):
             self.tokens, self.kind = reader.tokens, "cross entropy"
+        units = [float(bool(self._told & set(self.tap.calls(every[i : i + 1])))) for i in every]
+        told = self.space.reduce(torch.tensor(units, dtype=torch.float64))
+        self.pilot = int(told.argmax())
         self.passes_by &= self.kind is not None
         self.kinks_crossed = kinks_crossed(session)
         self.kinked = self.kinks_crossed is not None and self.kind is None
@@ -219,6 +235,7 @@ class Reading:
         self.tap, tokens = (known, None) if known else find_outputs(self.session, outputs, out)
         if tokens is not None:
             reader.tokens[0] = tokens
+            self._told.add(0)
         else:  # where the tap was not known, the gradient has been added
             self._pass(reader, out if known else self.space.zeros(), first)
         self._scale(reader.tokens, first)
@@ -261,6 +278,7 @@ class Reading:
         with self.tap.listening(some, listener):
             seconds = add_gradient(self.session, out, some)
         self.largest = max(self.largest, listener.largest)
+        self._told |= listener.told
         scales = {} if 0 in some else listener.scales
         for i, c in listener.samples.items():
             self.cotangents[i] = c * scales.get(i, self.session.cotangent_scale)
