@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from ds_hessian.errors import UnsupportedError
 from ds_hessian.operators import GaussNewton
 from tests.nets import DenseHessian
 from tests.operators.gauss_newton import ExactGaussNewton
@@ -332,3 +333,23 @@ def test_micro_batches_without_a_token_have_no_part_and_are_no_pilots(
             product, truth = g.matvec(v), exact(v)
             assert relative(product.vector, truth) < min(3e-4, SLACK * product.error)
             v = (truth / truth.norm()).float()
+
+
+class Chunked(Language):
+    """Calls its head for each half of the tokens."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        """The loss."""
+        x = self.norm(self._block(self.embed(tokens)))
+        parts = zip(x.chunk(2, 1), labels.chunk(2, 1), strict=True)
+        each = [entropy_of(self.head(h).flatten(0, 1), y.flatten()) for h, y in parts]
+        return torch.stack(each).sum()
+
+
+@pytest.mark.parametrize("name", ["ggn", "residual"])
+def test_outputs_with_weights_behind_them_are_refused(name: Any) -> None:
+    with (
+        pytest.raises(UnsupportedError, match=r"outputs \('norm'\) with weights behind them"),
+        operators(Chunked(), texts(), lambda m, b: m(*b), name),
+    ):
+        pass

@@ -20,6 +20,7 @@ modules have a cross entropy if the weights of their rows are the same at other 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -275,6 +276,44 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, 
     if not known and bool(once[-1].all()) and _takes_others(session, named[chosen][1]):
         return LogitsTap(), watch.taken if everywhere[-1] else None
     return tap, watch.outputs[chosen][1] if everywhere[chosen] else None
+
+
+class _Moved(Silence):
+    """Stops the loss at outputs to which something is added."""
+
+    def outputs(self, index: int, f: Tensor) -> Tensor:
+        return beside_outputs(f)
+
+
+def refuse_weights_behind(session: Session, tap: Tap) -> None:
+    """Raise if the loss is no function of the outputs alone.
+
+    Collective: the gradient of the first micro-batch, once more where a part does not pass the
+    outputs.
+    """
+    at_outputs, beside_them = session.space.zeros(), session.space.zeros()
+    with tap.listening(range(1), Silence()):
+        session.add_gradient(at_outputs, range(1))
+    if session.space.norm(at_outputs):
+        with tap.listening(range(1), _Moved()):
+            session.add_gradient(beside_them, range(1))
+        require_same_around(session, tap, at_outputs, beside_them)
+
+
+def require_same_around(session: Session, tap: Tap, one: Tensor, other: Tensor) -> None:
+    """Raise if the gradient that does not pass the outputs differs between two outputs, as that of
+    weights behind them does.
+
+    Collective: two small all-reduces.
+    """
+    size, apart = session.space.norm(one), session.space.norm(other - one)
+    if apart > math.sqrt(session.unit_roundoff) * size:
+        raise UnsupportedError(
+            f"ds_hessian does not support outputs ({tap.name!r}) with weights behind them: the "
+            "loss is no function of the outputs alone, as where the head behind them is called "
+            "several times for a micro-batch; name the module that returns the last outputs, "
+            'outputs=..., or use operator "hessian"'
+        )
 
 
 class _Apart(Silence):

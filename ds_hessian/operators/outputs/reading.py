@@ -20,7 +20,11 @@ from ds_hessian.backends.protocol import Session
 from ds_hessian.memory import FP32
 from ds_hessian.operators.checks import kinks_crossed
 from ds_hessian.operators.clock import add_gradient
-from ds_hessian.operators.outputs.find import find_outputs, known_outputs
+from ds_hessian.operators.outputs.find import (
+    find_outputs,
+    known_outputs,
+    require_same_around,
+)
 from ds_hessian.operators.outputs.losses import (
     Secant,
     Squares,
@@ -196,6 +200,9 @@ class Reading:
         largest: Bytes of the largest outputs of a micro-batch, in fp32.
         pilot: The first unit that has a loss on most ranks.
 
+    Raises:
+        UnsupportedError: the loss is known by its values, and no function of the outputs alone.
+
     Collective: the constructor.
     """
 
@@ -256,21 +263,23 @@ class Reading:
         """
         here = set(self.tap.calls(range(1))) if self.tap.is_here else set[int]()
         lacking = self._anywhere(len(here - before.keys()))
-        prober, waste = _Prober(before), self.space.zeros()
+        prober, around = _Prober(before), [self.space.zeros(), self.space.zeros()]
         for i in every:
             unit, times = every[i : i + 1], list[float]()
             prober.passes = 0
             if i or lacking:  # the gradient of the first has been added
                 out = self.gradient if i else self.space.zeros()
                 times.append(self._pass(prober, out, unit))
-            for prober.passes in (1, 2):
-                times.append(self._pass(prober, waste, unit))
+            for prober.passes, out in enumerate(around, 1):
+                times.append(self._pass(prober, out, unit))
             self.seconds += times[0]
+            if not i:
+                require_same_around(self.session, self.tap, *around)
             if self._failed(prober):
                 return i + 1
             self._scale(prober.squares, unit)
         self.squares, self.kind = prober.squares, "squares"
-        self.passes_by = bool(self.space.norm(waste))
+        self.passes_by = bool(self.space.norm(around[0]))
         return len(every)
 
     def _pass(self, listener: _Reader | _Verifier | _Prober, out: Tensor, some: range) -> float:

@@ -16,7 +16,11 @@ from torch import Tensor
 from ds_hessian.backends.protocol import Session
 from ds_hessian.operators.displacement.schemes import SchemeName
 from ds_hessian.operators.finite_difference import FiniteDifferenceHessian
-from ds_hessian.operators.outputs.find import find_outputs, known_outputs
+from ds_hessian.operators.outputs.find import (
+    find_outputs,
+    known_outputs,
+    refuse_weights_behind,
+)
 from ds_hessian.operators.outputs.tap import Tap
 
 
@@ -69,13 +73,17 @@ def residual(
 ) -> FiniteDifferenceHessian:
     """Return R at the session's weights; the arguments are those of its `Curvature` and `outputs`.
 
-    Collective: it evaluates the gradient once, and that of the first micro-batch once more where
-    the outputs are to be found.
+    Raises:
+        UnsupportedError: the loss is no function of the outputs alone.
+
+    Collective: it evaluates the gradient once, and that of the first micro-batch twice more where
+    the outputs are to be found, three times where a part of the loss does not pass them.
     """
     session.displace(None, 0.0)
     tap = known_outputs(session, outputs)
     if tap is None:
         tap, _ = find_outputs(session, outputs, session.space.zeros())
+        refuse_weights_behind(session, tap)
     fixed: Any = FixedCotangents(session, tap)
     operator = FiniteDifferenceHessian(fixed, displacement, scheme, tolerance)
     operator.outputs = f"{tap.name}: cotangents held"
