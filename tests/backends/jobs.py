@@ -536,6 +536,51 @@ def autocast_in_the_loss() -> tuple[float, str]:
     return roundoff, message
 
 
+class Checkpointed(nn.Module):
+    """Layers whose inputs DeepSpeed keeps in contiguous memory for as many as there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scalar loss."""
+        x = self.first(x)
+        for layer in self.layers:
+            x = deepspeed.checkpointing.checkpoint(lambda y, a=layer: torch.tanh(a(y)), x)
+        return x.square().mean()
+
+
+def training_on_after_a_failure_among_checkpoints() -> tuple[str, bool]:
+    """The error of a measurement that fails between forward and backward, and whether the next
+    step of training has a finite loss.
+    """
+    torch.manual_seed(0)
+    keep = deepspeed.checkpointing.configure
+    engine = make_engine(Checkpointed(), zero={"stage": 2}, hessian=QUIET)
+    keep(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=3)
+
+    def failing(model: Any, x: Tensor) -> Tensor:
+        model(x)
+        raise Broken("after its forward")
+
+    x, message = torch.randn(4, 6), "no error"
+    try:
+        try:
+            engine.hessian_spectrum([x], failing, num_matvecs=1)
+        except HessianError as error:
+            message = str(error)
+        loss = engine(x)
+        engine.backward(loss)
+        engine.step()
+    finally:
+        deepspeed.checkpointing.reset()
+        keep(None, partition_activations=False, contiguous_checkpointing=False)
+    engine.destroy()
+    return message, bool(torch.isfinite(loss.detach()))
+
+
 def after_destroy(config: dict[str, Any]) -> tuple[str, str]:
     """The messages for a measurement of an engine after its `destroy()`, and of its module."""
     engine = make_engine(hessian=QUIET, **config)

@@ -212,6 +212,11 @@ def test_a_parameter_frozen_since_is_refused_on_all_ranks(ranks: Ranks, stage: i
         assert "trainable parameters have changed since attach()" in text
 
 
+def test_contiguous_checkpoints_are_empty_after_a_forward_alone(ranks: Ranks) -> None:
+    for message, trains in ranks(2).run(jobs.training_on_after_a_failure_among_checkpoints):
+        assert "after its forward" in message and trains
+
+
 @pytest.mark.parametrize("name", cells(("1", "2", "3", "1 bf16 immediate"), ("2", "3")))
 def test_an_engine_after_its_destroy_is_refused_by_name(ranks: Ranks, name: str) -> None:
     for engine, module in ranks(2).run(jobs.after_destroy, ENGINES[name]):

@@ -384,6 +384,8 @@ class ZeroSession(ShardedSession):
         except HessianError:
             shards.abandon()
             raise
+        finally:
+            host.empty_checkpoints()
 
     def _loss(self, index: int) -> tuple[Tensor, float | None]:
         backend = self._backend

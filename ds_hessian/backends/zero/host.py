@@ -215,6 +215,15 @@ def backward(engine: Engine, loss: Tensor, last: bool) -> float:
     return seen[0]
 
 
+def empty_checkpoints() -> None:
+    """Empty the contiguous memory of DeepSpeed's activation checkpoints, which a backward empties:
+    a forward without one leaves it so full that training's next forward has no place.
+    """
+    from deepspeed import checkpointing
+
+    checkpointing.reset()
+
+
 def shape(p: Tensor) -> torch.Size:
     """Return the shape of the unsharded parameter."""
     whole: torch.Size = getattr(p, "ds_shape", p.shape)
