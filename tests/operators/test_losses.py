@@ -353,3 +353,22 @@ def test_outputs_with_weights_behind_them_are_refused(name: Any) -> None:
         operators(Chunked(), texts(), lambda m, b: m(*b), name),
     ):
         pass
+
+
+class Judged(nn.Module):
+    """Has its loss of single numbers as a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.criterion = vectors(), nn.MSELoss(reduction="none")
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The mean."""
+        found = self.criterion(self.net(x), y).mean()
+        assert isinstance(found, Tensor)
+        return found
+
+
+def test_a_loss_that_is_a_module_is_not_the_outputs() -> None:
+    with operators(Judged(), points(), lambda m, b: m(*b), "ggn") as (_, (g,)):
+        assert g.outputs == "net: squares"

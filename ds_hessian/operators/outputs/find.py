@@ -254,7 +254,9 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, 
             "ds_hessian does not support operators of the outputs of this tensor-parallel model, "
             'whose layer of outputs is not known: use operator "hessian"'
         )
-    named = [(n, m) for root in head.modules for n, m in root.named_modules()]
+    every = [(n, m) for root in head.modules for n, m in root.named_modules()]
+    # The loss is linear in the losses of single examples, so that these have no matrix.
+    named = [(n, m) for n, m in every if not isinstance(m, nn.modules.loss._Loss)]
     watch = _Watch(named)
     with watch.watching():
         session.add_gradient(out, range(1))
