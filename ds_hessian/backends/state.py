@@ -178,7 +178,7 @@ class State:
             UnsupportedError: it writes trainable weights, or adds to their gradients.
         """
         name = getattr(func, "__name__", "")
-        if func is Tensor.backward:
+        if func in (Tensor.backward, torch.autograd.backward):
             raise UnsupportedError(
                 "ds_hessian does not support a model or loss_fn that runs a backward pass itself, "
                 "whose gradients would count too; return the loss alone, and take gradients inside "

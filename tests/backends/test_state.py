@@ -108,14 +108,17 @@ def test_what_a_loss_of_its_own_changes_is_as_it_was(way: str) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_loss_that_runs_a_backward_pass_is_refused_by_name(again: bool) -> None:
+@pytest.mark.parametrize("backward", [Tensor.backward, torch.autograd.backward])
+def test_a_loss_that_runs_a_backward_pass_is_refused_by_name(
+    backward: Callable[..., None], again: bool
+) -> None:
     """Its gradients are added to those of the loss: twice the Hessian, with no word of it."""
     net = nn.Linear(3, 1)
     hessian = ds_hessian.attach(net, config={"progress": False})
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         found = model(x).square().mean()
-        found.backward(retain_graph=True)
+        backward(found, retain_graph=True)
         return model(x).square().mean() if again else found
 
     with pytest.raises(UnsupportedError, match="runs a backward pass itself"):
