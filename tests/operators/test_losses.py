@@ -372,3 +372,22 @@ class Judged(nn.Module):
 def test_a_loss_that_is_a_module_is_not_the_outputs() -> None:
     with operators(Judged(), points(), lambda m, b: m(*b), "ggn") as (_, (g,)):
         assert g.outputs == "net: squares"
+
+
+class Own(nn.Module):
+    """A loss of single numbers that is none of torch's."""
+
+    def forward(self, found: Tensor, y: Tensor) -> Tensor:
+        """Squares."""
+        return (found - y).square()
+
+
+def test_outputs_in_which_the_loss_is_linear_are_to_be_named() -> None:
+    """They are a loss themselves: G would be 0."""
+    net, refused = Judged(), r"linear in those of 'criterion'.*outputs="
+    net.criterion = Own()
+    with (
+        pytest.raises(UnsupportedError, match=refused),
+        operators(net, points(), lambda m, b: m(*b), "ggn"),
+    ):
+        pass

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_hessian.backends.protocol import Session
+from ds_hessian.errors import UnsupportedError
 from ds_hessian.memory import FP32
 from ds_hessian.operators.checks import kinks_crossed
 from ds_hessian.operators.clock import add_gradient
@@ -201,7 +202,8 @@ class Reading:
         pilot: The first unit that has a loss on most ranks.
 
     Raises:
-        UnsupportedError: the loss is known by its values, and no function of the outputs alone.
+        UnsupportedError: the loss is known by its values, and no function of the outputs alone; or
+            it is linear in them, and nobody has named them.
 
     Collective: the constructor.
     """
@@ -217,10 +219,12 @@ class Reading:
         session.displace(None, 0.0)
         self.gradient = self.space.zeros()
         reader, every = _Reader(session), range(session.num_micro_batches)
-        self._read_first(outputs, reader)
+        found = self._read_first(outputs, reader)
         others, reader.others = reader.others, None
         if self._failed(reader):
             done, entropic = self._probe(every, others or {}), False
+            if found:
+                self._refuse_linear()
         else:
             done, entropic = 1, self._verify(reader)
         self.seconds += self._pass(reader, self.gradient, every[done:])
@@ -236,8 +240,11 @@ class Reading:
         if not self.kinked:
             self.cotangents.clear()
 
-    def _read_first(self, outputs: str | None, reader: _Reader) -> None:
-        """Find the outputs, and read the first micro-batch, whose gradient is added."""
+    def _read_first(self, outputs: str | None, reader: _Reader) -> bool:
+        """Find the outputs, and read the first micro-batch, whose gradient is added.
+
+        Return whether neither host nor user has named them.
+        """
         known, first, out = known_outputs(self.session, outputs), range(1), self.gradient
         self.tap, tokens = (known, None) if known else find_outputs(self.session, outputs, out)
         if tokens is not None:
@@ -246,6 +253,7 @@ class Reading:
         else:  # where the tap was not known, the gradient has been added
             self._pass(reader, out if known else self.space.zeros(), first)
         self._scale(reader.tokens, first)
+        return known is None and outputs is None
 
     def _verify(self, reader: _Reader) -> bool:
         """Return whether the first micro-batch has a cross entropy at other outputs, too."""
@@ -281,6 +289,22 @@ class Reading:
         self.squares, self.kind = prober.squares, "squares"
         self.passes_by = bool(self.space.norm(around[0]))
         return len(every)
+
+    def _refuse_linear(self) -> None:
+        """Raise where the loss is linear in outputs that nobody has named: they are a loss, or
+        parts of one.
+        """
+        curved = sum(bool(each.weights.any()) for each in self.squares.values())
+        if (
+            self.kind == "squares"
+            and self._anywhere(len(self._told))
+            and not self._anywhere(curved)
+        ):
+            raise UnsupportedError(
+                "ds_hessian does not know the outputs of this model: the loss is linear in those "
+                f"of {self.tap.name!r}, so that G would be 0; name the module that "
+                "returns what the loss is made of, outputs=..., or this one if it is meant"
+            )
 
     def _pass(self, listener: _Reader | _Verifier | _Prober, out: Tensor, some: range) -> float:
         """Add the gradient of some units to `out` with a listener; return the seconds."""
