@@ -104,6 +104,7 @@ def test_block_coupling(run: Any) -> None:
     assert abs(share["value"] - off / float((matrix**2).sum())) <= 5 * share["error"]
 
 
+@pytest.mark.full
 def test_settings_of_the_basis_reach_lanczos(ranks: Ranks, tmp_path: Path) -> None:
     (folder := tmp_path / "basis").mkdir()
     plain, host, rounded, selective, none = ranks(2).run(
@@ -124,6 +125,7 @@ def test_settings_of_the_basis_reach_lanczos(ranks: Ranks, tmp_path: Path) -> No
     assert selective.cost.all_reduces == plain.cost.all_reduces
 
 
+@pytest.mark.full
 def test_errors_of_sampling_are_those_of_the_micro_batches(ranks: Ranks) -> None:
     weights, top, probe, (error,), spectrum = ranks(2).run(jobs.sampled)[0]
     hessians = [  # micro-batch i of both ranks

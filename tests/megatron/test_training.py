@@ -60,7 +60,8 @@ def test_training_with_spectra_in_between_is_bitwise_the_same(
         gradient_norms[name] = [m[1] for m in measured]
 
 
-@pytest.mark.parametrize("name", cells(JOBS, ("DP distributed optimizer",)))
+@pytest.mark.full
+@pytest.mark.parametrize("name", JOBS)
 def test_training_with_kronecker_factors_in_between_is_bitwise_the_same(
     megatron_ranks: Ranks, name: str
 ) -> None:
@@ -125,7 +126,7 @@ FAILURES: dict[str, tuple[int, dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", cells(FAILURES, ["TP", "PP"]))
+@pytest.mark.parametrize("name", cells(FAILURES, ["PP"]))
 def test_a_failure_on_one_rank_ends_on_all_and_leaves_training_alone(
     megatron_ranks: Ranks, name: str
 ) -> None:

@@ -54,7 +54,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
 """The name of a file, and what reads it: an error, at once."""
 
 OTHERS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "micro-batches": ("batches.pt", lambda path: _read(path, VectorSpace(1)).batches is None),
+    "micro-batches": ("batches.pt", lambda path: _read(path, VectorSpace(1), []).batches is None),
     "a note of the command line": (
         "spectrum.source.json",
         lambda path: list(_sources(path.parent)) == [],
