@@ -185,13 +185,14 @@ class Exact:
             with Wide():
                 twice = self.twice(v)
                 near, nearer = (self.slope(v, step) for step in STEPS)
+                least = APART * float(nearer.norm())
+                agree = float((near - nearer).norm()) < least
+                if not agree or float((nearer - twice).norm()) < least:
+                    return twice
                 across, along = float(v.double() @ self.twice(nearer)), float(nearer @ twice)
         finally:
             torch.set_default_dtype(torch.float32)
-        least = APART * float(nearer.norm())
-        agree = float((near - nearer).norm()) < least
-        symmetric = abs(across - along) < ROUNDED * float(nearer.norm() * twice.norm())
-        if symmetric or not agree or float((nearer - twice).norm()) < least:
+        if abs(across - along) < ROUNDED * float(nearer.norm() * twice.norm()):
             return twice
         self.starred = True
         return nearer

@@ -54,16 +54,17 @@ def peak_megabytes() -> float:
 
 
 @contextmanager
-def timed_steps(spent: list[float]) -> Iterator[None]:
-    """Append the seconds of each step of Lanczos in the body, its product included."""
-    inner = LanczosState.step
+def timed(owner: Any, name: str, spent: list[float]) -> Iterator[None]:
+    """Append the seconds of each call of a function in the body."""
+    inner = getattr(owner, name)
 
-    def step(state: LanczosState) -> None:
+    def call(*args: Any) -> Any:
         began = time.perf_counter()
-        inner(state)
+        found = inner(*args)
         spent.append(time.perf_counter() - began)
+        return found
 
-    with patch.object(LanczosState, "step", step):
+    with patch.object(owner, name, call):
         yield
 
 
@@ -82,22 +83,15 @@ def factor_seconds(
     engine: Any, batches: Iterable[object], kinds: Sequence[Kind]
 ) -> tuple[float, float]:
     """The time of Kronecker factors of all linear layers, and that without decompositions."""
-    backend, inner, spent = engine.hessian.backend, torch.linalg.eigh, [0.0]
+    backend, spent = engine.hessian.backend, list[float]()
     layers, _ = find_layers(backend, None)
-
-    def timed(matrix: torch.Tensor) -> Any:
-        began = time.perf_counter()
-        found = inner(matrix)
-        spent[0] += time.perf_counter() - began
-        return found
-
     with backend.measuring(backend.objective(batches)) as session:
         began = time.perf_counter()
-        with patch.object(torch.linalg, "eigh", timed):
+        with timed(torch.linalg, "eigh", spent):
             estimate(session, backend, layers, Settings(kinds, required=False))
         seconds = time.perf_counter() - began
     # The others wait for the owner that takes longest.
-    slowest = torch.tensor(spent, dtype=torch.float64, device=backend.space.device)
+    slowest = torch.tensor(sum(spent), dtype=torch.float64, device=backend.space.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return seconds, seconds - float(slowest)
 
@@ -135,7 +129,7 @@ def main() -> None:
     gradients = [plain_gradient(engine, batches) for _ in range(4)]
     for _ in range(args.rounds):
         settings = {"num_matvecs": args.num_matvecs, "operator": args.operator}
-        with timed_steps(steps):
+        with timed(LanczosState, "step", steps):
             spectra.append(engine.hessian_spectrum(batches, **settings))
         gradients += [plain_gradient(engine, batches) for _ in range(8)]
     report(engine, spectra, steps, gradients[:-4], trained)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ds_hessian.backends.kinks import argument, is_plain
+from ds_hessian.backends.kinks import ROUNDINGS, argument, is_plain
 
 Arguments = Sequence[Any]
 Keywords = dict[str, Any]
@@ -234,7 +234,7 @@ def _observed(input: Tensor, *how: Any, **rest: Any) -> Tensor:
 
 EXPANDED: dict[str, Callable[..., Any]] = {
     "fused_moving_avg_obs_fake_quant": _observed,
-    **{name: _rounded(name) for name in ("floor", "ceil", "round", "trunc", "fix")},
+    **{name: _rounded(name) for name in ROUNDINGS},
     **{"remainder": _remainder("remainder"), "mod": _remainder("remainder")},
     **{"fmod": _remainder("fmod"), "frac": _frac, "div": _divided, "divide": _divided},
     "fake_quantize_per_tensor_affine": _quantized,

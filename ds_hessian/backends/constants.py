@@ -26,26 +26,22 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ds_hessian.backends.choices import SAME, Line, fingerprint, line_of_call
-from ds_hessian.backends.kinks import IF
+from ds_hessian.backends.kinks import IF, INTEGERS, ROUNDINGS
 from ds_hessian.backends.state import HOSTS, tensors_in
 from ds_hessian.errors import MeasurementError, UnsupportedError
 
 _LEAVE = {"item", "tolist", "numpy", "__array__", "equal", "allclose", "is_nonzero"}
 _LEAVE |= {"__float__", "__int__", "__bool__", "__complex__"}
-_INTEGERS = ("byte", "char", "short", "int", "long")
 _FRESH = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full")
 """Functions whose results have nothing of their tensors' values, beside those named `..._like`."""
 
-
-_STAIRS = {"floor", "ceil", "round", "trunc", "fix", "sign", "sgn", "bernoulli"}
+_STAIRS = {*ROUNDINGS, "sign", "sgn", "bernoulli"}
 """Functions whose derivative is 0, so that a written backward with another one is no derivative."""
 
 
 def leaves(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Return whether a call of a function makes numbers, arrays or integers of tensors."""
-    return (
-        name in _LEAVE or name in _INTEGERS or (name in ("to", "type") and IF[name](args, kwargs))
-    )
+    return name in _LEAVE or name in INTEGERS or (name in ("to", "type") and IF[name](args, kwargs))
 
 
 class Constants:
@@ -79,7 +75,12 @@ class Constants:
         return self._key is not None and (self._first or bool(self._recorded))
 
     def held(
-        self, name: str, given: tuple[Any, dict[str, Any]], written: Sequence[Tensor], back: bool
+        self,
+        name: str,
+        given: tuple[Any, dict[str, Any]],
+        written: Sequence[Tensor],
+        leaving: bool,
+        back: bool,
     ) -> tuple[Any, dict[str, Any]]:
         """Return the arguments of a call, with constants as they are at the weights.
 
@@ -87,16 +88,16 @@ class Constants:
             name: The function's name.
             given: Its arguments.
             written: Those into which it writes.
+            leaving: Whether it `leaves`.
             back: Whether it is called in a backward, to recompute activations.
         """
         tensors = list(tensors_in((*given[0], *given[1].values())))
         if name.strip("_") in _STAIRS and not (torch.is_grad_enabled() or back):
             if any(t.requires_grad or self._is_derived(t) for t in tensors):
                 _refuse_rounding(_function_of_call())
-        leaving = leaves(name, *given)
         if leaving:
             here = [t for t in tensors if t.requires_grad or self._is_derived(t)]
-            here = [t for t in here if is_real(t)]
+            here = [t for t in here if _is_real(t)]
         elif torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             here = [t for t in tensors if self._is_derived(t)]
         else:
@@ -122,7 +123,7 @@ class Constants:
         """Note what a call has made of values that depend on the weights, without a graph."""
         if name in _FRESH or name.endswith("_like"):
             return
-        found = [t for t in (*tensors_in((made,)), *written) if not t.requires_grad and is_real(t)]
+        found = [t for t in (*tensors_in((made,)), *written) if not t.requires_grad and _is_real(t)]
         if found and any(t.requires_grad or self._is_derived(t) for t in tensors_in(given)):
             for t in found:
                 self._derived[id(t)] = t
@@ -186,7 +187,7 @@ def _function_of_call() -> type | None:
         names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
         context = frame.f_locals.get(names[0]) if names else None
         if isinstance(context, BackwardCFunction):
-            found: type = context._forward_cls  # type: ignore[attr-defined]
+            found: type | None = getattr(context, "_forward_cls", None)
             return found
         frame = frame.f_back
     return None
@@ -205,7 +206,7 @@ def _refuse_rounding(function: type | None) -> None:
         )
 
 
-def is_real(tensor: Tensor) -> bool:
+def _is_real(tensor: Tensor) -> bool:
     """Return whether a tensor is one of real or complex numbers, stored as such."""
     kind = tensor.is_floating_point() or tensor.is_complex()
     return kind and tensor.layout == torch.strided and not tensor.is_nested

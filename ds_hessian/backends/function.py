@@ -32,11 +32,10 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -58,27 +57,16 @@ from ds_hessian.backends.choices import (
     sides_of,
 )
 from ds_hessian.backends.constants import Constants, leaves
+from ds_hessian.backends.dropping import PROBABILITIES, drops
+from ds_hessian.backends.in_python import COMPOSED, is_composed, undispatched
 from ds_hessian.backends.kinks import argument, with_argument
 from ds_hessian.backends.pieces import Kinked
 from ds_hessian.backends.state import STATISTICS, State, is_a_hosts, written_by
 from ds_hessian.defaults import dtype_of_job
 from ds_hessian.errors import MeasurementError, UnsupportedError
 
-_DROPOUTS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
-PROBABILITIES: dict[str, tuple[int, str]] = {
-    **{name + suffix: (1, "p") for name in _DROPOUTS for suffix in ("", "_")},
-    **{name: (1, "p") for name in ("dropout1d", "dropout2d", "dropout3d", "native_dropout")},
-    "scaled_dot_product_attention": (4, "dropout_p"),
-}
-"""Functions that drop, with position and name of their probability."""
-
 HELD = {*pieces.NAMES, *compositions.EXPANDED}
 """Functions whose sides of kinks are held."""
-
-COMPOSED = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
-_IN_PYTHON = ("torch.nn.functional", "torch.functional")
-"""Functions in Python, and modules of them, in which others are called that are to be seen. While
-torch calls what it has handed to a mode, the mode is off."""
 
 Decision = Choice | Sides
 
@@ -261,10 +249,13 @@ class FixedFunction(TorchFunctionMode):
         if not back and name == "requires_grad_":
             constants.begin_graph(args[0])
         elif name == "__set__":  # of an attribute: no use of its value
-            if args[1] is True and not back and _owner(func) is Tensor.requires_grad:
+            attribute = getattr(func, "__self__", None)
+            if args[1] is True and not back and attribute is Tensor.requires_grad:
                 constants.begin_graph(args[0])
-        elif name not in pieces.COMPARISONS and not (leaves(name, args, kwargs) and is_a_hosts()):
-            args, kwargs = constants.held(name, (args, kwargs), written, back)
+        elif name not in pieces.COMPARISONS:
+            leaving = leaves(name, args, kwargs)
+            if not (leaving and is_a_hosts()):
+                args, kwargs = constants.held(name, (args, kwargs), written, leaving, back)
         made = self._call(func, types, args, kwargs)
         constants.note(name, (*args, *kwargs.values()), written, made)
         return made
@@ -274,7 +265,7 @@ class FixedFunction(TorchFunctionMode):
     ) -> Any:
         kwargs, name = compositions.whole(func, kwargs), getattr(func, "__name__", "")
         if name in PROBABILITIES and not self._dropout:
-            self._seen |= _drops(name, args, kwargs)
+            self._seen |= drops(name, args, kwargs)
             args, kwargs = with_argument(args, kwargs, *PROBABILITIES[name], 0.0)
         elif name in DIMS and self._key is not None and chooses(name, args, kwargs):
             self._seen = True
@@ -285,7 +276,7 @@ class FixedFunction(TorchFunctionMode):
             raise _rescales()
         elif func is functional.embedding and self._key is not None:
             return self._embed(func, args, kwargs)
-        elif func in COMPOSED or _is_composed(func, types):
+        elif func in COMPOSED or is_composed(func, types):
             return self._composed(func, args, kwargs)
         self._look_for_kinks(name, args, kwargs)
         return func(*args, **kwargs)
@@ -293,7 +284,7 @@ class FixedFunction(TorchFunctionMode):
     def _composed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function in Python, and see what it calls."""
         if func not in self._bodies:
-            self._bodies[func] = _undispatched(func)
+            self._bodies[func] = undispatched(func)
         with self:
             return self._bodies[func](*args, **kwargs)
 
@@ -339,7 +330,7 @@ class FixedFunction(TorchFunctionMode):
             with self:
                 return made()
         kinked = pieces.found(func, args, kwargs)
-        if kinked is None and _is_composed(func, types):
+        if kinked is None and is_composed(func, types):
             return self._composed(func, args, kwargs)
         sides: Sides | None = None
         if kinked is not None:
@@ -563,10 +554,6 @@ class FixedFunction(TorchFunctionMode):
         return known[nearest] if math.dist(here, nearest) < SAME * math.hypot(*here) else None
 
 
-def _owner(func: Any) -> Any:
-    return getattr(func, "__self__", None)
-
-
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
@@ -593,28 +580,3 @@ def _rescales() -> UnsupportedError:
         "ds_hessian does not support embeddings with max_norm, whose forward rescales rows "
         "of the weights in place, without a gradient; leave max_norm out"
     )
-
-
-def _is_composed(func: Any, types: Iterable[type]) -> bool:
-    """Return whether a function calls others, with tensors that have no functions of their own."""
-    plain = all(kind in (Tensor, nn.Parameter) for kind in types)
-    return plain and isinstance(func, FunctionType) and func.__globals__["__name__"] in _IN_PYTHON
-
-
-def _undispatched(func: Any) -> Callable[..., Any]:
-    """Return the same function in Python without the line that hands it to a mode."""
-    kinds = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    names = {**func.__globals__, **dict.fromkeys(kinds, lambda *_: False)}
-    made = FunctionType(func.__code__, names, None, func.__defaults__, func.__closure__)
-    made.__kwdefaults__ = func.__kwdefaults__
-    return made
-
-
-def _drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call of a function that drops would drop anything."""
-    index, keyword = PROBABILITIES[name]
-    probability = argument(args, kwargs, index, keyword)
-    if keyword != "p":  # of attention, whose probability is 0 where none is given
-        return probability not in (None, 0)
-    training = argument(args, kwargs, index + 1, "training")
-    return probability != 0 and (training is None or bool(training))

@@ -98,7 +98,7 @@ class RandomState:
 
     def add(self, drawn: Any) -> None:
         """Add a generator of torch, numpy or Python, from which nothing has been drawn since the
-        measurement began.
+        measurement began; nothing for what is none.
         """
         pair = generator(drawn)
         if id(drawn) not in self._known and pair is not None:
@@ -137,7 +137,8 @@ def kept_random_states(device: torch.device, *generators: Any) -> Iterator[None]
 
     Args:
         device: The device whose generator is restored, beside the CPU's.
-        generators: Further generators of torch, numpy or Python that the body may draw from.
+        generators: Further generators of torch, numpy or Python that the body may draw from; what
+            is none is left out.
     """
     random_state = RandomState(device, trackers())
     for each in generators:

@@ -66,6 +66,10 @@ OF_DIFFERENCES: dict[str, Bounds] = {
 }
 """Functions of the difference of two tensors."""
 
+ROUNDINGS = ("floor", "ceil", "round", "trunc", "fix")
+INTEGERS = ("byte", "char", "short", "int", "long")
+"""Functions that round to integers, and those that make tensors of integers."""
+
 ALWAYS = {
     *(f"{kind}{n}d" for kind in ("max_pool", "adaptive_max_pool") for n in (1, 2, 3)),
     *(f"{kind}{n}d_with_indices" for kind in ("max_pool", "adaptive_max_pool") for n in (1, 2, 3)),
@@ -73,10 +77,10 @@ ALWAYS = {
     *("multilabel_margin_loss", "triplet_margin_loss", "cosine_embedding_loss"),
     *("rnn_relu", "rnn_relu_cell"),
     *(f"fractional_max_pool{n}d{rest}" for n in (2, 3) for rest in ("", "_with_indices")),
-    *("floor", "ceil", "round", "trunc", "fix", "frac", "remainder", "fmod", "__mod__"),
+    *(*ROUNDINGS, "frac", "remainder", "fmod", "__mod__"),
     *("fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine"),
     *("quantile", "nanquantile", "renorm"),
-    *("byte", "char", "short", "int", "long"),
+    *INTEGERS,
 }
 """Functions that have kinks, or jumps, among any values."""
 

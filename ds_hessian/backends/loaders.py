@@ -7,14 +7,12 @@ which they draw. Reading micro-batches moves all of them, and so what training w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-from ds_hessian.backends.state import generator
 
 ITERATOR = "_iterator"
 """The attribute in which torch's `DataLoader` has the iterator of its persistent workers, which it
@@ -38,16 +36,10 @@ def parts_of(loader: Any) -> list[Any]:
     return list(found.values())
 
 
-def generators_of(loader: Any) -> list[Any]:
-    """Return the random generators from which a loader's parts draw."""
-    values = [v for part in parts_of(loader) for v in vars(part).values()]
-    return [value for value in values if generator(value) is not None]
-
-
 @contextmanager
-def kept_positions(loader: Any) -> Iterator[None]:
-    """Run the body, which reads a loader, and put the attributes of its parts back after it."""
-    kept = [(vars(part), dict(vars(part))) for part in parts_of(loader)]
+def kept_positions(parts: Iterable[Any]) -> Iterator[None]:
+    """Run the body, which reads a loader of these parts, and put their attributes back after it."""
+    kept = [(vars(part), dict(vars(part))) for part in parts]
     for attributes, _ in kept:
         if ITERATOR in attributes:
             attributes[ITERATOR] = None

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ds_hessian.backends.containers import Call, copied, leaves, mapped
 from ds_hessian.backends.guard import kept_random_states
-from ds_hessian.backends.loaders import generators_of, kept_positions
+from ds_hessian.backends.loaders import kept_positions, parts_of
 from ds_hessian.defaults import dtype_of_job
 from ds_hessian.errors import ConfigError, NumericsError
 from ds_hessian.memory import NARROW
@@ -149,13 +149,12 @@ def reading(batches: Iterable[object], device: torch.device) -> Iterator[None]:
 
     Collective.
     """
-    with (
-        together("reading the batches", device=device),
-        kept_random_states(device, *generators_of(batches)),
-        kept_positions(batches),
-        dtype_of_job(),
-    ):
-        yield
+    with together("reading the batches", device=device):
+        parts = parts_of(batches)
+        values = (value for part in parts for value in vars(part).values())
+        drawn = kept_random_states(device, *values)
+        with drawn, kept_positions(parts), dtype_of_job():
+            yield
 
 
 def common_number(mine: int, space: VectorSpace) -> int:

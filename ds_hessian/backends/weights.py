@@ -46,12 +46,18 @@ def module_weights(
             yield Weight(name, module)
 
 
-def scripted_in(module: nn.Module) -> str:
-    """Return the class of a module of torch.jit, whose parameters and buffers are no attributes of
-    Python's; nothing without one.
+def findings(module: nn.Module) -> Iterator[tuple[str, bool, str]]:
+    """Yield what hosts of plain modules do not support in them: its name, whether it is there, and
+    what to do. Parameters and buffers of torch.jit's are no attributes of Python's.
     """
+    yield (
+        "sparse gradients",
+        any(getattr(m, "sparse", False) is True for m in module.modules()),
+        "make embeddings with sparse=False",
+    )
     scripted = (m for m in module.modules() if isinstance(m, torch.jit.ScriptModule))
-    return next((type(m).__name__ for m in scripted), "")
+    name = next((type(m).__name__ for m in scripted), "")
+    yield f"modules of torch.jit ({name})", bool(name), "use what was scripted or traced"
 
 
 def other_dtypes(parameters: Iterable[nn.Parameter]) -> list[str]:

@@ -355,8 +355,8 @@ ZERO = (
         (ZERO3.format("counts_weight_micro_batches_by_their_tokens"),),
     ),
     Defect(
-        'getattr(module, "sparse", False) is True for',
-        'getattr(module, "sparse", False) is None for',
+        'getattr(m, "sparse", False) is True for',
+        'getattr(m, "sparse", False) is None for',
         "sparse gradients are measured instead of refused",
         (
             "backends/test_stages.py::"
@@ -1190,8 +1190,8 @@ FUNCTION = (
         ("routing/test_choices.py",),
     ),
     Defect(
-        "elif func in COMPOSED or _is_composed(func, types):",
-        "elif _is_composed(func, types):",
+        "elif func in COMPOSED or is_composed(func, types):",
+        "elif is_composed(func, types):",
         "no choice is seen in a backward",
         ("routing/test_choices.py",),
     ),

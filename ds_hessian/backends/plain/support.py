@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ds_hessian.backends.weights import other_dtypes, scripted_in
+from ds_hessian.backends.weights import findings, other_dtypes
 from ds_hessian.errors import UnsupportedError
 
 
@@ -50,8 +50,6 @@ def refuse_unsupported(module: nn.Module) -> None:
 def _findings(module: nn.Module) -> Iterator[tuple[str, bool, str]]:
     kinds = {type(m).__name__ for m in module.modules()}
     parameters = list(module.parameters())
-    scripted = scripted_in(module)
-    yield f"modules of torch.jit ({scripted})", bool(scripted), "use what was scripted or traced"
     yield (
         "parameters that ZeRO-3 has partitioned",
         any(hasattr(p, "ds_id") for p in parameters),
@@ -70,11 +68,7 @@ def _findings(module: nn.Module) -> Iterator[tuple[str, bool, str]]:
         any(is_lazy(p) for p in parameters),
         "run a forward first",
     )
-    yield (
-        "sparse gradients",
-        any(getattr(m, "sparse", False) is True for m in module.modules()),
-        "make embeddings with sparse=False",
-    )
+    yield from findings(module)
     others = other_dtypes(parameters)
     yield (
         f"trainable parameters in {' and '.join(others)}",

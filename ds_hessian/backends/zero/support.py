@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ds_hessian.backends.guard import has_plain_random_states
-from ds_hessian.backends.weights import other_dtypes, scripted_in
+from ds_hessian.backends.weights import findings, other_dtypes
 from ds_hessian.backends.zero import host, tensor_parallel
 from ds_hessian.backends.zero.host import Engine
 from ds_hessian.errors import UnsupportedError
@@ -44,7 +44,6 @@ def _findings(engine: Engine) -> list[tuple[str, bool, str]]:
     zero, kind = config.zero_config, type(optimizer).__name__
     stage, plain = int(zero.stage), isinstance(optimizer, torch.optim.Optimizer)
     others = other_dtypes(engine.module.parameters())
-    scripted = scripted_in(engine.module)
     return [
         ("an engine without an optimizer", kind in NO_OPTIMIZER, "give it one"),
         (
@@ -67,16 +66,7 @@ def _findings(engine: Engine) -> list[tuple[str, bool, str]]:
             "switch zero_quantized_nontrainable_weights off",
         ),
         ("MiCS", getattr(zero, "mics_shard_size", -1) > 0, "use plain ZeRO-3"),
-        (
-            "sparse gradients",
-            any(getattr(module, "sparse", False) is True for module in engine.module.modules()),
-            "make embeddings with sparse=False",
-        ),
-        (
-            f"modules of torch.jit ({scripted})",
-            bool(scripted),
-            "use what was scripted or traced",
-        ),
+        *findings(engine.module),
         (
             f"trainable parameters in {' and '.join(others)}",
             bool(others),

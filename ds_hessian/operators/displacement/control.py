@@ -67,6 +67,7 @@ from ds_hessian.operators.displacement.steps import (
     DECADE,
     beyond,
     difference,
+    least_displacement,
     longest_step,
     marked,
 )
@@ -164,7 +165,7 @@ class StepController:
         scale = weight_norm if weight_norm > 0 else 1.0
         self.order, self.fixed, self.rounding = scheme.order, fixed, unit_roundoff * scale
         self.h = fixed or unit_roundoff ** (1 / (scheme.order + 1)) * scale
-        self.smallest, self.largest = ROUNDOFF * scale / 16, scale
+        self.smallest, self.largest = least_displacement(scale), scale
         self._begin()
         self.whole = pilot == num_micro_batches
         self.quiet = (pilot / num_micro_batches) ** (SHARED / 2)

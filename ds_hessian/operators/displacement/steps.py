@@ -24,7 +24,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ds_hessian.operators.displacement.belief import SATURATING, SCATTER, UNEXPECTED, Trial
+from ds_hessian.operators.displacement.belief import (
+    ROUNDOFF,
+    SATURATING,
+    SCATTER,
+    UNEXPECTED,
+    Trial,
+)
 
 AMPLIFY = 8.0
 """Truncation at the longer of two displacements that are compared over that at the shorter one:
@@ -33,6 +39,13 @@ nearly all of the change is truncation then, and the displacements are of one sc
 DECADE = 10.0
 """Step of scans in h, where ratios tell no direction: while all are saturating, and beyond a cliff.
 Noise at its edge is as large as D, and a tenth of it so far out."""
+
+
+def least_displacement(scale: float) -> float:
+    """Return the shortest displacement to try, of weights of norm `scale`: their parts below the
+    fp32 roundoff of the largest may be all that a vector moves.
+    """
+    return ROUNDOFF * scale / 16
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_hessian.operators.displacement.belief import ROUNDOFF
+from ds_hessian.operators.displacement.steps import least_displacement
 from ds_hessian.operators.displacement.witnesses import products_of_a_third
 
 UNEXPECTED = 2.0
@@ -162,7 +163,7 @@ class OutputSteps:
         scale = weight_norm if weight_norm > 0 else 1.0
         self.rounding, self.fixed = unit_roundoff * scale, fixed
         # Where weights differ in scale, the best displacement may be far below the largest's unit.
-        self.smallest = ROUNDOFF * scale / 16
+        self.smallest = least_displacement(scale)
         self.least = self.rounding / 64  # which rounding of the weights loses
         self.quiet = pilot**INDEPENDENT
         # The backward rounds what it returns of each micro-batch.

@@ -1,0 +1,32 @@
+"""Functions of torch's in Python, which call others that a mode is to see.
+
+While torch calls what it has handed to a mode, the mode is off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+COMPOSED = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+_IN_PYTHON = ("torch.nn.functional", "torch.functional")
+"""Functions in Python, and modules of them, in which others are called."""
+
+
+def is_composed(func: Any, types: Iterable[type]) -> bool:
+    """Return whether a function calls others, with tensors that have no functions of their own."""
+    plain = all(kind in (Tensor, nn.Parameter) for kind in types)
+    return plain and isinstance(func, FunctionType) and func.__globals__["__name__"] in _IN_PYTHON
+
+
+def undispatched(func: Any) -> Callable[..., Any]:
+    """Return the same function in Python without the line that hands it to a mode."""
+    kinds = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    names = {**func.__globals__, **dict.fromkeys(kinds, lambda *_: False)}
+    made = FunctionType(func.__code__, names, None, func.__defaults__, func.__closure__)
+    made.__kwdefaults__ = func.__kwdefaults__
+    return made
