@@ -16,7 +16,7 @@ from ds_hessian.operators import FiniteDifferenceHessian, expected_evaluations
 from ds_hessian.planning import Job, Machine, Mesh
 from ds_hessian.planning import times as timing
 from ds_hessian.vectors import random_vector
-from tests.operators.nets import backend_of, batches, measuring, mlp, train
+from tests.operators.nets import Exact, backend_of, batches, costs, drawn, measuring, mlp, train
 from tests.tiers import cells
 
 FREE = Machine({"accelerator": 1e30, "host": 1e30, "disk": 1e30}, latency=0.0)
@@ -116,21 +116,22 @@ def test_the_runs_of_a_product_are_those_that_operators_make(count: int, scheme:
 
 @pytest.mark.parametrize("count", cells([8, 16, 32], [16]))
 def test_a_product_takes_a_quarter_of_a_gradient_for_its_trials(count: int) -> None:
-    """The two first vectors included. Trials above h, which third differences spare, took 0.35 in
-    6.8 runs with 16 micro-batches.
+    """The two first vectors included, but not what is made again. Trials above h, which third
+    differences spare, took 0.35 in 6.8 runs with 16 micro-batches.
     """
-    data, products = batches(count), 20
-    backend = backend_of(train(mlp(), data, 40))
-
-    def draw(number: int) -> Tensor:
-        return random_vector(backend.layout, backend.space, number)
-
-    with measuring(backend, data) as session:
-        hessian = FiniteDifferenceHessian(session)
-        with mock.patch.object(session, "add_gradient", wraps=session.add_gradient) as evaluated:
-            lanczos(hessian, draw(0), products, draw)
-    assert hessian.cost.gradient_evaluations <= 2.3 * products
-    assert evaluated.call_count <= 6.2 * products
+    data, found, runs = batches(count), list[float](), 0
+    for net in drawn(train(mlp(), data, 40), 3):
+        backend, exact = backend_of(net), Exact(net, data)
+        with measuring(backend, data) as session:
+            hessian = FiniteDifferenceHessian(session)
+            with mock.patch.object(
+                session, "add_gradient", wraps=session.add_gradient
+            ) as evaluated:
+                found += costs(hessian, (v for v, _ in exact.krylov(backend, 20)))
+        runs += evaluated.call_count
+    once = [cost for cost in found if cost < 3.0]
+    assert sum(once) <= 2.3 * len(once) and len(once) >= 0.8 * len(found), found
+    assert runs <= 6.2 * len(found)
 
 
 def test_every_run_of_a_product_waits_for_the_stages_of_a_pipeline() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ds_hessian.backends import Session
 from ds_hessian.backends.plain import ModuleBackend
+from ds_hessian.operators import FiniteDifferenceHessian
 from ds_hessian.vectors import random_vector
 
 Batch = tuple[Tensor, Tensor]
@@ -53,6 +54,18 @@ def train(net: nn.Module, data: list[Batch], steps: int) -> nn.Module:
         loss_of(net, data[i % len(data)]).backward()
         optimizer.step()
     return net
+
+
+def drawn(net: nn.Module, count: int) -> Iterator[nn.Module]:
+    """Copies of a net whose weights differ by 1e-5: draws of the rounding of its products, which
+    the kind of processor draws too.
+    """
+    for seed in range(count):
+        copied, generator = copy.deepcopy(net), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for p in copied.parameters():
+                p.mul_(1 + 1e-5 * torch.randn(p.shape, generator=generator))
+        yield copied
 
 
 class Exact:
@@ -95,6 +108,15 @@ def backend_of(net: nn.Module, bf16: bool = False) -> ModuleBackend:
         return ModuleBackend(net)
     masters = [p.detach().clone() for p in net.parameters()]
     return ModuleBackend(copy.deepcopy(net).bfloat16(), masters=masters)
+
+
+def costs(operator: FiniteDifferenceHessian, vectors: Iterable[Tensor]) -> Iterator[float]:
+    """Gradients that the product with each of these vectors evaluates."""
+    before = operator.cost.gradient_evaluations
+    for v in vectors:
+        operator.matvec(v)
+        yield operator.cost.gradient_evaluations - before
+        before = operator.cost.gradient_evaluations
 
 
 @contextmanager
