@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch
 
 from ds_hessian.operators import SCHEMES, FiniteDifferenceHessian
 from ds_hessian.operators.displacement.belief import Estimate, Trial
-from ds_hessian.operators.displacement.control import MAX_TRIALS, StepController
+from ds_hessian.operators.displacement.control import MAX_TRIALS, Advice, StepController
 from tests.operators.nets import (
     Exact,
     backend_of,
@@ -119,7 +120,8 @@ def test_a_wall_that_no_model_expects_is_not_run_into_again(wall: float) -> None
     seen = next(i for i, h in enumerate(tried) if h < wall)  # on the near side
     beyond = [h for i, h in enumerate(tried) if h >= wall and i > seen]
     assert h < wall and all(h < min(tried[:seen]) for h in beyond), tried
-    assert beyond == sorted(beyond, reverse=True) and len(beyond) <= 2, tried
+    # Steps of rounding would have such a wall too: one trial may look beyond it.
+    assert len(beyond) <= 2 and sum(b > a for a, b in itertools.pairwise(beyond)) <= 1, tried
     product = replace(trials[-1], h=h / 10, nonlinearity=0.2)  # which might do better farther out
     assert controller.judge(product) <= product.h
 
@@ -136,6 +138,14 @@ def test_a_loss_that_overflows_at_large_steps_is_left_by_smaller_ones() -> None:
             break
         h = advice.h
     assert advice.accept and 0.05 < h < 10.0
+
+
+def test_a_displacement_to_which_the_search_returns_is_accepted() -> None:
+    """Trials of a net that is sure of its data went from one to another and back seven times."""
+    controller = taught()
+    trials = [replace(seen(h), change=1e-3) for h in (10 * H, H / 30, 10 * H)]
+    assert not any(controller.advise(trials[:count]).accept for count in (1, 2))
+    assert controller.advise(trials) == Advice(10 * H, True)
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])

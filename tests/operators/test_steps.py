@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from ds_hessian.operators.displacement.belief import Trial
-from ds_hessian.operators.displacement.steps import marked
+from ds_hessian.operators.displacement.steps import beyond, marked
 from tests.tiers import cells
 
 LEAST = 0.2
@@ -53,6 +53,18 @@ def test_a_gradient_of_few_bits_is_not_taken_for_a_smooth_one(
     ratios, errors = np.array([(each.told, each.error) for each in found]).T
     assert ratios.min() > LEAST and np.median(ratios) < 3, ratios
     assert errors.max() < 0.1, errors
+
+
+def test_the_far_side_of_a_step_is_looked_for_between_its_edge_and_a_trial_far_out(
+    attack: dict[str, Any],
+) -> None:
+    """Of the gradient alone: all trials were on the step or saturated, and the product 0.75 off
+    with an estimate of 0.002 of that.
+    """
+    edge = [Trial(1.5e-2, 0.0207, 0.49), Trial(2.7e-5, 0.0236, 0.83), Trial(2.7e-6, 0.012, 0.013)]
+    assert beyond(edge) == pytest.approx(2.7e-4)
+    found = list(attack["products"](attack["problem"]("hot", "fp32", 1, 1)))
+    assert min(each.told for each in found) > LEAST
 
 
 FAR, NEAR = Trial(1e-2, 1.0, 0.02), 1e-4

@@ -317,6 +317,8 @@ class StepController:
         outlook = belief.outlook(last, self._displacements(), of_pilot=True)
         if last.third is None:
             self.expected = outlook.error
+            if any(trial.h == last.h for trial in trials[:-1]):
+                return Advice(last.h, True)  # returned to, when all that it tells was known
         lower = min(trial.h for trial in trials) / DECADE
         scan = self.products == 0 and len(trials) > 1 and lower > self.floor and not final
         if scan and min(t.nonlinearity for t in trials if t.usable and not t.lost) > SATURATING:
@@ -358,7 +360,8 @@ class StepController:
 
     def doubts(self, trial: Trial) -> bool:
         """Return whether the third difference of an accepted trial is to be evaluated."""
-        due = self.products >= self.next_third or self.blind
+        surprised = math.inf > trial.change > UNEXPECTED * self.expected * trial.size
+        due = self.products >= self.next_third or self.blind or surprised
         return due and self._has_thirds and trial.usable and trial.third is None
 
     @property

@@ -112,15 +112,19 @@ def beyond(trials: Sequence[Trial]) -> float | None:
 
     The ratio of a smooth function falls in proportion to h where it does not saturate. Where it
     falls by far more, the larger displacements may be those that see the steps of rounding: then
-    it is less again farther out, as noise is, and D is not what it is below the cliff.
+    it is less again farther out, as noise is, and D is not what it is below the cliff. Trials that
+    lie farther than that say nothing of it.
     """
     known = sorted((t for t in trials if t.usable and not t.lost), key=lambda trial: trial.h)
-    for below, above in pairwise(known):
+    for i, (below, above) in enumerate(pairwise(known)):
         falls = below.nonlinearity * above.h < above.nonlinearity * below.h / UNEXPECTED
         if below.nonlinearity <= SATURATING < above.nonlinearity and falls:
-            farthest = known[-1]
-            near = farthest.h < DECADE**2 * below.h
-            return DECADE * farthest.h if near and farthest.nonlinearity > SATURATING else None
+            edge = above
+            for trial in known[i + 2 :]:
+                if trial.h <= DECADE * edge.h:
+                    edge = trial
+            near = edge.h < DECADE**2 * below.h
+            return DECADE * edge.h if near and edge.nonlinearity > SATURATING else None
     return None
 
 

@@ -8,13 +8,16 @@ more, of which a trial costs little, where no third difference is a witness and 
 them."""
 
 SPENT = 0.25
-"""Gradients that a product spends on its third difference on average, while no such difference is
-more than expected."""
+"""Gradients that a product spends on its third difference on average, at most, while no such
+difference is more than expected."""
 
 
 def products_of_a_third(pilot: float) -> int:
-    """Return how many products share a third difference, from the pilot's share of the slice."""
-    return max(1, round(pilot / SPENT))
+    """Return how many products share a third difference, from the pilot's share of the slice.
+
+    At least two: what one of them shows holds for the next, and a surprise has one of its own.
+    """
+    return max(2, round(pilot / SPENT))
 
 
 def has_thirds(order: int, narrow: bool) -> bool:
