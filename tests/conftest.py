@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
@@ -12,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.build import CACHE, ROOT, use_cache
 from tests.ranks import RankPool, pools_of_ranks, remove_buffers
-
-ROOT = Path(__file__).resolve().parents[1]
-CACHE = ROOT / ".cache" / "tests"  # kept from run to run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,10 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Of the tests' own, so that a build that is killed with them leaves the user's alone.
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(CACHE / "torch_extensions")
-    os.environ["DS_HESSIAN_CACHE_DIR"] = str(CACHE / "kernels")
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    use_cache()
     # Before torch is imported, here and in the workers: threads of several processes on two cores
     # wait for each other, and tests have small matrices.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -60,10 +54,7 @@ def built() -> None:
     """The kernels, and what DeepSpeed builds when it starts, are in the cache: for all that starts
     processes, which a timeout may kill.
     """
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with open(CACHE / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # workers start at once
-        subprocess.run([sys.executable, "-m", "tests.build"], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "tests.build"], cwd=ROOT, check=True)
 
 
 @pytest.fixture(scope="session")

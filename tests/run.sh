@@ -5,6 +5,8 @@ export EXTRAS=dev
 . "$(dirname "${BASH_SOURCE[0]}")/../examples/setup.sh"
 ruff format --check .
 ruff check .
+python -m tests.build & # takes as long as the types
 mypy ds_hessian
 git ls-files "csrc/*" | xargs -r clang-format --dry-run --Werror
+wait
 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -187,10 +187,11 @@ SPLIT = {
             *(2, {**SPLIT, "zero_hpz_partition_size": 2}, FAILURES[14:]), marks=pytest.mark.full
         ),
         (1, {}, FAILURES_OF_1),
-        (2, SPLIT, FAILURES),
+        (2, SPLIT, FAILURES[::3]),
+        pytest.param(2, SPLIT, FAILURES, marks=pytest.mark.full),
         pytest.param(3, SPLIT, FAILURES_OF_3, marks=pytest.mark.full),
     ],
-    ids=["2", "2-hpZ", "1", "2-split", "3-split"],
+    ids=["2", "2-hpZ", "1", "2-split", "2-split-all", "3-split"],
 )
 def test_a_failing_spectrum_raises_everywhere_and_leaves_training_bitwise_alone(
     ranks: Ranks, world_size: int, zero: dict[str, Any], failures: Failures

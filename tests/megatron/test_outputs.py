@@ -19,7 +19,7 @@ from tests.tiers import cells
 
 Ranks = Callable[[int], RankPool]
 SLACK = 3.0
-QUICK = ("TP sequence parallel",)
+QUICK, TWICE = ("TP sequence parallel",), ("PP",)
 EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
     "EP": (2, {**MOE, "ep": 2}),
     "EP auxiliary loss": (2, {**MOE, "ep": 2, "aux_loss": 0.1}),
@@ -55,7 +55,7 @@ def test_products_and_spectra_are_those_of_one_process(
 ) -> None:
     size, layout = (LAYOUTS | TP_4)[name]
     vectors, exact, coefficients = one(**layout)
-    count = 2 if name in QUICK else 1
+    count = 2 if name in TWICE else 1
     runs = megatron_ranks(size).run(output_jobs.products, Job(**layout), count)
     assert all(run[1] == "output_layer: cross entropy" and run[2] for run in runs)
     for k, v in enumerate(vectors[:count]):
