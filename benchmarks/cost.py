@@ -1,6 +1,7 @@
 """What a product and a Lanczos run cost, in gradients of the same engine measured in the same run.
 
     deepspeed --num_accelerators 2 benchmarks/cost.py
+    deepspeed --num_accelerators 2 benchmarks/cost.py --dtype bf16    # of the basis
     deepspeed --num_accelerators 2 benchmarks/cost.py --operator ggn
 
 Prints, for a GPT of about 5 million parameters under ZeRO-3: a plain gradient evaluation (forward
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("--num_matvecs", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--operator", default="hessian")
+    parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--processor", action="store_true")
     args = parser.parse_args()
     if args.processor:
@@ -128,9 +130,12 @@ def main() -> None:
     spectra, steps = [], list[float]()
     gradients = [plain_gradient(engine, batches) for _ in range(4)]
     for _ in range(args.rounds):
-        settings = {"num_matvecs": args.num_matvecs, "operator": args.operator}
         with timed(LanczosState, "step", steps):
-            spectra.append(engine.hessian_spectrum(batches, **settings))
+            spectra.append(
+                engine.hessian_spectrum(
+                    batches, num_matvecs=args.num_matvecs, operator=args.operator, dtype=args.dtype
+                )
+            )
         gradients += [plain_gradient(engine, batches) for _ in range(8)]
     report(engine, spectra, steps, gradients[:-4], trained)
     if args.operator == "ggn":
