@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,9 @@ import ds_hessian
 from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.operators import GaussNewton
 from ds_hessian.operators.outputs.forms import Forms, Ladder
+from ds_hessian.vectors import random_vector
+from tests.operators.gauss_newton import ExactGaussNewton
+from tests.operators.nets import relative
 
 LEAST = 1e-9
 ROUNDOFF = 1e-9
@@ -154,3 +159,29 @@ def test_forms_and_products_are_of_the_displacement_that_is_made() -> None:
         sizes = [float(g.product_at(v, h).norm) for h in (near, 2.0**-6 * length)]
     assert forms[0] == pytest.approx(forms[1], rel=1e-12)
     assert sizes[0] == pytest.approx(sizes[1], rel=1e-12)
+
+
+def test_differencing_a_loss_that_bends_within_the_outputs_is_in_bars_and_made_small() -> None:
+    """A distance of directions, of short outputs: no displacement of the weights shows that error,
+    which was 3e-3 of both, in bars of 3e-4."""
+
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        found = net(batch[0].to(next(net.parameters()).dtype))
+        return (1 - functional.cosine_similarity(found, batch[1].to(found.dtype))).mean()
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4))
+    with torch.no_grad():
+        net[2].weight.mul_(0.3)
+    data = [(torch.randn(8, 6), torch.randn(8, 4)) for _ in range(4)]
+    exact, backend = ExactGaussNewton(net, "2", loss, data), ModuleBackend(net)
+    v = random_vector(backend.layout, backend.space, seed=0)
+    with backend.measuring(backend.objective(data, loss)) as session:
+        forms, products = GaussNewton(session), GaussNewton(session)
+        for _ in range(3):
+            truth, form, product = exact(v), forms.along(v), products.matvec(v)
+            value = float(v.double() @ truth) / float(v.double() @ v.double())
+            assert abs(form.value - value) < 3 * form.error < 2e-3 * abs(value)
+            assert product.error is not None
+            assert relative(product.vector, truth) < 3 * product.error < 2e-3
+            v = truth.float()

@@ -382,12 +382,13 @@ class Own(nn.Module):
         return (found - y).square()
 
 
-def test_outputs_in_which_the_loss_is_linear_are_to_be_named() -> None:
-    """They are a loss themselves: G would be 0."""
+@pytest.mark.parametrize("name", ["ggn", "residual"])
+def test_outputs_in_which_the_loss_is_linear_are_to_be_named(name: Any) -> None:
+    """They are a loss themselves: G would be 0, and R the Hessian."""
     net, refused = Judged(), r"linear in those of 'criterion'.*outputs="
     net.criterion = Own()
     with (
         pytest.raises(UnsupportedError, match=refused),
-        operators(net, points(), lambda m, b: m(*b), "ggn"),
+        operators(net, points(), lambda m, b: m(*b), name),
     ):
         pass

@@ -12,9 +12,11 @@ a number in each row have the same softmax, and are one head. Parts of a head (a
 layer beside a low-rank update) may have nearly its softmax: the head is the module that returns
 last, or one inside of it with the same outputs.
 
-Where there are two classes, a cotangent whose entries add up to zero says no more than that a
-softmax follows, as that of a gate between two experts does (the residual experts of PR-MoE). Such
-modules have a cross entropy if the weights of their rows are the same at other outputs, too.
+A cotangent may look like that of a cross entropy and say no more than that a softmax follows: with
+two classes, where its entries add up to zero, as at a gate between two experts (the residual
+experts of PR-MoE), or in few rows, where one entry of each is negative, as at a gate whose best
+expert alone is taken. Modules of two classes, and any beside another one, have a cross entropy if
+the weights of their rows are the same at other outputs, too.
 """
 
 from __future__ import annotations
@@ -129,20 +131,26 @@ class _Watch:
             else:
                 self.outputs[number], self.calls[number] = (f, found), call
 
-    def pairs(self) -> list[list[int]]:
-        """Return the modules with a cross entropy of two classes, those of the same outputs
-        together, the one that returned first at their head.
+    def doubtful(self) -> list[list[int]]:
+        """Return the modules that may have a softmax and no cross entropy: those of two classes,
+        and all where there are several, those of the same outputs together, the one that returned
+        first at their head.
         """
-        of_two = [n for n, (f, tokens) in self.outputs.items() if f.shape[tokens.dim] == 2]
         found = list[list[int]]()
-        for number in sorted(of_two, key=self.table[:, ORDER].tolist().__getitem__):
+        for number in sorted(self.outputs, key=self.table[:, ORDER].tolist().__getitem__):
             for same in found:
                 if _same(self.outputs[number], self.outputs[same[0]]):
                     same.append(number)
                     break
             else:
                 found.append([number])
-        return found
+        if len(found) > 1:
+            return found
+        return [same for same in found if self._classes(same[0]) == 2]
+
+    def _classes(self, number: int) -> int:
+        f, tokens = self.outputs[number]
+        return f.shape[tokens.dim]
 
     def strike(self, numbers: Sequence[int]) -> None:
         """Let modules have no cross entropy after all."""
@@ -152,9 +160,10 @@ class _Watch:
             del self.outputs[number]
 
 
-class _Pairs:
-    """Hooks on modules of two classes, which add something to their outputs in one more gradient of
-    the micro-batch, and judge whether the weights of their rows are the same there.
+class _Doubts:
+    """Hooks on modules that may have no cross entropy, which add something to their outputs in one
+    more gradient of the micro-batch, and judge whether the weights of their rows are the same
+    there.
 
     Attributes:
         failed: The modules of which they are not.
@@ -245,8 +254,8 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, 
         ConfigError: there is no module of that name, or none that could be taken.
         UnsupportedError: there are several heads.
 
-    Collective: the gradient, once more where a module has two classes, once more where no module
-    has a cross entropy and the loss takes others, and some small all-reduces.
+    Collective: the gradient, once more where a module has two classes or is not alone, once more
+    where no module has a cross entropy and the loss takes others, and some small all-reduces.
     """
     head = session.head
     if not head.modules:
@@ -269,7 +278,8 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, 
     alike = _alike(session, watch, chosen)
     if name is None and bool(table[chosen, SEEN]):
         chosen = int(torch.where(alike, table[:, ORDER], torch.inf).argmin())  # the innermost
-    _refuse_other_heads(watch, table, alike, chosen)
+    if name is None:
+        _refuse_other_heads(watch, table, alike, chosen)
     tap = Tap(named[chosen][0] or "the model itself", named[chosen][1])
     ranks = session.space.world_size
     once = whole[:, [CALLED, ELSEWHERE]] == torch.tensor([ranks, 0])
@@ -280,26 +290,62 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, 
     return tap, watch.outputs[chosen][1] if everywhere[chosen] else None
 
 
-class _Moved(Silence):
-    """Stops the loss at outputs to which something is added."""
+class _Stopped(Silence):
+    """Stops the loss at the outputs, and keeps its cotangents."""
+
+    def __init__(self) -> None:
+        self.cotangents: dict[int, Tensor] = {}
+
+    def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
+        self.cotangents[index] = c.clone()
+        return super().cotangent(index, f, c)
+
+
+class _Moved(_Stopped):
+    """Does so at outputs to which something is added."""
 
     def outputs(self, index: int, f: Tensor) -> Tensor:
         return beside_outputs(f)
 
 
-def refuse_weights_behind(session: Session, tap: Tap) -> None:
-    """Raise if the loss is no function of the outputs alone.
+def require_function(session: Session, tap: Tap, found: bool) -> None:
+    """Raise if the loss is no function of the outputs alone, or is linear in outputs that were
+    `found`.
 
-    Collective: the gradient of the first micro-batch, once more where a part does not pass the
-    outputs.
+    Collective: two gradients of the first micro-batch.
     """
-    at_outputs, beside_them = session.space.zeros(), session.space.zeros()
-    with tap.listening(range(1), Silence()):
-        session.add_gradient(at_outputs, range(1))
-    if session.space.norm(at_outputs):
-        with tap.listening(range(1), _Moved()):
-            session.add_gradient(beside_them, range(1))
-        require_same_around(session, tap, at_outputs, beside_them)
+    here, there = _Stopped(), _Moved()
+    around = [session.space.zeros(), session.space.zeros()]
+    for listener, out in zip((here, there), around, strict=True):
+        with tap.listening(range(1), listener):
+            session.add_gradient(out, range(1))
+    require_same_around(session, tap, *around)
+    if not found:
+        return
+    before, after = here.cotangents, there.cotangents
+    told = any(bool(c.any()) for c in before.values())
+    require_curved(session, tap, told, any(not c.equal(after[i]) for i, c in before.items()))
+
+
+def require_curved(session: Session, tap: Tap, told: bool, curved: bool) -> None:
+    """Raise where the loss is linear in outputs that nobody has named: they are a loss, or parts of
+    one.
+
+    Args:
+        session: The measurement.
+        tap: The outputs.
+        told: Whether this rank has cotangents other than zero.
+        curved: Whether these are others at other outputs.
+
+    Collective: a small all-reduce.
+    """
+    some, bent = session.space.reduce(torch.tensor([told, curved], dtype=torch.float64)).tolist()
+    if some and not bent:
+        raise UnsupportedError(
+            "ds_hessian does not know the outputs of this model: the loss is linear in those of "
+            f"{tap.name!r}, so that G would be 0 and the residual H; name the module that returns "
+            "what the loss is made of, outputs=..., or this one if it is meant"
+        )
 
 
 def require_same_around(session: Session, tap: Tap, one: Tensor, other: Tensor) -> None:
@@ -362,15 +408,15 @@ def _laid_out(node: Any) -> Iterator[Any]:
 
 
 def _strike_gates(session: Session, watch: _Watch) -> None:
-    """Let modules of two classes whose loss is no cross entropy have none."""
-    pairs = watch.pairs()
-    some = session.space.reduce(torch.tensor([float(len(pairs))], dtype=torch.float64))
+    """Let modules of which a softmax follows, and no cross entropy, have none."""
+    doubtful = watch.doubtful()
+    some = session.space.reduce(torch.tensor([float(len(doubtful))], dtype=torch.float64))
     if not some[0]:
         return
-    judge = _Pairs(session, watch, [same[0] for same in pairs])
+    judge = _Doubts(session, watch, [same[0] for same in doubtful])
     with judge.judging():
         session.add_gradient(session.space.zeros(), range(1))
-    for same in pairs:
+    for same in doubtful:
         if same[0] in judge.failed:
             watch.strike(same)
 
@@ -427,8 +473,9 @@ def _refuse_other_heads(watch: _Watch, table: Tensor, alike: Tensor, chosen: int
     if others and bool(table[chosen, SEEN]):
         several = ", ".join(repr(names[i]) for i in sorted([chosen, *others]))
         raise UnsupportedError(
-            f"ds_hessian does not support a Gauss-Newton operator of several heads, each with a "
-            f'cross entropy: {several}; use operator "hessian", or a loss of one of them'
+            "ds_hessian does not support a Gauss-Newton operator of several heads, each with a "
+            f"cross entropy: {several}; name the one that is meant, outputs=..., so that those of "
+            'others are in the residual, or use operator "hessian"'
         )
 
 

@@ -29,6 +29,9 @@ Forms = Callable[[float, range | None], NDArray[np.float64]]
 """The forms of a vector at a displacement, of each of some micro-batches (None for all); not finite
 where the outputs are not."""
 
+Doubted = Callable[[float, int], tuple[float, float]]
+"""The form of a micro-batch at a displacement, and its error from differencing the loss."""
+
 STEP = 3.0
 """Ratio of the displacements that are compared."""
 
@@ -56,39 +59,47 @@ class Ladder:
 
     def __init__(self) -> None:
         self._h = 0.0
-        self._changes: NDArray[np.float64] | None = None  # of the sum by each micro-batch's form
+        # Of the sum by each micro-batch's form: with h, and from differencing the loss.
+        self._changes: NDArray[np.float64] | None = None
         self._size = 0.0  # the sum of the forms of the vector at which these were begun
         self._errors = list[float]()  # of the vectors so far, each by its own forms
 
-    def settled(self, forms: Forms, first: float, least: float) -> tuple[float, float, float]:
+    def settled(
+        self, forms: Forms, first: float, least: float, doubted: Doubted | None = None
+    ) -> tuple[float, float, float]:
         """Return the mean form of all micro-batches, its error and its displacement.
 
         Args:
             forms: The forms of the vector. Collective.
             first: A displacement for a vector of which nothing is known.
             least: A displacement that rounding of the weights loses.
+            doubted: The form of one micro-batch and its error from differencing the loss; None
+                where the loss is known. Collective.
         """
         one, relative = None, 0.0
         if not self._h:
             one, relative = 0, self._descend(forms, 0, STEP * first, least)
         found = forms(self._h, None)
-        parts = self._changed(forms, found)
-        worst = int(np.nanargmax(abs(parts)))
-        if abs(parts[worst]) > SMALL and worst != one:
+        parts = self._changed(forms, doubted, found)
+        worst = int(np.nanargmax(abs(parts[0])))
+        if abs(parts[0, worst]) > SMALL and worst != one:
             relative = self._descend(forms, worst, STEP**2 * self._h, least)
             found, self._changes = forms(self._h, None), None
-            parts = self._changed(forms, found)
+            parts = self._changed(forms, doubted, found)
         # Truncation has one sign, noise has both; what is not measured yet changes as the rest.
-        unseen = len(parts) / np.count_nonzero(~np.isnan(parts))
-        noise = math.sqrt(unseen * float(np.nansum(parts**2)))
-        relative = max(relative, unseen * abs(float(np.nansum(parts))), noise, ROUNDOFF)
+        unseen = len(found) / np.count_nonzero(~np.isnan(parts[0]))
+        noise = np.sqrt(unseen * np.nansum(parts**2, 1))
+        stepped, valued = np.maximum(unseen * abs(np.nansum(parts, 1)), noise).tolist()
+        relative = max(math.hypot(max(relative, stepped), valued), ROUNDOFF)
         self._errors.append(relative)
         error = max(relative, float(np.median(self._errors))) * float(abs(found).mean())
         return float(found.mean()), error, self._h
 
-    def _changed(self, forms: Forms, found: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _changed(
+        self, forms: Forms, doubted: Doubted | None, found: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
         """Return by how much each micro-batch's form changes the sum, relative, from a larger
-        displacement on; NaN where it is not measured yet.
+        displacement on, and by differencing the loss, `(2, G)`; NaN where it is not measured yet.
 
         Not over STEP^2, though truncation falls so: a kink's part does not.
         """
@@ -97,16 +108,19 @@ class Ladder:
             self._changes = None
         if self._changes is None:
             self._size = size
-            self._changes = np.full(len(found), np.nan)
+            self._changes = np.full((2, len(found)), np.nan)
             some = np.argsort(-abs(found), kind="stable")[:SAMPLE]
         elif np.isnan(self._changes).any():
-            some = np.flatnonzero(np.isnan(self._changes))[:1]
+            some = np.flatnonzero(np.isnan(self._changes[0]))[:1]
         else:
-            worst = int(abs(self._changes).argmax())
+            worst = int(abs(self._changes).max(0).argmax())
             some = np.array([worst if count % 2 else count // 2 % len(found)])
         for one in map(int, some):
-            above = forms(STEP * self._h, range(one, one + 1))
-            self._changes[one] = _change(found[one], above[0], size)
+            if doubted is None:
+                above, off = float(forms(STEP * self._h, range(one, one + 1))[0]), 0.0
+            else:
+                above, off = doubted(STEP * self._h, one)
+            self._changes[:, one] = _change(found[one], above, size), _change(0.0, off, size)
         return self._changes
 
     def _descend(self, forms: Forms, number: int, top: float, least: float) -> float:

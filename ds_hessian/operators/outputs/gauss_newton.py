@@ -34,7 +34,7 @@ from ds_hessian.operators.checks import length_of, require_finite
 from ds_hessian.operators.outputs.forms import Ladder
 from ds_hessian.operators.outputs.passes import OutputProduct, Passes, Sums
 from ds_hessian.operators.outputs.reading import Reading
-from ds_hessian.operators.outputs.steps import OutputSteps, Trial
+from ds_hessian.operators.outputs.steps import TINY, OutputSteps, Trial
 from ds_hessian.operators.protocol import Form, OperatorCost, Product
 
 
@@ -113,6 +113,7 @@ class GaussNewton:
             reading.cotangents,
             self._pilot,
         )
+        self._smooth = not reading.kinked
         self._around = self._gradient_around() if reading.passes_by else None
         self._before: _Before | None = None
         self._ladder = Ladder()
@@ -168,6 +169,7 @@ class GaussNewton:
     def load_state_dict(self, figures: Mapping[str, Any]) -> None:
         """Continue from the `state_dict` of another operator of the same matrix."""
         self._steps.load_state_dict(figures["steps"])
+        self._passes.rho = self._steps.learnt.rho or self._passes.rho
         self.cost = OperatorCost(**figures["cost"])
 
     # ---- products
@@ -232,7 +234,7 @@ class GaussNewton:
     def _forms(self, v: Tensor, h: float, micro_batches: range | None) -> NDArray[np.float64]:
         """Return the forms, finite or not."""
         length, every = length_of(v, self.space), micro_batches or range(self._count)
-        unit, total = self._count * self.scale / (2 * _stepped(h, length)) ** 2, Sums()
+        unit, total = self._form_unit(h, length), Sums()
         if self._passes.product is not None:
             mine = self._passes.forms(v, h / length, every, total)
             self.cost.gradient_evaluations += 2 / 3 * len(every) / self._count
@@ -249,13 +251,44 @@ class GaussNewton:
             self._choices = figures[len(mine) :]
         return np.asarray(unit * np.array(forms))
 
+    def _form_unit(self, h: float, length: float) -> float:
+        """Return the factor from a micro-batch's `<delta, H_out delta>` to the form of a unit
+        vector.
+        """
+        return self._count * self.scale / (2 * _stepped(h, length)) ** 2
+
+    def _doubted(self, v: Tensor, h: float, one: int) -> tuple[float, float]:
+        """Return the form of a micro-batch, and its error from differencing the loss in the
+        outputs.
+        """
+        length, waste, some = length_of(v, self.space), self.space.zeros(), range(one, one + 1)
+        form = self._evaluate(waste, v, h / length, some, True, True).form
+        error = self._third(waste, some)
+        unit = self._form_unit(h, length) / self._passes.kappa**2
+        form, error = self.space.reduce(torch.tensor([form, error], dtype=torch.float64)).tolist()
+        return unit * form, unit * error
+
+    def _third(self, out: Tensor, some: range) -> float:
+        """Add the error from differencing the loss in the outputs in the last evaluation, of some
+        micro-batches, which is dropped; return that of this rank's form.
+        """
+        error = self._passes.third(out, some)
+        self._passes.forget()
+        self.cost.gradient_evaluations += 2 * len(some) / self._count
+        return error
+
     def along(self, v: Tensor) -> Form:
         """Return the curvature along `v` by its forms, at the displacement where these change least
         (`ds_hessian.operators.outputs.forms`).
         """
         steps, started = self._steps, time.perf_counter()
+        known = self._passes.product is not None
+        self._choose_rho(v, length_of(v, self.space), steps.learnt.h)
         value, error, h = self._ladder.settled(
-            lambda h, some: self._forms(v, h, some), steps.learnt.h, steps.least
+            lambda h, some: self._forms(v, h, some),
+            steps.learnt.h,
+            steps.least,
+            None if known else lambda h, one: self._doubted(v, h, one),
         )
         if not math.isfinite(value):
             raise NumericsError(
@@ -343,6 +376,7 @@ class GaussNewton:
         trials, share = list[Trial](), len(self._pilot) / self._count
         (h,) = self.space.of_rank_0(self._steps.first_h())
         self._before = None
+        self._choose_rho(v, length, h)
         while True:
             out = self.space.zeros()
             doubted = not trials and self._passes.product is None and self._steps.doubts_values
@@ -373,6 +407,28 @@ class GaussNewton:
         self.cost.gradient_evaluations += self._passes.backwards / self._count
         apart = self.space.norm(again.sub_(out)) * self._unit(trial.h, length) / share
         self._steps.note_backward(apart, trial)
+
+    def _choose_rho(self, v: Tensor, length: float, h: float) -> None:
+        """Choose rho, unless that is done: the loss may bend over less than a unit of the outputs,
+        over which truncation is rho^2 and noise the roundoff over rho.
+        """
+        passes, found, best = self._passes, self._steps.learnt, math.inf
+        if passes.product is not None or found.rho:
+            return
+        found.rho = smaller = passes.rho
+        while self._smooth:
+            passes.rho = smaller
+            out, error = self.space.zeros(), self.space.zeros()
+            self._evaluate(out, v, h / length, self._pilot, True, True)
+            self._third(error, self._pilot)
+            relative = _ratio(self.space.norm(error), self.space.norm(out))
+            if not relative < best:
+                break
+            found.rho, best = smaller, relative
+            smaller = (self.session.unit_roundoff * smaller**2 / max(best, TINY)) ** (1 / 3)
+            if not smaller < found.rho / 2:
+                break
+        passes.rho = found.rho
 
     def _measure_values(self, trial: Trial, length: float, share: float) -> None:
         """Measure the error of a product that comes from differencing the loss in the outputs."""

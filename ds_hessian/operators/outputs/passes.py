@@ -126,18 +126,27 @@ class _Shifted:
 class _Third:
     """Completes the third difference of the cotangents, and puts a third of it, which is the error
     of their first one, in place of those at `f + 2 rho delta`.
+
+    Attributes:
+        form: The error of `Sums.form`.
     """
 
     reads = False
 
-    def __init__(self, group: Group, rho: float, third: dict[int, Tensor]) -> None:
-        self.group, self.rho, self.third = group, rho, third
+    def __init__(
+        self, session: Session, group: Group, rho: float, third: dict[int, Tensor]
+    ) -> None:
+        self.session, self.group, self.rho, self.third = session, group, rho, third
+        self.form = 0.0
 
     def outputs(self, index: int, f: Tensor) -> Tensor:
         return 2 * self.rho * self.group.differences[index]
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
-        return self.third[index].add_(c.float()).div_(3).to(c.dtype)
+        error = self.third[index].add_(c.float()).div_(3)
+        along = _dot(error, self.group.differences[index])
+        self.form += along * self.session.cotangent_scale / (2 * self.rho)
+        return error.to(c.dtype)
 
 
 class _Middle(Silence):
@@ -195,7 +204,7 @@ class Passes:
         room: Bytes of the smallest rank's vector.
         cotangents: A sample of the cotangents of each micro-batch at the weights, in units of the
             gradient's terms; empty where the loss is smooth.
-        pilot: The micro-batches of whose evaluation there may be a `repeat`, or a `third`.
+        pilot: The micro-batches of whose evaluation there may be a `repeat`.
     """
 
     def __init__(
@@ -262,7 +271,7 @@ class Passes:
             self.session.displace(None, 0.0)
             self._third = {} if doubted else None
             self.back(out, group, some, sums)
-            self._last = group if micro_batches == self.pilot else None
+            self._last = group if doubted or micro_batches == self.pilot else None
         return sums
 
     def repeat(self, out: Tensor, v: Tensor, micro_batches: range) -> None:
@@ -274,18 +283,20 @@ class Passes:
         session.displace(session.masters().abs_().mul_(v.sign()), session.unit_roundoff)
         self.back(out, self._last, micro_batches, Sums())
 
-    def third(self, out: Tensor, micro_batches: range) -> None:
+    def third(self, out: Tensor, micro_batches: range) -> float:
         """Add the error that differencing the loss in the outputs has made in what the last
-        evaluation has added, which was `doubted`, of these micro-batches.
+        evaluation has added, which was `doubted`, of these micro-batches; return that of its form.
 
         Like a product's (`ds_hessian.operators.displacement.belief`) it is a third difference, of
         cotangents here. Cost: two gradients of them.
         """
         assert self._last is not None and self._third is not None
         self.session.displace(None, 0.0)
-        for listener in _Middle(self._third), _Third(self._last, self.rho, self._third):
+        last = _Third(self.session, self._last, self.rho, self._third)
+        for listener in _Middle(self._third), last:
             out.neg_()  # so that the gradient that does not pass the outputs, of both, is in none
             self._pass(out, micro_batches, listener)
+        return last.form
 
     def forget(self) -> None:
         """Drop the differences of the last evaluation."""

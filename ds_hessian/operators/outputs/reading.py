@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from ds_hessian.backends.protocol import Session
-from ds_hessian.errors import UnsupportedError
 from ds_hessian.memory import FP32
 from ds_hessian.operators.checks import kinks_crossed
 from ds_hessian.operators.clock import add_gradient
 from ds_hessian.operators.outputs.find import (
     find_outputs,
     known_outputs,
+    require_curved,
     require_same_around,
 )
 from ds_hessian.operators.outputs.losses import (
@@ -223,8 +223,9 @@ class Reading:
         others, reader.others = reader.others, None
         if self._failed(reader):
             done, entropic = self._probe(every, others or {}), False
-            if found:
-                self._refuse_linear()
+            if found and self.kind == "squares":
+                curved = any(bool(each.weights.any()) for each in self.squares.values())
+                require_curved(session, self.tap, bool(self._told), curved)
         else:
             done, entropic = 1, self._verify(reader)
         self.seconds += self._pass(reader, self.gradient, every[done:])
@@ -289,22 +290,6 @@ class Reading:
         self.squares, self.kind = prober.squares, "squares"
         self.passes_by = bool(self.space.norm(around[0]))
         return len(every)
-
-    def _refuse_linear(self) -> None:
-        """Raise where the loss is linear in outputs that nobody has named: they are a loss, or
-        parts of one.
-        """
-        curved = sum(bool(each.weights.any()) for each in self.squares.values())
-        if (
-            self.kind == "squares"
-            and self._anywhere(len(self._told))
-            and not self._anywhere(curved)
-        ):
-            raise UnsupportedError(
-                "ds_hessian does not know the outputs of this model: the loss is linear in those "
-                f"of {self.tap.name!r}, so that G would be 0; name the module that "
-                "returns what the loss is made of, outputs=..., or this one if it is meant"
-            )
 
     def _pass(self, listener: _Reader | _Verifier | _Prober, out: Tensor, some: range) -> float:
         """Add the gradient of some units to `out` with a listener; return the seconds."""

@@ -19,7 +19,7 @@ from ds_hessian.operators.finite_difference import FiniteDifferenceHessian
 from ds_hessian.operators.outputs.find import (
     find_outputs,
     known_outputs,
-    refuse_weights_behind,
+    require_function,
 )
 from ds_hessian.operators.outputs.tap import Tap
 
@@ -74,16 +74,17 @@ def residual(
     """Return R at the session's weights; the arguments are those of its `Curvature` and `outputs`.
 
     Raises:
-        UnsupportedError: the loss is no function of the outputs alone.
+        UnsupportedError: the loss is no function of the outputs alone, or is linear in them and
+            nobody has named them.
 
-    Collective: it evaluates the gradient once, and that of the first micro-batch twice more where
-    the outputs are to be found, three times where a part of the loss does not pass them.
+    Collective: it evaluates the gradient once, and that of the first micro-batch three times more
+    where the outputs are to be found.
     """
     session.displace(None, 0.0)
     tap = known_outputs(session, outputs)
     if tap is None:
         tap, _ = find_outputs(session, outputs, session.space.zeros())
-        refuse_weights_behind(session, tap)
+        require_function(session, tap, outputs is None)
     fixed: Any = FixedCotangents(session, tap)
     operator = FiniteDifferenceHessian(fixed, displacement, scheme, tolerance)
     operator.outputs = f"{tap.name}: cotangents held"

@@ -131,6 +131,8 @@ class Learnt:
         kappa: kappa.
         backward: nu.
         values: The relative error from differencing the loss in the outputs; 0 where it is known.
+        rho: The displacement of the outputs of a loss that is known by its values
+            (`ds_hessian.operators.outputs.passes`); 0 before it is chosen.
         unseen: Whether r was no more than its noise in the last product: h may be too small.
         products: Their number.
     """
@@ -143,6 +145,7 @@ class Learnt:
     kappa: float = TYPICAL
     backward: float = 0.0
     values: float = 0.0
+    rho: float = 0.0
     unseen: bool = False
     products: int = 0
 
