@@ -34,7 +34,7 @@ from ds_hessian.operators.checks import length_of, require_finite
 from ds_hessian.operators.outputs.forms import Ladder
 from ds_hessian.operators.outputs.passes import OutputProduct, Passes, Sums
 from ds_hessian.operators.outputs.reading import Reading
-from ds_hessian.operators.outputs.steps import TINY, OutputSteps, Trial
+from ds_hessian.operators.outputs.steps import OutputSteps, Trial
 from ds_hessian.operators.protocol import Form, OperatorCost, Product
 
 
@@ -184,7 +184,7 @@ class GaussNewton:
         h, out, sums, trials = self._search(v, length)
         found = self._finish(v, length, h, out, sums)
         (better,) = self.space.of_rank_0(self._steps.judge(found.trial))
-        if better != h:
+        if self._narrow(found.trial.values) or better != h:
             out = self.space.zeros()
             sums = self._evaluate(out, v, better / length, self._pilot, True)
             found = self._finish(v, length, better, out, sums)
@@ -360,7 +360,7 @@ class GaussNewton:
             spread=math.sqrt(first / count) / (2 * h) if first > 0 else 0.0,
             form=q * self.scale / (share * (2 * _stepped(h, length) * kappa) ** 2),
             change=change,
-            values=_nonlinearity(values, bent),
+            values=_nonlinearity(values, bent) ** (2 if self._smooth else 1),
         )
         fidelity = -_ratio(along, math.sqrt(moved) * length, nothing=0.0)
         return _Figures(trial, dot * unit / length, fidelity, decided)
@@ -425,10 +425,22 @@ class GaussNewton:
             if not relative < best:
                 break
             found.rho, best = smaller, relative
-            smaller = (self.session.unit_roundoff * smaller**2 / max(best, TINY)) ** (1 / 3)
-            if not smaller < found.rho / 2:
+            narrower = self._steps.narrower(relative)
+            if narrower is None:
                 break
+            smaller = narrower
         passes.rho = found.rho
+
+    def _narrow(self, values: float) -> bool:
+        """Make rho smaller where a product of all micro-batches is off by more than the noise from
+        differencing the loss; return whether it is to be made again.
+        """
+        rho = self._steps.narrower(values) if self._smooth and self._passes.cotangents else None
+        if rho is None:
+            return False
+        self._steps.narrow(rho)
+        self._passes.rho = rho
+        return True
 
     def _measure_values(self, trial: Trial, length: float, share: float) -> None:
         """Measure the error of a product that comes from differencing the loss in the outputs."""

@@ -105,22 +105,24 @@ class _Shifted:
             self.group.bend(index, f, self.sums)
         return self.rho * self.group.differences[index]
 
-    def cotangent(self, index: int, f: Tensor, c: Tensor) -> None:
+    def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
         if self.third is not None:
             if index not in self.third:
                 self.third[index] = torch.zeros_like(c, dtype=torch.float32)
             self.third[index].add_(c, alpha=-3.0 if self.rho > 0 else -1.0)
+        factor, scale = self.group.factors[index], self.session.cotangent_scale
         along = _dot(c.float(), self.group.differences[index])
-        scale = self.session.cotangent_scale
-        self.sums.form += along * scale / (2 * self.rho)
+        self.sums.form += factor**2 * along * scale / (2 * self.rho)
         if index in self.middles:
             here = sample(c).float() * scale
             if self.rho > 0:
                 self.group.cotangents[index] = here.clone()
-                return
-            above = self.group.cotangents.pop(index)
-            second = above + here - 2 * self.middles[index]
-            self.sums.values += torch.tensor([_square(above - here), _square(second)])
+            else:
+                above = self.group.cotangents.pop(index)
+                second = above + here - 2 * self.middles[index]
+                squares = torch.tensor([_square(above - here), _square(second)])
+                self.sums.values += factor**2 * squares
+        return factor * c
 
 
 class _Third:
@@ -144,9 +146,10 @@ class _Third:
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
         error = self.third[index].add_(c.float()).div_(3)
+        factor = self.group.factors[index]
         along = _dot(error, self.group.differences[index])
-        self.form += along * self.session.cotangent_scale / (2 * self.rho)
-        return error.to(c.dtype)
+        self.form += factor**2 * along * self.session.cotangent_scale / (2 * self.rho)
+        return error.mul_(factor).to(c.dtype)
 
 
 class _Middle(Silence):
@@ -165,6 +168,7 @@ class Group:
 
     Attributes:
         differences: `{micro-batch: difference}`, fp32.
+        factors: kappa over that of each micro-batch.
         middles: A sample of `f(w + h v) + f(w - h v)`, for the second difference.
         cotangents: A sample of those at `f + rho kappa delta`, of micro-batches that have had it.
     """
@@ -173,7 +177,7 @@ class Group:
         self.middles = {i: sample(f) + sample(below[i]) for i, f in above.items()}
         self.differences = {i: f.sub_(below.pop(i)) for i, f in above.items()}
         self._first = {i: _square(sample(d)) for i, d in self.differences.items()}
-        self.cotangents = dict[int, Tensor]()
+        self.cotangents, self.factors = dict[int, Tensor](), dict.fromkeys(above, 1.0)
 
     def sizes(self, sums: Sums) -> None:
         """Add the squares of the differences, and their number."""
@@ -186,10 +190,11 @@ class Group:
         sums.squares[3] += _square(self.middles[index] - 2 * here)
         sums.squares[4] += _square(here)
 
-    def scale(self, kappa: float) -> None:
-        """Multiply the differences."""
-        for d in self.differences.values():
-            d.mul_(kappa)
+    def scale(self, kappa: float, each: dict[int, float]) -> None:
+        """Multiply the differences, where a micro-batch has a kappa of its own by that."""
+        for i, d in self.differences.items():
+            d.mul_(each.get(i, kappa))
+            self.factors[i] = kappa / each.get(i, kappa)
 
 
 class Passes:
@@ -203,7 +208,7 @@ class Passes:
         largest: Bytes of the largest outputs of a micro-batch on any rank, in fp32.
         room: Bytes of the smallest rank's vector.
         cotangents: A sample of the cotangents of each micro-batch at the weights, in units of the
-            gradient's terms; empty where the loss is smooth.
+            gradient's terms; empty where the loss is known.
         pilot: The micro-batches of whose evaluation there may be a `repeat`.
     """
 
@@ -265,9 +270,9 @@ class Passes:
         for some in self._groups(micro_batches):
             group = self.differences(v, step, some, sums)
             if first:
-                self._choose(sums)
+                self.kappa = self._chosen(sums.squares[None, :2])[0] or 1.0
                 first = False
-            group.scale(self.kappa)
+            group.scale(self.kappa, {} if self.product else self._each(group, some))
             self.session.displace(None, 0.0)
             self._third = {} if doubted else None
             self.back(out, group, some, sums)
@@ -340,10 +345,30 @@ class Passes:
         sums.choices += self.session.choices(micro_batches).cpu()
         return ends[0], ends[1]
 
-    def _choose(self, sums: Sums) -> None:
-        square, count = self.session.space.reduce(sums.squares[:2].clone()).tolist()
-        known = math.isfinite(square) and square > 0
-        self.kappa = 2.0 ** -round(math.log2(math.sqrt(square / count))) if known else 1.0
+    def _each(self, group: Group, some: range) -> dict[int, float]:
+        """Return the kappa of each micro-batch, of all ranks: the loss bends within lengths of the
+        outputs, of which one micro-batch may move many where another one does not move.
+        """
+        calls = self.tap.calls(some)
+        squares = torch.zeros(len(calls), 2, dtype=torch.float64)
+        for i, d in group.differences.items():
+            squares[i - calls.start] = torch.tensor([_square(d), d.numel()])
+        found = zip(calls, self._chosen(squares), strict=True)
+        return {i: kappa for i, kappa in found if kappa is not None}
+
+    def _chosen(self, squares: Tensor) -> list[float | None]:
+        """Return the powers of 2 that make the rms of differences about 1; None where they are
+        zero, or not finite.
+
+        Args:
+            squares: `(k, 2)`: their squares and their number, of this rank.
+        """
+        whole = self.session.space.reduce(squares.reshape(-1)).reshape(-1, 2).tolist()
+        known = [math.isfinite(square) and square > 0 for square, _ in whole]
+        return [
+            2.0 ** -round(math.log2(math.sqrt(square / count))) if sure else None
+            for sure, (square, count) in zip(known, whole, strict=True)
+        ]
 
     def _groups(self, micro_batches: range) -> Iterator[range]:
         for start in range(micro_batches.start, micro_batches.stop, self.size):

@@ -195,8 +195,8 @@ class Reading:
         passes_by: Whether a part of such a loss does not pass the outputs.
         kinks_crossed: Why displacements cross kinks; None if there are none, or all are held.
         kinked: Whether the loss is neither, and kinks are crossed.
-        cotangents: If so, a sample of the cotangents of each micro-batch, in units of the terms of
-            the gradient; else empty.
+        cotangents: If it is neither, a sample of the cotangents of each micro-batch, in units of
+            the terms of the gradient; else empty.
         seconds: The time of one gradient over all micro-batches, without what the first builds.
         largest: Bytes of the largest outputs of a micro-batch, in fp32.
         pilot: The first unit that has a loss on most ranks.
@@ -238,7 +238,7 @@ class Reading:
         self.passes_by &= self.kind is not None
         self.kinks_crossed = kinks_crossed(session)
         self.kinked = self.kinks_crossed is not None and self.kind is None
-        if not self.kinked:
+        if self.kind is not None:
             self.cotangents.clear()
 
     def _read_first(self, outputs: str | None, reader: _Reader) -> bool:

@@ -91,9 +91,10 @@ class Trial:
         spread: Norm of the outputs' derivative, in the units of r's noise.
         form: `v'Gv` from the outputs alone.
         change: `|P - P'|` from the trial before; inf for the first.
-        values: The nonlinearity ratio of the cotangents of a loss with kinks that is known by its
-            values: the relative error from differencing it, as of any difference among kinks
-            (`ds_hessian.operators.displacement.schemes.Scheme.among_kinks`); else 0.
+        values: The relative error from differencing a loss that is known by its values, by the
+            nonlinearity ratio of its cotangents: that itself, as of any difference among kinks
+            (`ds_hessian.operators.displacement.schemes.Scheme.among_kinks`), and without these
+            `TYPICAL` of its square; else 0.
     """
 
     h: float
@@ -164,7 +165,7 @@ class OutputSteps:
         self, unit_roundoff: float, weight_norm: float, pilot: float, fixed: float | None
     ) -> None:
         scale = weight_norm if weight_norm > 0 else 1.0
-        self.rounding, self.fixed = unit_roundoff * scale, fixed
+        self.unit_roundoff, self.rounding, self.fixed = unit_roundoff, unit_roundoff * scale, fixed
         # Where weights differ in scale, the best displacement may be far below the largest's unit.
         self.smallest = least_displacement(scale)
         self.least = self.rounding / 64  # which rounding of the weights loses
@@ -401,6 +402,21 @@ class OutputSteps:
         """
         count = self.learnt.products
         return count == 0 or (count - 1) % self.thirds == 0
+
+    def narrower(self, values: float) -> float | None:
+        """Return the rho at which truncation is as large as noise, of a loss without kinks, where
+        that is less than half of the present one; None otherwise.
+
+        Truncation is as rho^2, and of the present rho it is `values`; noise is the roundoff over
+        rho.
+        """
+        found = (self.unit_roundoff * self.learnt.rho**2 / max(values, TINY)) ** (1 / 3)
+        return found if found < self.learnt.rho / 2 else None
+
+    def narrow(self, rho: float) -> None:
+        """Go on with a smaller rho, over which the noise of the backward is as much larger."""
+        self.learnt.backward *= self.learnt.rho / rho
+        self.learnt.rho = rho
 
     def note_values(self, error: float, trial: Trial) -> None:
         """Learn the error from differencing the loss in the outputs of such a trial."""
