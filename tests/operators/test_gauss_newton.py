@@ -497,7 +497,7 @@ def test_outputs_that_differ_by_a_number_in_each_row_are_one_head() -> None:
     net, data = Centred(), batches(2)
     exact = ExactGaussNewton(net, "head", loss_of, data)
     with operators(net, data, loss_of, "ggn") as (backend, (g,)):
-        assert g.outputs == "head: cross entropy"
+        assert g.outputs == "the model itself: cross entropy"
         v = random_vector(backend.layout, backend.space, seed=0)
         truth, product = exact(v), g.matvec(v)
     error = relative(product.vector, truth)
@@ -527,6 +527,20 @@ def test_a_part_of_the_head_is_not_the_head() -> None:
     data = [(x.bfloat16(), y) for x, y in batches(2)]
     with operators(net, data, loss_of, "ggn") as (_, (g,)):
         assert g.outputs == "2: cross entropy"
+
+
+def test_an_update_of_the_head_that_is_zero_is_in_the_matrix() -> None:
+    """As all low-rank updates are at first: the frozen layer's outputs are the head's there."""
+    torch.manual_seed(0)
+    net, data = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), LowRank()), batches(2)
+    nn.init.zeros_(net[2].b.weight)
+    nn.init.zeros_(net[2].b.bias)
+    exact = ExactGaussNewton(net, "2", loss_of, data)
+    with operators(net, data, loss_of, "ggn") as (backend, (g,)):
+        v = random_vector(backend.layout, backend.space, seed=0)
+        product = g.matvec(v)
+    assert product.error is not None and g.outputs == "2: cross entropy"
+    assert relative(product.vector, exact(v)) < SLACK * product.error < 1e-3
 
 
 class Scaled(nn.Linear):

@@ -9,8 +9,8 @@ output embeddings, or of the last that was called. But where the loss takes othe
 
 Two different outputs with a cross entropy are two heads, which are refused; outputs that differ by
 a number in each row have the same softmax, and are one head. Parts of a head (an expert, the frozen
-layer beside a low-rank update) may have nearly its softmax: the head is the module that returns
-last, or one inside of it with the same outputs.
+layer beside a low-rank update) may have nearly its softmax, or all of it while the update is zero:
+the head is the module that returns last, or one inside of it whose outputs it returns.
 
 A cotangent may look like that of a cross entropy and say no more than that a softmax follows: with
 two classes, where its entries add up to zero, as at a gate between two experts (the residual
@@ -275,10 +275,10 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, 
     whole = session.space.reduce(mine.reshape(-1)).reshape(mine.shape)
     table = whole[:-1]
     chosen = _named(name, named) if name is not None else _chosen(session, named, table)
-    alike = _alike(session, watch, chosen)
-    if name is None and bool(table[chosen, SEEN]):
-        chosen = int(torch.where(alike, table[:, ORDER], torch.inf).argmin())  # the innermost
     if name is None:
+        alike, returned = _alike(session, watch, chosen)
+        if bool(table[chosen, SEEN]):
+            chosen = int(torch.where(returned, table[:, ORDER], torch.inf).argmin())
         _refuse_other_heads(watch, table, alike, chosen)
     tap = Tap(named[chosen][0] or "the model itself", named[chosen][1])
     ranks = session.space.world_size
@@ -450,15 +450,25 @@ def _chosen(session: Session, named: Sequence[tuple[str, nn.Module]], table: Ten
     return int(order.argmax())
 
 
-def _alike(session: Session, watch: _Watch, chosen: int) -> Tensor:
-    """Return of each module whether its outputs have the cross entropy of the chosen one's, on
-    every rank that saw one.
+def _alike(session: Session, watch: _Watch, chosen: int) -> tuple[Tensor, Tensor]:
+    """Return of each module whether its outputs have the cross entropy of the chosen one's, and
+    whether the chosen one returned this very tensor, on every rank that saw one.
     """
-    found = torch.zeros(2, len(watch.named), dtype=torch.float64)
+    found = torch.zeros(3, len(watch.named), dtype=torch.float64)
+    of_chosen = watch.outputs.get(chosen)
     for number, outputs in watch.outputs.items():
-        found[int(_same(outputs, watch.outputs.get(chosen))), number] = 1.0
-    others, same = session.space.reduce(found.reshape(-1)).reshape(2, -1)
-    return (same > 0) & (others == 0)
+        same = _same(outputs, of_chosen)
+        found[int(same), number] = 1.0
+        # Other numbers may be equal to them at these weights alone, as those of a frozen layer
+        # beside a low-rank update that is still zero.
+        found[2, number] = not (same and _stored(outputs) == _stored(of_chosen))
+    others, same, apart = session.space.reduce(found.reshape(-1)).reshape(3, -1)
+    alike = (same > 0) & (others == 0)
+    return alike, alike & (apart == 0)
+
+
+def _stored(outputs: tuple[Tensor, Tokens] | None) -> int:
+    return 0 if outputs is None else outputs[0].untyped_storage().data_ptr()
 
 
 def _refuse_other_heads(watch: _Watch, table: Tensor, alike: Tensor, chosen: int) -> None:
