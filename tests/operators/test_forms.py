@@ -206,9 +206,11 @@ def test_differencing_a_loss_that_bends_in_one_micro_batch_alone_is_in_bars_and_
     exact, backend = ExactGaussNewton(net, "2", loss, data), ModuleBackend(net)
     v = random_vector(backend.layout, backend.space, seed=0)
     with backend.measuring(backend.objective(data, loss)) as session:
-        operator = GaussNewton(session)
+        forms, products = GaussNewton(session), GaussNewton(session)
         for _ in range(4):
-            truth, product = exact(v), operator.matvec(v)
+            truth, form, product = exact(v), forms.along(v), products.matvec(v)
+            value = float(v.double() @ truth) / float(v.double() @ v.double())
+            assert abs(form.value - value) < 3 * form.error < 1e-3 * value
             assert product.error is not None
             assert relative(product.vector, truth) < 3 * product.error < 1e-3
             v = truth.float()

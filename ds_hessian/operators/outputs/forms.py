@@ -95,6 +95,11 @@ class Ladder:
         error = max(relative, float(np.median(self._errors))) * float(abs(found).mean())
         return float(found.mean()), error, self._h
 
+    def forget(self) -> None:
+        """Drop what the forms of the last vector have shown, which are to be made again."""
+        self._h, self._changes = 0.0, None
+        self._errors.pop()
+
     def _changed(
         self, forms: Forms, doubted: Doubted | None, found: NDArray[np.float64]
     ) -> NDArray[np.float64]:

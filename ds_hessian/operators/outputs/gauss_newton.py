@@ -117,6 +117,7 @@ class GaussNewton:
         self._around = self._gradient_around() if reading.passes_by else None
         self._before: _Before | None = None
         self._ladder = Ladder()
+        self._bent = 0.0  # what a form is off by differencing the loss, by a product's measure
         self._choices = [0.0] * 4  # `Session.choices` at that of the last forms of all
         self._steps = OutputSteps(
             session.unit_roundoff,
@@ -262,10 +263,11 @@ class GaussNewton:
         outputs.
         """
         length, waste, some = length_of(v, self.space), self.space.zeros(), range(one, one + 1)
-        form = self._evaluate(waste, v, h / length, some, True, True).form
-        error = self._third(waste, some)
+        sums = self._evaluate(waste, v, h / length, some, True, True)
         unit = self._form_unit(h, length) / self._passes.kappa**2
-        form, error = self.space.reduce(torch.tensor([form, error], dtype=torch.float64)).tolist()
+        mine = torch.tensor([sums.form, self._third(waste, some)], dtype=torch.float64)
+        form, error, *values = self.space.reduce(torch.cat([mine, sums.values])).tolist()
+        self._bent += _nonlinearity(*values) ** 2 * abs(unit * form) / self._count
         return unit * form, unit * error
 
     def _third(self, out: Tensor, some: range) -> float:
@@ -284,12 +286,17 @@ class GaussNewton:
         steps, started = self._steps, time.perf_counter()
         known = self._passes.product is not None
         self._choose_rho(v, length_of(v, self.space), steps.learnt.h)
-        value, error, h = self._ladder.settled(
-            lambda h, some: self._forms(v, h, some),
-            steps.learnt.h,
-            steps.least,
-            None if known else lambda h, one: self._doubted(v, h, one),
-        )
+        while True:
+            self._bent = 0.0
+            value, error, h = self._ladder.settled(
+                lambda h, some: self._forms(v, h, some),
+                steps.learnt.h,
+                steps.least,
+                None if known else lambda h, one: self._doubted(v, h, one),
+            )
+            if not self._narrow(_ratio(self._bent, abs(value), nothing=0.0)):
+                break
+            self._ladder.forget()
         if not math.isfinite(value):
             raise NumericsError(
                 f"the curvature at displacement {h:.3e} is not finite: neither are the outputs"

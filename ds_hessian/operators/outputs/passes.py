@@ -7,7 +7,8 @@ with `H_out delta` in place of the cotangent where the loss in the outputs is kn
 job's own loss at `f +- rho delta`, two forwards and backwards at w.
 
 Memory: the differences of a group of micro-batches, fp32: as many as fit into one vector, and one
-at least; where the loss is known by its values, cotangents of the first micro-batch now and then.
+at least; where the loss is known by its values, a sample of the cotangents of each micro-batch
+(`tap.SAMPLES`), and those of one now and then.
 """
 
 from __future__ import annotations
