@@ -236,11 +236,12 @@ SMOOTH = ("attention", "tied", "regression", "gru", "swiglu", "rms normalisation
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("count", "most"), [(1, 0.9), (4, 0.45), (8, 0.25)])
+@pytest.mark.parametrize(("count", "most"), [(1, 0.9), (4, 0.4), (8, 0.2)])
 def test_trials_are_spent_sparingly(attack: Found, count: int, most: float) -> None:
     """Extra gradients of a product, in a run of 20, were 0.99 with one micro-batch, 0.45 with 4."""
     extra = [
-        attack["extra_of"](list(attack["products"](attack["problem"](name, "fp32", count))))
+        attack["extra_of"](list(attack["products"](attack["problem"](name, "fp32", count, seed))))
         for name in SMOOTH
+        for seed in (0, 1, 2)
     ]
     assert np.mean(extra) < most, extra

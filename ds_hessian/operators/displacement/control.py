@@ -360,7 +360,8 @@ class StepController:
 
     def doubts(self, trial: Trial) -> bool:
         """Return whether the third difference of an accepted trial is to be evaluated."""
-        surprised = math.inf > trial.change > UNEXPECTED * self.expected * trial.size
+        changed = math.inf > trial.change > UNEXPECTED * self.expected * trial.size
+        surprised = changed and not self.whole  # of which it would cost a gradient
         due = self.products >= self.next_third or self.blind or surprised
         return due and self._has_thirds and trial.usable and trial.third is None
 
