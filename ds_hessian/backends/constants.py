@@ -27,6 +27,7 @@ from torch.autograd.function import BackwardCFunction
 
 from ds_hessian.backends.choices import SAME, Line, fingerprint, line_of_call
 from ds_hessian.backends.kinks import IF, INTEGERS, ROUNDINGS
+from ds_hessian.backends.pieces import COMPARISONS
 from ds_hessian.backends.state import HOSTS, tensors_in
 from ds_hessian.errors import MeasurementError, UnsupportedError
 
@@ -35,8 +36,14 @@ _LEAVE |= {"__float__", "__int__", "__bool__", "__complex__"}
 _FRESH = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full")
 """Functions whose results have nothing of their tensors' values, beside those named `..._like`."""
 
-_STAIRS = {*ROUNDINGS, "sign", "sgn", "bernoulli"}
+_OF_FIRST = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
+"""Functions whose results have the values of their first argument; another is an example."""
+
+_STAIRS = {*ROUNDINGS, "sign", "sgn", "heaviside", "bernoulli"}
 """Functions whose derivative is 0, so that a written backward with another one is no derivative."""
+
+_LEVELS = 3
+"""Values that numbers made of a comparison have, or of two, at most."""
 
 
 def leaves(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -55,6 +62,7 @@ class Constants:
         self._replaced: list[tuple[Tensor, Tensor]] = []
         self._made, self._first = 0, False
         self._key: Hashable = None
+        self._comparing = set[type | None]()  # functions that compare in their forward
 
     def begin(self) -> None:
         """Begin a run of forwards and backwards."""
@@ -92,9 +100,12 @@ class Constants:
             back: Whether it is called in a backward, to recompute activations.
         """
         tensors = list(tensors_in((*given[0], *given[1].values())))
+        if self._first and self._comparing:
+            for t in tensors:
+                self._require_slope(t)
         if name.strip("_") in _STAIRS and not (torch.is_grad_enabled() or back):
             if any(t.requires_grad or self._is_derived(t) for t in tensors):
-                _refuse_rounding(_function_of_call())
+                _refuse_stairs(_function_of_call())
         if leaving:
             here = [t for t in tensors if t.requires_grad or self._is_derived(t)]
             here = [t for t in here if _is_real(t)]
@@ -123,12 +134,28 @@ class Constants:
         """Note what a call has made of values that depend on the weights, without a graph."""
         if name in _FRESH or name.endswith("_like"):
             return
+        compares = name.strip("_") in COMPARISONS and not torch.is_grad_enabled()
         found = [t for t in (*tensors_in((made,)), *written) if not t.requires_grad and _is_real(t)]
-        if found and any(t.requires_grad or self._is_derived(t) for t in tensors_in(given)):
+        if not (found or compares):
+            return
+        given = tuple(given)[:1] if name in _OF_FIRST else given
+        if any(t.requires_grad or self._is_derived(t) for t in tensors_in(given)):
+            if compares:
+                self._comparing.add(_function_of_call())
             for t in found:
                 self._derived[id(t)] = t
                 if t._base is not None and not t._base.requires_grad:
                     self._derived[id(t._base)] = t._base
+
+    def _require_slope(self, tensor: Tensor) -> None:
+        """Refuse what a written function has made of comparisons alone."""
+        made_by = tensor.grad_fn
+        if not isinstance(made_by, BackwardCFunction):
+            return
+        function = getattr(made_by, "_forward_cls", None)
+        if function in self._comparing and self._derived.get(id(tensor)) is not tensor:
+            if len(tensor.detach().unique()) <= _LEVELS:
+                _refuse_stairs(function)
 
     def _is_derived(self, tensor: Tensor) -> bool:
         return not tensor.requires_grad and self._derived.get(id(tensor)) is tensor
@@ -193,16 +220,17 @@ def _function_of_call() -> type | None:
     return None
 
 
-def _refuse_rounding(function: type | None) -> None:
-    """Raise where a function that somebody has written rounds in its forward; torch's and the
-    hosts' own recompute activations.
+def _refuse_stairs(function: type | None) -> None:
+    """Raise where a function that somebody has written rounds or compares in its forward; torch's
+    and the hosts' own recompute activations.
     """
     if function is not None and function.__module__.split(".")[0] not in ("torch", *HOSTS):
         raise UnsupportedError(
-            "ds_hessian does not support a torch.autograd.Function that rounds in its forward "
-            f"({function.__name__}): its backward is not the derivative of it, so that differences "
-            "of gradients are no Hessian; write x + (rounded - x).detach(), which is measured as a "
-            "double backward has it"
+            "ds_hessian does not support a torch.autograd.Function that rounds, or only compares, "
+            f"in its forward ({function.__name__}): its backward is not the derivative of it, so "
+            "that differences of gradients are no Hessian; write y + (stairs - y).detach(), with y "
+            "the function whose derivative the backward is (x itself where it hands on), which is "
+            "measured as a double backward has it"
         )
 
 

@@ -7,16 +7,38 @@ which they draw. Reading micro-batches moves all of them, and so what training w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import length_hint
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ds_hessian.errors import ConfigError
+
 ITERATOR = "_iterator"
 """The attribute in which torch's `DataLoader` has the iterator of its persistent workers, which it
 begins anew instead of making another."""
+
+REPEATING = "RepeatingLoader"
+"""The name of loaders that begin anew after their last micro-batch, as DeepSpeed's does."""
+
+
+def require_end(batches: Iterable[object]) -> None:
+    """Raise where an iterable is known to have no end.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    endless = isinstance(batches, (itertools.cycle, itertools.count))
+    endless |= isinstance(batches, itertools.repeat) and length_hint(batches, -1) < 0
+    if endless or type(batches).__name__ == REPEATING:
+        raise ConfigError(
+            f"batches has no end: it is a {type(batches).__name__}; pass a list of the "
+            "micro-batches that are to be measured, or the loader that is repeated"
+        )
 
 
 def parts_of(loader: Any) -> list[Any]:

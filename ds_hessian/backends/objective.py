@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ds_hessian.backends.containers import Call, copied, leaves, mapped
 from ds_hessian.backends.guard import kept_random_states
-from ds_hessian.backends.loaders import kept_positions, parts_of
+from ds_hessian.backends.loaders import kept_positions, parts_of, require_end
 from ds_hessian.defaults import dtype_of_job
 from ds_hessian.errors import ConfigError, NumericsError
 from ds_hessian.memory import NARROW
@@ -45,7 +45,8 @@ class MicroBatches:
         sides: The bytes that the sides of kinks took when they were last held; 0 before.
 
     Raises:
-        ConfigError: there is one micro-batch instead of an iterable of them.
+        ConfigError: there is one micro-batch instead of an iterable of them, or the iterable has no
+            end.
     """
 
     def __init__(self, batches: Iterable[object]) -> None:
@@ -54,6 +55,7 @@ class MicroBatches:
                 f"batches must be a list (or loader) of micro-batches, got one {_kind(batches)}; "
                 "pass [batch]"
             )
+        require_end(batches)
         # What is made as it is read may be written over by the next micro-batch.
         made = not isinstance(batches, (list, tuple))
         self.batches = [copied(batch) for batch in batches] if made else list(batches)

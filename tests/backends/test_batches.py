@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.dataloader import RepeatingLoader
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
@@ -156,6 +158,16 @@ def test_an_argument_of_another_host_is_refused_by_name() -> None:
     backend = ModuleBackend(nn.Linear(3, 1))
     with pytest.raises(ConfigError, match="seq_length is not an argument here"):
         backend.objective([torch.ones(2, 3)], seq_length=4)
+
+
+def test_a_loader_without_an_end_is_refused() -> None:
+    """It was read for ever."""
+    data = [torch.ones(1, 2)]
+    for endless in (RepeatingLoader(data), itertools.cycle(data), itertools.repeat(data[0])):
+        with pytest.raises(ConfigError, match="no end.*pass a list"):
+            ds_hessian.attach(nn.Linear(2, 1)).use(endless)
+    hessian = ds_hessian.attach(nn.Linear(2, 1)).use(itertools.repeat(data[0], 2))
+    assert hessian.batches is not None and len(hessian.batches) == 2
 
 
 def test_batches_that_cannot_be_read_are_an_error_and_move_no_generator() -> None:

@@ -236,6 +236,52 @@ def test_a_written_backward_of_what_rounds_is_refused_by_name() -> None:
         hessian.matvec(hessian.random_vector(seed=2))
 
 
+class Spike(torch.autograd.Function):
+    """A step, with the slope of an arcus tangent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Compare."""
+        ctx.save_for_backward(x)
+        return (x > 0.2).type_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The slope."""
+        return gradients[0] / (1 + ctx.saved_tensors[0].square())
+
+
+class Gate(torch.autograd.Function):
+    """ReLU, which compares too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """A mask of numbers."""
+        mask = (x > 0).to(x.dtype)
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The mask."""
+        return gradients[0] * ctx.saved_tensors[0]
+
+
+def test_a_surrogate_gradient_of_a_comparison_is_refused_by_name() -> None:
+    net = Net(lambda m, h: h * Spike.apply(h))
+    hessian = ds_hessian.attach(net, config={"progress": False, "plot": False}).use(data())
+    with pytest.raises(UnsupportedError, match=r"\(Spike\).*detach"):
+        hessian.matvec(hessian.random_vector(seed=2))
+
+
+def test_a_written_function_may_compare() -> None:
+    net = Net(lambda m, h: Gate.apply(h) * h)
+    hessian = ds_hessian.attach(net, config={"progress": False, "plot": False}).use(data())
+    v = hessian.random_vector(seed=2)
+    product, expected = hessian.matvec(v), exact_product(net, v)
+    assert (product.vector.double() - expected).norm() < 1e-3 * expected.norm()
+
+
 def test_a_parameter_with_gaps_in_memory_is_measured() -> None:
     net = Net(WAYS["detach"])
     net.down.weight = nn.Parameter(torch.randn(3, 12)[:, ::2])
