@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import Any, get_args
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ds_hessian.config import FiniteDifferenceConfig, OperatorName
 from ds_hessian.operators import curvature
@@ -57,6 +59,29 @@ def products(job: Job, count: int = 2) -> Any:
         after = [p.detach() for c in chunks for p in c.parameters()]
         back = all(map(torch.equal, before, after)) and forward_hooks(*chunks) == hooks
         return rows, found["ggn"].outputs, back, [(s.alphas[0], s.betas[0]) for s in spectra]
+
+
+def bending(job: Job) -> Any:
+    """(v, G v, its error) of a loss that is known by its values and bends over a fortieth of a unit
+    of the outputs.
+    """
+
+    def losses(model: Any, batch: dict[str, Tensor], job: Job) -> Tensor:
+        from ds_hessian.backends.megatron import host
+
+        logits = model(batch["tokens"], POSITIONS, CAUSAL)
+        if not host.unwrap(model).post_process:
+            return logits
+        return functional.softplus(40 * logits.view(SIZE, SEQUENCE, -1)).mean(-1)
+
+    with running(job) as chunks, mock.patch("tests.megatron.job.token_losses", losses):
+        hessian = hessian_of(chunks, job)
+        with hessian.measuring(operator="ggn") as operator:
+            v = hessian.random_vector(seed=5)
+            product = operator.matvec(v)
+            assert "values" in operator.outputs, operator.outputs
+        backend = hessian.backend
+        return stored(backend, v), stored(backend, product.vector), product.error
 
 
 def reference(job: Job, vectors: list[Full], fisher: bool = False) -> list[Full]:

@@ -103,6 +103,14 @@ def test_experts(megatron_ranks: Ranks, experts: Callable[[Job], Any], name: str
     check([run[0][0] for run in runs])
 
 
+def test_stages_without_outputs_repeat_products_of_a_loss_that_bends(megatron_ranks: Ranks) -> None:
+    """Only the last stage has cotangents that show it."""
+    ((v, expected, least),) = megatron_ranks(1).run(output_jobs.bending, Job())
+    runs = megatron_ranks(2).run(output_jobs.bending, Job(pp=2))
+    assert error(whole([run[0] for run in runs]), whole([v])) == 0.0
+    assert error(whole([run[1] for run in runs]), whole([expected])) < 3 * (least + runs[0][2])
+
+
 def test_several_predictions_for_a_token_are_refused(megatron_ranks: Ranks) -> None:
     (message,) = megatron_ranks(1).run(output_jobs.several_predictions)
     assert "'output_layer' that is called more than once" in message

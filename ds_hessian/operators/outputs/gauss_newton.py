@@ -432,18 +432,19 @@ class GaussNewton:
             if not relative < best:
                 break
             found.rho, best = smaller, relative
-            narrower = self._steps.narrower(relative)
-            if narrower is None:
+            (smaller,) = self.space.of_rank_0(self._steps.narrower(relative) or 0.0)
+            if not smaller:
                 break
-            smaller = narrower
         passes.rho = found.rho
 
     def _narrow(self, values: float) -> bool:
         """Make rho smaller where a product of all micro-batches is off by more than the noise from
         differencing the loss; return whether it is to be made again.
         """
-        rho = self._steps.narrower(values) if self._smooth and self._passes.cotangents else None
-        if rho is None:
+        if self._passes.product is not None or not self._smooth:
+            return False
+        (rho,) = self.space.of_rank_0(self._steps.narrower(values) or 0.0)
+        if not rho:
             return False
         self._steps.narrow(rho)
         self._passes.rho = rho
