@@ -43,7 +43,8 @@ _STAIRS = {*ROUNDINGS, "sign", "sgn", "heaviside", "bernoulli"}
 """Functions whose derivative is 0, so that a written backward with another one is no derivative."""
 
 _LEVELS = 3
-"""Values that numbers made of a comparison have, or of two, at most."""
+"""Values that numbers made of a comparison have, or of two, at most; of more comparisons they have
+more, but far fewer than there are numbers."""
 
 
 def leaves(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -154,7 +155,7 @@ class Constants:
             return
         function = getattr(made_by, "_forward_cls", None)
         if function in self._comparing and self._derived.get(id(tensor)) is not tensor:
-            if len(tensor.detach().unique()) <= _LEVELS:
+            if len(tensor.detach().unique()) <= max(_LEVELS, tensor.numel() // 2):
                 _refuse_stairs(function)
 
     def _is_derived(self, tensor: Tensor) -> bool:
