@@ -624,7 +624,7 @@ OPERATORS = (
         ("operators/test_forms.py",),
     ),
     Defect(
-        "chosen = int(torch.where(alike, table[:, ORDER], torch.inf).argmin())  # the innermost",
+        "chosen = int(torch.where(returned, table[:, ORDER], torch.inf).argmin())",
         "chosen = int(table[:, SEEN].gt(0).int().argmax())",
         "a part of a head is taken for the head",
         ("operators/test_gauss_newton.py",),

@@ -161,6 +161,23 @@ def test_forms_and_products_are_of_the_displacement_that_is_made() -> None:
     assert sizes[0] == pytest.approx(sizes[1], rel=1e-12)
 
 
+def require_in_bars(
+    net: nn.Sequential, loss: Any, data: list[Any], count: int, most: float
+) -> None:
+    """Forms and products of this many vectors are within three bars, and these below `most`."""
+    exact, backend = ExactGaussNewton(net, "2", loss, data), ModuleBackend(net)
+    v = random_vector(backend.layout, backend.space, seed=0)
+    with backend.measuring(backend.objective(data, loss)) as session:
+        forms, products = GaussNewton(session), GaussNewton(session)
+        for _ in range(count):
+            truth, form, product = exact(v), forms.along(v), products.matvec(v)
+            value = float(v.double() @ truth) / float(v.double() @ v.double())
+            assert abs(form.value - value) < 3 * form.error < most * abs(value)
+            assert product.error is not None
+            assert relative(product.vector, truth) < 3 * product.error < most
+            v = truth.float()
+
+
 def test_differencing_a_loss_that_bends_within_the_outputs_is_in_bars_and_made_small() -> None:
     """A distance of directions, of short outputs: no displacement of the weights shows that error,
     which was 3e-3 of both, in bars of 3e-4."""
@@ -174,17 +191,7 @@ def test_differencing_a_loss_that_bends_within_the_outputs_is_in_bars_and_made_s
     with torch.no_grad():
         net[2].weight.mul_(0.3)
     data = [(torch.randn(8, 6), torch.randn(8, 4)) for _ in range(4)]
-    exact, backend = ExactGaussNewton(net, "2", loss, data), ModuleBackend(net)
-    v = random_vector(backend.layout, backend.space, seed=0)
-    with backend.measuring(backend.objective(data, loss)) as session:
-        forms, products = GaussNewton(session), GaussNewton(session)
-        for _ in range(3):
-            truth, form, product = exact(v), forms.along(v), products.matvec(v)
-            value = float(v.double() @ truth) / float(v.double() @ v.double())
-            assert abs(form.value - value) < 3 * form.error < 2e-3 * abs(value)
-            assert product.error is not None
-            assert relative(product.vector, truth) < 3 * product.error < 2e-3
-            v = truth.float()
+    require_in_bars(net, loss, data, count=3, most=2e-3)
 
 
 def test_differencing_a_loss_that_bends_in_one_micro_batch_alone_is_in_bars_and_made_small() -> (
@@ -203,14 +210,4 @@ def test_differencing_a_loss_that_bends_in_one_micro_batch_alone_is_in_bars_and_
         net[2].weight.mul_(0.1)
     data = [(torch.randn(8, 6), torch.ones(8, 1)) for _ in range(4)]
     data[2][1][5] = 30.0
-    exact, backend = ExactGaussNewton(net, "2", loss, data), ModuleBackend(net)
-    v = random_vector(backend.layout, backend.space, seed=0)
-    with backend.measuring(backend.objective(data, loss)) as session:
-        forms, products = GaussNewton(session), GaussNewton(session)
-        for _ in range(4):
-            truth, form, product = exact(v), forms.along(v), products.matvec(v)
-            value = float(v.double() @ truth) / float(v.double() @ v.double())
-            assert abs(form.value - value) < 3 * form.error < 1e-3 * value
-            assert product.error is not None
-            assert relative(product.vector, truth) < 3 * product.error < 1e-3
-            v = truth.float()
+    require_in_bars(net, loss, data, count=4, most=1e-3)

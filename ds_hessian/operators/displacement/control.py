@@ -6,8 +6,9 @@ determine the rounding noise N and the bend b, a measure of the gradient's nonli
 (`ds_hessian.operators.displacement.belief`), hence the error at every h:
 
 * The first vector's trials are the most informative ones, until the best h is known well enough.
-* Every other vector's first trial is at the best h by the estimates from the earlier vectors; it is
-  accepted unless it shows that another h is expected to be much better.
+* Every other vector's first trial is at the best h by the estimates from the earlier vectors
+  (`ds_hessian.operators.displacement.estimates`); it is accepted unless it shows that another h is
+  expected to be much better.
 * An accepted trial has a third difference, which is what its error is, noise and truncation alike
   (`Belief`): of all vectors where the pilot is small, and of all after one that was a surprise.
 * Two trials that contradict each other have one between them, which tells whether the shorter one
@@ -28,16 +29,13 @@ Everything here is arithmetic on numbers that all ranks share; the displacements
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from ds_hessian.operators.displacement.belief import (
     LARGEST,
-    ROUNDOFF,
     SATURATING,
     STEP,
     UNEXPECTED,
@@ -50,15 +48,10 @@ from ds_hessian.operators.displacement.belief import (
     Surroundings,
     Trial,
 )
+from ds_hessian.operators.displacement.estimates import Estimates
 from ds_hessian.operators.displacement.possible import possible_truncation
 from ds_hessian.operators.displacement.priors import (
-    AFTER_PROBE,
-    BEND,
-    BEND_DRIFT,
-    FIRST_STEP,
     KAPPA_SPREAD,
-    NOISE_SPREAD,
-    drifted,
     expected_noise,
 )
 from ds_hessian.operators.displacement.schemes import Scheme
@@ -67,7 +60,6 @@ from ds_hessian.operators.displacement.steps import (
     DECADE,
     beyond,
     difference,
-    least_displacement,
     longest_step,
     marked,
 )
@@ -77,15 +69,6 @@ from ds_hessian.operators.displacement.witnesses import (
     products_of_a_trial_above,
 )
 from ds_hessian.operators.protocol import COVERAGE
-
-SHARED = 0.9
-"""The noise of k pilots falls as k^(-SHARED / 2): micro-batches share the rounding of weights."""
-
-SMALLER = -0.5
-"""Initial logarithm of the ratio of the slice's |Hv| to the pilot's."""
-
-MEMORY = 0.3
-"""Weight of the last vector in the running ratios of slice and pilot."""
 
 KNOWN = 0.08
 """The first vector's trials continue until the regret is no more than this."""
@@ -102,29 +85,10 @@ pilot and slice differ normally: cause for doubt while no Krylov vector is known
 OTHER = 14.0
 """The slice's |D| over that of a pilot that tells of it, at most (docs/numerics.md, Pilots)."""
 
-STRANGE = math.exp(5 * UNLIKE)
-"""Smooth micro-batches bend more than the pilot by this factor in 1 of 300 products, if the ln b of
-pilot and slice differ normally, and in 1 of 40 where it was counted. Such a product is repeated at
-a smaller displacement, where few of them are strange again."""
-
-KINKED, FEW = 0.1, 4
-"""Share of strange products, and their number, above which all products of a run may have kinks
-that the pilot has not."""
-
 APART = 0.4
 """Least distance between the trials of a vector, in ln h."""
 
 MAX_TRIALS = 7
-
-LEARNT = (
-    *("h", "largest", "products", "size", "bend_unlike", "size_unlike"),
-    *("hidden", "blind", "rough", "next_third", "cleared", "firsts", "taught"),
-    *("least", "lacking"),
-)
-ESTIMATES = ("noise", "bend", "kappa")
-"""Attributes of a `StepController` that change from product to product."""
-OF_VECTORS = tuple(name for name in (*LEARNT, "noise", "bend") if name != "h")
-"""Those of them that do not depend on the formula."""
 
 
 @dataclass(frozen=True)
@@ -135,18 +99,10 @@ class Advice:
     accept: bool
 
 
-class StepController:
-    """The estimates of noise and nonlinearity, carried from product to product.
+class StepController(Estimates):
+    """The trials of each product: their displacements, what they tell, and when one is accepted.
 
-    Args:
-        scheme: The difference formula.
-        unit_roundoff: The unit roundoff of the dtype in which the passes compute.
-        weight_norm: The norm |w| of the weights.
-        pilot: The number of micro-batches in a trial.
-        num_micro_batches: The number of all micro-batches.
-        fixed: A displacement to use in every product; trials only estimate its error.
-        smooth: Whether the loss has no kinks as far as is known; else the ratios of all products
-            count as errors.
+    Args: those of `Estimates`.
     """
 
     def __init__(
@@ -159,120 +115,17 @@ class StepController:
         fixed: float | None = None,
         smooth: bool = True,
     ) -> None:
-        self.smooth = smooth
-        if not smooth:
-            scheme = scheme.among_kinks
-        scale = weight_norm if weight_norm > 0 else 1.0
-        self.order, self.fixed, self.rounding = scheme.order, fixed, unit_roundoff * scale
-        self.h = fixed or unit_roundoff ** (1 / (scheme.order + 1)) * scale
-        self.smallest, self.largest = least_displacement(scale), scale
-        self._begin()
-        self.whole = pilot == num_micro_batches
-        self.quiet = (pilot / num_micro_batches) ** (SHARED / 2)
-        self.roundoff = unit_roundoff
-        self.interval = products_of_a_trial_above(
-            scheme.order, self.narrow, pilot, num_micro_batches
+        super().__init__(
+            scheme, unit_roundoff, weight_norm, pilot, num_micro_batches, fixed, smooth
         )
+        self._begin()
+        self.interval = products_of_a_trial_above(self.order, self.narrow, pilot, num_micro_batches)
         self.thirds = products_of_a_third(pilot / num_micro_batches)
-        self.next_third = 0  # the next product whose pilot has one
-        self.cleared = 0.0  # the largest ratio of the slice's r to the pilot's that was no kink
-        self.expected = 0.0  # error before it
-        self.noise: Estimate | None = None
-        self.bend = Estimate(BEND.mean - math.log(scale), BEND.spread)
-        self.kappa = Estimate(math.log(scheme.truncation), scheme.truncation_spread)
-        self.bend_unlike, self.size_unlike = 0.0, 0.0 if self.whole else SMALLER
-        self.size = 0.0  # |Hv| of the pilot's last trial
-        self.products = 0
-        self.hidden, self.blind = 1.0, False  # of the last vector, see `Belief`
-        self.rough = 0  # products that bend more than the pilot lets expect
-        self.firsts = list[list[float]]()  # of the first two vectors: ln b, its spread, and |D|
-        self.taught: dict[str, Any] | None = None
+        self.expected = 0.0  # error of the accepted trial before its third difference
         self.accepted: Trial | None = None
         self.seen = 0.0  # the largest |D| of its trials
-        self.least = math.inf  # the smallest |Hv| of the slice
-        self.lacking = 0.0  # |Hd| of the unit vector d along which a step lacked a part of v
         self.belief: Belief | None = None
         self.outlook: Outlook | None = None  # of the last product
-
-    @property
-    def narrow(self) -> bool:
-        """True if the passes have less than 24 bits."""
-        return self.roundoff > ROUNDOFF
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the estimates from the products so far, as JSON values."""
-        figures = {name: deepcopy(getattr(self, name)) for name in LEARNT}
-        for name in ESTIMATES:
-            estimate = getattr(self, name)
-            figures[name] = estimate and asdict(estimate)
-        return figures
-
-    def load_state_dict(self, figures: Mapping[str, Any]) -> None:
-        """Continue from another controller's `state_dict`."""
-        for name in LEARNT:  # a state of an older version has fewer
-            setattr(self, name, deepcopy(figures.get(name, getattr(self, name))))
-        for name in ESTIMATES:
-            setattr(self, name, figures[name] and Estimate(**figures[name]))
-
-    def adopt(self, other: StepController) -> None:
-        """Continue with what the controller of another formula has learnt of the same vectors."""
-        for name in OF_VECTORS:
-            setattr(self, name, getattr(other, name))
-        if self.noise is not None and self.size:
-            self.h = self.foreseen(self.size)[0]
-
-    def foreseen(self, size: float) -> tuple[float, float]:
-        """Return the best displacement of a product of that norm, and its relative error, as far as
-        earlier vectors tell.
-        """
-        assert self.noise is not None
-        noise = self.quiet * math.exp(self.noise.mean) / size
-        bent = math.exp(self.kappa.mean + self.order * self.bend.mean)
-        h = self._clamp((noise / (math.sqrt(self.order) * bent)) ** (1 / (self.order + 1)))
-        return h, math.hypot(noise / h, bent * h**self.order)
-
-    # ---- measurements of a run
-
-    def lessons(self) -> dict[str, Any] | None:
-        """Return, as JSON values, what spares trials of the first two vectors of a like measurement
-        at other weights of the run; None where nothing was learnt.
-        """
-        if self.fixed is not None or self.noise is None or len(self.firsts) < 2:
-            return None
-        return {
-            "noise": self.noise.mean,
-            "smooth": self.smooth,
-            "kappa": asdict(self.kappa),
-            "firsts": self.firsts,
-            "bend_unlike": self.bend_unlike,
-            "size_unlike": self.size_unlike,
-            "cleared": self.cleared,
-        }
-
-    def begin(self, lessons: dict[str, Any]) -> None:
-        """Begin with the `lessons` of an earlier measurement of the run, if they hold for this."""
-        if lessons.get("smooth", True) != self.smooth:
-            return
-        self.taught = lessons
-        self.noise = Estimate(lessons["noise"], NOISE_SPREAD)
-        self.kappa = Estimate(**lessons["kappa"])
-        self.bend_unlike, self.size_unlike = lessons["bend_unlike"], lessons["size_unlike"]
-        self.cleared = lessons.get("cleared", 0.0)  # not in those of an older version
-        (bend, spread, size), _ = lessons["firsts"]
-        self.bend = Estimate(bend, spread).widened(BEND_DRIFT)
-        self.h = self.foreseen(size)[0]
-
-    def _second(self, bend: Estimate) -> None:
-        """Set the estimates for the second vector, from the bend of the first."""
-        if self.taught is None:
-            jump = Estimate(bend.mean + AFTER_PROBE.mean, bend.spread)
-            self.bend = jump.widened(AFTER_PROBE.spread)
-            self.h = self.fixed or self._clamp(self.h / FIRST_STEP)
-            return
-        (before, _, small), (after, spread, large) = self.taught["firsts"]
-        jump = Estimate(bend.mean + after - before, math.hypot(bend.spread, spread))
-        self.bend = jump.widened(BEND_DRIFT)
-        self.h = self.foreseen(self.size * large / small)[0]
 
     # ---- trials of a vector
 
@@ -404,9 +257,6 @@ class StepController:
         grid = np.exp(np.linspace(low, high, max(2, math.ceil((high - low) / STEP))))
         return grid[: max(1, int(np.searchsorted(grid, self.wall)))]
 
-    def _clamp(self, h: float) -> float:
-        return min(max(h, self.smallest), self.largest)
-
     # ---- after a product
 
     def is_unlike(self, pilot: Trial, product: Trial) -> bool:
@@ -475,16 +325,6 @@ class StepController:
         assert self.accepted is not None
         pilot = self.accepted.nonlinearity * product.h / self.accepted.h
         return product.nonlinearity / pilot if pilot else math.inf
-
-    @property
-    def _usual(self) -> float:
-        """The largest ratio of the slice's nonlinearity to the pilot's that smooth ones have."""
-        return max(STRANGE, self.cleared)
-
-    @property
-    def _often_rough(self) -> bool:
-        """True where the ratios of all products count as errors."""
-        return not self.smooth or self.rough > max(FEW, KINKED * self.products)
 
     def conclude(self, product: Trial) -> tuple[float | None, float | None]:
         """Update the estimates by the product that is kept, the last one given to `judge`.
@@ -567,31 +407,6 @@ class StepController:
         elif self.noise is not None:
             self._drift(self.noise, self.bend)
         self.products += 1
-
-    def _carry_over(self, belief: Belief, product: Trial) -> tuple[Estimate, Estimate]:
-        """Keep what is known of noise and bend for the next vector; returns that of this one."""
-        noise, bend = belief.estimates()
-        self.hidden, self.blind = belief.hidden, belief.blind
-        self._keep_kappa(belief)
-        memory = MEMORY if self.products or self.taught else 1.0
-        most = math.log(self._usual)
-        unlike = min(max(bend.mean - belief.of_pilot()[1], -most), most)
-        self.bend_unlike += MEMORY * (unlike - self.bend_unlike)
-        self.size_unlike += memory * (math.log(product.size / self.size) - self.size_unlike)
-        self._drift(noise, bend)
-        if len(self.firsts) < 2:
-            self.firsts.append([bend.mean, bend.spread, self.size])
-        return noise, bend
-
-    def _keep_kappa(self, belief: Belief) -> None:
-        """Keep the kappa that a belief has seen, once."""
-        if belief.truncation_seen:
-            self.kappa = self.kappa.corrected(belief.kappa.mean, KAPPA_SPREAD)
-            belief.truncation_seen = False
-
-    def _drift(self, noise: Estimate, bend: Estimate) -> None:
-        """Carry the estimates of a vector over to the next one."""
-        self.noise, self.bend = drifted(noise, bend)
 
     def _noise_of_slice(self, product: Trial, outlook: Outlook, belief: Belief) -> float:
         """Return the relative noise of a product, of which micro-batches may share some.

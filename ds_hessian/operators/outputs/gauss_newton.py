@@ -266,16 +266,16 @@ class GaussNewton:
         sums = self._evaluate(waste, v, h / length, some, True, True)
         unit = self._form_unit(h, length) / self._passes.kappa**2
         mine = torch.tensor([sums.form, self._third(waste, some)], dtype=torch.float64)
+        self._passes.forget()
         form, error, *values = self.space.reduce(torch.cat([mine, sums.values])).tolist()
         self._bent += _nonlinearity(*values) ** 2 * abs(unit * form) / self._count
         return unit * form, unit * error
 
     def _third(self, out: Tensor, some: range) -> float:
         """Add the error from differencing the loss in the outputs in the last evaluation, of some
-        micro-batches, which is dropped; return that of this rank's form.
+        micro-batches; return that of this rank's form.
         """
         error = self._passes.third(out, some)
-        self._passes.forget()
         self.cost.gradient_evaluations += 2 * len(some) / self._count
         return error
 
@@ -428,6 +428,7 @@ class GaussNewton:
             out, error = self.space.zeros(), self.space.zeros()
             self._evaluate(out, v, h / length, self._pilot, True, True)
             self._third(error, self._pilot)
+            passes.forget()
             relative = _ratio(self.space.norm(error), self.space.norm(out))
             if not relative < best:
                 break
@@ -453,8 +454,7 @@ class GaussNewton:
     def _measure_values(self, trial: Trial, length: float, share: float) -> None:
         """Measure the error of a product that comes from differencing the loss in the outputs."""
         error = self.space.zeros()
-        self._passes.third(error, self._pilot)
-        self.cost.gradient_evaluations += 2 * len(self._pilot) / self._count
+        self._third(error, self._pilot)
         unit = self._unit(trial.h, length) / share
         self._steps.note_values(self.space.norm(error) * unit, trial)
 
