@@ -205,7 +205,8 @@ class Buffers:
             for name in [name for name in owner._buffers if name not in bound]:
                 del owner._buffers[name]
             owner._buffers.update(bound)
-            owner._non_persistent_buffers_set = set(transient)
+            if owner._non_persistent_buffers_set != transient:  # to set it takes 20 us a module
+                owner._non_persistent_buffers_set = set(transient)
 
 
 def _is_expanded(tensor: Tensor) -> bool:
