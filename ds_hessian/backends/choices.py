@@ -46,7 +46,7 @@ bits; other than by kernels whose sums have no fixed order, in bf16 at most."""
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = tuple(
     str(Path(__file__).parent / f"{name}.py")
-    for name in ("function", "choices", "pieces", "compositions", "constants")
+    for name in ("function", "choices", "pieces", "compositions", "constants", "applied")
 )
 
 Line = tuple[tuple[str, int], ...]

@@ -193,7 +193,8 @@ class Constants:
         raise UnsupportedError(
             "ds_hessian does not support a model that stops gradients in activations that are "
             "recomputed without a graph in the forward (use_reentrant=True): it is not seen there; "
-            "recompute them with use_reentrant=False"
+            "recompute them with use_reentrant=False, or, in Megatron, leave them out of what is "
+            "recomputed"
         )
 
     def _shared(self, value: Tensor) -> Tensor:

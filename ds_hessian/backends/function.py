@@ -40,6 +40,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ds_hessian.backends import compositions, kinks, pieces
+from ds_hessian.backends.applied import applying
 from ds_hessian.backends.bits import compact
 from ds_hessian.backends.choices import (
     DIMS,
@@ -143,12 +144,18 @@ class FixedFunction(TorchFunctionMode):
         plain = bool(given) and not seen and all(key in self._recorded for key in given)
         FixedFunction._evaluating += 1
         try:
-            with dtype_of_job(), nullcontext() if plain else self:
+            with dtype_of_job(), nullcontext() if plain else self._on():
                 yield
         finally:
             FixedFunction._evaluating -= 1
             self._inputs.clear()
             self._known.clear()
+
+    @contextmanager
+    def _on(self) -> Iterator[None]:
+        """Be the mode of the body."""
+        with applying(self, self._apply), self:
+            yield
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -239,11 +246,7 @@ class FixedFunction(TorchFunctionMode):
     ) -> Any:
         """Make a call with the constants of the gradient, and follow what comes of it."""
         constants, name, back = self._constants, getattr(func, "__name__", ""), _in_backward()
-        if (
-            not constants.following
-            or torch._C._are_functorch_transforms_active()
-            or (back and self._within)  # a derivative that the forward takes
-        ):
+        if not self._follows(back):
             return self._call(func, types, args, kwargs)
         written = [] if name in STATISTICS else written_by(name, args, kwargs)
         if not back and name == "requires_grad_":
@@ -258,6 +261,24 @@ class FixedFunction(TorchFunctionMode):
                 args, kwargs = constants.held(name, (args, kwargs), written, leaving, back)
         made = self._call(func, types, args, kwargs)
         constants.note(name, (*args, *kwargs.values()), written, made)
+        return made
+
+    def _follows(self, back: bool) -> bool:
+        """Return whether constants are followed in the present call."""
+        derives = back and self._within  # a derivative that the forward takes
+        transformed = torch._C._are_functorch_transforms_active()
+        return self._constants.following and not (transformed or derives)
+
+    def _apply(self, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call a function with a written backward with the constants of the gradient."""
+        constants, back = self._constants, _in_backward()
+        if not self._follows(back):
+            return apply(*args)
+        with torch._C.DisableTorchFunction():
+            args, _ = constants.held("apply", (args, {}), [], False, back)
+        made = apply(*args)
+        with torch._C.DisableTorchFunction():
+            constants.note("apply", args, [], made)
         return made
 
     def _call(

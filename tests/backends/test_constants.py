@@ -83,6 +83,24 @@ def _observed(m: Any, h: Tensor) -> Tensor:
     return torch.fused_moving_avg_obs_fake_quant(h, on, on, *ends, *rest)
 
 
+class _Times(torch.autograd.Function):
+    """The product, as the layers of tensor parallelism are made."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        """Multiply."""
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Both derivatives."""
+        a, b = ctx.saved_tensors
+        return gradients[0] * b, gradients[0] * a
+
+
+_times = _Times.apply  # as kernels are called: bound before a measurement
+
 WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "detach": lambda m, h: h * h.detach(),
     "data": lambda m, h: h * h.data.square(),
@@ -112,6 +130,11 @@ WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
         use_reentrant=False,
     ),
     "written into": _written,
+    "given to a written backward": lambda m, h: _Times.apply(h.detach(), h),
+    "given to one that is bound": lambda m, h: _times(h, _times(h.data, h.data).exp()),
+    "given to one that is recomputed": lambda m, h: checkpoint(
+        lambda y: _Times.apply(y, y.detach().exp()), h, use_reentrant=False
+    ),
     "joined": lambda m, h: torch.cat([h[:, :3], h.detach()[:, :3].exp()], 1),
     "reduced by name": lambda m, h: h / torch.linalg.vector_norm(h.detach(), dim=1, keepdim=True),
 }
@@ -153,6 +176,7 @@ def test_what_a_model_keeps_from_its_first_forward_changes_no_other_constant() -
 
 
 QUICK = ["straight-through rounding", "gradients of the loss", "a penalty at a leaf", "recomputed"]
+QUICK += ["given to one that is bound"]
 
 
 @pytest.mark.parametrize("way", cells(WAYS, [*QUICK, "a wrapped phase", "fake quantization"]))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +20,8 @@ from tests.megatron.job import (
     VOCABULARY,
     Job,
     Stored,
+    build,
+    chain,
     fill,
     groups_of,
     hessian_of,
@@ -24,6 +29,7 @@ from tests.megatron.job import (
     make_optimizer,
     micro_batches,
     my_batches,
+    reference,
     run_schedule,
     running,
     stored,
@@ -59,6 +65,42 @@ def choices_in_bf16(job: Job) -> tuple[int, float, bool]:
         size = hu.norm * hv.norm
         difference = abs(hessian.dot(u, hv.vector) - hessian.dot(v, hu.vector))
         return operator.cost.choices, operator.cost.flips, difference < 0.1 * size**0.5
+
+
+# ---- stopped gradients
+
+
+@contextlib.contextmanager
+def stopping() -> Iterator[None]:
+    """Build jobs in which no gradient goes from the output layer, a function with a written
+    backward, to a tied embedding.
+    """
+    from ds_hessian.backends.megatron.host import unwrap
+
+    def detached(_: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "weight": kwargs["weight"].detach()}
+
+    def built(job: Job) -> list[Any]:
+        chunks = build(job)
+        heads = [getattr(unwrap(chunk), "output_layer", None) for chunk in chunks]
+        for head in filter(None, heads):
+            head.register_forward_pre_hook(detached, with_kwargs=True)
+        return chunks
+
+    with mock.patch("tests.megatron.job.build", built):
+        yield
+
+
+def stopped(job: Job) -> tuple[Stored, Stored, float]:
+    """v, product and its error."""
+    with stopping():
+        return chain(job, 1)[0][0]
+
+
+def stopped_reference(job: Job, v: dict[str, Tensor]) -> dict[str, Tensor]:
+    """H v by double backward."""
+    with stopping():
+        return reference(job, v)[1]
 
 
 # ---- analyses

@@ -80,6 +80,25 @@ def test_fp32_products_of_experts_by_the_automatic_step_are_those_of_fp64(
             assert run[4] == pytest.approx(2.0, abs=0.01)  # each forward twice, as in training
 
 
+STOPPED: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    "TP sequence parallel": (2, {"tp": 2, "sequence_parallel": True}),
+    "PP interleaved": (2, {"pp": 2, "vpp": 2, "layers": 4}),
+}
+
+
+@pytest.mark.parametrize("name", cells(STOPPED, []))
+def test_what_is_detached_is_a_constant_in_parallel_layers(
+    megatron_ranks: Ranks, name: str
+) -> None:
+    size, layout = STOPPED[name]
+    runs = megatron_ranks(size).run(routes_jobs.stopped, Job(**layout))
+    v, found = (whole([run[part] for run in runs]) for part in (0, 1))
+    alone = replace(Job(**layout).alone, dtype="float64")
+    (exact,) = megatron_ranks(1).run(routes_jobs.stopped_reference, alone, v)
+    assert error(found, exact) < min(3e-4, 3 * runs[0][2])
+
+
 @pytest.mark.full
 def test_dropped_tokens_are_the_same_in_each_evaluation(megatron_ranks: Ranks) -> None:
     layout: dict[str, Any] = {**MOE, "dispatcher": "alltoall", "capacity": 1.0}
