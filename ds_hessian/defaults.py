@@ -1,52 +1,75 @@
-"""The dtype of tensors that are made without one: fp32 here, the job's own in the job's code.
+"""What tensors are made with where nothing is said: fp32 and the host here, the job's in its code.
 
 `torch.set_default_dtype` is of the whole process. A script that sets fp64, or the bf16 of its
 model, has its own in whatever of it a measurement calls; the measurement's own figures are not
-rounded to it.
+rounded to it. So with the device of `torch.set_default_device`, and of a `with torch.device(...)`
+around a call: figures that are said to lie on no device are the host's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 
+_HOST = torch.device("cpu")
+
+
+class _Defaults(NamedTuple):
+    """The dtype and the device of tensors that are made without one."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
+_OWN = _Defaults(torch.float32, _HOST)
+
 
 class _Jobs:
-    """The job's default dtype, while this package has its own; None where that is the job's too."""
+    """The job's defaults, while this package has its own; None where those are in place."""
 
-    dtype: torch.dtype | None = None
-
-
-@contextmanager
-def own_dtype() -> Iterator[None]:
-    """Run code of this package in the body, with fp32 as the default dtype."""
-    job = torch.get_default_dtype()
-    if job == torch.float32:
-        yield
-        return
-    before = _Jobs.dtype
-    try:
-        _Jobs.dtype = job
-        torch.set_default_dtype(torch.float32)
-        yield
-    finally:
-        torch.set_default_dtype(job)
-        _Jobs.dtype = before
+    defaults: _Defaults | None = None
 
 
 @contextmanager
-def dtype_of_job() -> Iterator[None]:
-    """Run the job's code in the body, with its default dtype."""
-    if _Jobs.dtype is None:
+def _set(new: _Defaults, old: _Defaults) -> Iterator[None]:
+    """Have the new defaults in the body, in place of the old ones."""
+    with nullcontext() if new.device == old.device else new.device:
+        try:
+            torch.set_default_dtype(new.dtype)
+            yield
+        finally:
+            torch.set_default_dtype(old.dtype)
+
+
+@contextmanager
+def own_defaults() -> Iterator[None]:
+    """Run code of this package in the body, with fp32 on the host as the default."""
+    job = _Defaults(torch.get_default_dtype(), torch.get_default_device())
+    if job == _OWN:
         yield
         return
-    job = _Jobs.dtype
+    before = _Jobs.defaults
     try:
-        _Jobs.dtype = None
-        torch.set_default_dtype(job)
-        yield
+        _Jobs.defaults = job
+        with _set(_OWN, job):
+            yield
     finally:
-        torch.set_default_dtype(torch.float32)
-        _Jobs.dtype = job
+        _Jobs.defaults = before
+
+
+@contextmanager
+def defaults_of_job() -> Iterator[None]:
+    """Run the job's code in the body, with its defaults."""
+    job = _Jobs.defaults
+    if job is None:
+        yield
+        return
+    try:
+        _Jobs.defaults = None
+        with _set(job, _OWN):
+            yield
+    finally:
+        _Jobs.defaults = job

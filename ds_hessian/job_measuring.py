@@ -23,7 +23,7 @@ from ds_hessian.analyses import (
 from ds_hessian.backends.protocol import Backend, Objective
 from ds_hessian.backends.restricted import Restricted, restricted
 from ds_hessian.config import HessianConfig
-from ds_hessian.defaults import dtype_of_job, own_dtype
+from ds_hessian.defaults import defaults_of_job, own_defaults
 from ds_hessian.errors import ConfigError
 from ds_hessian.job_vectors import JobVectors
 from ds_hessian.memory import MemoryPlan
@@ -158,7 +158,7 @@ class JobMeasuring(JobVectors):
             run, _ = with_fallback(subject, lambda each: stack.enter_context(each.open()))
             self._open = _over_all(run.curvature, run.subject.backend)
             try:
-                with left_together(), dtype_of_job():
+                with left_together(), defaults_of_job():
                     yield self._open
             finally:
                 self._open = None
@@ -201,7 +201,7 @@ class JobMeasuring(JobVectors):
             MeasurementError: the model or the loss raised on some rank.
         """
         if self._open is not None:
-            with own_dtype():
+            with own_defaults():
                 return self._open.matvec(self.backend.space.vector(v))
         with collective("measuring a product", self.backend.space.device):
             v = self.backend.space.vector(v)

@@ -63,7 +63,7 @@ from ds_hessian.backends.in_python import COMPOSED, is_composed, undispatched
 from ds_hessian.backends.kinks import argument, with_argument
 from ds_hessian.backends.pieces import Kinked
 from ds_hessian.backends.state import STATISTICS, State, is_a_hosts, written_by
-from ds_hessian.defaults import dtype_of_job
+from ds_hessian.defaults import defaults_of_job
 from ds_hessian.errors import MeasurementError, UnsupportedError
 
 HELD = {*pieces.NAMES, *compositions.EXPANDED}
@@ -144,7 +144,7 @@ class FixedFunction(TorchFunctionMode):
         plain = bool(given) and not seen and all(key in self._recorded for key in given)
         FixedFunction._evaluating += 1
         try:
-            with dtype_of_job(), nullcontext() if plain else self._on():
+            with defaults_of_job(), nullcontext() if plain else self._on():
                 yield
         finally:
             FixedFunction._evaluating -= 1

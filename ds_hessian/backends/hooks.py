@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from ds_hessian.defaults import own_dtype
+from ds_hessian.defaults import own_defaults
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,7 +36,7 @@ def beside(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        with own_dtype(), torch._C.DisableTorchFunction():
+        with own_defaults(), torch._C.DisableTorchFunction():
             return function(*args, **kwargs)
 
     return called

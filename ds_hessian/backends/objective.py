@@ -23,7 +23,7 @@ from torch import Tensor
 from ds_hessian.backends.containers import Call, copied, leaves, mapped
 from ds_hessian.backends.guard import kept_random_states
 from ds_hessian.backends.loaders import kept_positions, parts_of, require_end
-from ds_hessian.defaults import dtype_of_job
+from ds_hessian.defaults import defaults_of_job
 from ds_hessian.errors import ConfigError, NumericsError
 from ds_hessian.memory import NARROW
 from ds_hessian.ranks import first_of, from_rank, together
@@ -155,7 +155,7 @@ def reading(batches: Iterable[object], device: torch.device) -> Iterator[None]:
         parts = parts_of(batches)
         values = (value for part in parts for value in vars(part).values())
         drawn = kept_random_states(device, *values)
-        with drawn, kept_positions(parts), dtype_of_job():
+        with drawn, kept_positions(parts), defaults_of_job():
             yield
 
 

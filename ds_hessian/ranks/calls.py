@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ds_hessian.defaults import own_dtype
+from ds_hessian.defaults import own_defaults
 from ds_hessian.ranks.agreement import active
 from ds_hessian.ranks.entrance import Given
 from ds_hessian.ranks.lockstep import Lockstep
@@ -49,7 +49,7 @@ def collective(
 
     Collective.
     """
-    with own_dtype():
+    with own_defaults():
         if active.follower.follows:
             yield
             return

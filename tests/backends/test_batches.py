@@ -280,13 +280,21 @@ def test_a_loader_may_read_each_micro_batch_into_the_same_memory() -> None:
     assert [float(b[0][0]) for b in MicroBatches(read()).batches] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_default_dtype_of_the_job_is_its_own(dtype: torch.dtype) -> None:
-    """Figures are those of fp32, and the job's code makes what it makes in training."""
-    net, entries, made = train(mlp(), batches(), 5), batches(3), set[torch.dtype]()
+@pytest.mark.parametrize(
+    ("dtype", "device"),
+    [(torch.float64, "cpu"), (torch.bfloat16, "cpu"), (torch.float32, "meta")],
+)
+def test_the_defaults_of_the_job_are_its_own(dtype: torch.dtype, device: str) -> None:
+    """Figures are those of fp32 on the host, and the job's code makes what it makes in training."""
+    net, entries = train(mlp(), batches(), 5), batches(3)
+    made = set[tuple[torch.dtype, str]]()
+
+    def make() -> None:
+        new = torch.zeros(())
+        made.add((new.dtype, new.device.type))
 
     def loss(model: nn.Module, entry: Any) -> Tensor:
-        made.add(torch.zeros(()).dtype)
+        make()
         return loss_of(model, entry)
 
     def figures(given: Any) -> list[float]:
@@ -294,24 +302,28 @@ def test_the_default_dtype_of_the_job_is_its_own(dtype: torch.dtype) -> None:
         spectrum = hessian.spectrum(num_matvecs=4, num_probes=2, sampling=True)
         trace, pairs = hessian.trace("hutch++", num_matvecs=6), hessian.eigenpairs(k=1)
         with hessian.measuring() as operator:
-            made.add(torch.zeros(()).dtype)
+            make()
             product = hessian.matvec(hessian.random_vector()).vector
             assert operator.gradient.dtype == product.dtype == torch.float32
+        hessian.scatter(hessian.gather(product))
         factors = hessian.kronecker(["kfac"], basis=2, probes=2, extremes=0).cosines
         figures = spectrum.alphas, spectrum.ritz_errors, trace.value, trace.error, pairs.values
         return [x for f in (*figures, factors, product) for x in np.ravel(np.asarray(f)).tolist()]
 
     def given() -> Any:
         for entry in entries:
-            made.add(torch.zeros(()).dtype)
+            make()
             yield entry
 
     expected = figures(given)
     made.clear()
     torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
     try:
         found = figures(given)
-        assert torch.get_default_dtype() == dtype and made == {dtype}
+        assert torch.get_default_dtype() == dtype and torch.get_default_device().type == device
+        assert made == {(dtype, device)}
     finally:
         torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
     assert np.array_equal(found, expected, equal_nan=True)
