@@ -11,6 +11,7 @@ import numpy as np
 from ds_hessian.errors import ResultError
 from ds_hessian.records.comparison import Comparison
 from ds_hessian.records.estimate import Estimate
+from ds_hessian.records.fields import plain
 from ds_hessian.records.provenance import Provenance
 from ds_hessian.records.spectrum import HessianSpectrum
 
@@ -72,8 +73,9 @@ class HessianDecomposition(Comparison):
 
     @property
     def share_of_residual(self) -> float:
-        """`|R|_F / |H|_F`, from the spectra."""
-        return _norm(self.residual) / _norm(self.hessian)
+        """`|R|_F / |H|_F`, from the spectra; NaN where H is zero."""
+        hessian = _norm(self.hessian)
+        return _norm(self.residual) / hessian if hessian else math.nan
 
     def negative(self, part: str) -> Estimate:
         """The sum of the negative eigenvalues of a part.
@@ -112,7 +114,7 @@ class HessianDecomposition(Comparison):
             "traces": {name: s.trace.value for name, s in self.spectra.items()},
             "negative": {name: self.negative(name).value for name in PARTS},
             "surviving": str(self.surviving),
-            "share_of_residual": self.share_of_residual,
+            "share_of_residual": plain(self.share_of_residual),
         }
 
 

@@ -67,6 +67,18 @@ def test_parts_are_those_of_dense_matrices(
     assert folder.name == "step_000000"
 
 
+def test_the_parts_of_a_zero_hessian_are_shown_and_saved(tmp_path: Path) -> None:
+    settings = {**QUIET, "plot": True, "output_path": str(tmp_path)}
+
+    def constant(model: Any, batch: Any) -> Tensor:
+        return (model(batch) * 0).mean()
+
+    hessian = ds_hessian.attach(torch.nn.Linear(3, 2), settings).use([torch.ones(2, 3)], constant)
+    parts = hessian.decomposition(num_matvecs=2, num_probes=1)
+    assert np.isnan(parts.share_of_residual) and "nan" in parts.table()
+    assert HessianDecomposition.load(hessian.save(parts)).hessian == parts.hessian
+
+
 def test_an_operator_of_its_own_is_refused(net: Any) -> None:
     hessian = ds_hessian.attach(*net, QUIET).use(DATA, loss_of)
     with pytest.raises(ConfigError, match="a decomposition measures all of hessian, ggn"):
