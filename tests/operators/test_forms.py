@@ -211,3 +211,41 @@ def test_differencing_a_loss_that_bends_in_one_micro_batch_alone_is_in_bars_and_
     data = [(torch.randn(8, 6), torch.ones(8, 1)) for _ in range(4)]
     data[2][1][5] = 30.0
     require_in_bars(net, loss, data, count=4, most=1e-3)
+
+
+def test_the_bar_of_a_form_has_what_the_loss_bends_by_in_each_micro_batch() -> None:
+    """Vectors in turn along which the loss bends in one micro-batch alone, not in the one that was
+    measured last: forms were off by up to 16 bars.
+    """
+    bent, data = [0], 8
+
+    def off() -> NDArray[np.float64]:
+        return np.where(np.arange(data) == bent[0], 1e-3, 1e-7)
+
+    def forms(h: float, some: range | None) -> NDArray[np.float64]:
+        found = 1 + off()
+        return found if some is None else found[some.start : some.stop]
+
+    ladder = Ladder()
+    for turn in range(12):
+        bent[0] = 3 * turn % data
+        value, error, _ = ladder.settled(
+            forms, 0.1, LEAST, lambda h, one: (1.0, -off()[one]), lambda: off() / 10
+        )
+        assert abs(value - 1) <= 3 * error
+        assert 0.9 < ladder.valued / (1e-3 / data) < 2.1
+
+
+def test_noise_that_micro_batches_share_is_in_the_bar() -> None:
+    """As that of weights rounded once for all of them, a new draw with each vector."""
+    rng, ladder, ratios = np.random.default_rng(0), Ladder(), list[float]()
+    for _ in range(40):
+        draws = dict[float, float]()
+
+        def forms(h: float, some: range | None, draws: dict[float, float] = draws) -> Any:
+            shared = draws.setdefault(h, float(rng.standard_normal()))
+            return np.full(16 if some is None else len(some), 1 + 1e-7 / h * shared)
+
+        value, error, _ = ladder.settled(forms, 1e-2, LEAST)
+        ratios.append(abs(value - 1) / error)
+    assert np.quantile(ratios, 0.8) < 3, ratios  # it was 8

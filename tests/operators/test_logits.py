@@ -129,7 +129,7 @@ def as_it_is(f: dict[str, Tensor], y: Tensor) -> Tensor:
     return functional.cross_entropy(f["head"][None].flatten(0, 1), y, label_smoothing=0.1)
 
 
-@pytest.mark.parametrize("of_outputs", [twice, around, aside, two, as_it_is])
+@pytest.mark.parametrize("of_outputs", [twice, around, two, as_it_is])
 def test_a_module_is_taken_where_the_loss_depends_on_it_otherwise(
     of_outputs: Callable[[dict[str, Tensor], Tensor], Tensor],
 ) -> None:
@@ -140,3 +140,24 @@ def test_a_module_is_taken_where_the_loss_depends_on_it_otherwise(
     assert outputs == f"head: {VALUES}"
     exact = ExactGaussNewton(net, "head", loss, DATA)
     assert relative(g.vector, exact(v)) < 3 * g.error < 1e-2
+
+
+def test_of_a_loss_of_several_outputs_of_the_model_the_matrix_is_in_all() -> None:
+    """It had been in one of them alone, and the other's part in the residual."""
+
+    def loss(net: nn.Module, b: Any) -> Tensor:
+        return aside(net(b[0].to(next(net.parameters()).dtype)), b[1])
+
+    def both(x: Tensor, net: Callable[..., Any]) -> Tensor:
+        f = net(x)
+        return torch.cat([f["head"], f["aside"]], -1)
+
+    def of_both(y: Tensor, f: Tensor) -> Tensor:
+        return aside({"head": f[:, :3], "aside": f[:, 3:]}, y)
+
+    net, v, (g, r, h), outputs = products(loss, "ggn", "residual", "hessian")
+    assert outputs == f"the model itself: {VALUES}"
+    each = [of_functions(net, partial(both, x.double()), partial(of_both, y), v) for x, y in DATA]
+    assert relative(g.vector, torch.stack(each).mean(0)) < 3 * g.error < 1e-2
+    gap = float((g.vector + r.vector - h.vector).norm())
+    assert gap < 3 * sum(p.error * p.norm for p in (g, r, h))

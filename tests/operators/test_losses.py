@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_hessian.errors import UnsupportedError
 from ds_hessian.operators import GaussNewton
+from ds_hessian.vectors import random_vector
 from tests.nets import DenseHessian
-from tests.operators.gauss_newton import ExactGaussNewton
+from tests.operators.gauss_newton import ExactGaussNewton, of_functions
 from tests.operators.nets import relative
 from tests.operators.test_gauss_newton import SLACK, operators
 from tests.tiers import cells
@@ -372,6 +374,70 @@ class Judged(nn.Module):
 def test_a_loss_that_is_a_module_is_not_the_outputs() -> None:
     with operators(Judged(), points(), lambda m, b: m(*b), "ggn") as (_, (g,)):
         assert g.outputs == "net: squares"
+
+
+class Pair(nn.Module):
+    """Two heads of regression; what it returns, or its loss of both."""
+
+    def __init__(self, returned: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.returned = nn.Linear(6, 5), returned
+        self.place, self.size = nn.Linear(5, 4), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        """`(b, 4)` and `(b, 2)`."""
+        h = torch.tanh(self.body(x))
+        place, size = self.place(h), self.size(h)
+        if self.returned == "loss":
+            return place.square().mean() + size.exp().mean()
+        return {"place": place, "size": size} if self.returned == "dict" else (place, size)
+
+
+def pair(place: Tensor, size: Tensor) -> Tensor:
+    return (place - 1).square().mean() + (place[:, :2] * size).exp().mean()
+
+
+def of_pair(net: nn.Module, batch: Any) -> Tensor:
+    found = net(batch[0].to(next(net.parameters()).dtype))
+    if isinstance(found, Tensor):
+        return found
+    return pair(*(found.values() if isinstance(found, dict) else found))
+
+
+@pytest.mark.parametrize("returned", ["tuple", "dict"])
+def test_the_matrix_of_a_loss_of_two_heads_is_in_both(returned: str) -> None:
+    """G was in one of them alone, or all of it in the residual, with errors of 1e-5."""
+    net, data = Pair(returned), points()
+
+    def both(x: Tensor, net: Callable[..., Any]) -> Tensor:
+        found = net(x)
+        return torch.cat(list(found.values() if isinstance(found, dict) else found), -1)
+
+    def of_both(f: Tensor) -> Tensor:
+        return pair(f[:, :4], f[:, 4:])
+
+    with operators(net, data, of_pair, "ggn", "residual", "hessian") as (backend, matrices):
+        assert matrices[0].outputs == f"the model itself: {VALUES}"
+        v = random_vector(backend.layout, backend.space, seed=0)
+        g, r, h = (matrix.matvec(v) for matrix in matrices)
+    each = [of_functions(net, partial(both, x.double()), of_both, v) for x, _ in data]
+    assert g.error is not None and r.error is not None and h.error is not None
+    assert relative(g.vector, torch.stack(each).mean(0)) < 3 * g.error < 1e-3
+    gap = float((g.vector + r.vector - h.vector).norm())
+    assert gap < 3 * (g.error * g.norm + r.error * r.norm + h.error * h.norm)
+
+
+@pytest.mark.parametrize("name", ["ggn", "residual"])
+def test_heads_that_no_module_returns_together_are_to_be_named(name: Any) -> None:
+    refused = r"depends on 'place' beside those of 'size'.*outputs="
+    with (
+        pytest.raises(UnsupportedError, match=refused),
+        operators(Pair("loss"), points(), of_pair, name),
+    ):
+        pass
+    with operators(Pair("loss"), points(), of_pair, "ggn", outputs="place") as (_, (g,)):
+        assert g.outputs == f"place: {SQUARES}, without another part of the loss"
 
 
 class Own(nn.Module):

@@ -47,7 +47,8 @@ from ds_hessian.operators.outputs.tap import (
     Tap,
     in_backward,
     tensor_of,
-    with_tensor,
+    tensors_of,
+    with_tensors,
 )
 
 CALLED, ELSEWHERE, SEEN, OTHER, ORDER, SAME = range(6)
@@ -73,6 +74,7 @@ class _Watch:
         self.outputs: dict[int, tuple[Tensor, Tokens]] = {}  # of cross entropies
         self.calls: dict[int, int] = {}  # in which call of the module they were seen
         self.several = set[int]()  # modules that return more than one tensor
+        self.dicts = set[int]()  # those that return these by their names
         self.taken: Tokens | None = None
         self._nodes = list[Any]()  # autograd's, of each module's last outputs
         self._ended = 0
@@ -93,6 +95,8 @@ class _Watch:
                 return
             if not isinstance(output, Tensor):
                 self.several.add(number)
+            if type(output) is dict:
+                self.dicts.add(number)
             self._note(number, tensor_of(output))
 
         return hook
@@ -197,7 +201,7 @@ class _Doubts:
             moved = f + added.to(f.dtype)
             judge = partial(self._judge, number, moved.detach().clone(), added)
             moved.register_hook(on_cotangents(judge))
-            return with_tensor(output, moved)
+            return with_tensors(output, {0: moved})
 
         return hook
 
@@ -280,14 +284,65 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, 
         if bool(table[chosen, SEEN]):
             chosen = int(torch.where(returned, table[:, ORDER], torch.inf).argmin())
         _refuse_other_heads(watch, table, alike, chosen)
-    tap = Tap(named[chosen][0] or "the model itself", named[chosen][1])
+    entropic, places = bool(table[chosen, SEEN]), [0]
+    if name is None and not entropic and int(table[0, :SEEN].sum()) == session.space.world_size:
+        places = _places(session, named[0][1], 0 in watch.dicts)
+        chosen = 0 if len(places) > 1 else chosen  # of several heads all are in the dict
+    if len(places) == 1 and not entropic:
+        places = _places(session, named[chosen][1], chosen in watch.several)
+    module = named[chosen][1]
+    tap = Tap(named[chosen][0] or "the model itself", module, places=places)
     ranks = session.space.world_size
     once = whole[:, [CALLED, ELSEWHERE]] == torch.tensor([ranks, 0])
     everywhere = once.all(1) & (whole[:, SEEN] == ranks)
-    known = name is not None or bool(table[chosen, [SEEN, SAME]].any())
-    if not known and bool(once[-1].all()) and _takes_others(session, named[chosen][1]):
+    if name is not None or entropic:
+        return tap, watch.outputs[chosen][1] if everywhere[chosen] else None
+    if not table[chosen, SAME] and bool(once[-1].all()) and _takes_others(session, tap):
         return LogitsTap(), watch.taken if everywhere[-1] else None
-    return tap, watch.outputs[chosen][1] if everywhere[chosen] else None
+    if not table[chosen, SAME]:
+        tap.others = [
+            (n, other)
+            for n, other in named
+            if module not in other.modules() and any(p.requires_grad for p in other.parameters())
+        ]
+    return tap, None
+
+
+def _places(session: Session, module: nn.Module, several: bool) -> list[int]:
+    """Return which of the tensors that a module returns the loss takes: the first where it takes
+    none but single numbers, which are losses.
+
+    Collective: where it is `several` on some rank, the gradient of the first micro-batch; a small
+    all-reduce or two.
+    """
+    first = [0]
+    if not session.space.reduce(torch.tensor([float(several)], dtype=torch.float64))[0]:
+        return first
+    seen, shaped = dict[int, bool](), dict[int, bool]()
+
+    def judge(place: int, c: Tensor) -> None:
+        seen[place] = seen[place] or bool(c.any())
+
+    def hook(module: nn.Module, args: object, output: object) -> object:
+        if in_backward():
+            return None
+        # Others, since the module may have used what it returns.
+        others = {i: x.view_as(x) for i, x in enumerate(tensors_of(output)) if x.requires_grad}
+        for place, x in others.items():
+            x.register_hook(on_cotangents(partial(judge, place)))
+        shaped.update({i: x.ndim > 0 for i, x in enumerate(tensors_of(output))})
+        seen.update(dict.fromkeys(shaped, False))
+        return with_tensors(output, others)
+
+    handle = module.register_forward_hook(hook)
+    try:
+        session.add_gradient(session.space.zeros(), range(1))
+    finally:
+        handle.remove()
+    size = int(session.space.reduce(torch.tensor([float(len(seen))], dtype=torch.float64))[0])
+    mine = [seen.get(i, False) and (1.0, float(shaped[i])) or (0.0, 0.0) for i in range(size)]
+    taken = session.space.reduce(torch.tensor(mine, dtype=torch.float64).reshape(-1)).view(-1, 2)
+    return taken[:, 0].nonzero().flatten().tolist() if bool(taken[:, 1].any()) else first
 
 
 class _Stopped(Silence):
@@ -320,11 +375,50 @@ def require_function(session: Session, tap: Tap, found: bool) -> None:
         with tap.listening(range(1), listener):
             session.add_gradient(out, range(1))
     require_same_around(session, tap, *around)
+    require_one_head(session, tap)
     if not found:
         return
     before, after = here.cotangents, there.cotangents
     told = any(bool(c.any()) for c in before.values())
     require_curved(session, tap, told, any(not c.equal(after[i]) for i, c in before.items()))
+
+
+def require_one_head(session: Session, tap: Tap) -> None:
+    """Raise if a part of the loss takes what other modules with weights return, past outputs of
+    which nothing has shown that they are those of the model: they may be one head of several.
+
+    Collective: the gradient of the first micro-batch, and a small all-reduce.
+    """
+    if not tap.others:
+        return
+    others = torch.zeros(len(tap.others), dtype=torch.float64)
+
+    def judge(number: int, c: Tensor) -> None:
+        others[number] += bool(c.any())
+
+    def hook(number: int, module: nn.Module, args: object, output: object) -> object:
+        if in_backward():
+            return None
+        found = {i: f for i, f in enumerate(tensors_of(output)) if f.requires_grad}
+        for f in found.values():
+            f.register_hook(on_cotangents(partial(judge, number)))
+        # Others, since the outputs' module may return this very tensor, which is silenced there.
+        return with_tensors(output, {i: f.view_as(f) for i, f in found.items()})
+
+    with ExitStack() as stack:
+        for number, (_, module) in enumerate(tap.others):
+            stack.callback(module.register_forward_hook(partial(hook, number)).remove)
+        with tap.listening(range(1), Silence()):
+            session.add_gradient(session.space.zeros(), range(1))
+    found = session.space.reduce(others).nonzero().flatten().tolist()
+    if found:
+        other = tap.others[found[-1]][0]
+        raise UnsupportedError(
+            f"ds_hessian does not know the outputs of this model: the loss depends on {other!r} "
+            f"beside those of {tap.name!r}; name the module that returns all that the loss is made "
+            "of (a tuple will do), outputs=..., or the one that is meant, so that the rest is in "
+            "the residual"
+        )
 
 
 def require_curved(session: Session, tap: Tap, told: bool, curved: bool) -> None:
@@ -359,9 +453,20 @@ def require_same_around(session: Session, tap: Tap, one: Tensor, other: Tensor) 
         raise UnsupportedError(
             f"ds_hessian does not support outputs ({tap.name!r}) with weights behind them: the "
             "loss is no function of the outputs alone, as where the head behind them is called "
-            "several times for a micro-batch; name the module that returns the last outputs, "
-            'outputs=..., or use operator "hessian"'
+            "several times for a micro-batch, or they are one head of several; name the module "
+            'that returns the last outputs, or all of them, outputs=..., or use operator "hessian"'
         )
+
+
+class _Others(Silence):
+    """Notes whether the outputs have a cotangent other than zero."""
+
+    told = False
+
+    def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
+        """Return it as it is."""
+        self.told |= bool(c.any())
+        return c
 
 
 class _Apart(Silence):
@@ -372,29 +477,15 @@ class _Apart(Silence):
         return torch.zeros((), device=f.device)
 
 
-def _takes_others(session: Session, module: nn.Module) -> bool:
-    """Return whether the loss depends on a module's outputs through the logits that it takes alone.
+def _takes_others(session: Session, tap: Tap) -> bool:
+    """Return whether the loss depends on these outputs through the logits that it takes alone.
 
     Collective: the gradient of the first micro-batch, and a small all-reduce.
     """
-    # In which the cotangent at the module is zero then.
-    others = list[bool]()
-
-    def judge(c: Tensor) -> None:
-        others.append(bool(c.any()))
-
-    def hook(module: nn.Module, args: object, output: object) -> None:
-        f = tensor_of(output)
-        if f is not None and f.requires_grad:
-            f.register_hook(on_cotangents(judge))
-
-    handle = module.register_forward_hook(hook)
-    try:
-        with LogitsTap().listening(range(1), _Apart()):
-            session.add_gradient(session.space.zeros(), range(1))
-    finally:
-        handle.remove()
-    found = session.space.reduce(torch.tensor([float(any(others))], dtype=torch.float64))
+    others = _Others()  # of which the cotangent is zero then
+    with LogitsTap().listening(range(1), _Apart()), tap.listening(range(1), others):
+        session.add_gradient(session.space.zeros(), range(1))
+    found = session.space.reduce(torch.tensor([float(others.told)], dtype=torch.float64))
     return not bool(found[0])
 
 

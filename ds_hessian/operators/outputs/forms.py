@@ -9,7 +9,10 @@ displacement to another is the error. The displacement is found for the first ve
 displacements of the first micro-batch, and anew where another one says something else. Changes are
 measured of the micro-batches with the largest forms first, `SAMPLE` of them, and with each further
 vector of one: of all in turn, since some may pass kinks that the others do not, and between them of
-the one that changes the sum most. A vector whose form is of another size (towards the top, after
+the one that changes the sum most. Rounding of the weights is shared by all, so that their changes
+add up. Where the loss in the outputs is known by its values, how far it bends is seen of every
+micro-batch with each vector; the error of differencing it is measured of the one where that makes
+most, and goes with it in the others. A vector whose form is of another size (towards the top, after
 random ones) is measured like a first one. Forms may agree by chance, so no error is stated that is
 less than is usual among the vectors so far; nor one less than a rounding in fp32 of the softmax and
 of the weights of tokens, which is the same at every displacement, so that no change shows it.
@@ -31,6 +34,10 @@ where the outputs are not."""
 
 Doubted = Callable[[float, int], tuple[float, float]]
 """The form of a micro-batch at a displacement, and its error from differencing the loss."""
+
+Bends = Callable[[], NDArray[np.float64]]
+"""How far the loss bends between the outputs, in the last forms of all micro-batches, of each: what
+that makes of the form goes with it."""
 
 STEP = 3.0
 """Ratio of the displacements that are compared."""
@@ -55,17 +62,28 @@ SMALL = 1e-2
 
 
 class Ladder:
-    """The displacement of one operator's forms, and their error."""
+    """The displacement of one operator's forms, and their error.
+
+    Attributes:
+        valued: The relative error of the last vector's form from differencing the loss.
+    """
 
     def __init__(self) -> None:
         self._h = 0.0
         # Of the sum by each micro-batch's form: with h, and from differencing the loss.
         self._changes: NDArray[np.float64] | None = None
         self._size = 0.0  # the sum of the forms of the vector at which these were begun
+        self._bends: NDArray[np.float64] | None = None  # where the second of these were measured
         self._errors = list[float]()  # of the vectors so far, each by its own forms
+        self.valued = 0.0
 
     def settled(
-        self, forms: Forms, first: float, least: float, doubted: Doubted | None = None
+        self,
+        forms: Forms,
+        first: float,
+        least: float,
+        doubted: Doubted | None = None,
+        bends: Bends | None = None,
     ) -> tuple[float, float, float]:
         """Return the mean form of all micro-batches, its error and its displacement.
 
@@ -75,22 +93,25 @@ class Ladder:
             least: A displacement that rounding of the weights loses.
             doubted: The form of one micro-batch and its error from differencing the loss; None
                 where the loss is known. Collective.
+            bends: How far it bends; None where it is known.
         """
         one, relative = None, 0.0
         if not self._h:
             one, relative = 0, self._descend(forms, 0, STEP * first, least)
         found = forms(self._h, None)
-        parts = self._changed(forms, doubted, found)
+        parts = self._changed(forms, doubted, bends, found)
         worst = int(np.nanargmax(abs(parts[0])))
         if abs(parts[0, worst]) > SMALL and worst != one:
             relative = self._descend(forms, worst, STEP**2 * self._h, least)
             found, self._changes = forms(self._h, None), None
-            parts = self._changed(forms, doubted, found)
-        # Truncation has one sign, noise has both; what is not measured yet changes as the rest.
+            parts = self._changed(forms, doubted, bends, found)
+        # What is not measured yet changes as the rest. Changes of other vectors tell no sign, and
+        # what rounding of the weights makes of all micro-batches has one.
         unseen = len(found) / np.count_nonzero(~np.isnan(parts[0]))
-        noise = np.sqrt(unseen * np.nansum(parts**2, 1))
-        stepped, valued = np.maximum(unseen * abs(np.nansum(parts, 1)), noise).tolist()
-        relative = max(math.hypot(max(relative, stepped), valued), ROUNDOFF)
+        stepped = unseen * float(np.nansum(abs(parts[0])))
+        bent = np.sqrt(unseen * np.nansum(parts[1] ** 2)), unseen * abs(np.nansum(parts[1]))
+        self.valued = float(max(bent))
+        relative = max(math.hypot(max(relative, stepped), self.valued), ROUNDOFF)
         self._errors.append(relative)
         error = max(relative, float(np.median(self._errors))) * float(abs(found).mean())
         return float(found.mean()), error, self._h
@@ -101,7 +122,11 @@ class Ladder:
         self._errors.pop()
 
     def _changed(
-        self, forms: Forms, doubted: Doubted | None, found: NDArray[np.float64]
+        self,
+        forms: Forms,
+        doubted: Doubted | None,
+        bends: Bends | None,
+        found: NDArray[np.float64],
     ) -> NDArray[np.float64]:
         """Return by how much each micro-batch's form changes the sum, relative, from a larger
         displacement on, and by differencing the loss, `(2, G)`; NaN where it is not measured yet.
@@ -109,10 +134,11 @@ class Ladder:
         Not over STEP^2, though truncation falls so: a kink's part does not.
         """
         size, count = float(abs(found).sum()), len(self._errors)
+        now = np.zeros(len(found)) if bends is None else bends()
         if not self._size <= KIND * size <= KIND**2 * self._size:
             self._changes = None
-        if self._changes is None:
-            self._size = size
+        if self._changes is None or self._bends is None:
+            self._size, self._bends = size, np.zeros(len(found))
             self._changes = np.full((2, len(found)), np.nan)
             some = np.argsort(-abs(found), kind="stable")[:SAMPLE]
         elif np.isnan(self._changes).any():
@@ -120,6 +146,11 @@ class Ladder:
         else:
             worst = int(abs(self._changes).max(0).argmax())
             some = np.array([worst if count % 2 else count // 2 % len(found)])
+        before = self._bends
+        self._changes[1] *= np.divide(now, before, out=np.ones_like(now), where=before > 0)
+        self._bends = now
+        if bends is not None:
+            some = np.union1d(some, [now.argmax()])
         for one in map(int, some):
             if doubted is None:
                 above, off = float(forms(STEP * self._h, range(one, one + 1))[0]), 0.0

@@ -117,7 +117,8 @@ class GaussNewton:
         self._around = self._gradient_around() if reading.passes_by else None
         self._before: _Before | None = None
         self._ladder = Ladder()
-        self._bent = 0.0  # what a form is off by differencing the loss, by a product's measure
+        # What the last forms of all are off by differencing the loss, by a product's measure.
+        self._bends = np.zeros(count)
         self._choices = [0.0] * 4  # `Session.choices` at that of the last forms of all
         self._steps = OutputSteps(
             session.unit_roundoff,
@@ -235,7 +236,7 @@ class GaussNewton:
     def _forms(self, v: Tensor, h: float, micro_batches: range | None) -> NDArray[np.float64]:
         """Return the forms, finite or not."""
         length, every = length_of(v, self.space), micro_batches or range(self._count)
-        unit, total = self._form_unit(h, length), Sums()
+        unit, total, values = self._form_unit(h, length), Sums(), list[Tensor]()
         if self._passes.product is not None:
             mine = self._passes.forms(v, h / length, every, total)
             self.cost.gradient_evaluations += 2 / 3 * len(every) / self._count
@@ -245,12 +246,17 @@ class GaussNewton:
                 sums = self._evaluate(waste, v, h / length, range(i, i + 1), True)
                 mine.append(sums.form / self._passes.kappa**2)
                 total.choices += sums.choices
-        parts = [torch.tensor(mine, dtype=torch.float64), total.choices]
-        figures = self.space.reduce(torch.cat(parts)).tolist()
-        forms = figures[: len(mine)]
+                values.append(sums.values)
+        parts = [torch.tensor(mine, dtype=torch.float64), total.choices, *values]
+        figures = self.space.reduce(torch.cat(parts)).numpy()
+        forms, choices, bent = np.split(figures, [len(mine), len(mine) + len(total.choices)])
+        forms = np.asarray(unit * forms)
         if micro_batches is None:
-            self._choices = figures[len(mine) :]
-        return np.asarray(unit * np.array(forms))
+            self._choices = choices.tolist()
+            if values:
+                ratios = [_nonlinearity(*pair) ** 2 for pair in bent.reshape(-1, 2).tolist()]
+                self._bends = np.array(ratios) * abs(forms)
+        return forms
 
     def _form_unit(self, h: float, length: float) -> float:
         """Return the factor from a micro-batch's `<delta, H_out delta>` to the form of a unit
@@ -267,8 +273,7 @@ class GaussNewton:
         unit = self._form_unit(h, length) / self._passes.kappa**2
         mine = torch.tensor([sums.form, self._third(waste, some)], dtype=torch.float64)
         self._passes.forget()
-        form, error, *values = self.space.reduce(torch.cat([mine, sums.values])).tolist()
-        self._bent += _nonlinearity(*values) ** 2 * abs(unit * form) / self._count
+        form, error = self.space.reduce(mine).tolist()
         return unit * form, unit * error
 
     def _third(self, out: Tensor, some: range) -> float:
@@ -287,14 +292,15 @@ class GaussNewton:
         known = self._passes.product is not None
         self._choose_rho(v, length_of(v, self.space), steps.learnt.h)
         while True:
-            self._bent = 0.0
             value, error, h = self._ladder.settled(
                 lambda h, some: self._forms(v, h, some),
                 steps.learnt.h,
                 steps.least,
                 None if known else lambda h, one: self._doubted(v, h, one),
+                None if known else lambda: self._bends,
             )
-            if not self._narrow(_ratio(self._bent, abs(value), nothing=0.0)):
+            bent = _ratio(float(self._bends.mean()), abs(value), nothing=0.0)
+            if not self._narrow(max(bent, self._ladder.valued)):
                 break
             self._ladder.forget()
         if not math.isfinite(value):

@@ -24,6 +24,7 @@ from ds_hessian.operators.outputs.find import (
     find_outputs,
     known_outputs,
     require_curved,
+    require_one_head,
     require_same_around,
 )
 from ds_hessian.operators.outputs.losses import (
@@ -214,7 +215,7 @@ class Reading:
         self.squares: dict[int, Squares] = {}
         self.kind: Literal["cross entropy", "squares"] | None = None
         self.cotangents: dict[int, Tensor] = {}
-        self.passes_by, self.largest, self.seconds = False, 0, 0.0
+        self._partial, self.largest, self.seconds = False, 0, 0.0
         self._told = set[int]()
         session.displace(None, 0.0)
         self.gradient = self.space.zeros()
@@ -235,7 +236,7 @@ class Reading:
         units = [float(bool(self._told & set(self.tap.calls(every[i : i + 1])))) for i in every]
         told = self.space.reduce(torch.tensor(units, dtype=torch.float64))
         self.pilot = int(told.argmax())
-        self.passes_by &= self.kind is not None
+        self.passes_by = self._partial and self.kind is not None
         self.kinks_crossed = kinks_crossed(session)
         self.kinked = self.kinks_crossed is not None and self.kind is None
         if self.kind is not None:
@@ -260,7 +261,7 @@ class Reading:
         """Return whether the first micro-batch has a cross entropy at other outputs, too."""
         verifier, waste = _Verifier(self.session, reader.tokens), self.space.zeros()
         self.seconds += self._pass(verifier, waste, range(1))
-        self.passes_by = bool(self.space.norm(waste))
+        self._partial = bool(self.space.norm(waste))
         return not self._failed(verifier)
 
     def _probe(self, every: range, before: dict[int, Tensor]) -> int:
@@ -284,11 +285,13 @@ class Reading:
             self.seconds += times[0]
             if not i:
                 require_same_around(self.session, self.tap, *around)
+                self._partial = bool(self.space.norm(around[0]))
+                if self._partial:
+                    require_one_head(self.session, self.tap)
             if self._failed(prober):
                 return i + 1
             self._scale(prober.squares, unit)
         self.squares, self.kind = prober.squares, "squares"
-        self.passes_by = bool(self.space.norm(around[0]))
         return len(every)
 
     def _pass(self, listener: _Reader | _Verifier | _Prober, out: Tensor, some: range) -> float:
@@ -328,4 +331,5 @@ class Reading:
     @property
     def words(self) -> str:
         """The outputs and the loss in them, in words."""
-        return f"{self.tap.name}: {self.kind or 'a loss known by its values'}"
+        rest = ", without another part of the loss" if self._partial else ""
+        return f"{self.tap.name}: {self.kind or 'a loss known by its values'}{rest}"

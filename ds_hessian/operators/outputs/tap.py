@@ -1,6 +1,7 @@
 """A tap at the outputs of a model: reads them, adds to them, and may replace their cotangents.
 
-The outputs are those of one module: logits, for a language model. A hook on it sees them in every
+The outputs are those of one module: logits, for a language model; where it returns several tensors
+that the loss takes, all their entries in one. A hook on it sees them in every
 pass; a hook on its output tensor sees the cotangent, the derivative of the loss in the outputs, and
 may return another. Where a model scales or caps what its last module returns, the outputs are what
 the loss takes: a mode of torch's functions sees them there. All are there during a pass and gone
@@ -9,7 +10,7 @@ after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -80,10 +81,22 @@ class Tap:
         name: Its name, for messages and records.
         module: The module; None on ranks that do not have it (other stages of a pipeline).
         per_unit: Calls of the module in one unit of the session.
+        places: Those of the outputs among the tensors that the module returns (`tensors_of`).
+
+    Attributes:
+        others: Modules that may be other heads, with their names, where nothing but the order of
+            calls has shown the outputs.
     """
 
-    def __init__(self, name: str, module: nn.Module | None, per_unit: int = 1) -> None:
-        self.name, self.module, self.per_unit = name, module, per_unit
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module | None,
+        per_unit: int = 1,
+        places: Sequence[int] = (0,),
+    ) -> None:
+        self.name, self.module, self.per_unit, self.places = name, module, per_unit, places
+        self.others: Sequence[tuple[str, nn.Module]] = ()
 
     @property
     def is_here(self) -> bool:
@@ -104,7 +117,7 @@ class Tap:
         if not self.is_here:
             yield
             return
-        calls = _Calls(self.name, self.calls(units), listener)
+        calls = _Calls(self.name, self.calls(units), listener, self.places)
         with self._reporting(calls):
             yield
         calls.require_all()
@@ -169,19 +182,25 @@ class AtLoss(TorchFunctionMode):
 class _Calls:
     """The forward hook of one pass, or what is told of its losses' logits."""
 
-    def __init__(self, name: str, micro_batches: range, listener: Listener) -> None:
+    def __init__(
+        self, name: str, micro_batches: range, listener: Listener, places: Sequence[int]
+    ) -> None:
         self.name, self.micro_batches, self.listener = name, micro_batches, listener
-        self.count = 0
+        self.places, self.count = places, 0
 
     def __call__(self, module: nn.Module, args: object, output: Any) -> Any:
-        f = tensor_of(output)
-        if f is None:
+        tensors = tensors_of(output)
+        if len(tensors) <= max(self.places):
             raise UnsupportedError(
-                f"the output of {self.name!r} is no floating-point tensor, nor begins with one: "
-                "name the module that returns the logits, outputs=..."
+                f"the output of {self.name!r} is no floating-point tensor, nor has one: name the "
+                "module that returns the logits, outputs=..."
             )
+        parts = [tensors[place] for place in self.places]
+        f = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
         other = self.taken(f)
-        return None if other is None else with_tensor(output, other)
+        if len(parts) == 1:
+            return None if other is None else with_tensors(output, {self.places[0]: other})
+        return with_tensors(output, dict(zip(self.places, _apart(f, other, parts), strict=True)))
 
     def taken(self, f: Tensor) -> Tensor | None:
         """Tell the listener of outputs, and hook their cotangent; return others to go on with."""
@@ -227,20 +246,37 @@ def in_backward() -> bool:
     return int(torch._C._current_graph_task_id()) != -1
 
 
+def tensors_of(output: Any) -> list[Tensor]:
+    """Return the floating-point tensors that a module returned, alone, in a tuple or in a dict."""
+    found = list(output.values()) if type(output) is dict else output
+    some = found if isinstance(found, (tuple, list)) else [found]
+    return [x for x in some if isinstance(x, Tensor) and x.is_floating_point()]
+
+
 def tensor_of(output: Any) -> Tensor | None:
-    """Return the floating-point tensor that a module returned, alone or first in a tuple."""
-    if isinstance(output, (tuple, list)) and output:
-        output = output[0]
-    return output if isinstance(output, Tensor) and output.is_floating_point() else None
+    """Return the first of these; None for that of a dict, in which none is first."""
+    return None if type(output) is dict else next(iter(tensors_of(output)), None)
 
 
-def with_tensor(output: Any, f: Tensor) -> Any:
-    """Return what a module returned with another tensor."""
-    if not isinstance(output, (tuple, list)):
-        return f
-    if hasattr(output, "_fields"):
-        return type(output)(f, *output[1:])
-    return type(output)((f, *output[1:]))
+def with_tensors(output: Any, others: Mapping[int, Tensor]) -> Any:
+    """Return what a module returned with others of its `tensors_of`, by their places."""
+    left = enumerate(tensors_of(output))
+    new = {id(x): others[place] for place, x in left if place in others}
+    if isinstance(output, Tensor):
+        return new.get(id(output), output)
+    if type(output) is dict:
+        return {key: new.get(id(x), x) for key, x in output.items()}
+    found = [new.get(id(x), x) for x in output]
+    return type(output)(*found) if hasattr(output, "_fields") else type(output)(found)
+
+
+def _apart(f: Tensor, other: Tensor | None, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of which outputs were made, out of these or of others in their place."""
+    found = (f if other is None else other).split([part.numel() for part in parts])
+    shaped = [x.view(part.shape) for x, part in zip(found, parts, strict=True)]
+    if other is not None:
+        return shaped
+    return [x.to(part.dtype) for x, part in zip(shaped, parts, strict=True)]
 
 
 def sample(x: Tensor) -> Tensor:
