@@ -12,7 +12,9 @@ The first terms are exact and hold what dominates, so that few probes suffice wh
 useless (docs/krylov.md). |diag(C)|^2 takes pairs of independent probes, so that it is unbiased. The
 largest eigenvalue of (K + d)^-1/2 C (K + d)^-1/2 takes a Lanczos run of its own for each K.
 
-Errors are those of the probes (jackknife) and twice the products' own, relative.
+Errors are those of the probes (jackknife) and twice the products' own, all together in units of
+|C|_F: a product of a vector that C maps to almost nothing has a large error of its own, and no part
+in that.
 
 Cost: `basis` + `probes` products, and `extremes` for each K; on the owner of the layer twice as
 many matrices of its shape, fp32.
@@ -31,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ds_hessian.krylov.lanczos import BREAKDOWN, absolute_error
-from ds_hessian.krylov.records import COVERAGE
+from ds_hessian.krylov.records import COVERAGE, ROUNDOFF
 from ds_hessian.operators import LinearOperator
 from ds_hessian.operators.kronecker import Eigenform
 from ds_hessian.operators.kronecker.spaces import LayerSpace
@@ -132,13 +134,13 @@ def compare(
     run = _Products(operator, space, draw)
     basis, images = run.lanczos(_start(space, gradient, draw), effort.basis)
     probes, answers = run.probes(effort.probes, basis)
-    doubt = COVERAGE * run.worst
+    errors = list(run.errors)
     tops = {k: run.extreme(forms.get(k), effort) for k in kinds}
     found = [math.nan] * (7 + 7 * len(kinds))
     with together("comparing Kronecker factors", device=space.space.device):
         if space.owns:
             assert gradient is not None
-            dense = _Dense(basis, images, probes, answers, gradient, doubt)
+            dense = _Dense(basis, images, probes, answers, gradient, errors)
             with np.errstate(divide="ignore", invalid="ignore"):  # of a weight without a gradient
                 found = dense.figures([forms[k] for k in kinds], effort.damping)
     norm, norm_error, top, residual, solve_error, *rest = space.known(found)
@@ -160,17 +162,24 @@ def _start(space: LayerSpace, gradient: Tensor | None, draw: Draw) -> Tensor | N
 
 
 class _Products:
-    """Products with vectors that are whole on the owner."""
+    """Products with vectors that are whole on the owner.
+
+    Attributes:
+        errors: Of each product so far, relative.
+        lengths: Of each product, on the owner.
+    """
 
     def __init__(self, operator: LinearOperator, space: LayerSpace, draw: Draw) -> None:
         self.operator, self.space, self.draw = operator, space, draw
-        self.worst = 0.0
+        self.errors, self.lengths = list[float](), list[float]()
 
     def of(self, x: Tensor | None) -> Tensor | None:
         """Return `C x` on the owner, for an x `(m, n)` of length other than zero there."""
         product = self.operator.matvec(self.space.scatter(x))
-        self.worst = max(self.worst, absolute_error(product) / max(product.norm, 1e-300))
-        return self.space.gather(product.vector)
+        self.errors.append(absolute_error(product) / max(product.norm, 1e-300))
+        found = self.space.gather(product.vector)
+        self.lengths.append(0.0 if found is None else _length(found))
+        return found
 
     def lanczos(self, start: Tensor | None, steps: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return an orthonormal basis of the Krylov space, and its products; empty elsewhere."""
@@ -183,7 +192,7 @@ class _Products:
                 basis.append(x)
                 images.append(image)
                 rest = _orthogonal(image, basis)
-                size, largest = float(rest.norm()), max(largest, float(image.norm()))
+                size, largest = _length(rest), max(largest, _length(image))
             size, scale = self.space.known([size, largest])
             if step + 1 == steps or size <= BREAKDOWN * max(scale, 1e-300):
                 break
@@ -212,7 +221,7 @@ class _Products:
         (mean,) = self.space.known([0.0 if form is None else form.mean])
         if not effort.extremes or not mean > 0:
             return UNKNOWN
-        scaled = _Scaled(self, form, effort.ridge)
+        scaled, before = _Scaled(self, form, effort.ridge), len(self.errors)
         start = self.space.gather(self.draw(0))
         basis, images = scaled.lanczos(start, effort.extremes)
         found = [0.0, 0.0]
@@ -222,8 +231,13 @@ class _Products:
             values, vectors = torch.linalg.eigh((t + t.T) / 2)
             y = vectors[:, -1]
             residual = float((w.T @ y - values[-1] * (q.T @ y)).norm())
-            error = COVERAGE * self.worst * abs(float(values[-1]))
-            found = [float(values[-1]), math.hypot(residual, error)]
+            # What errors d of the products C S q make of y' Q' S C S Q y is |S Q y| |d y| at most.
+            wrong = np.array(self.errors[before:]) * np.array(self.lengths[before:])
+            top = torch.einsum("i,imn->mn", y.to(basis[0]), torch.stack(basis))
+            reach, value = scaled.length(top), float(values[-1])
+            wrong = COVERAGE * reach * float(np.linalg.norm(wrong * y.cpu().numpy()))
+            rounded = value * scaled.rounding * reach**2
+            found = [value, math.hypot(residual, wrong, rounded)]
         value, error = self.space.known(found)
         return value, error
 
@@ -234,11 +248,19 @@ class _Scaled(_Products):
     def __init__(self, plain: _Products, form: Eigenform | None, ridge: float) -> None:
         super().__init__(plain.operator, plain.space, plain.draw)
         self.plain, self.form, self.ridge = plain, form, ridge
+        # That of K, of sums in fp32, which moves an eigenvalue by its share of K + d.
+        self.rounding = 0.0 if form is None else ROUNDOFF * float(form.values.max())
 
     def of(self, x: Tensor | None) -> Tensor | None:
         """Return `S C S x` on the owner."""
         image = self.plain.of(self._root(x))
         return self._root(image)
+
+    def length(self, x: Tensor) -> float:
+        """Return `|S x|`, on the owner."""
+        root = self._root(x)
+        assert root is not None
+        return _length(root)
 
     def _root(self, x: Tensor | None) -> Tensor | None:
         if x is None or self.form is None:
@@ -257,16 +279,22 @@ class _Dense:
         probes: list[Tensor],
         answers: list[Tensor],
         gradient: Tensor,
-        doubt: float,
+        errors: list[float],
     ) -> None:
         empty = gradient.new_zeros((0, *gradient.shape), dtype=torch.float32)
         self.q, self.w = torch.stack(basis), torch.stack(images)
         self.z = torch.stack(probes) if probes else empty
         self.y = torch.stack(answers) if answers else empty
-        self.b, self.doubt = gradient, doubt
+        self.b = gradient
         self.inside = self._dots(self.q, self.w)
         self.own = _squares(self.w).sum()
         self.rest = _squares(self.y)
+        # Errors of products in units of |C|: by squares, as these are in it.
+        wrong = torch.tensor(errors, dtype=torch.float64).square().to(self.rest)
+        own = (wrong[: len(basis)] * _squares(self.w)).sum()
+        off = self._averages(own, wrong[len(basis) :] * self.rest)[0]
+        whole = self._averages(self.own, self.rest)[0]
+        self.doubt = COVERAGE * math.sqrt(off / whole) if whole else math.nan
 
     def figures(self, forms: Sequence[Eigenform], damping: float) -> list[float]:
         """Return the norm, the top, the residual, and the share of C; then seven of each K."""
@@ -275,7 +303,8 @@ class _Dense:
         top = float(torch.linalg.eigvalsh(t).abs().max())
         x, *accuracy = self._solution(damping * top)
         plain = self._diagonal(None)
-        found = [norms[0], self._bar(norms), top, *accuracy, plain[0], self._bar(plain)]
+        found = [norms[0], self._bar(norms, norms[0]), top, *accuracy]
+        found += [plain[0], self._bar(plain, _reach(plain[0]))]
         for form in forms:
             inner = self._inner(form)
             cosine = inner / (norms * form.norm)
@@ -286,8 +315,12 @@ class _Dense:
             if scale[0] > 0:
                 step = _damped(form, float(scale[0]), damping * top, self.b)
                 solve = float((step * x).sum() / (step.norm() * x.norm()))
-            for values in cosine, scale, share:
-                found += [values[0], self._bar(values)]
+            for values, reach in (
+                (cosine, 1.0),
+                (scale, norms[0] / (form.norm or math.nan)),
+                (share, _reach(share[0])),
+            ):
+                found += [values[0], self._bar(values, reach)]
             found.append(solve)
         return found
 
@@ -299,13 +332,18 @@ class _Dense:
         others = (total - rest.cpu().numpy()) / (p - 1)
         return np.append(float(own) + total / p, float(own) + others)
 
-    def _bar(self, values: np.ndarray) -> float:
-        """Return the jackknife's standard error, with the products' errors."""
+    def _bar(self, values: np.ndarray, reach: float) -> float:
+        """Return the jackknife's standard error, with the products' errors.
+
+        Args:
+            values: The figure, and the same with each probe left out in turn.
+            reach: How far errors of the length |C| move it, at most.
+        """
         others, spread = values[1:], 0.0
         if len(others):
             squares = float(np.square(others - others.mean()).sum())
             spread = math.sqrt((len(others) - 1) / len(others) * squares)
-        return math.hypot(spread, self.doubt * abs(float(values[0])))
+        return math.hypot(spread, self.doubt * float(reach))
 
     def _inner(self, form: Eigenform) -> np.ndarray:
         """Return <C, K>."""
@@ -363,6 +401,16 @@ class _Dense:
 def _damped(form: Eigenform, scale: float, shift: float, b: Tensor) -> Tensor:
     """Return (scale K + shift)^-1 b."""
     return form.apply(b.to(form.values), lambda v: 1 / (scale * v + shift))
+
+
+def _reach(share: float) -> float:
+    """Return how far errors of half the length |C| move a share of |C|^2, at most."""
+    return math.sqrt(max(share, 0.0)) + share
+
+
+def _length(x: Tensor) -> float:
+    """Return the norm, of which no square is lost in fp32."""
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 def _squares(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def test_the_error_of_the_scale_is_its_own_and_not_that_of_the_cosine() -> None:
     z -= q @ (q.T @ z)
     q, z = (list(x.T.reshape(-1, m, n).float()) for x in (q, z))
     w, y = (list(form.apply(torch.stack(x).double()).float()) for x in (q, z))
-    dense = _Dense(q, w, z, y, torch.randn(m, n).double(), 0.0)
+    dense = _Dense(q, w, z, y, torch.randn(m, n).double(), [0.0] * (known + probes))
     cosine, error, scale, scale_error, *_ = dense.figures([form], 0.1)[7:]
     assert abs(cosine - 1) < 5 * error  # of 6 probes
     assert 1.8 < scale_error / scale * cosine / error < 2.2

@@ -47,7 +47,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hessian.backends.protocol import Backend, Session
-from ds_hessian.errors import ConfigError, UnsupportedError
+from ds_hessian.errors import ConfigError, NumericsError, UnsupportedError
 from ds_hessian.operators.kronecker.forms import Eigenform
 from ds_hessian.operators.kronecker.kept import Adapter, Pair, fitting
 from ds_hessian.operators.kronecker.layers import Layer, listening
@@ -99,6 +99,7 @@ class Settings:
         outputs: The name of the module that returns the outputs, for drawn labels; None to find it.
         required: Whether a layer whose gradient is not that of a linear layer is refused, or left
             out.
+        coarse: Whether squares that are too small for fp32 will do, as in a preconditioner.
     """
 
     kinds: Sequence[Kind] = KINDS
@@ -108,6 +109,7 @@ class Settings:
     draws: int = 0
     outputs: str | None = None
     required: bool = True
+    coarse: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ def estimate(
 
     Raises:
         UnsupportedError: some layer's is not, and all are required.
+        NumericsError: squares of a layer's gradients are too small or too large for fp32.
         MeasurementError: a pass or a decomposition failed on some rank.
 
     Collective.
@@ -274,6 +277,10 @@ class _Estimation:
         del first, second
         with together("decomposing Kronecker factors", device=self.device):
             for x in self._mine():
+                for _, flat in covariances.get(x.name, ()):
+                    _require_range(x, flat, self.settings.coarse)
+                for factor in factors.get(x.name, ()):
+                    _require_range(x, factor, self.settings.coarse)
                 if x.name in covariances:
                     # One at a time: in fp64 they have four times the memory of their pieces.
                     a, b = (square.triangle(flat) for square, flat in covariances.pop(x.name))
@@ -586,6 +593,19 @@ def _checked(layer: Layer, found: Pair | None) -> Pair | None:
             f"the adapter's factors of {layer.name} must have shapes {wanted}, got {sizes}"
         )
     return found[::-1] if layer.transposed else found
+
+
+def _require_range(layer: Layer, squares: Tensor, coarse: bool) -> None:
+    """Raise where sums of squares are too large for fp32 or, unless they may be coarse, so small
+    that it has fewer digits of them.
+    """
+    size = size_of(squares)
+    if not math.isfinite(size) or (not coarse and 0 < size < torch.finfo(torch.float32).tiny):
+        raise NumericsError(
+            f"the squares of inputs and gradients of {layer.name} must be within fp32 (1.2e-38 to "
+            f"3.4e38), got {size:.0e}: multiply the loss by a constant for this measurement, or "
+            "leave the layer out"
+        )
 
 
 def _unit(factor: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ class KroneckerMetric:
     """
 
     def __init__(self, session: Session, backend: Backend, layers: Sequence[Layer]) -> None:
-        self._factors = estimate(session, backend, layers, Settings(("ekfac",), required=False))
+        settings = Settings(("ekfac",), required=False, coarse=True)
+        self._factors = estimate(session, backend, layers, settings)
         self.layers = tuple(f.layer.name for f in self._factors)
         self._spaces = [
             LayerSpace(Restricted(backend, [f.layer.name]), f.layer) for f in self._factors
