@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ds_hessian.backends.protocol import Session
 from ds_hessian.errors import NumericsError
+from ds_hessian.operators.displacement.figures import tangent
+from ds_hessian.operators.protocol import Product
 from ds_hessian.vectors import VectorSpace
 
 
@@ -65,3 +67,17 @@ def require_finite(gradient: Tensor, space: VectorSpace) -> None:
             "the gradient at the current weights is not finite, so there is no curvature: look at "
             "the loss on these micro-batches"
         )
+
+
+def require_step(product: Product) -> Product:
+    """Return a product, unless it is zero because its step was lost: then nothing tells its error.
+
+    Raises:
+        NumericsError: the step was lost in the rounding of the weights.
+    """
+    if product.norm == 0 and tangent(product.fidelity) >= 1:
+        raise NumericsError(
+            f"a step of the displacement {product.displacement:.3e} is lost in the rounding of the "
+            'weights, which leaves no product; use a larger displacement, or "auto"'
+        )
+    return product

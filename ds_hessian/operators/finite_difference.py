@@ -36,7 +36,7 @@ from torch import Tensor
 from ds_hessian import ops
 from ds_hessian.backends.protocol import Session
 from ds_hessian.errors import NumericsError
-from ds_hessian.operators.checks import kinks_crossed, length_of, require_finite
+from ds_hessian.operators.checks import kinks_crossed, length_of, require_finite, require_step
 from ds_hessian.operators.clock import add_gradient
 from ds_hessian.operators.displacement.belief import Trial
 from ds_hessian.operators.displacement.control import Advice, StepController
@@ -179,11 +179,12 @@ class FiniteDifferenceHessian:
         """Return `H v` and estimates of its error, for `v` `(n_local,)` fp32 of nonzero length.
 
         Raises:
-            NumericsError: v is zero or not finite, or the product is not finite.
+            NumericsError: v is zero or not finite, the product is not finite, or a given step is
+                lost in the rounding of the weights.
         """
         started, trials = time.perf_counter(), list[Trial]()
         line = Line(self.session, v, self._weight_norm)
-        product = self._on_one_side(line, trials) or self._on_all_sides(line, trials)
+        product = require_step(self._on_one_side(line, trials) or self._on_all_sides(line, trials))
         self.cost.products += 1
         self.cost.decided(self._decided)
         self.cost.trials += product.trials
@@ -285,6 +286,7 @@ class FiniteDifferenceHessian:
         with a third difference where it is doubted.
         """
         better, doubts = self._better(outcome), self._controller.doubts_of_slice(outcome)
+        doubts &= self._sides is None or not self._sides.spares(outcome)
         better, doubted = self.space.of_rank_0(better, doubts)
         if doubted:
             outcome = replace(outcome, third=self._third_of_slice(line, product))

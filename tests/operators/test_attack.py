@@ -232,6 +232,12 @@ def test_a_saturated_trial_is_no_step_of_rounding(attack: Found) -> None:
     assert estimates.max() < 1e-3, estimates
 
 
+def test_the_first_product_has_the_error_of_its_slice_and_not_of_the_pilot(attack: Found) -> None:
+    """Of a deep net, whose micro-batches differ: it was a tenth of the error."""
+    first, *_ = attack["products"](attack["problem"]("deep", "fp32", 8, 0))
+    assert first.told > 1 / 3
+
+
 SMOOTH = ("attention", "tied", "regression", "gru", "swiglu", "rms normalisation")
 
 

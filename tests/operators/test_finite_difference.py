@@ -83,6 +83,17 @@ def test_a_given_displacement_is_the_one_that_is_used(displacement: float) -> No
             assert torch.equal(product.vector, bare.vector)
 
 
+@pytest.mark.parametrize("displacement", [1e-30, 1e-9])
+def test_a_given_displacement_that_rounding_loses_has_no_product(displacement: float) -> None:
+    """It was 0, with no error."""
+    w = torch.linspace(0.5, 2.0, 20)
+    with measuring(Weights(w), lambda w: (w**4).sum()) as session:
+        operator = FiniteDifferenceHessian(session, displacement)
+        with pytest.raises(NumericsError, match="lost in the rounding.*larger displacement"):
+            operator.matvec(w)
+        assert operator.product_at(w, displacement).norm == 0  # of a sweep
+
+
 def test_the_third_difference_of_a_slice_is_that_of_its_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -21,7 +21,8 @@ determine the rounding noise N and the bend b, a measure of the gradient's nonli
 * A finished product that turns out to be far from its best h is repeated, and so is one with kinks
   that its pilot has not: where r is no more than noise. One that bends far more than its pilot (of
   the first two vectors, more), and more than any so far that was found smooth, has a third
-  difference of its own, which tells; where there is none, it counts as kinked.
+  difference of its own, which tells; where there is none, it counts as kinked. So has the first
+  one of a run: how the slice differs from its pilot nothing else has told.
 
 Everything here is arithmetic on numbers that all ranks share; the displacements used are rank 0's.
 """
@@ -85,6 +86,11 @@ pilot and slice differ normally: cause for doubt while no Krylov vector is known
 OTHER = 14.0
 """The slice's |D| over that of a pilot that tells of it, at most (docs/numerics.md, Pilots)."""
 
+ROUNDED = 2.0
+"""Roundoffs of a gradient in itself, at least: of a forward and a backward. Gradients of both sides
+that are opposite round alike, and their differences show none of it: products of even losses were
+3 - 10 roundoffs off."""
+
 APART = 0.4
 """Least distance between the trials of a vector, in ln h."""
 
@@ -147,6 +153,11 @@ class StepController(Estimates):
         blind = self.blind and self.narrow  # which has no third difference
         return self.fixed is None and self.products > 0 and (blind or seldom)
 
+    @property
+    def _first(self) -> bool:
+        """True for the first vector, where no earlier measurement has taught anything."""
+        return self.products == 0 and self.taught is None
+
     def advise(self, trials: list[Trial]) -> Advice:
         """Judge the trials made for the current vector so far."""
         if self.fixed is None:
@@ -176,8 +187,7 @@ class StepController(Estimates):
         scan = self.products == 0 and len(trials) > 1 and lower > self.floor and not final
         if scan and min(t.nonlinearity for t in trials if t.usable and not t.lost) > SATURATING:
             return Advice(lower, False)  # r is noise or saturated: no trial tells which
-        first = self.products == 0 and self.taught is None
-        if first and not final and not belief.blind:
+        if self._first and not final and not belief.blind:
             regret, telling = belief.search(last, self._displacements())
             new = min(abs(math.log(telling / t.h)) for t in trials) > APART
             if new and (regret > KNOWN or len(trials) == 1):  # no error without a change
@@ -272,8 +282,11 @@ class StepController(Estimates):
         """Return whether the third difference of a judged product is to be evaluated, and the
         product judged again.
         """
-        known = self.whole or self.shown > 0
-        if self.outlook is None or known or not self._has_thirds or self._often_rough:
+        if self.outlook is None or self.whole or not self._has_thirds or self._often_rough:
+            return False
+        if self._first:  # of the slice nothing else has told
+            return _bent(product, self.outlook)
+        if self.shown:
             return False
         assert self.belief is not None
         usual = DOUBTFUL if self.products < 2 else self._usual
@@ -311,7 +324,11 @@ class StepController(Estimates):
         if self.fixed is None and strange and not self._often_rough:
             # Where its ratio is its error, and noise as large.
             return self._clamp(product.h * math.sqrt(outlook.noise / product.nonlinearity))
-        if outlook.excess > WORTH and self.fixed is None:
+        error, worth = outlook.error, math.exp(WORTH)
+        if self._first and product.third is not None:  # noise it may be: a shorter step has more
+            error, worth = product.third / product.size, DECADE
+        best = outlook.error * math.exp(-outlook.excess)
+        if error > worth * best and self.fixed is None:
             return outlook.h if self.wall == math.inf else min(outlook.h, product.h)
         return product.h
 
@@ -342,6 +359,7 @@ class StepController(Estimates):
         witnessed = self._witnessed(product, outlook, belief)
         noise = self._noise_of_slice(product, outlook, belief)
         error = max(outlook.error, witnessed, min(math.hypot(noise, truncated), LARGEST[0]))
+        error = max(error, ROUNDED * self.roundoff)
         if self.accepted is not None and self.accepted.third is not None:
             unexpected = max(witnessed, truncated) > UNEXPECTED * self.expected
             surprising = self.products == 0 or unexpected

@@ -30,7 +30,7 @@ from ds_hessian.backends.protocol import Session
 from ds_hessian.config import OutputMatrix
 from ds_hessian.errors import NumericsError, UnsupportedError
 from ds_hessian.memory import FP32
-from ds_hessian.operators.checks import length_of, require_finite
+from ds_hessian.operators.checks import length_of, require_finite, require_step
 from ds_hessian.operators.outputs.forms import Ladder
 from ds_hessian.operators.outputs.passes import OutputProduct, Passes, Sums
 from ds_hessian.operators.outputs.reading import Reading
@@ -180,7 +180,8 @@ class GaussNewton:
         """Return `G v` and estimates of its error, for `v` `(n_local,)` fp32 of nonzero length.
 
         Raises:
-            NumericsError: v is zero or not finite, or the product is not finite.
+            NumericsError: v is zero or not finite, the product is not finite, or a given step is
+                lost in the rounding of the weights.
         """
         started, length = time.perf_counter(), length_of(v, self.space)
         h, out, sums, trials = self._search(v, length)
@@ -196,7 +197,7 @@ class GaussNewton:
         self._note_product(found.choices)
         self.cost.trials += trials
         self.cost.product_seconds += time.perf_counter() - started
-        return self._made(out, found, length, noise, error, trials)
+        return require_step(self._made(out, found, length, noise, error, trials))
 
     def product_at(self, v: Tensor, h: float) -> Product:
         """Return the product at displacement h, without trials or estimates of its error.
