@@ -32,6 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +56,6 @@ from ds_hessian.operators.displacement.priors import (
     KAPPA_SPREAD,
     expected_noise,
 )
-from ds_hessian.operators.displacement.schemes import Scheme
 from ds_hessian.operators.displacement.steps import (
     AMPLIFY,
     DECADE,
@@ -111,22 +111,12 @@ class StepController(Estimates):
     Args: those of `Estimates`.
     """
 
-    def __init__(
-        self,
-        scheme: Scheme,
-        unit_roundoff: float,
-        weight_norm: float,
-        pilot: int,
-        num_micro_batches: int,
-        fixed: float | None = None,
-        smooth: bool = True,
-    ) -> None:
-        super().__init__(
-            scheme, unit_roundoff, weight_norm, pilot, num_micro_batches, fixed, smooth
-        )
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._begin()
-        self.interval = products_of_a_trial_above(self.order, self.narrow, pilot, num_micro_batches)
-        self.thirds = products_of_a_third(pilot / num_micro_batches)
+        counts = self.pilot, self.num_micro_batches
+        self.interval = products_of_a_trial_above(self.order, self.narrow, *counts)
+        self.thirds = products_of_a_third(self.pilot / self.num_micro_batches)
         self.expected = 0.0  # error of the accepted trial before its third difference
         self.accepted: Trial | None = None
         self.seen = 0.0  # the largest |D| of its trials
