@@ -103,6 +103,25 @@ def stopped_reference(job: Job, v: dict[str, Tensor]) -> dict[str, Tensor]:
         return reference(job, v)[1]
 
 
+def fused(job: Job) -> tuple[Stored, Stored, float]:
+    """v, product and its error, where the job has Megatron's fused cross entropy."""
+    from ds_hessian.backends.megatron.host import unwrap
+
+    def built(job: Job) -> list[Any]:
+        chunks = build(job)
+        for chunk in chunks:
+            unwrap(chunk).config.cross_entropy_loss_fusion = True
+        return chunks
+
+    with mock.patch("tests.megatron.job.build", built):
+        return chain(job, 1)[0][0]
+
+
+def exact_product(job: Job, v: dict[str, Tensor]) -> dict[str, Tensor]:
+    """H v by double backward."""
+    return reference(job, v)[1]
+
+
 # ---- analyses
 
 

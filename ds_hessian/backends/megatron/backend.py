@@ -30,7 +30,12 @@ from ds_hessian.backends.megatron.replicas import (
 )
 from ds_hessian.backends.megatron.runs import parameters_of, runs_of, weights_of
 from ds_hessian.backends.megatron.support import refuse_unsupported
-from ds_hessian.backends.megatron.wide import WideWeights, accumulates_in_fp32, without_casts
+from ds_hessian.backends.megatron.wide import (
+    WideWeights,
+    accumulates_in_fp32,
+    without_casts,
+    without_rounding,
+)
 from ds_hessian.backends.names import require_same, trained_names
 from ds_hessian.backends.objective import common_number, reading
 from ds_hessian.backends.protocol import (
@@ -172,6 +177,8 @@ class MegatronBackend:
                 stack.callback(_restore_gradients, self.chunks, _take_gradients(self.chunks))
                 widen = passes.precision == "fp32" and self.compute_dtype == torch.bfloat16
                 weights = self._widened(guard, stack) if widen else self._sharded()
+                if self.compute_dtype == torch.float32:
+                    without_rounding(self.chunks, guard.attributes)
                 stack.callback(weights.restore)
                 step = objective.forward_step
                 forward = FixedForward(step, self.chunks, guard)

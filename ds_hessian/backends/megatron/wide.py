@@ -31,10 +31,11 @@ from ds_hessian.memory import NARROW
 if TYPE_CHECKING:
     from ds_hessian.backends.megatron.host import Chunk
 
-FLAGS = (
-    *("bf16", "fp16", "input_in_bf16", "input_in_fp16", "input_in_float16"),
-    "cross_entropy_loss_fusion",  # its backward returns bf16 (fusions/fused_cross_entropy.py)
-)
+ROUNDING = ("cross_entropy_loss_fusion",)
+"""Those that choose what rounds to bf16 in a model of any type: the backward of
+`megatron.core.fusions.fused_cross_entropy`."""
+
+FLAGS = ("bf16", "fp16", "input_in_bf16", "input_in_fp16", "input_in_float16", *ROUNDING)
 """Attributes by which modules and configurations choose 16 bits."""
 
 
@@ -121,16 +122,29 @@ def _accumulate(p: Any) -> None:
 
 def without_casts(chunks: Sequence[Chunk], attributes: Attributes) -> None:
     """Keep what the modules compute in fp32, until `attributes.restore()`."""
+    for owner, name, value in _attributes(chunks):
+        if isinstance(value, torch.dtype) and value in NARROW:
+            attributes.set(owner, name, torch.float32)
+        elif name in FLAGS and value is True:
+            attributes.set(owner, name, False)
+        elif name == "float16_convertor":
+            attributes.set(owner, name, _as_it_is)
+
+
+def without_rounding(chunks: Sequence[Chunk], attributes: Attributes) -> None:
+    """Keep in fp32 what an fp32 model rounds to bf16, until `attributes.restore()`."""
+    for owner, name, value in _attributes(chunks):
+        if name in ROUNDING and value is True:
+            attributes.set(owner, name, False)
+
+
+def _attributes(chunks: Sequence[Chunk]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield owner, name and value of the attributes of modules and of their configurations."""
     modules = [m for chunk in chunks for m in chunk.modules()]
     found = {id(c): c for c in (getattr(m, "config", None) for m in modules)}
     for owner in (*modules, *found.values()):
         for name, value in list(getattr(owner, "__dict__", {}).items()):
-            if isinstance(value, torch.dtype) and value in NARROW:
-                attributes.set(owner, name, torch.float32)
-            elif name in FLAGS and value is True:
-                attributes.set(owner, name, False)
-            elif name == "float16_convertor":
-                attributes.set(owner, name, _as_it_is)
+            yield owner, name, value
 
 
 def _as_it_is(value: Tensor) -> Tensor:
