@@ -100,6 +100,8 @@ def expected_evaluations(
         repeated = REPEATED if pilot < 1 else 0.0
     # The far side of a one-sided formula's trial is no part of the product.
     extra = thrown * of_trial / num_products + (of_trial - nodes)
+    of_slice = 0.0  # the first product's third difference of all micro-batches
     if has_thirds(formula.order, narrow):
         extra += 1 / products_of_a_third(pilot)
-    return evaluations(nodes * (1 + repeated), extra)
+        of_slice = 1 / num_products if pilot < 1 else 0.0
+    return evaluations(nodes * (1 + repeated) + of_slice, extra)
