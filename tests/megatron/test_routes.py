@@ -99,6 +99,7 @@ def test_what_is_detached_is_a_constant_in_parallel_layers(
     assert error(found, exact) < min(3e-4, 3 * runs[0][2])
 
 
+@pytest.mark.full
 def test_a_fused_cross_entropy_does_not_round_the_products_of_an_fp32_job(
     megatron_ranks: Ranks,
 ) -> None:
