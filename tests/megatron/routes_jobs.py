@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -71,55 +71,54 @@ def choices_in_bf16(job: Job) -> tuple[int, float, bool]:
 
 
 @contextlib.contextmanager
-def stopping() -> Iterator[None]:
-    """Build jobs in which no gradient goes from the output layer, a function with a written
-    backward, to a tied embedding.
-    """
+def changing(change: Callable[[Any], None]) -> Iterator[None]:
+    """Build jobs whose models are changed."""
     from ds_hessian.backends.megatron.host import unwrap
-
-    def detached(_: Any, args: Any, kwargs: Any) -> Any:
-        return args, {**kwargs, "weight": kwargs["weight"].detach()}
 
     def built(job: Job) -> list[Any]:
         chunks = build(job)
-        heads = [getattr(unwrap(chunk), "output_layer", None) for chunk in chunks]
-        for head in filter(None, heads):
-            head.register_forward_pre_hook(detached, with_kwargs=True)
+        for chunk in chunks:
+            change(unwrap(chunk))
         return chunks
 
     with mock.patch("tests.megatron.job.build", built):
         yield
 
 
+def _stop(model: Any) -> None:
+    """Let no gradient go from the output layer, a function with a written backward, to a tied
+    embedding.
+    """
+
+    def detached(_: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "weight": kwargs["weight"].detach()}
+
+    head = getattr(model, "output_layer", None)
+    if head is not None:
+        head.register_forward_pre_hook(detached, with_kwargs=True)
+
+
+def _fuse(model: Any) -> None:
+    """Use Megatron's fused cross entropy."""
+    model.config.cross_entropy_loss_fusion = True
+
+
 def stopped(job: Job) -> tuple[Stored, Stored, float]:
     """v, product and its error."""
-    with stopping():
+    with changing(_stop):
         return chain(job, 1)[0][0]
 
 
 def stopped_reference(job: Job, v: dict[str, Tensor]) -> dict[str, Tensor]:
     """H v by double backward."""
-    with stopping():
+    with changing(_stop):
         return reference(job, v)[1]
 
 
 def fused(job: Job) -> tuple[Stored, Stored, float]:
-    """v, product and its error, where the job has Megatron's fused cross entropy."""
-    from ds_hessian.backends.megatron.host import unwrap
-
-    def built(job: Job) -> list[Any]:
-        chunks = build(job)
-        for chunk in chunks:
-            unwrap(chunk).config.cross_entropy_loss_fusion = True
-        return chunks
-
-    with mock.patch("tests.megatron.job.build", built):
+    """v, product and its error."""
+    with changing(_fuse):
         return chain(job, 1)[0][0]
-
-
-def exact_product(job: Job, v: dict[str, Tensor]) -> dict[str, Tensor]:
-    """H v by double backward."""
-    return reference(job, v)[1]
 
 
 # ---- analyses

@@ -690,7 +690,7 @@ OPERATORS = (
         ("operators/test_step_control.py",),
     ),
     Defect(
-        "if outlook.excess > WORTH and self.fixed is None:",
+        "if error > worth * best and self.fixed is None:",
         "if outlook.excess > WORTH:",
         "a product at a given displacement is made again at another one",
         ("operators/test_finite_difference.py::test_a_given_displacement_is_the_one_that_is_used",),

@@ -348,8 +348,8 @@ class StepController(Estimates):
         truncated = max(belief.truncation * product.h**self.order, possible)
         witnessed = self._witnessed(product, outlook, belief)
         noise = self._noise_of_slice(product, outlook, belief)
-        error = max(outlook.error, witnessed, min(math.hypot(noise, truncated), LARGEST[0]))
-        error = max(error, ROUNDED * self.roundoff)
+        likely, least = min(math.hypot(noise, truncated), LARGEST[0]), ROUNDED * self.roundoff
+        error = max(outlook.error, witnessed, likely, least)
         if self.accepted is not None and self.accepted.third is not None:
             unexpected = max(witnessed, truncated) > UNEXPECTED * self.expected
             surprising = self.products == 0 or unexpected

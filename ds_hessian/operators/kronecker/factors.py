@@ -37,8 +37,8 @@ Singer, ICML 2018, and Morwani et al., arXiv 2406.17748 (Shampoo^2); Lin et al.,
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -50,6 +50,7 @@ from ds_hessian.backends.protocol import Backend, Session
 from ds_hessian.errors import ConfigError, NumericsError, UnsupportedError
 from ds_hessian.operators.kronecker.forms import Eigenform
 from ds_hessian.operators.kronecker.kept import Adapter, Pair, fitting
+from ds_hessian.operators.kronecker.labels import Labels
 from ds_hessian.operators.kronecker.layers import Layer, listening
 from ds_hessian.operators.kronecker.sums import (
     KFAC,
@@ -62,7 +63,6 @@ from ds_hessian.operators.kronecker.sums import (
     Square,
 )
 from ds_hessian.operators.outputs.losses import size_of
-from ds_hessian.operators.outputs.reading import Reading
 from ds_hessian.ranks import together
 from ds_hessian.vectors import VectorSpace, collected
 
@@ -152,94 +152,12 @@ def estimate(
     Collective.
     """
     size = settings.layers_at_once or len(layers)
-    labels = _Labels(session, settings.outputs, settings.draws)
+    labels = Labels(session, settings.outputs, settings.draws)
     found = list[Factors]()
     for start in range(0, len(layers), size):
         some = layers[start : start + size]
         found += _Estimation(session, backend, some, settings, labels).run()
     return found
-
-
-class _Labels:
-    """The labels of the passes: the data's own, or drawn from the model.
-
-    Micro-batches are numbered over all data-parallel ranks, dealt out to them in turn, and have the
-    labels of their number: as many draws as micro-batches, and the same ones in every layout.
-
-    Attributes:
-        draws: Times that labels are drawn; 0 for the data's own.
-        unit: The cotangents of drawn labels in those of the layers' hooks.
-
-    Raises:
-        UnsupportedError: labels are to be drawn, and the loss is no cross entropy.
-
-    Collective: the constructor.
-    """
-
-    reads = True
-
-    def __init__(self, session: Session, outputs: str | None, draws: int) -> None:
-        self.draws, self.unit = draws, 1.0
-        if not draws:
-            return
-        self._reading = Reading(session, outputs)
-        if self._reading.kind != "cross entropy":
-            raise UnsupportedError(
-                "ds_hessian does not support labels drawn from the model where the loss is no "
-                f"cross entropy ({self._reading.words}); take the labels of the data, draws = 0"
-            )
-        tokens, tap = self._reading.tokens, self._reading.tap
-        self._place, self._ranks = _place_among_data(session, bool(tokens))
-        self._count = len(tap.calls(range(session.num_micro_batches)))
-        self._drawn = 0  # of the present pass
-        found = torch.zeros(2, session.space.world_size, dtype=torch.float64)
-        for each in tokens.values():
-            seen = torch.tensor([size_of(each.weights), each.steepest])
-            found[:, session.space.rank] = torch.maximum(found[:, session.space.rank], seen)
-        largest, steepest = session.space.reduce(found.reshape(-1)).reshape(2, -1).amax(1).tolist()
-        self.unit = _unit_of(largest, steepest)
-
-    @contextmanager
-    def drawn(self, unit: int, number: int) -> Iterator[None]:
-        """Let a pass of a unit run with drawn labels, the same ones for the same numbers."""
-        self._drawn = number
-        with self._reading.tap.listening(range(unit, unit + 1), self):
-            yield
-
-    def outputs(self, index: int, f: Tensor) -> None:
-        """Add nothing to the outputs."""
-
-    def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
-        """Return that of drawn labels."""
-        seed = (self._drawn * self._count + index) * self._ranks + self._place
-        found = self._reading.tokens[index].sampled(f, seed)
-        return found.div_(self.unit).to(c.dtype)
-
-
-def _place_among_data(session: Session, has_outputs: bool) -> tuple[int, int]:
-    """Return this rank's number among those that have outputs, and how many these are; ranks that
-    split the classes of the same ones are one.
-
-    Collective.
-    """
-    space, group = session.space, session.head.group
-    first = space.rank if group is None else min(dist.get_process_group_ranks(group))
-    firsts = torch.zeros(space.world_size, dtype=torch.float64)
-    firsts[first] += has_outputs
-    found = space.reduce(firsts)
-    return int((found[:first] > 0).sum()), int((found > 0).sum())
-
-
-def _unit_of(largest: float, steepest: float) -> float:
-    """Return what cotangents of drawn labels are divided by: a power of 2, at most 1, so that they
-    are as large as the job's own, whose scale keeps these from being lost in 16 bits.
-
-    Args:
-        largest: The largest weight of a token.
-        steepest: The largest entry of the job's own cotangents.
-    """
-    unit = math.sqrt(2 * largest) / steepest if steepest > 0 else 1.0
-    return 2.0 ** math.ceil(math.log2(unit)) if 0 < unit < 1 else 1.0
 
 
 class _Estimation:
@@ -251,7 +169,7 @@ class _Estimation:
         backend: Backend,
         layers: Sequence[Layer],
         settings: Settings,
-        labels: _Labels,
+        labels: Labels,
     ) -> None:
         self.session, self.backend, self.layers = session, backend, list(layers)
         self.labels = labels

@@ -318,10 +318,11 @@ def _places(session: Session, module: nn.Module, several: bool) -> list[int]:
     first = [0]
     if not session.space.reduce(torch.tensor([float(several)], dtype=torch.float64))[0]:
         return first
-    seen, shaped = dict[int, bool](), dict[int, bool]()
+    seen = dict[int, tuple[bool, bool]]()  # whether the loss takes it, and whether as a tensor
 
     def judge(place: int, c: Tensor) -> None:
-        seen[place] = seen[place] or bool(c.any())
+        if c.any():
+            seen[place] = True, c.ndim > 0
 
     def hook(module: nn.Module, args: object, output: object) -> object:
         if in_backward():
@@ -330,8 +331,7 @@ def _places(session: Session, module: nn.Module, several: bool) -> list[int]:
         others = {i: x.view_as(x) for i, x in enumerate(tensors_of(output)) if x.requires_grad}
         for place, x in others.items():
             x.register_hook(on_cotangents(partial(judge, place)))
-        shaped.update({i: x.ndim > 0 for i, x in enumerate(tensors_of(output))})
-        seen.update(dict.fromkeys(shaped, False))
+        seen.update(dict.fromkeys(range(len(tensors_of(output))), (False, False)))
         return with_tensors(output, others)
 
     handle = module.register_forward_hook(hook)
@@ -340,7 +340,7 @@ def _places(session: Session, module: nn.Module, several: bool) -> list[int]:
     finally:
         handle.remove()
     size = int(session.space.reduce(torch.tensor([float(len(seen))], dtype=torch.float64))[0])
-    mine = [seen.get(i, False) and (1.0, float(shaped[i])) or (0.0, 0.0) for i in range(size)]
+    mine = [seen.get(i, (False, False)) for i in range(size)]
     taken = session.space.reduce(torch.tensor(mine, dtype=torch.float64).reshape(-1)).view(-1, 2)
     return taken[:, 0].nonzero().flatten().tolist() if bool(taken[:, 1].any()) else first
 
