@@ -634,6 +634,7 @@ def on_schedule(folder: str) -> tuple[list[int], list[int], list[int], bool]:
     """
     section = {**QUIET, "interval": 3, "num_matvecs": 3, "num_micro_batches": 2}
     engine = make_engine(
+        zero={"stage": 1},
         hessian={**section, "sharpness_interval": 2, "output_path": f"{folder}/out"},
         csv_monitor={"enabled": True, "output_path": folder, "job_name": "events"},
     )
@@ -730,9 +731,9 @@ def huge_spectrum(displacement: float) -> tuple[Any, ...]:
 # ---- analyses
 
 
-def analyse(path: str) -> tuple[Any, ...]:
+def analyse(path: str, stage: int) -> tuple[Any, ...]:
     """Weights and records of every analysis of an untrained TinyGPT; vectors as whole tensors."""
-    engine = make_engine(hessian=QUIET)
+    engine = make_engine(zero={"stage": stage}, hessian=QUIET)
     hessian = engine.hessian.use(my_batches())
     pairs = hessian.eigenpairs(3, "LM", max_matvecs=60)
     traces = [hessian.trace("hutchinson", 12, blocks="parameters"), hessian.trace("xtrace", 24)]
@@ -882,7 +883,7 @@ def monitored(output: str, tools: dict[str, Any], offline: str = "") -> dict[int
         "progress": False,
         "output_path": output,
     }
-    engine = make_engine(hessian=section, **tools)
+    engine = make_engine(zero={"stage": 1}, hessian=section, **tools)
     for number in range(5):
         engine.backward(engine(*batch(number, dist.get_rank())))
         engine.step()
@@ -961,10 +962,10 @@ def adam_state(config: dict[str, Any], fused: bool = False) -> Any:
     return out
 
 
-def sharpness_in_training(rounds: int, between: int, lr: float, **limits: Any) -> Any:
+def sharpness_in_training(stage: int, rounds: int, between: int, lr: float, **limits: Any) -> Any:
     """[(weights, D, step, record)] of a training with measurements; then one solve, and b."""
     optimizer = {"type": "Adam", "params": {"lr": lr, "torch_adam": True}}
-    engine = make_engine(hessian=QUIET, optimizer=optimizer)
+    engine = make_engine(zero={"stage": stage}, hessian=QUIET, optimizer=optimizer)
     hessian = engine.hessian.use(my_batches())
     _train(engine, range(20))
     found = []

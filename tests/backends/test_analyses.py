@@ -1,4 +1,4 @@
-"""The analyses on a real ZeRO-3 engine, against the dense fp64 Hessian."""
+"""The analyses on a real ZeRO engine, against the dense fp64 Hessian."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from tests.backends import jobs
 from tests.krylov.test_eigenpairs import participation_bound
 from tests.nets import DenseHessian, TinyGPT, batch, merged
 from tests.ranks import RankPool
+from tests.tiers import cells
 
 Ranks = Callable[[int], RankPool]
 
 
-@pytest.fixture(scope="module")
-def run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture(scope="module", params=cells([1, 3], [1]))
+def run(
+    request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
     """What rank 0 of 2 found, the dense Hessian, and the file of vectors."""
     path = tmp_path_factory.mktemp("vectors") / "top.safetensors"
-    results = ranks(2).run(jobs.analyse, str(path))
+    results = ranks(2).run(jobs.analyse, str(path), request.param)
     weights, figures, *rest = results[0]
     dense = DenseHessian(TinyGPT(), weights, merged([batch(500 + i, 0) for i in range(jobs.TOTAL)]))
     for ours, theirs in zip(figures, results[1][1], strict=True):

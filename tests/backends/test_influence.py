@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -51,6 +52,7 @@ def newton(x: Tensor, y: Tensor, keep: Tensor, damping: float) -> Tensor:
     return w
 
 
+@pytest.mark.full
 def test_scores_foretell_what_training_without_an_example_does(ranks: Ranks) -> None:
     generator = torch.Generator().manual_seed(3)
     n, damping = 40, 0.1

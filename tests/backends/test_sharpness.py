@@ -63,10 +63,10 @@ def test_adams_divisor_and_step_are_those_of_the_training(name: str, ranks: Rank
     assert any(square is not None for square in squares.values()) or name.startswith("stage 0")
 
 
-@pytest.fixture(scope="module")
-def run(ranks: Ranks) -> Any:
+@pytest.fixture(scope="module", params=cells([1, 3], [1]))
+def run(request: pytest.FixtureRequest, ranks: Ranks) -> Any:
     """What rank 0 of 2 found."""
-    return ranks(2).run(jobs.sharpness_in_training, 3, 2, 1e-3)[0]
+    return ranks(2).run(jobs.sharpness_in_training, request.param, 3, 2, 1e-3)[0]
 
 
 def dense_at(weights: Any) -> tuple[DenseHessian, torch.Tensor]:

@@ -26,8 +26,8 @@ def oracle(weights: dict[str, torch.Tensor], total: int = jobs.TOTAL) -> DenseHe
 
 @pytest.fixture(scope="module")
 def runs(ranks: Ranks) -> dict[int, Any]:
-    """Weights, probe, product and a 15-step spectrum on 1, 2 and 3 ranks."""
-    return {w: ranks(w).run(jobs.measure, 15, 1, {})[0] for w in (1, 2, 3)}
+    """Weights, probe, product and an 8-step spectrum on 1, 2 and 3 ranks."""
+    return {w: ranks(w).run(jobs.measure, 8, 1, {})[0] for w in (1, 2, 3)}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -93,7 +93,7 @@ def test_a_failure_before_or_after_the_passes_ends_on_all_ranks(engine: Ranks, w
         assert kept and right
 
 
-@pytest.mark.parametrize("host", cells(HOSTS, ["ZeRO-3", "torch DDP"]))
+@pytest.mark.parametrize("host", cells(HOSTS, ["ZeRO-3"]))
 def test_training_and_checkpoints_are_refused_where_weights_are_displaced(
     ranks_of: Callable[[str], Ranks], host: str
 ) -> None:

@@ -32,9 +32,9 @@ def one(megatron_ranks: Ranks) -> Callable[..., Any]:
     """Of one process: vectors, exact products of G and of the Fisher matrix, and coefficients."""
 
     @functools.cache
-    def get(alone: Job) -> Any:
+    def get(alone: Job, count: int) -> Any:
         ranks = megatron_ranks(1)
-        (run,) = ranks.run(output_jobs.products, alone)
+        (run,) = ranks.run(output_jobs.products, alone, count)
         vectors = [whole([row[0]]) for row in run[0]]
         job = replace(alone, dtype="float64")
         exact = {
@@ -43,7 +43,7 @@ def one(megatron_ranks: Ranks) -> Callable[..., Any]:
         }
         return vectors, exact, run[3]
 
-    return lambda **layout: get(Job(**layout).alone)
+    return lambda count, **layout: get(Job(**layout).alone, count)
 
 
 TP_4 = {"TP 4": (4, {"tp": 4, "query_groups": 4})}
@@ -54,8 +54,8 @@ def test_products_and_spectra_are_those_of_one_process(
     megatron_ranks: Ranks, one: Callable[..., Any], name: str
 ) -> None:
     size, layout = (LAYOUTS | TP_4)[name]
-    vectors, exact, coefficients = one(**layout)
     count = 2 if name in TWICE else 1
+    vectors, exact, coefficients = one(count, **layout)
     runs = megatron_ranks(size).run(output_jobs.products, Job(**layout), count)
     assert all(run[1] == "output_layer: cross entropy" and run[2] for run in runs)
     for k, v in enumerate(vectors[:count]):
@@ -118,7 +118,7 @@ def test_several_predictions_for_a_token_are_refused(megatron_ranks: Ranks) -> N
 
 @pytest.mark.full
 def test_bf16(megatron_ranks: Ranks, one: Callable[..., Any]) -> None:
-    _, exact, _ = one()
+    _, exact, _ = one(1)
     runs = megatron_ranks(2).run(output_jobs.products, Job(tp=2, dtype="bfloat16"))
     rows = [run[0][0] for run in runs]
     found: dict[str, Tensor] = whole([row[1]["ggn"][0] for row in rows])

@@ -260,6 +260,7 @@ def test_cumulative_bounds_hold_in_95_of_100_cases(name, m, probes):
     assert (np.mean(held, axis=0) >= 0.95 - 3 * 0.022).all()
 
 
+@pytest.mark.full
 def test_where_quadrature_is_exact_the_bounds_are_as_wide_as_the_probes_chance():
     eigenvalues = semicircle(60)
     x = np.linspace(-0.8, 0.8, 9)

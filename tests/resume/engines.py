@@ -1,4 +1,4 @@
-"""What runs on the ranks with real ZeRO-3 engines."""
+"""What runs on the ranks with real ZeRO engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def measure(
 
     `number`: of the process, whose random states are its own.
     """
-    engine = make_engine(hessian={**QUIET, "dropout": True, "resume": folder})
+    zero = {"stage": 3 if kind == "spectrum" else 1}
+    engine = make_engine(zero=zero, hessian={**QUIET, "dropout": True, "resume": folder})
     torch.manual_seed(number)
 
     def loss_fn(model: Any, b: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Measurements of real ZeRO-3 engines that are interrupted, by an error or by a kill."""
+"""Measurements of real ZeRO engines that are interrupted, by an error or by a kill."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def same(record: Any, whole: Any) -> bool:
     ) and all(getattr(record.cost, name) == getattr(whole.cost, name) for name in counts)
 
 
+@pytest.mark.full
 def test_after_an_error_in_the_loss_it_goes_on_to_the_same_bits(
     ranks: Ranks, tmp_path: Path, whole: Any
 ) -> None:
