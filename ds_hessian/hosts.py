@@ -58,7 +58,7 @@ def attach(job: Job, optimizer: Any = None, config: Settings = None) -> Hessian:
 
     Collective.
     """
-    if config is None and not _is_optimizer(optimizer):
+    if config is None and isinstance(optimizer, HessianConfig | Mapping | str | Path):
         optimizer, config = None, optimizer
     with _attaching(job, lambda: _settings(job, config)):
         if getattr(job, "hessian", None) is not None:
@@ -85,6 +85,7 @@ def hessian_of(job: Job, config: Settings = None, optimizer: Any = None) -> Hess
     Collective.
     """
     with _attaching(job, lambda: _settings(job, config)):
+        _require_optimizer(optimizer)
         if _is_megatron(job):
             return megatron_hessian(job, _settings(job, config), optimizer)
         if _is_engine(job):
@@ -193,9 +194,19 @@ def _is_megatron(job: object) -> TypeGuard[Chunk | Sequence[Chunk]]:
     return any(type(chunk).__module__.startswith("megatron.") for chunk in chunks)
 
 
-def _is_optimizer(found: object) -> bool:
-    ours = isinstance(found, torch.optim.Optimizer)
-    return ours or type(found).__module__.startswith("megatron.")
+def _require_optimizer(found: object) -> None:
+    """Raise if what is given as an optimizer has no parameters that it steps.
+
+    Raises:
+        ConfigError: says what it is.
+    """
+    if found is None or (not isinstance(found, type) and hasattr(found, "param_groups")):
+        return
+    what = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+    raise ConfigError(
+        f"the optimizer must be the one that steps the model's parameters, got {what}: pass that "
+        "optimizer, or none"
+    )
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Self, TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import Any, Self, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -23,6 +23,7 @@ from ds_hessian.analyses import (
 from ds_hessian.backends.protocol import Backend, Objective
 from ds_hessian.backends.restricted import Restricted, restricted
 from ds_hessian.config import HessianConfig
+from ds_hessian.config.messages import shown
 from ds_hessian.defaults import defaults_of_job, own_defaults
 from ds_hessian.errors import ConfigError
 from ds_hessian.job_vectors import JobVectors
@@ -124,6 +125,10 @@ class JobMeasuring(JobVectors):
 
     @step.setter
     def step(self, step: int) -> None:
+        with suppress(Exception):  # of what is no number of numpy or torch
+            step = cast("Any", step).item()
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise ConfigError(f"step must be an integer, at least 0, got {shown(step)}")
         try:
             setattr(self.backend, "step", step)  # noqa: B010, settable where nothing counts steps
         except AttributeError:

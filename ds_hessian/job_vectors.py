@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from torch import Tensor
 
 from ds_hessian import ops, vector_files
 from ds_hessian.backends.protocol import Backend
 from ds_hessian.config import HessianConfig
+from ds_hessian.config.messages import shown
+from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.ranks import collective, summed, together
 from ds_hessian.records import HessianDecomposition, HessianSpectrum, Savable
+from ds_hessian.records.base import Record
+from ds_hessian.records.files import path_of
 from ds_hessian.show.page import SHOWN, PageKeeper
 from ds_hessian.vectors import ProbeKind, random_vector, refuse_impossible_probe
 
@@ -38,6 +42,12 @@ class JobVectors:
         self.backend, self.config = backend, config
         self.output = vector_files.Output(backend, Path(config.output_path))
         self._page = PageKeeper()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UnsupportedError(
+            "ds_hessian does not support copying or pickling a job's Hessian, which belongs to the "
+            "running job: attach() gives another job its own; records can be copied and pickled"
+        )
 
     @property
     def rank(self) -> int:
@@ -130,7 +140,7 @@ class JobVectors:
         device = self.backend.space.device
         with collective("saving a record", device, given=lambda: {"record": record.kind}):
             source = record.provenance
-            found = Path(folder) if folder else self.output.of_step(source.step, source.operator)
+            found = path_of(folder) if folder else self.output.of_step(source.step, source.operator)
             vector_files.save_record(self.backend, record, found)
             drawn = isinstance(record, (HessianSpectrum, HessianDecomposition))
             if self.config.plot and drawn:
@@ -150,4 +160,8 @@ class JobVectors:
             ResultError: files are missing, damaged, of another schema, another model, or of
                 different records; on ranks that do not read them, MeasurementError.
         """
+        if not (isinstance(record, type) and issubclass(record, Record)):
+            raise ConfigError(
+                f"load() takes a class of records, such as HessianSpectrum, got {shown(record)}"
+            )
         return vector_files.load_record(self.backend, record, folder)

@@ -25,7 +25,7 @@ from ds_hessian.errors import ConfigError, ResultError
 from ds_hessian.ranks import collective, together
 from ds_hessian.records import Provenance, Savable
 from ds_hessian.records.fields import read_value
-from ds_hessian.records.files import Claim, flush_folder, remove_abandoned, temporaries
+from ds_hessian.records.files import Claim, flush_folder, path_of, remove_abandoned, temporaries
 from ds_hessian.records.safetensors import Reader, Writer
 from ds_hessian.vectors import collected, distribute
 
@@ -174,7 +174,7 @@ def load_record(backend: Backend, record: type[R], folder: str | Path) -> R:
         ResultError: files are missing, damaged, of another schema, another model, or of different
             records; on ranks that do not read them, MeasurementError.
     """
-    folder = Path(folder)
+    folder = path_of(folder)
     with together(f"reading results from {folder}", device=backend.space.device):
         found = record.load(folder)
         path, aside = _vector_files(found, folder)
@@ -204,7 +204,7 @@ def save_vectors(
     Raises:
         MeasurementError: rank 0 could not write.
     """
-    layout, space, path = backend.layout, backend.space, Path(path)
+    layout, space, path = backend.layout, backend.space, path_of(path)
     doing, device = f"writing vectors to {path}", space.device
     shapes = {name: (len(vectors), *shape) for name, shape in backend.parameters}
     kept = {key: json.dumps(value) for key, value in (metadata or {}).items()}
@@ -236,7 +236,7 @@ def load_vectors(backend: Backend, path: str | Path) -> Tensor:
     """
     if isinstance(backend, Restricted):
         return backend.select(load_vectors(backend.whole, path))
-    layout, space, path = backend.layout, backend.space, Path(path)
+    layout, space, path = backend.layout, backend.space, path_of(path)
     doing, device = f"reading vectors from {path}", space.device
     reader, count = None, 0
     with together(doing, device=device):

@@ -334,12 +334,12 @@ def partition(backend: Backend, blocks: Blocks) -> Partition:
 
 
 def groups_of(backend: Backend, blocks: Blocks) -> dict[str, str]:
-    """Return {parameter name: block} of all parameters.
+    """Return {parameter name: block} of all parameters that have elements.
 
     Raises:
         ConfigError: `blocks` is none of the three things that it may be.
     """
-    names = [name for name, _ in backend.parameters]
+    names = [name for name, shape in backend.parameters if shape.numel()]
     if isinstance(blocks, Mapping):
         return by_pattern(names, blocks)
     if blocks not in ("layers", "parameters"):

@@ -222,6 +222,19 @@ def _function_of_call() -> type | None:
     return None
 
 
+def refuse_solves() -> None:
+    """Raise where a hook of the model's takes a derivative in a backward: the gradient that it
+    solves for is that of a loss in which the constants of the forward move, as a fixed point does.
+    """
+    if _function_of_call() is None:
+        raise UnsupportedError(
+            "ds_hessian does not support a hook that solves for another gradient in the backward "
+            "(torch.autograd.grad in register_hook, as deep equilibrium models do) where the "
+            "forward stops gradients: it is not the gradient of the loss with these values held; "
+            "write forward and backward as one torch.autograd.Function, which is measured"
+        )
+
+
 def _refuse_stairs(function: type | None) -> None:
     """Raise where a function that somebody has written rounds or compares in its forward; torch's
     and the hosts' own recompute activations.

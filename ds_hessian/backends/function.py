@@ -57,7 +57,7 @@ from ds_hessian.backends.choices import (
     line_of_call,
     sides_of,
 )
-from ds_hessian.backends.constants import Constants, leaves
+from ds_hessian.backends.constants import Constants, leaves, refuse_solves
 from ds_hessian.backends.dropping import PROBABILITIES, drops
 from ds_hessian.backends.in_python import COMPOSED, is_composed, undispatched
 from ds_hessian.backends.kinks import argument, with_argument
@@ -248,6 +248,8 @@ class FixedFunction(TorchFunctionMode):
         constants, name, back = self._constants, getattr(func, "__name__", ""), _in_backward()
         if not self._follows(back):
             return self._call(func, types, args, kwargs)
+        if back and func is torch.autograd.grad and constants.of(self._key):
+            refuse_solves()
         written = [] if name in STATISTICS else written_by(name, args, kwargs)
         if not back and name == "requires_grad_":
             constants.begin_graph(args[0])

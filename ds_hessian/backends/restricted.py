@@ -87,7 +87,10 @@ def restricted(backend: Backend, choice: Choice | None) -> Backend:
     """
     if choice is None:
         return backend
-    return Restricted(backend, chosen([name for name, _ in backend.parameters], choice))
+    found = chosen([name for name, _ in backend.parameters], choice)
+    if not any(shape.numel() for name, shape in backend.parameters if name in found):
+        raise ConfigError(f"parameters: {', '.join(found[:SHOWN])} have no elements: choose others")
+    return Restricted(backend, found)
 
 
 def names_of(backend: Backend) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import difflib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -268,10 +269,11 @@ class HessianConfig(_Section):
         "matrix of a cross entropy; `residual`, R = H - G; `fisher`, the empirical Fisher matrix "
         "of tokens.",
     )
-    outputs: Annotated[str, Field(min_length=1)] | None = _field(
+    outputs: str | None = _field(
         None,
         "Name of the module that returns the model's outputs (logits), for the operators other "
-        "than `hessian`; null to find it.",
+        "than `hessian`, as `named_modules()` has it: that of the model itself is empty; null to "
+        "find it.",
         "the name of a module, or null",
     )
     num_matvecs: int = _field(
@@ -356,7 +358,7 @@ class HessianConfig(_Section):
 
     def __init__(self, /, **settings: object) -> None:
         try:
-            super().__init__(**settings)
+            super().__init__(**{key: _plain(value) for key, value in settings.items()})
         except ValidationError as error:
             raise ConfigError("\n".join(problems(error, HessianConfig))) from None
 
@@ -436,7 +438,7 @@ class HessianConfig(_Section):
                 f"{SECTION}: must be an object of settings, got {shown(section)}: write {{}} for "
                 "the defaults, or remove the section"
             )
-        return cls(**{str(key): _plain(value) for key, value in section.items()})
+        return cls(**{str(key): value for key, value in section.items()})
 
     @classmethod
     def from_deepspeed(cls, config: Mapping[str, Any] | str | Path | None) -> HessianConfig | None:
@@ -579,12 +581,17 @@ def leaves() -> dict[str, FieldInfo]:
 
 
 def _plain(value: Any, levels: int = 2) -> Any:
-    """Return mappings and sections as dictionaries (strict pydantic takes no other mapping).
+    """Return a value as JSON has it, which strict pydantic asks for: mappings and sections as
+    dictionaries; numbers and arrays of numpy and torch, and ranges, as Python's own.
 
     Deeper than so many levels no setting is, and the value stays as it is, to be refused.
     """
+    with suppress(Exception):  # of a tensor without values: it is refused as it is
+        value = value.tolist()
     if isinstance(value, BaseModel):
         return value.model_dump()
     if isinstance(value, Mapping) and levels:
         return {str(key): _plain(entry, levels - 1) for key, entry in value.items()}
+    if isinstance(value, list | tuple | range) and levels:
+        return [_plain(entry, levels - 1) for entry in value]
     return value

@@ -3,29 +3,66 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ds_hessian.backends.protocol import Session
 from ds_hessian.errors import NumericsError
-from ds_hessian.operators.displacement.figures import tangent
+from ds_hessian.operators.displacement.figures import quotient, tangent
 from ds_hessian.operators.protocol import Product
 from ds_hessian.vectors import VectorSpace
 
+USUAL = 2.0**100
+"""Lengths up to here, and down to its inverse: steps of 1e-6 to 1e6 along such a vector are, in its
+units, normal numbers of fp32."""
 
-def length_of(v: Tensor, space: VectorSpace) -> float:
-    """Return `|v|` of a vector `(n_local,)` of which a product can be taken.
+
+def measurable(v: Tensor, space: VectorSpace) -> tuple[Tensor, float, float]:
+    """Return a vector `(n_local,)` of which a product can be taken as `unit u`: u, `|u|`, unit.
+
+    It is v itself, with a unit of 1, unless v is so long or short that fp32 has no steps along it;
+    then the unit is a power of 2, and u a copy, of a length from 1 to 4.
 
     Raises:
         NumericsError: v is zero or not finite.
 
-    Collective: one small all-reduce.
+    Collective: one small all-reduce, two for such a vector.
     """
     length = space.norm(v)
     if not (math.isfinite(length) and length > 0):
         raise NumericsError(f"a product needs a finite vector other than zero; |v| = {length}")
-    return length
+    if 1 / USUAL <= length <= USUAL:
+        return v, length, 1.0
+    root = 2.0 ** math.floor(math.log2(length) / 2)  # fp32 has it, and its inverse
+    scaled = (v / root).div_(root)
+    return scaled, space.norm(scaled), root * root
+
+
+def in_units(product: Product, unit: float, space: VectorSpace) -> Product:
+    """Return the product of a `measurable` vector as that of the vector of which it was made.
+
+    Its error has what fp32 cannot hold of it near the ends of its range.
+
+    Raises:
+        NumericsError: it is beyond them.
+
+    Collective: one small all-reduce where the unit is not 1.
+    """
+    if unit == 1:
+        return product
+    root = math.sqrt(unit)
+    vector = (product.vector * root).mul_(root)
+    lost = (vector / root).div_(root).sub_(product.vector)
+    squares = space.dots([(lost, lost), (product.vector, product.vector)]).tolist()
+    if not math.isfinite(squares[0]):
+        raise NumericsError(
+            f"the product of a vector of length {unit:.0e} is beyond the numbers of fp32: divide "
+            "the vector by its length"
+        )
+    error = (product.error or 0.0) + quotient(math.sqrt(squares[0]), math.sqrt(squares[1]))
+    return replace(product, vector=vector, error=error)
 
 
 def kinks_crossed(session: Session) -> str | None:

@@ -37,7 +37,13 @@ from torch import Tensor
 from ds_hessian import ops
 from ds_hessian.backends.protocol import Session
 from ds_hessian.errors import NumericsError
-from ds_hessian.operators.checks import kinks_crossed, length_of, require_finite, require_step
+from ds_hessian.operators.checks import (
+    in_units,
+    kinks_crossed,
+    measurable,
+    require_finite,
+    require_step,
+)
 from ds_hessian.operators.clock import add_gradient
 from ds_hessian.operators.displacement.belief import Trial
 from ds_hessian.operators.displacement.control import Advice, StepController
@@ -193,7 +199,7 @@ class FiniteDifferenceHessian:
             self.cost.extrapolated += self.formula == "fourth_order"
             self.cost.beyond_tolerance = self._sides.beyond
         self.cost.product_seconds += time.perf_counter() - started
-        return product
+        return in_units(product, line.unit, self.space)
 
     def _on_all_sides(self, line: Line, trials: list[Trial], repeats: bool = True) -> Product:
         """Return the product by the scheme's formula, after such trials on both sides.
@@ -374,11 +380,12 @@ class FiniteDifferenceHessian:
             NumericsError: v is zero or not finite, or the product is not finite.
         """
         started = time.perf_counter()
-        product = self._difference(Line(self.session, v, self._weight_norm), h)
+        line = Line(self.session, v, self._weight_norm)
+        product = self._difference(line, h)
         self.cost.products += 1
         self.cost.decided(self._decided)
         self.cost.product_seconds += time.perf_counter() - started
-        return product
+        return in_units(product, line.unit, self.space)
 
     def forms(self, v: Tensor, h: float, micro_batches: range | None = None) -> NDArray[np.float64]:
         """Return `v'H_i v / v'v` for micro-batch i of all ranks, `(G,)`, from slopes along v.
@@ -390,7 +397,8 @@ class FiniteDifferenceHessian:
             NumericsError: v is zero or not finite, or a slope is not finite.
         """
         session, space, every = self.session, self.space, micro_batches or self._all
-        length, gradient, slopes = length_of(v, space), self._gradients[-1], list[Tensor]()
+        v, length, _ = measurable(v, space)
+        gradient, slopes = self._gradients[-1], list[Tensor]()
         for sign in (1.0, -1.0):
             session.displace(v, sign * h / length, across=sign < 0)
             for i in every:

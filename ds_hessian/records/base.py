@@ -18,6 +18,7 @@ from torch import Tensor
 from ds_hessian.display import display
 from ds_hessian.errors import HessianError, ResultError
 from ds_hessian.records.fields import Array, Axes, Json, packed, settled, unpacked
+from ds_hessian.records.files import path_of
 from ds_hessian.records.provenance import Cost, Provenance
 from ds_hessian.records.store import Arrays, read, write
 
@@ -75,7 +76,7 @@ class Record:
             OSError: the folder cannot be written.
         """
         content, arrays = self.packed()
-        return write(Path(folder), self.kind, content | self.derived(), arrays)
+        return write(path_of(folder), self.kind, content | self.derived(), arrays)
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
@@ -84,7 +85,7 @@ class Record:
         Raises:
             ResultError: files are missing, damaged, or of another schema.
         """
-        content, arrays = read(Path(folder), cls.kind)
+        content, arrays = read(path_of(folder), cls.kind)
         try:
             return cls.unpacked(content, arrays)
         except HessianError as error:
@@ -98,10 +99,11 @@ class Record:
         """Draw the record; the format follows from the name (.png, .pdf, .svg).
 
         Raises:
+            ConfigError: the path is that of a folder.
             ImportError: matplotlib is not installed.
             UnsupportedError: there is no picture of this kind of record; the message says why.
         """
-        return display().picture(self, Path(path))
+        return display().picture(self, path_of(path))
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):

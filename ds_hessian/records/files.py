@@ -28,6 +28,17 @@ from ds_hessian.errors import ConfigError, ResultError
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
+def path_of(path: object) -> Path:
+    """Return what a caller gives as a path.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"a path must be a text or a Path, got {path!r:.60}")
+    return Path(path)
+
+
 def opened(path: Path) -> IO[bytes]:
     """Open a regular file for reading.
 

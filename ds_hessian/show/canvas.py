@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_hessian.errors import ConfigError
 from ds_hessian.records.files import replacing
 from ds_hessian.show.style import GREY, INK
 
@@ -36,9 +37,19 @@ def new_figure(width: float, height: float, **options: Any) -> Figure:
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """Write the figure in the format of its name, at once; returns the path."""
+    """Write the figure in the format of its name, at once; returns the path.
+
+    Raises:
+        ConfigError: no picture has such a format.
+    """
+    ending = path.suffix.removeprefix(".").lower()
+    known = figure.canvas.get_supported_filetypes()
+    if ending and ending not in known:
+        raise ConfigError(
+            f"{path} is no name of a picture: it must end in one of {', '.join(known)}"
+        )
     with replacing(path) as file:
-        figure.savefig(file, format=path.suffix.removeprefix(".") or None, dpi=DPI)
+        figure.savefig(file, format=ending or None, dpi=DPI)
     return path
 
 

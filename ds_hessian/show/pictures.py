@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ds_hessian.errors import UnsupportedError
+from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.records.alignment import HessianAlignment
 from ds_hessian.records.analyses import (
     HessianBlockCoupling,
@@ -49,6 +49,7 @@ def picture(record: Record, path: Path) -> Path:
     """Draw a record; the format follows from the name. Returns the path.
 
     Raises:
+        ConfigError: the path is that of a folder.
         ImportError: matplotlib is not installed.
         UnsupportedError: there is no picture of this class of records; the message says why.
     """
@@ -56,6 +57,9 @@ def picture(record: Record, path: Path) -> Path:
     if draw is None:
         reason = WITHOUT.get(type(record), "none is known, add one to PICTURES")
         raise UnsupportedError(f"{type(record).__name__} has no picture: {reason}")
+    if path.is_dir():
+        name = f"{record.kind}.png"
+        raise ConfigError(f"{path} is a folder: give a name in it, such as {path / name}")
     return draw(record, path)
 
 

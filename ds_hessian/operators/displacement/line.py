@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_hessian.backends.protocol import Session
-from ds_hessian.operators.checks import length_of
+from ds_hessian.operators.checks import measurable
 from ds_hessian.operators.displacement.figures import quotient, tangent
 
 
@@ -21,8 +21,9 @@ class Line:
         reach: The norm of the weights: roundings of longer steps are relative to the steps.
 
     Attributes:
-        v: The vector.
+        v: The vector, in units of `unit` (`measurable`).
         length: Its norm.
+        unit: 1 but for vectors of extreme length.
         change: `(2,)`, the value of `displace` for the last step between inner nodes.
         sign: The sign of that step.
 
@@ -36,7 +37,8 @@ class Line:
     """
 
     def __init__(self, session: Session, v: Tensor, reach: float) -> None:
-        self.session, self.v, self.length = session, v, length_of(v, session.space)
+        self.session = session
+        self.v, self.length, self.unit = measurable(v, session.space)
         self.reach = reach
         self.change, self.sign = torch.zeros(2), 1.0
         self._position: float | None = None  # in units of v; None where it is not known

@@ -76,7 +76,7 @@ def find_layers(backend: Backend, choice: Choice | None) -> tuple[list[Layer], d
 
     Collective.
     """
-    shapes = {name: shape for name, shape in backend.parameters if len(shape) == 2}
+    shapes = _shapes(backend)
     names = list(shapes) if choice is None else chosen(list(shapes), choice)
     weights = {weight.name: weight for weight in backend.weights()}
     mine = {(n, (_no_layer(w.module), _transposed(w.module))) for n, w in weights.items()}
@@ -103,11 +103,16 @@ def find_layers(backend: Backend, choice: Choice | None) -> tuple[list[Layer], d
     return layers, others
 
 
+def _shapes(backend: Backend) -> dict[str, torch.Size]:
+    """Return the shapes of the weights of two dims that have elements, by name."""
+    return {name: s for name, s in backend.parameters if len(s) == 2 and s.numel()}
+
+
 def foreseen_shapes(backend: Backend, choice: Choice | None) -> list[tuple[int, int]]:
     """Return the outputs and inputs of the layers that `find_layers` will find, as far as this rank
     knows: weights of which it has no part count as layers. Not collective.
     """
-    shapes = {name: shape for name, shape in backend.parameters if len(shape) == 2}
+    shapes = _shapes(backend)
     names = list(shapes) if choice is None else chosen(list(shapes), choice)
     modules = {weight.name: weight.module for weight in backend.weights()}
     found = []

@@ -30,7 +30,7 @@ from ds_hessian.backends.protocol import Session
 from ds_hessian.config import OutputMatrix
 from ds_hessian.errors import NumericsError, UnsupportedError
 from ds_hessian.memory import FP32
-from ds_hessian.operators.checks import length_of, require_finite, require_step
+from ds_hessian.operators.checks import in_units, measurable, require_finite, require_step
 from ds_hessian.operators.outputs.forms import Ladder
 from ds_hessian.operators.outputs.passes import OutputProduct, Passes, Sums
 from ds_hessian.operators.outputs.reading import Reading
@@ -183,7 +183,7 @@ class GaussNewton:
             NumericsError: v is zero or not finite, the product is not finite, or a given step is
                 lost in the rounding of the weights.
         """
-        started, length = time.perf_counter(), length_of(v, self.space)
+        started, (v, length, unit) = time.perf_counter(), measurable(v, self.space)
         h, out, sums, trials = self._search(v, length)
         found = self._finish(v, length, h, out, sums)
         (better,) = self.space.of_rank_0(self._steps.judge(found.trial))
@@ -197,7 +197,8 @@ class GaussNewton:
         self._note_product(found.choices)
         self.cost.trials += trials
         self.cost.product_seconds += time.perf_counter() - started
-        return require_step(self._made(out, found, length, noise, error, trials))
+        product = require_step(self._made(out, found, length, noise, error, trials))
+        return in_units(product, unit, self.space)
 
     def product_at(self, v: Tensor, h: float) -> Product:
         """Return the product at displacement h, without trials or estimates of its error.
@@ -205,12 +206,13 @@ class GaussNewton:
         Raises:
             NumericsError: v is zero or not finite, or the product is not finite.
         """
-        started, length, out = time.perf_counter(), length_of(v, self.space), self.space.zeros()
+        started, out = time.perf_counter(), self.space.zeros()
+        v, length, unit = measurable(v, self.space)
         sums = self._evaluate(out, v, h / length, self._pilot, True)
         found = self._finish(v, length, h, out, sums)
         self._note_product(found.choices)
         self.cost.product_seconds += time.perf_counter() - started
-        return self._made(out, found, length, None, None, 0)
+        return in_units(self._made(out, found, length, None, None, 0), unit, self.space)
 
     def _note_product(self, choices: Sequence[float]) -> None:
         """Count a product, and what was held in it."""
@@ -236,7 +238,8 @@ class GaussNewton:
 
     def _forms(self, v: Tensor, h: float, micro_batches: range | None) -> NDArray[np.float64]:
         """Return the forms, finite or not."""
-        length, every = length_of(v, self.space), micro_batches or range(self._count)
+        v, length, _ = measurable(v, self.space)
+        every = micro_batches or range(self._count)
         unit, total, values = self._form_unit(h, length), Sums(), list[Tensor]()
         if self._passes.product is not None:
             mine = self._passes.forms(v, h / length, every, total)
@@ -269,7 +272,8 @@ class GaussNewton:
         """Return the form of a micro-batch, and its error from differencing the loss in the
         outputs.
         """
-        length, waste, some = length_of(v, self.space), self.space.zeros(), range(one, one + 1)
+        v, length, _ = measurable(v, self.space)
+        waste, some = self.space.zeros(), range(one, one + 1)
         sums = self._evaluate(waste, v, h / length, some, True, True)
         unit = self._form_unit(h, length) / self._passes.kappa**2
         mine = torch.tensor([sums.form, self._third(waste, some)], dtype=torch.float64)
@@ -291,7 +295,8 @@ class GaussNewton:
         """
         steps, started = self._steps, time.perf_counter()
         known = self._passes.product is not None
-        self._choose_rho(v, length_of(v, self.space), steps.learnt.h)
+        v, length, _ = measurable(v, self.space)
+        self._choose_rho(v, length, steps.learnt.h)
         while True:
             value, error, h = self._ladder.settled(
                 lambda h, some: self._forms(v, h, some),

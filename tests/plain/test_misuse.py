@@ -1,0 +1,253 @@
+"""What a caller may give by mistake, and models and vectors at the edge of what there is."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ds_hessian
+from ds_hessian import HessianConfig, HessianSpectrum
+from ds_hessian.errors import ConfigError, NumericsError, UnsupportedError
+from tests.operators.nets import Exact, batches, loss_of, mlp
+
+QUIET = {"num_matvecs": 3, "progress": False, "plot": False}
+
+
+@pytest.fixture(scope="module")
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return mlp()
+
+
+@pytest.fixture
+def hessian(net: nn.Module) -> Any:
+    return ds_hessian.attach(net, config=QUIET).use(batches(), loss_of)
+
+
+@pytest.fixture(scope="module")
+def spectrum(net: nn.Module) -> HessianSpectrum:
+    return ds_hessian.attach(net, config=QUIET).use(batches(), loss_of).spectrum()
+
+
+def test_settings_may_be_numbers_and_arrays_of_numpy_and_torch() -> None:
+    given = HessianConfig(
+        num_matvecs=np.int64(5),
+        seed=torch.tensor(3),
+        sampling=np.bool_(False),
+        steps=np.array([1, 2]),
+        parameters=np.array(["a", "b"]),
+        finite_difference={"displacement": np.float32(0.5)},
+    )
+    plain = HessianConfig(
+        num_matvecs=5,
+        seed=3,
+        steps=[1, 2],
+        parameters=["a", "b"],
+        finite_difference={"displacement": 0.5},
+    )
+    assert given == plain and HessianConfig(steps=range(1, 3)).steps == (1, 2)
+    with pytest.raises(ConfigError, match=r"num_matvecs: must be an integer.*got \[5, 6\]"):
+        HessianConfig(num_matvecs=np.array([5, 6]))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [torch.optim.AdamW, "list", "scheduler", "parameters"],
+    ids=["class", "list", "scheduler", "parameters"],
+)
+def test_what_is_no_optimizer_is_refused_with_and_without_settings(
+    net: nn.Module, given: Any
+) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    made = {
+        "list": [optimizer],
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        "parameters": net.parameters(),
+    }
+    wrong = made[given] if isinstance(given, str) else given
+    for settings in ((), (QUIET,)):
+        with pytest.raises(ConfigError, match="the optimizer must be the one that steps"):
+            ds_hessian.attach(net, wrong, *settings)
+
+
+@pytest.mark.parametrize("step", ["a", None, -1, 1.5, True])
+def test_a_step_that_is_no_count_is_refused(hessian: Any, step: Any) -> None:
+    with pytest.raises(ConfigError, match="step must be an integer, at least 0"):
+        hessian.step = step
+    hessian.step = np.int64(7)
+    assert hessian.step == 7
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_the_hessian_of_a_job_is_not_copied_but_records_are(
+    hessian: Any, spectrum: HessianSpectrum, copied: Any
+) -> None:
+    with pytest.raises(UnsupportedError, match="copying or pickling a job's Hessian"):
+        copied(hessian)
+    assert pickle.loads(pickle.dumps(spectrum)) == spectrum == copy.deepcopy(spectrum)
+
+
+def test_paths_that_are_none_are_refused(
+    hessian: Any, spectrum: HessianSpectrum, tmp_path: Path
+) -> None:
+    calls = (HessianSpectrum.load, spectrum.save, spectrum.plot, hessian.load_vectors)
+    nothing: Any = None
+    for call in calls:
+        with pytest.raises(ConfigError, match="a path must be a text or a Path, got None"):
+            call(nothing)
+    with pytest.raises(
+        ConfigError, match=r"is a folder: give a name in it, such as .*spectrum.png"
+    ):
+        spectrum.plot(tmp_path)
+    with pytest.raises(ConfigError, match=r"it must end in one of .*png"):
+        spectrum.plot(tmp_path / "a.xyz")
+    with pytest.raises(ConfigError, match='takes a class of records, .*got "spectrum"'):
+        hessian.load("spectrum", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("operator", ["hessian", "ggn", "residual"])
+@pytest.mark.parametrize("size", [1e37, 1e-38, 1e-43])
+def test_products_and_curvatures_do_not_depend_on_the_length_of_the_vector(
+    hessian: Any, operator: str, size: float
+) -> None:
+    v = hessian.random_vector() * size
+    u = v.double() / v.double().norm()
+    with hessian.measuring(operator=operator):
+        extreme, plain = hessian.matvec(v), hessian.matvec(u.float())
+    far = extreme.vector.double() / v.double().norm() - plain.vector.double()
+    assert far.norm() <= 3 * (extreme.error + plain.error) * plain.norm
+    a, b = (hessian.curvatures([], {"v": x}, operator=operator) for x in (v, u.float()))
+    assert abs(a.values - b.values) <= 3 * (a.errors + b.errors)
+
+
+def test_a_product_beyond_the_numbers_of_fp32_names_the_vector(hessian: Any) -> None:
+    v = torch.zeros_like(hessian.random_vector())
+    hessian.use(batches(), lambda model, batch: 1e4 * loss_of(model, batch))
+    with pytest.raises(NumericsError, match=r"of a vector of length .*divide the vector"):
+        hessian.matvec(v.add_(hessian.random_vector(), alpha=1e38))
+
+
+class Empty(nn.Module):
+    """A net with parameters that have no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.none = mlp(), nn.Linear(4, 4)
+        self.none.weight, self.none.bias = (nn.Parameter(torch.zeros(0, k)) for k in (4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out + self.none.weight.sum() + self.none.bias.sum()
+
+
+def test_blocks_of_parameters_without_elements_are_none() -> None:
+    job = ds_hessian.attach(Empty(), config=QUIET | {"num_matvecs": 1}).use(batches(1), loss_of)
+    assert not any("none" in name for name in job.block_coupling("parameters").names)
+    assert not any("none" in name for name in job.block_spectra("layers").names)
+    assert not any("none" in name for name in job.kronecker(["kfac"]).layers)
+    with pytest.raises(ConfigError, match=r"none.weight, none.bias have no elements"):
+        job.spectrum(parameters="none")
+
+
+def test_the_outputs_of_the_model_itself_have_the_empty_name(hessian: Any) -> None:
+    named = hessian.spectrum(operator="ggn", outputs="")
+    assert named.provenance.outputs.startswith("the model itself")
+    assert named == hessian.spectrum(operator="ggn") or named.eigenvalue_max.value > 0
+
+
+class Cell(nn.Module):
+    """One step towards a fixed point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_z, self.of_x = nn.Linear(3, 3), nn.Linear(10, 3)
+        with torch.no_grad():
+            self.of_z.weight.mul_(0.4)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.of_z(z) + self.of_x(x))
+
+
+def fixed_point(step: Any, start: Tensor) -> Tensor:
+    for _ in range(40):
+        start = step(start)
+    return start
+
+
+class Solved(torch.autograd.Function):
+    """The fixed point of a cell, and its gradient by the implicit function theorem."""
+
+    @staticmethod
+    def forward(ctx: Any, cell: Cell, x: Tensor, *parameters: Tensor) -> Tensor:
+        z = fixed_point(lambda z: cell(z, x), x.new_zeros(len(x), 3))
+        ctx.cell = cell
+        ctx.save_for_backward(z, x, *parameters)
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        z, x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            at = z.detach().requires_grad_()
+            to = ctx.cell(at, x)
+
+        def step(y: Tensor) -> Tensor:
+            return torch.autograd.grad(to, at, y, retain_graph=True)[0] + g
+
+        return None, None, *torch.autograd.grad(to, parameters, fixed_point(step, g))
+
+
+class Equilibrium(nn.Module):
+    """A deep equilibrium model, whose gradient is solved for in a hook or a function."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.cell, self.out = how, Cell(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.out(getattr(self, self.how)(x))
+        return found
+
+    def unrolled(self, x: Tensor) -> Tensor:
+        return fixed_point(lambda z: self.cell(z, x), x.new_zeros(len(x), 3))
+
+    def function(self, x: Tensor) -> Any:
+        return Solved.apply(self.cell, x, *self.cell.parameters())  # type: ignore[no-untyped-call]
+
+    def hook(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            z = self.unrolled(x)
+        at = z.detach().requires_grad_()
+        z, to = self.cell(z, x), self.cell(at, x)
+
+        def solve(g: Tensor) -> Tensor:
+            def step(y: Tensor) -> Tensor:
+                return torch.autograd.grad(to, at, y, retain_graph=True)[0] + g
+
+            return fixed_point(step, g)
+
+        z.register_hook(solve)
+        return z
+
+
+def test_a_hook_that_solves_for_another_gradient_is_refused_and_a_function_is_right() -> None:
+    torch.manual_seed(0)
+    data, net = batches(2), Equilibrium("hook")
+    with pytest.raises(UnsupportedError, match="a hook that solves for another gradient"):
+        ds_hessian.attach(net, config=QUIET).use(data, loss_of).spectrum()
+    net.how = "function"
+    job = ds_hessian.attach(net, config=QUIET).use(data, loss_of)
+    v = job.random_vector()
+    found = job.matvec(v)
+    net.how = "unrolled"
+    truth = Exact(net, data)(v)
+    assert found.error is not None
+    assert (found.vector - truth).norm() < 3 * found.error * truth.norm()
