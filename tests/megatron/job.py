@@ -1055,6 +1055,53 @@ def bad_inputs() -> list[str]:
     return said
 
 
+def bad_stages(job: Job) -> list[str]:
+    """What each use of a pipeline is told that would leave the other stages waiting, as text; and
+    whether the next measurement is right.
+    """
+    import ds_hessian
+
+    with running(job) as chunks:
+        batches, step, said = my_batches(), make_forward_step(job), list[str]()
+        hessian = hessian_of(chunks, job)
+        before = hessian.spectrum(num_matvecs=1).alphas
+
+        def sized(**sizes: Any) -> Any:
+            return hessian.use(batches, step, **{**SIZES, **sizes})
+
+        def returning(output: Any = None, change: Any = None) -> Any:
+            def forward_step(iterator: Any, model: Any) -> Any:
+                found, loss_func = step(iterator, model)
+                made = output(found) if output else found
+
+                def changed(losses: Tensor) -> Any:
+                    return change(*loss_func(losses)) if change else loss_func(losses)
+
+                return made, changed
+
+            return hessian.use(batches, forward_step, **SIZES)
+
+        wrong: list[Callable[[], Any]] = [
+            lambda: sized(seq_length=2 * SEQUENCE),
+            lambda: sized(micro_batch_size=SIZE - 1),
+            lambda: returning(lambda found: None),
+            lambda: returning(lambda found: found.half()),
+            lambda: returning(change=lambda loss, count, logs: (loss, count.float(), logs)),
+            lambda: returning(change=lambda loss, count, logs: (loss, count.view(1), logs)),
+            lambda: returning(change=lambda loss, count, logs: (loss, int(count), logs)),
+            lambda: returning(change=lambda loss, count, logs: (loss.expand(2), count, logs)),
+            lambda: returning(change=lambda loss, count, logs: (loss.detach(), logs)),
+        ]
+        for use in wrong:
+            try:
+                use().spectrum(num_matvecs=1)
+                said.append("accepted")
+            except ds_hessian.HessianError as error:
+                said.append(str(error))
+        again = sized().spectrum(num_matvecs=1).alphas
+        return [*said, "the same" if (again == before).all() else "another"]
+
+
 def other_batches() -> list[float]:
     """Loss on half of the micro-batches: by `use` in full, and given to `spectrum` alone."""
     job = Job()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.megatron import job
+from tests.megatron.job import Job
 from tests.ranks import RankPool
 
 SAID = [
@@ -20,8 +22,8 @@ SAID = [
     "seq_length must be a positive integer, got 0",
     "micro_batch_size must be a positive integer, got 2.0",
     "forward_step must return (output, loss_func), got dict",
-    "forward_step must return (output, loss_func), got Tensor",
-    "loss_func must return (loss, logs) or (sum, tokens, logs), got Tensor",
+    "forward_step must return (output, loss_func), got a tensor of shape ",
+    "loss_func must return (loss, logs) or (sum, tokens, logs), got a tensor of shape (), ",
     "got no model chunks; pass what get_forward_backward_func() takes",
     "this job has 1 model chunk on a rank, got 2; pass ",
     'hessian: must be an object of settings, got "ds_config.json"',
@@ -35,6 +37,31 @@ def test_bad_input_is_named(megatron_ranks: Callable[[int], RankPool], world_siz
         assert len(messages) == len(SAID)
         for message, start in zip(messages, SAID, strict=True):
             assert message.startswith(f"ConfigError: {start}")
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 2, "vpp": 2, "layers": 4}])
+def test_what_leaves_other_stages_waiting_is_named_on_all(
+    megatron_ranks: Callable[[int], RankPool], layout: dict[str, Any]
+) -> None:
+    """Megatron sends what it was given, and counts tokens between two steps."""
+    sends = "a pipeline stage sends a tensor of shape"
+    tokens = "loss_func must return its number of tokens as an integer tensor of no dims, got"
+    scalar = "loss_func must return one scalar loss that requires gradients, got"
+    expected = [
+        f"{sends} (16, 2, 16), torch.float32, by seq_length, micro_batch_size and the model's",
+        "forward_step returned (8, 2, 16), torch.float32: pass the sizes that the micro-batches",
+        "forward_step returned NoneType",
+        "forward_step returned (8, 2, 16), torch.float16",
+        f"{tokens} a tensor of shape (), torch.float32",
+        f"{tokens} a tensor of shape (1,), torch.int32",
+        f"{tokens} int",
+        f"{scalar} a tensor of shape (2,), torch.float32",
+        f"{scalar} a tensor of shape (), torch.float32, without a graph",
+    ]
+    for *said, next_one in megatron_ranks(2).run(job.bad_stages, Job(**layout)):
+        assert next_one == "the same"
+        for message, part in zip(said, expected, strict=True):
+            assert part in message
 
 
 def test_spectrum_takes_other_batches(megatron_ranks: Callable[[int], RankPool]) -> None:

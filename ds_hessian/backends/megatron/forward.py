@@ -90,21 +90,36 @@ class FixedForward:
 
         return output, loss
 
-    def _record(self, index: int, loss: Tensor, tokens: Tensor | None = None) -> None:
+    def _record(self, index: int, loss: object, *tokens: object) -> None:
+        graded = not torch.is_grad_enabled() or getattr(loss, "requires_grad", False)
+        if not (isinstance(loss, Tensor) and loss.numel() == 1 and graded):
+            raise ConfigError(
+                f"loss_func must return one scalar loss that requires gradients, got {_kind(loss)}"
+            )
         # The schedule divides the loss in place.
-        value = loss.detach().clone().double().reshape(())
+        value, count = loss.detach().clone().double().reshape(()), _count(*tokens)
         if index not in self.losses and torch.is_grad_enabled() and not torch.isfinite(value):
             raise NumericsError(f"the loss of micro-batch {index} is {value.item()}")
-        if self.per_token and tokens is None:
+        if self.per_token and count is None:
             raise ConfigError(
                 "with calculate_per_token_loss, loss_func must return (sum, tokens, logs), got no "
                 "tokens"
             )
-        if tokens is not None:
-            tokens = tokens.detach().clone().double().reshape(())
-            if not self.per_token:
-                value, tokens = value / tokens.clamp(min=1), None
-        self.losses.setdefault(index, (value, tokens))
+        if count is not None and not self.per_token:
+            value, count = value / count.clamp(min=1), None
+        self.losses.setdefault(index, (value, count))
+
+
+def _count(tokens: object = None) -> Tensor | None:
+    """Return the number of tokens, which the schedule adds to an integer between two steps."""
+    if tokens is None:
+        return None
+    if not isinstance(tokens, Tensor) or tokens.dim() or tokens.is_floating_point():
+        raise ConfigError(
+            "loss_func must return its number of tokens as an integer tensor of no dims, got "
+            f"{_kind(tokens)}; return a mean, (loss, logs), where weights have another sum"
+        )
+    return tokens.detach().clone().double()
 
 
 def _pair(result: object) -> tuple[object, Callable[..., object]]:
@@ -116,4 +131,7 @@ def _pair(result: object) -> tuple[object, Callable[..., object]]:
 def _kind(value: object) -> str:
     if isinstance(value, (tuple, list)):
         return f"({', '.join(type(item).__name__ for item in value)})"
+    if isinstance(value, Tensor):
+        graph = "" if value.requires_grad else ", without a graph"
+        return f"a tensor of shape {tuple(value.shape)}, {value.dtype}{graph}"
     return type(value).__name__

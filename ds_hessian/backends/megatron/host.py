@@ -339,15 +339,18 @@ def run_schedule(
 
     config = model_config(chunks[0])
     length = seq_length // (mesh().get("TP", 1) if config.sequence_parallel else 1)
+    stage, stages = pipeline_rank(), mesh().get("PP", 1)
     steps = Steps(
         schedules,
         lockstep,
-        stage=pipeline_rank(),
+        stage=stage,
         shape=(length, micro_batch_size, config.hidden_size),
+        varies=getattr(config, "variable_seq_lengths", False),
         dtype=config.pipeline_dtype or config.params_dtype,
         device=next(chunks[0].parameters()).device,
         # A class since megatron-core 0.15, and functions of the module before.
         exchange=(getattr(p2p_communication, "P2PCommunicator", p2p_communication), "_communicate"),
+        last=chunks[-1] if stage == stages - 1 else None,
     )
     interleaved = len(chunks) > 1
     steps.run(

@@ -14,12 +14,13 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ds_hessian.backends.guard import swap
+from ds_hessian.errors import ConfigError
 from ds_hessian.ranks.lockstep import Lockstep
 
 FORWARD, BACKWARD = 0, 1
@@ -43,9 +44,12 @@ class Steps:
         lockstep: The lockstep of the measurement, in a pass.
         stage: This rank's stage of the pipeline.
         shape: The shape of the activations that a stage sends.
+        varies: Whether stages tell each other another shape.
         dtype: Their dtype.
         device: Their device.
         exchange: `(owner, name)` of the function with which stages send and receive.
+        last: The model chunk whose output is not sent, but given to `loss_func`; None on the stages
+            before the last.
     """
 
     def __init__(
@@ -54,14 +58,16 @@ class Steps:
         lockstep: Lockstep,
         stage: int,
         shape: tuple[int, ...],
+        varies: bool,
         dtype: torch.dtype,
         device: torch.device,
         exchange: tuple[object, str],
+        last: object,
     ) -> None:
         self.lockstep, self.stage = lockstep, stage
         self._schedules, self._counts = schedules, [0, 0]
         self._forward, self._backward = schedules.forward_step, schedules.backward_step
-        self._output = (shape, dtype, device)
+        self._output, self._varies, self._last_chunk = (shape, dtype, device), varies, last
         self._exchange = exchange
         self._last: tuple[int, ...] = (FORWARD, 0, stage)
 
@@ -87,6 +93,8 @@ class Steps:
         with self.lockstep.segment(*self._where(FORWARD)):
             self.lockstep.raise_if_failed()
             result: tuple[Activations, Tensor] = self._forward(*args, **kwargs)
+            if _argument(self._forward, "model", args, kwargs) is not self._last_chunk:
+                self._require_sendable(result[0])
             return result
         shape, dtype, device = self._output
         output = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
@@ -101,6 +109,22 @@ class Steps:
             return gradient
         return _zeros(_argument(self._backward, "input_tensor", args, kwargs))
 
+    def _require_sendable(self, output: Activations) -> None:
+        """Require what the next stage waits to receive: anything else would leave it waiting."""
+        sent = output[0] if isinstance(output, list) else output
+        shape, dtype, _ = self._output
+        if not isinstance(sent, Tensor):
+            found = type(sent).__name__
+        elif sent.dtype != dtype or (tuple(sent.shape) != shape and not self._varies):
+            found = f"{tuple(sent.shape)}, {sent.dtype}"
+        else:
+            return
+        raise ConfigError(
+            f"a pipeline stage sends a tensor of shape {shape}, {dtype}, by seq_length, "
+            f"micro_batch_size and the model's configuration; forward_step returned {found}: pass "
+            "the sizes that the micro-batches have"
+        )
+
     def _where(self, direction: int) -> tuple[int, ...]:
         self._counts[direction] += 1
         later = self.stage if direction == FORWARD else -self.stage
@@ -113,8 +137,8 @@ def _argument(
     name: str,
     args: tuple[object, ...],
     kwargs: dict[str, object],
-) -> Activations:
-    found: Activations = inspect.signature(function).bind(*args, **kwargs).arguments[name]
+) -> Any:
+    found: Any = inspect.signature(function).bind(*args, **kwargs).arguments[name]
     return found
 
 
