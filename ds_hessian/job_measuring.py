@@ -106,6 +106,7 @@ class JobMeasuring(JobVectors):
         if before is not None:  # until it is known of these micro-batches
             share = self._objective.num_micro_batches / before.num_micro_batches
             self._objective.sides = int(before.sides * share)
+            self._objective.outputs = before.outputs
         self.used()
         return self
 

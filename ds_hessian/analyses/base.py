@@ -313,7 +313,8 @@ def share_of(
         outputs: The name of the module that returns the model's outputs; None if it is to be found.
     """
     space = backend.space
-    foreseen = outputs_of(backend.modules, objective.batches if objective else (), outputs)
+    batches, seen = (objective.batches, objective.outputs) if objective else ((), {})
+    foreseen = outputs_of(backend.modules, batches, outputs, seen.get(outputs))
     whole = backend.whole.space.n_local if isinstance(backend, Restricted) else 0
     return Share(
         space.n,

@@ -24,7 +24,7 @@ from ds_hessian.backends.protocol import Backend, Objective, Passes, Precision, 
 from ds_hessian.backends.restricted import names_of
 from ds_hessian.config import HessianConfig, OperatorName
 from ds_hessian.errors import ConfigError, HessianError, MeasurementError, UnsupportedError
-from ds_hessian.operators import Curvature, OperatorCost, Taught, curvature
+from ds_hessian.operators import Curvature, OperatorCost, Taught, curvature, seen_of
 from ds_hessian.operators.sampling import require_several
 from ds_hessian.planning import ChosenPrecision, in_precision, precision_of
 from ds_hessian.ranks import gather_objects
@@ -197,7 +197,11 @@ class Subject:
         """
         config = self.config
         settings, name = config.finite_difference, operator or config.operator
-        return curvature(session, settings, name, config.outputs)
+        found = curvature(session, settings, name, config.outputs)
+        seen = seen_of(*found.largest, self.objective.batches)
+        if seen is not None:
+            self.objective.outputs[config.outputs] = seen
+        return found
 
     def _identity(self, session: Session, operator: Curvature) -> dict[str, object]:
         parameters, step = self.backend.parameters, self.backend.step

@@ -43,6 +43,7 @@ class MicroBatches:
         batches: The list of micro-batches.
         num_micro_batches: Their number, the same on every rank.
         sides: The bytes that the sides of kinks took when they were last held; 0 before.
+        outputs: As `Objective` has them.
 
     Raises:
         ConfigError: there is one micro-batch instead of an iterable of them, or the iterable has no
@@ -61,6 +62,7 @@ class MicroBatches:
         self.batches = [copied(batch) for batch in batches] if made else list(batches)
         self.num_micro_batches = len(self.batches)
         self.sides = 0
+        self.outputs = dict[str | None, tuple[float, bool]]()
 
     def fingerprint(self) -> str:
         """Return a short hash of this rank's micro-batches, for provenance."""

@@ -109,11 +109,15 @@ class Objective(Protocol):
         num_micro_batches: Micro-batches as the user counts them, the same on every rank.
         batches: This rank's micro-batches.
         sides: The bytes that the sides of kinks took in its last measurement; 0 before.
+        outputs: What measurements of the outputs have found of them, by the name of their module,
+            None if it was found: entries for each row of a micro-batch, and whether the loss in
+            them is known.
     """
 
     num_micro_batches: int
     batches: list[Any]
     sides: int
+    outputs: dict[str | None, tuple[float, bool]]
 
     def fingerprint(self) -> str:
         """Return a short hash of this rank's micro-batches, for provenance."""

@@ -6,7 +6,7 @@ from ds_hessian.operators.evaluations import Evaluations, expected_evaluations
 from ds_hessian.operators.finite_difference import FiniteDifferenceHessian
 from ds_hessian.operators.memory import memory_of_operator, memory_of_sweep
 from ds_hessian.operators.outputs.gauss_newton import GaussNewton
-from ds_hessian.operators.outputs.planned import Outputs, outputs_of
+from ds_hessian.operators.outputs.planned import Outputs, outputs_of, seen_of
 from ds_hessian.operators.protocol import (
     Curvature,
     LinearOperator,
@@ -43,6 +43,7 @@ __all__ = [
     "memory_of_operator",
     "memory_of_sweep",
     "outputs_of",
+    "seen_of",
     "scaled",
     "scaled_in_place",
     "sweep",

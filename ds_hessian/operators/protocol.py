@@ -193,6 +193,13 @@ class Curvature(LinearOperator, Protocol):
         ...
 
     @property
+    def largest(self) -> tuple[int, bool]:
+        """Bytes of the largest outputs of a micro-batch on this rank, in fp32, 0 for the Hessian;
+        and whether the loss in them is known.
+        """
+        ...
+
+    @property
     def gradient_norm(self) -> float:
         """The norm of the gradient of the loss. Collective."""
         ...

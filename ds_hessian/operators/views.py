@@ -118,6 +118,11 @@ class Embedded:
         return self.inner.outputs
 
     @property
+    def largest(self) -> tuple[int, bool]:
+        """The size of these, and whether the loss in them is known."""
+        return self.inner.largest
+
+    @property
     def gradient_norm(self) -> float:
         """The norm of the chosen part of the gradient. Collective."""
         return self.inner.gradient_norm

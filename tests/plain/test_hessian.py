@@ -275,3 +275,40 @@ def test_weight_norm_has_its_hessian_whatever_its_double_backward_says() -> None
     product, truth = hessian.matvec(v), exact(v)
     assert (product.vector.double() - truth).norm() < 1e-4 * truth.norm()
     assert (product.vector.double() - truth).norm() < 3 * product.error * truth.norm()
+
+
+class _Heads(nn.Module):
+    """A mean and a scale, and the loss in both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.mean, self.scale = nn.Linear(5, 8), nn.Linear(8, 300), nn.Linear(8, 200)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """`(b, 300)` and `(b, 200)`."""
+        h = torch.tanh(self.body(x))
+        return {"mean": self.mean(h), "scale": self.scale(h)}
+
+
+def test_a_plan_has_all_outputs_that_the_loss_takes() -> None:
+    """It had those of one head."""
+
+    def loss(net: Any, x: Tensor) -> Tensor:
+        found = net(x)
+        return found["mean"].tanh().square().mean() + found["scale"].cos().mean()
+
+    def planned(**settings: Any) -> dict[str, int]:
+        plan = hessian.memory_plan("spectrum", operator="ggn", **settings)
+        return {item.name: item.size for item in plan.items}
+
+    model, data = nn.Sequential(_Heads()), [torch.randn(6, 5) for _ in range(4)]
+    hessian = ds_hessian.attach(model).use(data, loss)
+    size = 4 * 6 * (300 + 200)
+    assert planned(outputs="0")["samples of the cotangents"] == 4 * size
+    assert planned()["samples of the cotangents"] == 4 * 4 * 6 * 200
+    hessian.trace("hutchinson", 2, operator="ggn")
+    found = planned()
+    assert found["samples of the cotangents"] == 4 * size
+    assert found["outputs of some micro-batches"] == (2 + 1) * size
+    hessian.use([x[:3] for x in data[:2]], loss)
+    assert planned()["samples of the cotangents"] == 2 * size // 2

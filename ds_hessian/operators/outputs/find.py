@@ -46,15 +46,17 @@ from ds_hessian.operators.outputs.tap import (
     Silence,
     Tap,
     in_backward,
+    is_named,
     tensor_of,
     tensors_of,
     with_tensors,
 )
 
-CALLED, ELSEWHERE, SEEN, OTHER, ORDER, SAME = range(6)
+CALLED, ELSEWHERE, SEEN, OTHER, ORDER, SAME, NAMED = range(7)
 """Columns of what a rank saw of each module: its calls that returned a tensor; its other calls; how
 often the cotangent was that of cross entropy, and was not; when its last call ended; whether its
-outputs are logits that a loss takes, but for their layout."""
+outputs are logits that a loss takes, but for their layout; its calls that returned several tensors
+by their names."""
 
 LAYOUTS = ("View", "Reshape", "Squeeze", "Unsqueeze", "Slice", "Alias", "ToCopy", "Transpose")
 """Of what the names of autograd's nodes have in them that leave the numbers of a tensor."""
@@ -70,11 +72,10 @@ class _Watch:
 
     def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
         self.named = named
-        self.table = torch.zeros(len(named) + 1, 6, dtype=torch.float64)
+        self.table = torch.zeros(len(named) + 1, 7, dtype=torch.float64)
         self.outputs: dict[int, tuple[Tensor, Tokens]] = {}  # of cross entropies
         self.calls: dict[int, int] = {}  # in which call of the module they were seen
         self.several = set[int]()  # modules that return more than one tensor
-        self.dicts = set[int]()  # those that return these by their names
         self.taken: Tokens | None = None
         self._nodes = list[Any]()  # autograd's, of each module's last outputs
         self._ended = 0
@@ -95,8 +96,7 @@ class _Watch:
                 return
             if not isinstance(output, Tensor):
                 self.several.add(number)
-            if type(output) is dict:
-                self.dicts.add(number)
+            self.table[number, NAMED] += is_named(output) and len(tensors_of(output)) > 1
             self._note(number, tensor_of(output))
 
         return hook
@@ -285,18 +285,21 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, 
             chosen = int(torch.where(returned, table[:, ORDER], torch.inf).argmin())
         _refuse_other_heads(watch, table, alike, chosen)
     entropic, places = bool(table[chosen, SEEN]), [0]
-    if name is None and not entropic and int(table[0, :SEEN].sum()) == session.space.world_size:
-        places = _places(session, named[0][1], 0 in watch.dicts)
-        chosen = 0 if len(places) > 1 else chosen  # of several heads all are in the dict
-    if len(places) == 1 and not entropic:
-        places = _places(session, named[chosen][1], chosen in watch.several)
+    several = _last_named(session, table, chosen) if name is None and not entropic else None
+    if several is not None:
+        places = _places(session, named[several][1], True)
+        chosen = several if len(places) > 1 else chosen  # of several heads all have a name
     module = named[chosen][1]
+    if len(places) == 1:
+        found = _places(session, module, chosen in watch.several)
+        entropic = entropic and (len(found) == 1 or _has_cross_entropy(session, module))
+        places = places if entropic else found
     tap = Tap(named[chosen][0] or "the model itself", module, places=places)
     ranks = session.space.world_size
     once = whole[:, [CALLED, ELSEWHERE]] == torch.tensor([ranks, 0])
     everywhere = once.all(1) & (whole[:, SEEN] == ranks)
     if name is not None or entropic:
-        return tap, watch.outputs[chosen][1] if everywhere[chosen] else None
+        return tap, watch.outputs[chosen][1] if entropic and everywhere[chosen] else None
     if not table[chosen, SAME] and bool(once[-1].all()) and _takes_others(session, tap):
         return LogitsTap(), watch.taken if everywhere[-1] else None
     if not table[chosen, SAME]:
@@ -306,6 +309,17 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, 
             if module not in other.modules() and any(p.requires_grad for p in other.parameters())
         ]
     return tap, None
+
+
+def _last_named(session: Session, table: Tensor, chosen: int) -> int | None:
+    """Return the last module that returned several tensors by their names, in its one call, if that
+    was after the chosen one's: it may have all heads.
+    """
+    ranks = session.space.world_size
+    once = (table[:, [CALLED, ELSEWHERE]].sum(1) == ranks) & (table[:, NAMED] == ranks)
+    order = torch.where(once, table[:, ORDER], -1.0)
+    found = int(order.argmax())
+    return found if float(order[found]) > float(table[chosen, ORDER]) else None
 
 
 def _places(session: Session, module: nn.Module, several: bool) -> list[int]:
@@ -343,6 +357,32 @@ def _places(session: Session, module: nn.Module, several: bool) -> list[int]:
     mine = [seen.get(i, (False, False)) for i in range(size)]
     taken = session.space.reduce(torch.tensor(mine, dtype=torch.float64).reshape(-1)).view(-1, 2)
     return taken[:, 0].nonzero().flatten().tolist() if bool(taken[:, 1].any()) else first
+
+
+class _Entropic(Silence):
+    """Reads whether the loss is a cross entropy of outputs to which something is added, in fp32."""
+
+    reads, failed = True, False
+
+    def outputs(self, index: int, f: Tensor) -> Tensor:
+        return beside_outputs(f)
+
+    def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
+        self.failed |= read_cross_entropy(f, c) is None
+        return super().cotangent(index, f, c)
+
+
+def _has_cross_entropy(session: Session, module: nn.Module) -> bool:
+    """Return whether the first tensor that a module returns has a cross entropy, as it seems to:
+    that of another loss may have its cotangent in 16 bits.
+
+    Collective: the gradient of the first micro-batch, and a small all-reduce.
+    """
+    listener = _Entropic()
+    with Tap("", module).listening(range(1), listener):
+        session.add_gradient(session.space.zeros(), range(1))
+    found = session.space.reduce(torch.tensor([float(listener.failed)], dtype=torch.float64))
+    return not bool(found[0])
 
 
 class _Stopped(Silence):

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from ds_hessian.backends.containers import tensors_of
 from ds_hessian.memory import FP32
+from ds_hessian.operators.outputs.tap import sampled
 
 SIZES = ("output_size_per_partition", "out_features")
 """Attributes of a layer that have the number of its outputs on a rank: Megatron's, and torch's."""
+
+INPUTS = ("input_size_per_partition", "in_features")
+"""Those that have the number of its inputs."""
+
+Seen = tuple[float, bool]
+"""Outputs as a measurement found them: entries for each row of a micro-batch, and whether the loss
+in them is known."""
 
 
 @dataclass(frozen=True)
@@ -21,15 +29,28 @@ class Outputs:
     Attributes:
         size: Bytes of those of the largest micro-batch in fp32; 0 where they are not foreseen.
         count: Micro-batches.
+        known: Whether the loss in them is known, so that no cotangents are sampled.
     """
 
     size: int = 0
     count: int = 1
+    known: bool = False
+
+    @property
+    def sample(self) -> int:
+        """Bytes of a sample of those of the largest micro-batch, or of their cotangents."""
+        return FP32 * sampled(self.size // FP32)
+
+    @property
+    def cotangents(self) -> int:
+        """Bytes of the samples of the cotangents of all micro-batches."""
+        return 0 if self.known else self.count * self.sample
 
     def peak(self, vector: int) -> int:
         """Return the most bytes that a Gauss-Newton product holds of them, beside what passes of
-        training do: the outputs of a group at two displacements, or its differences and the outputs
-        of a micro-batch at the weights. They are two vectors where nothing is foreseen.
+        training do: the outputs of a group at two displacements, with samples of their sums, or its
+        differences and the outputs of a micro-batch at the weights. They are two vectors where
+        nothing is foreseen.
 
         Args:
             vector: Bytes of a vector, into which a group fits if it has several.
@@ -37,11 +58,14 @@ class Outputs:
         if not self.size:
             return 2 * vector
         group = min(max(1, vector // self.size), max(1, self.count - 1))
-        return 2 * group * self.size
+        return group * (2 * self.size + self.sample)
 
 
 def outputs_of(
-    modules: Sequence[nn.Module], batches: Sequence[object], name: str | None
+    modules: Sequence[nn.Module],
+    batches: Sequence[object],
+    name: str | None,
+    seen: Seen | None = None,
 ) -> Outputs:
     """Foresee the outputs of a model.
 
@@ -52,26 +76,52 @@ def outputs_of(
         modules: The modules that hold this rank's weights.
         batches: This rank's micro-batches.
         name: The name of the module that returns the outputs; None if it is to be found.
+        seen: What a measurement has found, of these micro-batches or of others.
     """
-    columns = next((c for c in map(_width, _candidates(modules, name)) if c), 0)
-    rows = max((_rows(list(tensors_of(batch))) for batch in batches), default=0)
-    return Outputs(FP32 * rows * columns, max(len(batches), 1))
+    columns, known = seen or (next((c for c in _candidates(modules, name) if c), 0), False)
+    size = FP32 * round(_most_rows(batches) * columns)
+    return Outputs(size, max(len(batches), 1), known)
 
 
-def _candidates(modules: Sequence[nn.Module], name: str | None) -> Iterable[object]:
-    """Yield what may be the module of the outputs, the likeliest first."""
+def seen_of(largest: int, known: bool, batches: Sequence[object]) -> Seen | None:
+    """Return what a measurement has found, for later plans; None if this rank has no outputs.
+
+    Args:
+        largest: Bytes of the outputs of the largest micro-batch, in fp32.
+        known: Whether the loss in them is known.
+        batches: This rank's micro-batches.
+    """
+    rows = _most_rows(batches)
+    return (largest / FP32 / rows, known) if largest and rows else None
+
+
+def _candidates(modules: Sequence[nn.Module], name: str | None) -> Iterator[int]:
+    """Yield the sizes of what may be the outputs, the likeliest first."""
     for module in modules:
         named = dict(module.named_modules())
-        if name is not None:
-            yield named.get(name)
-        yield getattr(module, "get_output_embeddings", lambda: None)()
+        if name in named:
+            yield _width(named[name]) or _heads(named[name])
+        yield _width(getattr(module, "get_output_embeddings", lambda: None)())
         for of in named.values():
-            yield getattr(of, "output_layer", None)
-        yield from reversed(named.values())
+            yield _width(getattr(of, "output_layer", None))
+        yield from map(_width, reversed(named.values()))
 
 
-def _width(module: object) -> int:
-    return next((int(size) for a in SIZES if isinstance(size := getattr(module, a, None), int)), 0)
+def _heads(module: nn.Module) -> int:
+    """Return the outputs of a module's layers that no later one of them takes: of its heads."""
+    total, taken = 0, set[int]()
+    for layer in reversed(list(module.modules())):
+        total += 0 if _width(layer) in taken else _width(layer)
+        taken.add(_width(layer, INPUTS))
+    return total
+
+
+def _width(module: object, sizes: Sequence[str] = SIZES) -> int:
+    return next((int(size) for a in sizes if isinstance(size := getattr(module, a, None), int)), 0)
+
+
+def _most_rows(batches: Sequence[object]) -> int:
+    return max((_rows(list(tensors_of(batch))) for batch in batches), default=0)
 
 
 def _rows(tensors: Sequence[Tensor]) -> int:

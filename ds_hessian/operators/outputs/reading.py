@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_hessian.backends.protocol import Session
-from ds_hessian.memory import FP32
+from ds_hessian.memory import FP32, NARROW
 from ds_hessian.operators.checks import kinks_crossed
 from ds_hessian.operators.clock import add_gradient
 from ds_hessian.operators.outputs.find import (
@@ -55,12 +55,14 @@ class _Listener:
         samples: A sample of the cotangents of each micro-batch that passed as it is.
         scales: `Session.cotangent_scale` in the backward of each micro-batch of a pass of several.
         told: Micro-batches with a cotangent other than zero.
+        narrow: Whether some outputs are in 16 bits.
     """
 
     reads = True
 
     def __init__(self) -> None:
         self.failed = self.largest = 0
+        self.narrow = False
         self.samples: dict[int, Tensor] = {}
         self.scales: dict[int, float] = {}
         self.told = set[int]()
@@ -73,6 +75,7 @@ class _Listener:
 
     def outputs(self, index: int, f: Tensor) -> Tensor | None:
         self.largest = max(self.largest, FP32 * f.numel())
+        self.narrow |= f.dtype in NARROW
         return self._addend(index, f)
 
     def _addend(self, index: int, f: Tensor) -> Tensor | None:
@@ -105,7 +108,10 @@ class _Reader(_Listener):
 
 
 class _Verifier(_Listener):
-    """Reads whether the weights of a cross entropy's tokens are those of other outputs, too.
+    """Reads whether the loss is a cross entropy at other outputs too, with the same weights.
+
+    These are in fp32, so that a cotangent shows what is lost in one of 16 bits: label smoothing of
+    nearly even probabilities is a cross entropy of smaller weights there.
 
     Only the gradient that does not pass the outputs goes on into the model.
     """
@@ -121,7 +127,8 @@ class _Verifier(_Listener):
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
         scale, added = self.session.cotangent_scale, self._added.pop(index)
-        self.failed += not keeps_weights(self.tokens[index], f, c, scale, *added)
+        known = read_cross_entropy(f, c, self.tokens[index].group) is not None
+        self.failed += not (keeps_weights(self.tokens[index], f, c, scale, *added) and known)
         return torch.zeros_like(c)
 
 
@@ -135,9 +142,11 @@ class _Prober(_Listener):
 
     Attributes:
         passes: Passes of the micro-batch so far.
+        widens: Whether the first one is made again in fp32, where outputs are in 16 bits: their
+            cotangents have too few digits for a slope.
     """
 
-    reads = False
+    reads, widens = False, False
 
     def __init__(self, before: dict[int, Tensor]) -> None:
         super().__init__()
@@ -148,6 +157,8 @@ class _Prober(_Listener):
         self._near: dict[int, Secant] = {}
 
     def _addend(self, index: int, f: Tensor) -> Tensor | None:
+        if self.widens:
+            return torch.zeros((), device=f.device)
         if self.passes == 1:
             self._added[index] = beside_outputs(f)
         return self._added.get(index)
@@ -155,6 +166,8 @@ class _Prober(_Listener):
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor | None:
         if self.passes == 0:
             self._before[index] = c.clone()
+            if self.widens:
+                return torch.zeros_like(c)
             self._note(index, c)
             return None
         if not c.numel():  # of no token the loss is of any kind
@@ -215,7 +228,7 @@ class Reading:
         self.squares: dict[int, Squares] = {}
         self.kind: Literal["cross entropy", "squares"] | None = None
         self.cotangents: dict[int, Tensor] = {}
-        self._partial, self.largest, self.seconds = False, 0, 0.0
+        self._partial, self._narrow, self.largest, self.seconds = False, False, 0, 0.0
         self._told = set[int]()
         session.displace(None, 0.0)
         self.gradient = self.space.zeros()
@@ -280,6 +293,10 @@ class Reading:
             if i or lacking:  # the gradient of the first has been added
                 out = self.gradient if i else self.space.zeros()
                 times.append(self._pass(prober, out, unit))
+            if self._anywhere(self._narrow):
+                prober.widens = True
+                self._pass(prober, self.space.zeros(), unit)
+                prober.widens = False
             for prober.passes, out in enumerate(around, 1):
                 times.append(self._pass(prober, out, unit))
             self.seconds += times[0]
@@ -299,6 +316,7 @@ class Reading:
         with self.tap.listening(some, listener):
             seconds = add_gradient(self.session, out, some)
         self.largest = max(self.largest, listener.largest)
+        self._narrow |= listener.narrow
         self._told |= listener.told
         scales = {} if 0 in some else listener.scales
         for i, c in listener.samples.items():

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ds_hessian.backends.protocol import Session
+from ds_hessian.memory import FP32
 from ds_hessian.operators.displacement.schemes import SchemeName
 from ds_hessian.operators.finite_difference import FiniteDifferenceHessian
 from ds_hessian.operators.outputs.find import (
@@ -30,12 +31,16 @@ class FixedCotangents:
     Args:
         session: The measurement.
         tap: The outputs.
+
+    Attributes:
+        largest: Bytes of the largest cotangents of a micro-batch, in fp32.
     """
 
     reads = False
 
     def __init__(self, session: Session, tap: Tap) -> None:
         self._session, self._tap = session, tap
+        self.largest = 0
         self._kept: dict[int, tuple[Tensor, float]] = {}  # with the scale of its pass
         self._new: dict[int, Tensor] = {}
 
@@ -58,6 +63,7 @@ class FixedCotangents:
         """Return the cotangent of the first evaluation."""
         if index not in self._kept:
             self._new[index] = c.clone()
+            self.largest = max(self.largest, FP32 * c.numel())
             return None
         kept, scale = self._kept[index]
         now = self._session.cotangent_scale
@@ -88,4 +94,5 @@ def residual(
     fixed: Any = FixedCotangents(session, tap)
     operator = FiniteDifferenceHessian(fixed, displacement, scheme, tolerance)
     operator.outputs = f"{tap.name}: cotangents held"
+    operator.largest = fixed.largest, False
     return operator

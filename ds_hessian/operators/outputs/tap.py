@@ -10,6 +10,7 @@ after it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ds_hessian.backends import containers
 from ds_hessian.backends.hooks import beside, on_cotangents
 from ds_hessian.backends.kinks import argument, with_argument
 from ds_hessian.errors import UnsupportedError
@@ -247,27 +249,31 @@ def in_backward() -> bool:
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """Return the floating-point tensors that a module returned, alone, in a tuple or in a dict."""
-    found = list(output.values()) if type(output) is dict else output
-    some = found if isinstance(found, (tuple, list)) else [found]
-    return [x for x in some if isinstance(x, Tensor) and x.is_floating_point()]
+    """Return the floating-point tensors that a module returned, alone or in containers, those of
+    the outermost one first.
+    """
+    outermost = output if isinstance(output, (tuple, list)) else ()
+    found = [*(x for x in outermost if isinstance(x, Tensor)), *containers.tensors_of(output)]
+    return list({id(x): x for x in found if x.is_floating_point()}.values())
+
+
+def is_named(output: Any) -> bool:
+    """Return whether a module returned tensors by their names (a mapping, a `ModelOutput`, a
+    dataclass), in which none is first.
+    """
+    return isinstance(output, Mapping) or dataclasses.is_dataclass(output)
 
 
 def tensor_of(output: Any) -> Tensor | None:
-    """Return the first of these; None for that of a dict, in which none is first."""
-    return None if type(output) is dict else next(iter(tensors_of(output)), None)
+    """Return the first of these; None for those that have names."""
+    return None if is_named(output) else next(iter(tensors_of(output)), None)
 
 
 def with_tensors(output: Any, others: Mapping[int, Tensor]) -> Any:
     """Return what a module returned with others of its `tensors_of`, by their places."""
     left = enumerate(tensors_of(output))
     new = {id(x): others[place] for place, x in left if place in others}
-    if isinstance(output, Tensor):
-        return new.get(id(output), output)
-    if type(output) is dict:
-        return {key: new.get(id(x), x) for key, x in output.items()}
-    found = [new.get(id(x), x) for x in output]
-    return type(output)(*found) if hasattr(output, "_fields") else type(output)(found)
+    return containers.mapped(output, lambda x: new.get(id(x), x))
 
 
 def _apart(f: Tensor, other: Tensor | None, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -283,3 +289,8 @@ def sample(x: Tensor) -> Tensor:
     """Return entries at equal distances, as many as `SAMPLES` at least."""
     flat = x.reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLES)]
+
+
+def sampled(count: int) -> int:
+    """Return how many of so many entries are in a `sample`."""
+    return -(-count // max(1, count // SAMPLES))
