@@ -51,6 +51,8 @@ class Job:
     capacity: float | None = None  # of experts; the tokens beyond it are dropped
     latent: bool = False  # multi-latent attention
     predicted: int = 0  # further tokens: layers of multi-token prediction
+    tied: bool = True  # the output layer's weight is the embedding's
+    positions: str = "learned_absolute"  # their embedding
     query_groups: int = 2  # of attention's heads; tensor-parallel ranks must divide them
     dropout: float = 0.0
     bias: bool = True
@@ -222,7 +224,8 @@ def gpt(job: Job, config: Any, stage: int = 0) -> Any:
         max_sequence_length=SEQUENCE,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
-        share_embeddings_and_output_weights=True,
+        share_embeddings_and_output_weights=job.tied,
+        position_embedding_type=job.positions,
         vp_stage=where["vp_stage"],
         # Megatron's parallel cross entropy is fp32: fp64 takes torch's on gathered logits.
         parallel_output=job.dtype != "float64",
@@ -264,7 +267,7 @@ def build(job: Job) -> list[Any]:
     config.finalize_model_grads_func = finalize_model_grads
     if job.overlap:
         config.no_sync_func = [c.no_sync for c in chunks] if job.vpp > 1 else chunks[0].no_sync
-    if not job.predicted:  # Megatron cannot name its copies of a tied embedding
+    if not (job.predicted and job.tied):  # Megatron cannot name its copies of a tied embedding
         fill(chunks)
     return chunks
 

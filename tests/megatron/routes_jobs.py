@@ -283,12 +283,12 @@ def frozen_since(job: Job) -> str:
     return "measured"
 
 
-def predicting_several_tokens() -> str:
-    """The message for multi-token prediction with tied embeddings in a pipeline."""
+def predicting_several_tokens(tied: bool) -> str:
+    """The message for multi-token prediction in a pipeline, with learned positions."""
     import ds_hessian
     from ds_hessian.megatron import MegatronHessian
 
-    with running(Job(pp=2, predicted=1)) as chunks:
+    with running(Job(pp=2, predicted=1, tied=tied)) as chunks:
         try:
             MegatronHessian(chunks)
         except ds_hessian.UnsupportedError as error:

@@ -263,11 +263,27 @@ def test_a_parameter_frozen_since_is_refused(megatron_ranks: Ranks) -> None:
         assert "trainable parameters have changed since attach()" in message
 
 
-def test_multi_token_prediction_with_tied_embeddings_in_a_pipeline_is_refused(
+@pytest.mark.parametrize("tied, of", [(True, "tied"), (False, "learned position")])
+def test_multi_token_prediction_of_which_stages_have_copies_is_refused(
+    megatron_ranks: Ranks, tied: bool, of: str
+) -> None:
+    for message in megatron_ranks(2).run(routes_jobs.predicting_several_tokens, tied):
+        assert f"multi-token prediction with {of} embeddings in a pipeline" in message
+
+
+@pytest.mark.full
+def test_multi_token_prediction_with_rotary_positions_in_a_pipeline_is_that_of_one_process(
     megatron_ranks: Ranks,
 ) -> None:
-    for message in megatron_ranks(2).run(routes_jobs.predicting_several_tokens):
-        assert "multi-token prediction with tied embeddings in a pipeline" in message
+    """Both stages have the embedding of words, of which the gradients are summed."""
+    layout = Job(pp=2, predicted=1, tied=False, positions="rope")
+    (alone,) = megatron_ranks(1).run(job.chain, layout.alone, 1)
+    runs = megatron_ranks(2).run(job.chain, layout, 1)
+    v, expected = (whole([alone[0][0][part]]) for part in (0, 1))
+    same, found = (whole([run[0][0][part] for run in runs]) for part in (0, 1))
+    assert error(same, v) == 0.0
+    told = alone[0][0][2] + runs[0][0][0][2]
+    assert error(found, expected) < 3 * told < 2e-3
 
 
 @pytest.mark.parametrize(

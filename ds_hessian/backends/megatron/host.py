@@ -137,6 +137,11 @@ def ties_embeddings(chunk: Chunk) -> bool:
     return bool(getattr(unwrap(chunk), "share_embeddings_and_output_weights", False))
 
 
+def learns_positions(chunk: Chunk) -> bool:
+    """Return whether the embedding of positions is a parameter."""
+    return getattr(unwrap(chunk), "position_embedding_type", None) == "learned_absolute"
+
+
 def is_tied_over_stages(parameter: nn.Parameter) -> bool:
     """Return whether another pipeline stage has a copy of the parameter."""
     return bool(getattr(parameter, "shared_embedding", False))

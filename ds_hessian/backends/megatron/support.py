@@ -50,6 +50,7 @@ def _findings(chunk: Chunk) -> list[tuple[str, bool, str]]:
     config, ddp, mesh = host.model_config(chunk), chunk.ddp_config, host.mesh()
     experts = bool(getattr(config, "num_moe_experts", None))
     tensor, expert = mesh.get("TP", 1), mesh.get("EP", 1)
+    farther = bool(getattr(config, "mtp_num_layers", None)) and mesh.get("PP", 1) > 1
 
     def on(owner: object, *names: str) -> bool:
         return any(getattr(owner, name, None) not in (None, False, "none") for name in names)
@@ -86,11 +87,15 @@ def _findings(chunk: Chunk) -> list[tuple[str, bool, str]]:
         ),
         (
             "multi-token prediction with tied embeddings in a pipeline",
-            bool(getattr(config, "mtp_num_layers", None))
-            and mesh.get("PP", 1) > 1
-            and host.ties_embeddings(chunk),
+            farther and host.ties_embeddings(chunk),
             "megatron-core cannot describe its copies of the embedding: use "
             "untie_embeddings_and_output_weights, or no pipeline",
+        ),
+        (
+            "multi-token prediction with learned position embeddings in a pipeline",
+            farther and host.learns_positions(chunk),
+            "megatron-core trains a copy of them on each of two stages, which become different: "
+            'use position_embedding_type "rope", or no pipeline',
         ),
         (
             "experts that are replicated over tensor-parallel ranks without expert parallelism",
