@@ -1089,6 +1089,7 @@ def bad_stages(job: Job) -> list[str]:
             lambda: sized(micro_batch_size=SIZE - 1),
             lambda: returning(lambda found: None),
             lambda: returning(lambda found: found.half()),
+            lambda: returning(lambda found: found.detach()),
             lambda: returning(change=lambda loss, count, logs: (loss, count.float(), logs)),
             lambda: returning(change=lambda loss, count, logs: (loss, count.view(1), logs)),
             lambda: returning(change=lambda loss, count, logs: (loss, int(count), logs)),

@@ -52,6 +52,7 @@ def test_what_leaves_other_stages_waiting_is_named_on_all(
         "forward_step returned (8, 2, 16), torch.float32: pass the sizes that the micro-batches",
         "forward_step returned NoneType",
         "forward_step returned (8, 2, 16), torch.float16",
+        "a pipeline stage that trains parameters, but sends activations without a graph",
         f"{tokens} a tensor of shape (), torch.float32",
         f"{tokens} a tensor of shape (1,), torch.int32",
         f"{tokens} int",

@@ -17,10 +17,10 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hessian.backends.guard import swap
-from ds_hessian.errors import ConfigError
+from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.ranks.lockstep import Lockstep
 
 FORWARD, BACKWARD = 0, 1
@@ -93,8 +93,9 @@ class Steps:
         with self.lockstep.segment(*self._where(FORWARD)):
             self.lockstep.raise_if_failed()
             result: tuple[Activations, Tensor] = self._forward(*args, **kwargs)
-            if _argument(self._forward, "model", args, kwargs) is not self._last_chunk:
-                self._require_sendable(result[0])
+            model = _argument(self._forward, "model", args, kwargs)
+            if model is not self._last_chunk:
+                self._require_sendable(result[0], model)
             return result
         shape, dtype, device = self._output
         output = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
@@ -109,14 +110,25 @@ class Steps:
             return gradient
         return _zeros(_argument(self._backward, "input_tensor", args, kwargs))
 
-    def _require_sendable(self, output: Activations) -> None:
-        """Require what the next stage waits to receive: anything else would leave it waiting."""
+    def _require_sendable(self, output: Activations, model: nn.Module) -> None:
+        """Require what the next stage waits to receive, as anything else would leave it waiting,
+        with a graph: Megatron makes no backward of what has none, which no other rank sees.
+        """
         sent = output[0] if isinstance(output, list) else output
         shape, dtype, _ = self._output
         if not isinstance(sent, Tensor):
             found = type(sent).__name__
         elif sent.dtype != dtype or (tuple(sent.shape) != shape and not self._varies):
             found = f"{tuple(sent.shape)}, {sent.dtype}"
+        elif sent.requires_grad or not torch.is_grad_enabled():
+            return
+        elif any(p.requires_grad for p in model.parameters()):
+            raise UnsupportedError(
+                "ds_hessian does not support a pipeline stage that trains parameters, but sends "
+                "activations without a graph: they have no gradient. Where they are recomputed, "
+                "their input must require gradients, as that of adapters after a frozen embedding "
+                "does not: let the embedding's output require them, or do not recompute"
+            )
         else:
             return
         raise ConfigError(
