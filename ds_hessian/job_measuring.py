@@ -267,4 +267,4 @@ class JobMeasuring(JobVectors):
 
     def _given(self, overrides: Mapping[str, object]) -> Mapping[str, object]:
         """Return the settings of a call that all ranks must give alike."""
-        return self.config.with_overrides(**overrides).given()
+        return {**self.config.with_overrides(**overrides).given(), "step": int(self.step)}

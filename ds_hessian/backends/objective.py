@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hessian.backends.containers import Call, copied, leaves, mapped
 from ds_hessian.backends.guard import kept_random_states
@@ -73,6 +73,24 @@ class MicroBatches:
         return [_digest([batch]) for batch in self.batches]
 
 
+def _require_loss_fn(loss_fn: object) -> None:
+    """Raise for what is no function of a model and a micro-batch.
+
+    Raises:
+        ConfigError: says what it is.
+    """
+    if isinstance(loss_fn, nn.modules.loss._Loss):
+        given = f"the criterion {type(loss_fn).__name__}"
+    elif loss_fn is not None and not callable(loss_fn):
+        given = f"a {type(loss_fn).__name__}"
+    else:
+        return
+    raise ConfigError(
+        f"loss_fn is called as loss_fn(model, batch), got {given}: pass such a function, as "
+        "lambda model, batch: criterion(model(batch[0]), batch[1])"
+    )
+
+
 class ModelObjective(MicroBatches):
     """Micro-batches and the loss on each, of a model that one call evaluates.
 
@@ -84,13 +102,14 @@ class ModelObjective(MicroBatches):
             `loss`.
 
     Raises:
-        ConfigError: there is no micro-batch.
+        ConfigError: there is no micro-batch, or `loss_fn` is no such function.
     """
 
     def __init__(self, batches: Iterable[object], loss_fn: LossFn | None = None) -> None:
         super().__init__(batches)
         if not self.batches:
             raise ConfigError("batches is empty: at least one micro-batch is needed on every rank")
+        _require_loss_fn(loss_fn)
         self.loss_fn = loss_fn
 
     def loss(

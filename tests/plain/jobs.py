@@ -182,6 +182,17 @@ def different_weights() -> str:
     return ""
 
 
+def different_steps() -> str:
+    """The error of a spectrum of which each rank has another number of steps."""
+    hessian = ds_hessian.attach(mixed(None)).use([data(0)])
+    hessian.step = 3 + dist.get_rank()
+    try:
+        hessian.spectrum(num_matvecs=1)
+    except HessianError as error:
+        return str(error)
+    return ""
+
+
 def sharded_refusal(kind: str) -> str:
     """What is said of a module that FSDP or FSDP2 has sharded."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -251,3 +251,27 @@ def test_a_hook_that_solves_for_another_gradient_is_refused_and_a_function_is_ri
     truth = Exact(net, data)(v)
     assert found.error is not None
     assert (found.vector - truth).norm() < 3 * found.error * truth.norm()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "given"),
+    [(nn.CrossEntropyLoss(), "the criterion CrossEntropyLoss"), ("mse", "a str")],
+    ids=["criterion", "text"],
+)
+def test_a_loss_that_is_no_function_of_model_and_batch_is_refused(
+    hessian: Any, loss_fn: Any, given: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"called as loss_fn\(model, batch\), got {given}"):
+        hessian.use(batches(), loss_fn)
+
+
+def test_an_engine_for_inference_is_refused(net: nn.Module) -> None:
+    class InferenceEngine(nn.Module):
+        """Named as DeepSpeed's own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = net
+
+    with pytest.raises(UnsupportedError, match=r"an engine of deepspeed.init_inference; attach"):
+        ds_hessian.attach(InferenceEngine())

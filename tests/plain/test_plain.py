@@ -169,6 +169,11 @@ def test_a_failure_on_one_rank_ends_on_all(ranks: Ranks, rank: int) -> None:
         assert f"rank {rank}: OSError: on purpose" in message and kept
 
 
+def test_ranks_that_have_counted_different_steps_are_refused(ranks: Ranks) -> None:
+    for message in ranks(2).run(jobs.different_steps):
+        assert "step: 3 on rank 0, 4 on rank 1; all ranks must give the same" in message
+
+
 def test_other_weights_on_each_rank_are_refused(ranks: Ranks) -> None:
     for message in ranks(2).run(jobs.different_weights):
         assert "weights differ between the ranks" in message

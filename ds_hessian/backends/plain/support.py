@@ -55,6 +55,11 @@ def _findings(module: nn.Module) -> Iterator[tuple[str, bool, str]]:
         any(hasattr(p, "ds_id") for p in parameters),
         "attach the engine",
     )
+    yield (
+        "an engine of deepspeed.init_inference",
+        "InferenceEngine" in kinds,
+        "attach the model before, or an engine of deepspeed.initialize",
+    )
     instead = "use DistributedDataParallel, or DeepSpeed's ZeRO for a sharded model"
     yield "DataParallel", any(isinstance(m, DataParallel) for m in module.modules()), instead
     yield "FullyShardedDataParallel", "FullyShardedDataParallel" in kinds, instead
