@@ -107,6 +107,21 @@ class HessianKronecker(Measured):
     left_out: Mapping[str, str]
     num_matvecs: int
 
+    @property
+    def unknown(self) -> dict[str, str]:
+        """Layers that have no figures, or some K that has none, with the reason."""
+        found = {}
+        for name, norm, cosines in zip(self.layers, self.norms, self.cosines, strict=True):
+            without = [k for k, cosine in zip(self.kinds, cosines, strict=True) if np.isnan(cosine)]
+            if norm == 0:
+                found[name] = (
+                    "its C is zero: on these micro-batches nothing depends on the weight (units "
+                    "behind it that are all dead, or a layer that is not used)"
+                )
+            elif without:
+                found[name] = f"K is zero ({', '.join(without)}): the weight has no gradient"
+        return found
+
 
 def columns(comparisons: Mapping[str, Comparison], kinds: tuple[str, ...]) -> dict[str, Array]:
     """Return the arrays of the record that comparisons by layer make."""

@@ -240,8 +240,9 @@ def _kronecker(found: HessianKronecker) -> Table:
         plain = f"{k.plain_shares[i]:.3f} ± {k.plain_share_errors[i]:.3f}"
         rows.append(("", "parameters ", "", "", plain, "", "", ""))
     without = [f"left out: {_ended(name)}, {reason}" for name, reason in k.left_out.items()]
+    without += [f"no figures: {_ended(name)}, {reason}" for name, reason in k.unknown.items()]
     if len(without) > MOST_ROWS:
-        without[MOST_ROWS:] = [f"left out: {len(without) - MOST_ROWS} others"]
+        without[MOST_ROWS:] = [f"left out, or without figures: {len(without) - MOST_ROWS} others"]
     return Table(
         f"Kronecker factors beside {PHRASES[source.operator]} at step {source.step}",
         rows,
