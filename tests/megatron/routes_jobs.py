@@ -247,12 +247,19 @@ def layer_wise_optimizer(job: Job, chunks: list[Any]) -> Any:
     return LayerWiseDistributedOptimizer(parts, config, groups)
 
 
-def measured_or_refused(job: Job, freeze: str = "", layer_wise: bool = False) -> str:
-    """The message with which a measurement is refused, before its first pass."""
+def measured_or_refused(
+    job: Job, freeze: str = "", layer_wise: bool = False, split_keys: bool = True
+) -> str:
+    """The message with which a measurement is refused, before its first pass; without `split_keys`,
+    as if nobody knew of those of multi-latent attention.
+    """
     import ds_hessian
     from ds_hessian.backends.megatron import host
 
-    with running(job) as chunks:
+    known = contextlib.nullcontext()
+    if not split_keys:
+        known = mock.patch.object(host, "splits_latent_keys", lambda chunk: False)
+    with known, running(job) as chunks:
         if freeze == "first stage":
             for p in chunks[0].parameters():
                 if host.is_tied_over_stages(p) and host.pipeline_rank() == 0:

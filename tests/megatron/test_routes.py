@@ -238,10 +238,20 @@ def test_a_gradient_that_megatron_multiplies_is_refused_by_its_name(megatron_ran
     summed over them."""
     for dtype in ("float32", "bfloat16"):
         layout = Job(tp=2, latent=True, bias=False, dtype=dtype)
-        for message in megatron_ranks(2).run(routes_jobs.measured_or_refused, layout):
+        for message in megatron_ranks(2).run(
+            routes_jobs.measured_or_refused, layout, split_keys=False
+        ):
             assert "q_layernorm" in message and "trains with 2 times the gradient" in message
-    alone = Job(tp=2, latent=True, bias=False, sequence_parallel=True)
-    assert megatron_ranks(2).run(routes_jobs.measured_or_refused, alone) == ["measured"] * 2
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_latent_keys_of_which_ranks_have_parts_are_refused(
+    megatron_ranks: Ranks, sequence_parallel: bool
+) -> None:
+    """Megatron's own gradient was 4 % off in fp64, and products 5.5e-2 with an error of 8e-5."""
+    layout = Job(tp=2, latent=True, bias=False, sequence_parallel=sequence_parallel)
+    for message in megatron_ranks(2).run(routes_jobs.measured_or_refused, layout):
+        assert "multi-latent attention whose down-projections are split" in message
 
 
 def test_masters_that_only_some_ranks_keep_are_refused(megatron_ranks: Ranks) -> None:

@@ -142,6 +142,17 @@ def learns_positions(chunk: Chunk) -> bool:
     return getattr(unwrap(chunk), "position_embedding_type", None) == "learned_absolute"
 
 
+def splits_latent_keys(chunk: Chunk) -> bool:
+    """Return whether tensor-parallel ranks have parts of the down-projection of latent keys.
+
+    `gather_from_tensor_model_parallel_region` (multi_latent_attention.py of 0.16.1) then returns
+    positional keys whose gradient, from the heads of each rank, nothing sums.
+    """
+    found = (getattr(m, "linear_kv_down_proj", None) for m in unwrap(chunk).modules())
+    weights = (getattr(layer, "weight", None) for layer in found)
+    return any(getattr(weight, "tensor_model_parallel", False) for weight in weights)
+
+
 def is_tied_over_stages(parameter: nn.Parameter) -> bool:
     """Return whether another pipeline stage has a copy of the parameter."""
     return bool(getattr(parameter, "shared_embedding", False))

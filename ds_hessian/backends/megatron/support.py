@@ -98,6 +98,13 @@ def _findings(chunk: Chunk) -> list[tuple[str, bool, str]]:
             'use position_embedding_type "rope", or no pipeline',
         ),
         (
+            "multi-latent attention whose down-projections are split over tensor-parallel ranks",
+            tensor > 1 and host.splits_latent_keys(chunk),
+            "Megatron does not sum the gradient of their positional keys over the ranks, and "
+            "trains with another one than the loss has: use no tensor parallelism, or Transformer "
+            "Engine's layers, which every rank has whole",
+        ),
+        (
             "experts that are replicated over tensor-parallel ranks without expert parallelism",
             experts and expert == 1 and tensor > host.expert_tensor_parallel_size(),
             "their gradients are not summed by Megatron: use expert_tensor_parallel_size = "
