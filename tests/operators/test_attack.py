@@ -66,6 +66,16 @@ def test_rounding_that_is_opposite_on_both_sides_is_in_the_error(
     assert ratios.min() > LEAST, ratios
 
 
+@pytest.mark.parametrize(("name", "most"), [("sine", 0.7), ("badly scaled", 1.05)])
+def test_where_the_gradient_saturates_the_product_is_not_taken_for_small(
+    attack: Found, name: str, most: float
+) -> None:
+    """Far out the difference is a hundredth of the product, and an error of 200 % of it nothing."""
+    ratios, estimates = told(attack, name, "bf16", 1)
+    assert ratios.min() > LEAST, ratios
+    assert np.median(estimates / ratios) < most, estimates / ratios
+
+
 @pytest.mark.parametrize("count", [1, 4, 8, 16])
 def test_the_rounding_of_one_weight_among_many_is_seen(attack: Found, count: int) -> None:
     """A bias of 1024, with much curvature: its rounding was opposite on both sides of w."""

@@ -78,7 +78,8 @@ TAIL = 3.0
 """Degrees of freedom of the prior of a vector's b."""
 
 LARGEST = 2.0, 1.2
-"""Largest values of the parts of an error, noise and b h: larger ones are indistinguishable."""
+"""The largest relative noise, and the largest b h of which truncation is the power: larger ones are
+indistinguishable."""
 
 NEGLIGIBLE = 1e-5
 """Cells of the table below this share of the most probable one are left out of averages."""
@@ -443,7 +444,7 @@ class Belief:
 
         def errors(h: Array) -> tuple[Array, Array]:
             rounding = np.minimum(around.quiet * noise / (h * signal), LARGEST[0])
-            reached = np.minimum(mixed * h, LARGEST[1]) ** around.order
+            reached = truncated(mixed * h, around.order)
             known = np.hypot(rounding, around.roundoff)
             return rounding, np.hypot(known, self._kappa_of_slice * reached)
 
@@ -542,6 +543,16 @@ def _changes_of(trials: Sequence[Trial]) -> list[_Change]:
     if last.third is not None and math.isfinite(last.third):
         changes.append(_Change(last, last, max(last.third, ROUNDOFF * last.size)))
     return changes
+
+
+def truncated(bent: Array, order: int) -> Array:
+    """Return the truncation over |D| in units of kappa, from b h.
+
+    Where it saturates the gradient has changed by all that it can, so that |D| falls as 1 / h while
+    what it lacks of |Hv| stays.
+    """
+    within = np.minimum(bent, LARGEST[1])
+    return np.asarray(within ** (order - 1) * bent)
 
 
 def _ratio(noise: Array, bend: Array, h: Array | float, size: Array | float) -> Array:

@@ -119,7 +119,7 @@ class StepController(Estimates):
         self.thirds = products_of_a_third(self.pilot / self.num_micro_batches)
         self.expected = 0.0  # error of the accepted trial before its third difference
         self.accepted: Trial | None = None
-        self.seen = 0.0  # the largest |D| of its trials
+        self.seen = 0.0  # the largest |D| of its trials that are not lost
         self.belief: Belief | None = None
         self.outlook: Outlook | None = None  # of the last product
 
@@ -225,7 +225,7 @@ class StepController(Estimates):
     def learn(self, trials: Sequence[Trial]) -> Belief:
         """Return what the current vector's trials tell; the last one is finite and not 0."""
         self.size, self.accepted = trials[-1].size, trials[-1]
-        self.seen = max(trial.size for trial in trials if trial.usable)
+        self.seen = max((t.size for t in trials if t.usable and not t.lost), default=0.0)
         self.wall = _wall([trial for trial in trials if trial.usable and not trial.lost])
         self.belief = belief = self._observe(trials)
         for count, trial in enumerate(trials, 1):
@@ -444,13 +444,15 @@ class StepController(Estimates):
         self.rough += strange or belief.kinked
         # Where changes contradict r, what r shows beyond rounding is a kink.
         kinked = strange or self._often_rough or belief.contradicted or belief.kinked
+        longer = self.seen / self.accepted.size
         if max(pilot, ratio) > 1:
             # The second difference exceeds the first: |D| says nothing of |Hv|, which may be as
             # large as that of any trial.
-            return max(min(ratio, LARGEST[0]), self.seen / self.accepted.size)
+            return max(min(ratio, LARGEST[0]), longer)
         if ratio > SATURATING or (kinked and _bent(product, outlook)):
             # What the two differences of an extrapolation differ by is evidence and no hint.
-            return min(ratio, product.removed if self.order > 2 else ratio, LARGEST[0])
+            shown = min(ratio, product.removed if self.order > 2 else ratio, LARGEST[0])
+            return max(shown, longer - 1) if ratio > SATURATING else shown
         return product.extrapolated if product.removed > VISIBLE * outlook.noise else 0.0
 
 
