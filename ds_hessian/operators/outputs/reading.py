@@ -20,13 +20,7 @@ from ds_hessian.backends.protocol import Session
 from ds_hessian.memory import FP32, NARROW
 from ds_hessian.operators.checks import kinks_crossed
 from ds_hessian.operators.clock import add_gradient
-from ds_hessian.operators.outputs.find import (
-    find_outputs,
-    known_outputs,
-    require_curved,
-    require_one_head,
-    require_same_around,
-)
+from ds_hessian.operators.outputs.find import find_outputs, known_outputs
 from ds_hessian.operators.outputs.losses import (
     Secant,
     Squares,
@@ -37,6 +31,11 @@ from ds_hessian.operators.outputs.losses import (
     read_cross_entropy,
     read_squares,
     size_of,
+)
+from ds_hessian.operators.outputs.required import (
+    require_curved,
+    require_one_head,
+    require_same_around,
 )
 from ds_hessian.operators.outputs.tap import sample
 

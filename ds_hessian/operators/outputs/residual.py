@@ -17,11 +17,8 @@ from ds_hessian.backends.protocol import Session
 from ds_hessian.memory import FP32
 from ds_hessian.operators.displacement.schemes import SchemeName
 from ds_hessian.operators.finite_difference import FiniteDifferenceHessian
-from ds_hessian.operators.outputs.find import (
-    find_outputs,
-    known_outputs,
-    require_function,
-)
+from ds_hessian.operators.outputs.find import find_outputs, known_outputs
+from ds_hessian.operators.outputs.required import require_function
 from ds_hessian.operators.outputs.tap import Tap
 
 
