@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -225,6 +225,14 @@ def block_spectra_rows(spectra: HessianBlockSpectra) -> Rows:
     ]
 
 
+def _reasons(what: str, layers: Mapping[str, str]) -> list[str]:
+    """Return a line for each of these layers, and one that counts those beyond MOST_ROWS."""
+    lines = [f"{what}: {_ended(name)}, {reason}" for name, reason in layers.items()]
+    if len(lines) > MOST_ROWS:
+        lines[MOST_ROWS:] = [f"{what}: {len(lines) - MOST_ROWS} others"]
+    return lines
+
+
 def _kronecker(found: HessianKronecker) -> Table:
     """Tabulate each layer and kind."""
     k, source, rows = found, found.provenance, list[tuple[str, ...]]()
@@ -239,10 +247,7 @@ def _kronecker(found: HessianKronecker) -> Table:
             rows.append((_ended(name) if j == 0 else "", f"{kind:<11}", *figures))
         plain = f"{k.plain_shares[i]:.3f} ± {k.plain_share_errors[i]:.3f}"
         rows.append(("", "parameters ", "", "", plain, "", "", ""))
-    without = [f"left out: {_ended(name)}, {reason}" for name, reason in k.left_out.items()]
-    without += [f"no figures: {_ended(name)}, {reason}" for name, reason in k.unknown.items()]
-    if len(without) > MOST_ROWS:
-        without[MOST_ROWS:] = [f"left out, or without figures: {len(without) - MOST_ROWS} others"]
+    without = _reasons("left out", k.left_out) + _reasons("no figures", k.unknown)
     return Table(
         f"Kronecker factors beside {PHRASES[source.operator]} at step {source.step}",
         rows,
