@@ -263,6 +263,7 @@ def test_the_self_test_passes_and_suggests_what_there_is(
         assert ("precision" in " ".join(verdict.suggestions)) == ("dtype" in layout)
 
 
+@pytest.mark.full
 def test_zero_3_and_megatron_have_the_same_spectrum(megatron_ranks: Ranks, ranks: Ranks) -> None:
     """Of the same model and data, on two data-parallel ranks each."""
     _, v, _, zero, product = ranks(2).run(zero_jobs.measure, 10, 1, {"stage": 3})[0]

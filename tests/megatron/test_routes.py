@@ -155,7 +155,7 @@ def analysed(megatron_ranks: Ranks) -> Callable[[Job], Any]:
     return functools.cache(lambda job: megatron_ranks(1).run(routes_jobs.analyses, job))
 
 
-@pytest.mark.parametrize("name", cells(ANALYSED, ["DP distributed optimizer overlap"]))
+@pytest.mark.parametrize("name", cells(ANALYSED, []))
 def test_all_analyses_are_those_of_one_process(
     megatron_ranks: Ranks, analysed: Callable[[Job], Any], name: str
 ) -> None:
