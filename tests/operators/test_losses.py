@@ -27,6 +27,7 @@ from tests.tiers import cells
 
 VOCABULARY, WIDTH, COUNT = 17, 12, 4
 KNOWN, VALUES, SQUARES = "cross entropy", "a loss known by its values", "squares"
+A_PART = "cross entropy, without another part of the loss"
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
@@ -244,9 +245,9 @@ FAMILIES = {
         VALUES,
         "head",
     ),
-    "a second head": Family(of_logits(lambda f, v, a: 0.3 * v.square().mean()), KNOWN, "head"),
+    "a second head": Family(of_logits(lambda f, v, a: 0.3 * v.square().mean()), A_PART, "head"),
     "auxiliary loss": Family(
-        of_logits(lambda f, v, a: 0.1 * a), KNOWN, "head", lambda: Language(experts=True)
+        of_logits(lambda f, v, a: 0.1 * a), A_PART, "head", lambda: Language(experts=True)
     ),
     "tied": Family(entropy(), KNOWN, "head", lambda: Language(tied=True)),
     "adapter": Family(entropy(), KNOWN, "", lambda: Language(adapted=True)),
