@@ -36,6 +36,9 @@ _LEAVE |= {"__float__", "__int__", "__bool__", "__complex__"}
 _FRESH = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full")
 """Functions whose results have nothing of their tensors' values, beside those named `..._like`."""
 
+_WITH_ADDEND = ("addmm", "addbmm", "baddbmm", "addmv", "addr")
+"""Functions that add beta times their first argument to a product of two others."""
+
 _OF_FIRST = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 """Functions whose results have the values of their first argument; another is an example."""
 
@@ -100,7 +103,7 @@ class Constants:
             leaving: Whether it `leaves`.
             back: Whether it is called in a backward, to recompute activations.
         """
-        tensors = list(tensors_in((*given[0], *given[1].values())))
+        tensors = list(tensors_in(_read(name, *given)))
         if self._first and self._comparing:
             for t in tensors:
                 self._require_slope(t)
@@ -221,6 +224,16 @@ def _function_of_call() -> type | None:
             return found
         frame = frame.f_back
     return None
+
+
+def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments that a call reads: with beta = 0 no addend, as Megatron's attention
+    gives a buffer that others have written into.
+    """
+    if name.strip("_") in _WITH_ADDEND and kwargs.get("beta") == 0:
+        kwargs = {key: value for key, value in kwargs.items() if key != "input"}
+        args = args[len(args) > 2 :]
+    return (*args, *kwargs.values())
 
 
 def refuse_solves() -> None:

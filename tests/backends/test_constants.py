@@ -313,3 +313,36 @@ def test_a_parameter_with_gaps_in_memory_is_measured() -> None:
     v = hessian.random_vector(seed=2)
     product, expected = hessian.matvec(v), exact_product(net, v)
     assert (product.vector.double() - expected).norm() < 1e-3 * expected.norm()
+
+
+class Buffered(nn.Module):
+    """Gives a product of its own a buffer that has activations, and counts 0 times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss of `(b, 4)`."""
+        h = torch.tanh(self.first(x))
+        with torch.no_grad():
+            buffer = self.first(x)[None]
+        h = torch.baddbmm(buffer, h[None], self.first.weight[None], beta=0.0)[0]
+        return self.last(torch.tanh(h)).square().mean()
+
+
+def test_an_addend_that_counts_zero_times_is_no_constant() -> None:
+    """Of Megatron's attention it is a buffer of others: in full recomputation it was refused."""
+    torch.manual_seed(0)
+    net, x = Buffered(), torch.randn(8, 4, requires_grad=True)
+    products = []
+    for way in (True, False):  # reentrant
+        hessian = ds_hessian.attach(copy.deepcopy(net), config={"progress": False, "plot": False})
+
+        def loss(module: nn.Module, batch: Tensor, way: bool = way) -> Tensor:
+            return checkpoint(module, batch, use_reentrant=way)
+
+        hessian.use([x.detach().requires_grad_()], loss)
+        products.append(hessian.matvec(hessian.random_vector(seed=1)))
+    one, other = products
+    assert float((one.vector - other.vector).norm()) <= 3 * (one.error + other.error) * one.norm
