@@ -45,13 +45,13 @@ from ds_hessian.operators.checks import (
     require_step,
 )
 from ds_hessian.operators.clock import add_gradient
-from ds_hessian.operators.displacement.belief import Trial
 from ds_hessian.operators.displacement.control import Advice, StepController
 from ds_hessian.operators.displacement.figures import distance, quotient, removed_square, tangent
 from ds_hessian.operators.displacement.line import Line
 from ds_hessian.operators.displacement.schemes import SCHEMES, Scheme, SchemeName
 from ds_hessian.operators.displacement.sides import BOTH, DOUBTED, Sides
 from ds_hessian.operators.displacement.steps import DECADE
+from ds_hessian.operators.displacement.trials import Trial
 from ds_hessian.operators.protocol import Form, OperatorCost, Product
 
 PILOT = 8

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ds_hessian.backends import kinks
-from ds_hessian.operators.displacement.belief import ROUNDOFF
+from ds_hessian.operators.displacement.trials import ROUNDOFF
 from ds_hessian.operators.outputs.gauss_newton import GaussNewton
 from tests.operators.gauss_newton import ExactGaussNewton
 from tests.operators.nets import relative

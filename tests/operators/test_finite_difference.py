@@ -13,8 +13,8 @@ from ds_hessian.backends import Session
 from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.errors import NumericsError
 from ds_hessian.operators import FiniteDifferenceHessian
-from ds_hessian.operators.displacement.belief import Trial
 from ds_hessian.operators.displacement.control import StepController
+from ds_hessian.operators.displacement.trials import Trial
 from tests.operators import nets
 from tests.operators.nets import relative
 

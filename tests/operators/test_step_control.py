@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from ds_hessian.operators import SCHEMES, FiniteDifferenceHessian
-from ds_hessian.operators.displacement.belief import Estimate, Trial
+from ds_hessian.operators.displacement.belief import Estimate
 from ds_hessian.operators.displacement.control import MAX_TRIALS, Advice, StepController
+from ds_hessian.operators.displacement.trials import Trial
 from tests.operators.nets import (
     Exact,
     backend_of,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from torch import nn
 
-from ds_hessian.operators.displacement.belief import Trial
 from ds_hessian.operators.displacement.steps import beyond, marked
+from ds_hessian.operators.displacement.trials import Trial
 from tests.tiers import cells
 
 LEAST = 0.2

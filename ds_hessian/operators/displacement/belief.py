@@ -30,16 +30,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_hessian.operators.displacement.trials import ROUNDOFF, Change, Trial, changes_of
+
 Array = NDArray[np.floating]
 
 STEP, REACH = 0.25, 5.0
 """The distance of the table's logarithms, and their reach to both sides of the expected value, in
 standard deviations (at least 7, a factor of 1000).
-"""
-
-ROUNDOFF = 2.0**-24
-"""Unit roundoff of fp32, in which w + h v is formed, and products are, whatever the dtype of the
-passes: a step below this share of |w| is lost (parameters may be far smaller than |w|).
 """
 
 SATURATION = 1.1
@@ -52,10 +49,6 @@ SATURATING = 0.4
 
 UNEXPECTED = math.exp(2.57 * SCATTER)
 """A change this much larger than r lets expect of noise is none: 95 % of the distribution."""
-
-THIRD = math.sqrt(20 / 18)
-"""Noise of the third difference in units of that of D: g's counts 1 + 9 + 9 + 1 times over 36, in D
-twice over 4."""
 
 UNLIKELY = 2.57
 """Standard deviations that a normal distribution exceeds in 1 of 200 cases. A third difference is
@@ -100,108 +93,6 @@ class Estimate:
         """Return the estimate after observing `seen`, with error `scatter`, for the logarithm."""
         gain = self.spread**2 / (self.spread**2 + scatter**2)
         return Estimate(self.mean + gain * (seen - self.mean), self.spread * math.sqrt(1 - gain))
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A product of pilot or slice.
-
-    Attributes:
-        h: Its displacement.
-        size: Its norm |D|.
-        nonlinearity: Its nonlinearity ratio.
-        change: |D - D'| from an earlier trial; inf for the first, and where something is not
-            finite.
-        since: The displacement of that trial; None for the one before.
-        off: The tangent of the angle between v and the realised step.
-        removed: The second-order part of the difference that Richardson's extrapolation removes,
-            relative to |D|; 0 with a formula that removes none.
-        third: |g(w + 2hv) - 3 g(w + hv) + 3 g(w) - g(w - hv)| / 6h, the third difference, of the
-            same micro-batches; inf where it is not finite, None where it was not evaluated.
-        stepped: Whether others show that it stays on a step of rounding
-            (`ds_hessian.operators.displacement.steps`).
-    """
-
-    h: float
-    size: float
-    nonlinearity: float
-    change: float = math.inf
-    since: float | None = None
-    off: float = 0.0
-    removed: float = 0.0
-    third: float | None = None
-    stepped: bool = False
-
-    @property
-    def finite(self) -> bool:
-        """True if size and ratio are finite; otherwise it shows only that h was too large."""
-        return math.isfinite(self.size) and math.isfinite(self.nonlinearity)
-
-    @property
-    def lost(self) -> bool:
-        """True if rounding hides what v does: of the weights, where it made more of the step than v
-        did, or of what is computed from them. h is too small.
-        """
-        return self.stepped or self.off >= 1.0
-
-    @property
-    def extrapolated(self) -> float:
-        """The truncation error that extrapolation leaves, from what it removed.
-
-        Of a wave of frequency k along v it removes k^2 h^2 / 6 and leaves k^4 h^4 / 30; the mean of
-        k^4 is three times the square of that of k^2 if frequencies are normally distributed.
-        """
-        return 3 * 36 / 30 * self.removed**2
-
-    @property
-    def usable(self) -> bool:
-        """True if its size and its ratio tell something."""
-        return self.finite and self.size > 0
-
-
-@dataclass(frozen=True)
-class _Change:
-    """The change of D between two trials, or from one trial to no truncation (`Trial.third`).
-
-    Attributes:
-        above, below: The trials with the larger and the smaller displacement; the same one for a
-            third difference.
-        value: The norm of the change.
-    """
-
-    above: Trial
-    below: Trial
-    value: float
-
-    @property
-    def alone(self) -> bool:
-        """True for the third difference of one trial."""
-        return self.above is self.below
-
-    @property
-    def size(self) -> float:
-        """The larger of the two norms |D|."""
-        return max(self.above.size, self.below.size)
-
-    @property
-    def rounding(self) -> float:
-        """The noise in the change, in units of N."""
-        above, below = 1 / self.above.h, 1 / self.below.h
-        return THIRD * above if self.alone else math.hypot(above, below)
-
-    @property
-    def lost(self) -> float:
-        """The most that steps along something else than v can make of the change."""
-        trials = (self.above,) if self.alone else (self.above, self.below)
-        return math.hypot(*(trial.off * trial.size for trial in trials))
-
-    def power(self, order: int) -> float:
-        """Return what the truncation is proportional to."""
-        return self.above.h**order - (0.0 if self.alone else self.below.h**order)
-
-    def part(self, rounding: float) -> float:
-        """Return the share of |D| that is truncation, if noise makes `rounding`."""
-        return math.sqrt(max(self.value**2 - rounding**2, 0.0)) / self.size
 
 
 @dataclass(frozen=True)
@@ -284,7 +175,7 @@ class Belief:
         self._pilot = np.zeros_like(self._expected)  # of the trials; columns: the pilot's b
         self._slice = np.zeros_like(self._expected)  # of the products
         self._bend_of_pilot = bend.mean
-        changes = [change for i in range(len(trials)) for change in _changes_of(trials[: i + 1])]
+        changes = [change for i in range(len(trials)) for change in changes_of(trials[: i + 1])]
         trials = [trial for trial in trials if trial.usable]
         self._learn(trials)
         for change in changes:
@@ -307,7 +198,7 @@ class Belief:
         expected = _blurred(self._expected, -self.around.bend, self.around.spread)
         self._bend_of_pilot = self._columns(expected + self._pilot).mean
 
-    def _doubt(self, change: _Change) -> bool:
+    def _doubt(self, change: Change) -> bool:
         """Compare a change with what r lets expect; return whether truncation is more than r."""
         noise = math.exp(self.of_pilot()[0])
         rounding = noise * change.rounding
@@ -325,7 +216,7 @@ class Belief:
             self.blind = True
         return unseen
 
-    def _bent(self, change: _Change, noise: float) -> bool:
+    def _bent(self, change: Change, noise: float) -> bool:
         """Return whether r shows nonlinearity at the larger displacement."""
         shown = math.sqrt(3) * noise / (self.hidden * change.above.h * change.size)
         return change.above.nonlinearity > 2 * shown
@@ -338,10 +229,10 @@ class Belief:
             learns: False for a first vector, whose trials are far apart: then the change is no
                 more than a witness.
         """
-        for change in _changes_of(trials):
+        for change in changes_of(trials):
             self._observe(change, learns)
 
-    def _observe(self, change: _Change, learns: bool, of_pilot: bool = True) -> None:
+    def _observe(self, change: Change, learns: bool, of_pilot: bool = True) -> None:
         """Learn from a change of the pilot's trials, or of the product of the slice."""
         order, quiet = self.around.order, 1.0 if of_pilot else self.around.quiet
         noise, bend = (math.exp(logarithm) for logarithm in self.of_pilot())
@@ -388,7 +279,7 @@ class Belief:
         """Learn from a product of all micro-batches, if these are more than the pilot."""
         if self.around.spread and product.third is None:  # which come after it
             self._slice += self._likelihood(product, self.around.quiet)
-        for change in _changes_of([product]):
+        for change in changes_of([product]):
             self._observe(change, learns=True, of_pilot=False)
 
     def shows_noise(self, trial: Trial) -> bool:
@@ -444,7 +335,7 @@ class Belief:
 
         def errors(h: Array) -> tuple[Array, Array]:
             rounding = np.minimum(around.quiet * noise / (h * signal), LARGEST[0])
-            reached = truncated(mixed * h, around.order)
+            reached = _truncated(mixed * h, around.order)
             known = np.hypot(rounding, around.roundoff)
             return rounding, np.hypot(known, self._kappa_of_slice * reached)
 
@@ -493,7 +384,7 @@ class Belief:
         wide = 2.0 if trial.nonlinearity > SATURATING else 1.0
         return student(off / (SCATTER * wide), FREEDOM)
 
-    def _likelihood_of_change(self, change: _Change) -> Array:
+    def _likelihood_of_change(self, change: Change) -> Array:
         """Return the likelihood of a change. Where r tells b, one between two trials says that N is
         no more than what it shows: truncation may be more of it than kappa lets expect.
         """
@@ -530,22 +421,7 @@ class Belief:
         return _estimate(self.bend, np.exp(table - table.max()).sum(axis=0))
 
 
-def _changes_of(trials: Sequence[Trial]) -> list[_Change]:
-    """Return the change to the last trial, and its third difference, where they show something."""
-    *before, last = trials
-    if not last.usable or last.lost:
-        return []
-    changes = list[_Change]()
-    for earlier in [t for t in before if last.since in (None, t.h)][-1:]:
-        if earlier.usable and not earlier.lost and 0 < last.change < math.inf:
-            above, below = sorted((earlier, last), key=lambda trial: -trial.h)
-            changes.append(_Change(above, below, last.change))
-    if last.third is not None and math.isfinite(last.third):
-        changes.append(_Change(last, last, max(last.third, ROUNDOFF * last.size)))
-    return changes
-
-
-def truncated(bent: Array, order: int) -> Array:
+def _truncated(bent: Array, order: int) -> Array:
     """Return the truncation over |D| in units of kappa, from b h.
 
     Where it saturates the gradient has changed by all that it can, so that |D| falls as 1 / h while

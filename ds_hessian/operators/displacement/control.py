@@ -48,7 +48,6 @@ from ds_hessian.operators.displacement.belief import (
     Estimate,
     Outlook,
     Surroundings,
-    Trial,
 )
 from ds_hessian.operators.displacement.estimates import Estimates
 from ds_hessian.operators.displacement.possible import possible_truncation
@@ -64,6 +63,7 @@ from ds_hessian.operators.displacement.steps import (
     longest_step,
     marked,
 )
+from ds_hessian.operators.displacement.trials import Trial
 from ds_hessian.operators.displacement.witnesses import (
     has_thirds,
     products_of_a_third,

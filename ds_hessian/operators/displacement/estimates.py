@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import asdict
 from typing import Any
 
-from ds_hessian.operators.displacement.belief import ROUNDOFF, UNLIKE, Belief, Estimate, Trial
+from ds_hessian.operators.displacement.belief import UNLIKE, Belief, Estimate
 from ds_hessian.operators.displacement.priors import (
     AFTER_PROBE,
     BEND,
@@ -25,6 +25,7 @@ from ds_hessian.operators.displacement.priors import (
 )
 from ds_hessian.operators.displacement.schemes import Scheme
 from ds_hessian.operators.displacement.steps import least_displacement
+from ds_hessian.operators.displacement.trials import ROUNDOFF, Trial
 
 SHARED = 0.9
 """The noise of k pilots falls as k^(-SHARED / 2): micro-batches share the rounding of weights."""

@@ -15,15 +15,8 @@ import math
 
 import numpy as np
 
-from ds_hessian.operators.displacement.belief import (
-    FREEDOM,
-    LARGEST,
-    SCATTER,
-    THIRD,
-    Belief,
-    Trial,
-    student,
-)
+from ds_hessian.operators.displacement.belief import FREEDOM, LARGEST, SCATTER, Belief, student
+from ds_hessian.operators.displacement.trials import THIRD, Trial
 
 NODES = np.linspace(-4.0, 4.0, 65)
 """Of integrals over a normal distribution, in standard deviations."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ds_hessian.operators.displacement.belief import Estimate, Trial
+from ds_hessian.operators.displacement.belief import Estimate
+from ds_hessian.operators.displacement.trials import Trial
 
 NOISE = Estimate(1.5, 2.0)
 """Prior of N in units of u |w| |Hv|, v random: rounding changes each weight by u of itself."""

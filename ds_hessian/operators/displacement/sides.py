@@ -38,11 +38,12 @@ from dataclasses import replace
 from typing import Any
 
 from ds_hessian.config import EXTRAPOLATED
-from ds_hessian.operators.displacement.belief import SATURATING, Estimate, Trial
+from ds_hessian.operators.displacement.belief import SATURATING, Estimate
 from ds_hessian.operators.displacement.control import APART, StepController
 from ds_hessian.operators.displacement.estimates import KINKED
 from ds_hessian.operators.displacement.schemes import SCHEMES, Scheme
 from ds_hessian.operators.displacement.steps import DECADE
+from ds_hessian.operators.displacement.trials import Trial
 from ds_hessian.operators.protocol import COVERAGE
 
 ROUNDINGS = 2.0

@@ -24,13 +24,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ds_hessian.operators.displacement.belief import (
-    ROUNDOFF,
-    SATURATING,
-    SCATTER,
-    UNEXPECTED,
-    Trial,
-)
+from ds_hessian.operators.displacement.belief import SATURATING, SCATTER, UNEXPECTED
+from ds_hessian.operators.displacement.trials import ROUNDOFF, Trial
 
 AMPLIFY = 8.0
 """Truncation at the longer of two displacements that are compared over that at the shorter one:

@@ -26,7 +26,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_hessian.operators.displacement.belief import ROUNDOFF
+from ds_hessian.operators.displacement.trials import ROUNDOFF
 
 Forms = Callable[[float, range | None], NDArray[np.float64]]
 """The forms of a vector at a displacement, of each of some micro-batches (None for all); not finite

@@ -34,8 +34,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_hessian.operators.displacement.belief import ROUNDOFF
 from ds_hessian.operators.displacement.steps import least_displacement
+from ds_hessian.operators.displacement.trials import ROUNDOFF
 from ds_hessian.operators.displacement.witnesses import products_of_a_third
 
 UNEXPECTED = 2.0
