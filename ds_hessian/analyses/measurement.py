@@ -198,7 +198,7 @@ class Subject:
         config = self.config
         settings, name = config.finite_difference, operator or config.operator
         found = curvature(session, settings, name, config.outputs)
-        seen = seen_of(*found.largest, self.objective.batches)
+        seen = seen_of(*found.outputs_read, self.objective.batches)
         if seen is not None:
             self.objective.outputs[config.outputs] = seen
         return found

@@ -86,7 +86,7 @@ class FiniteDifferenceHessian:
         self.displacement = displacement
         self.cost = OperatorCost()
         self.outputs: str | None = None
-        self.largest = 0, False
+        self.outputs_read = 0, False
         count = session.num_micro_batches
         self._all, self._pilot = range(count), range(math.ceil(count / PILOT))
         self._rest = range(len(self._pilot), count)

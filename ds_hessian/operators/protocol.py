@@ -193,7 +193,7 @@ class Curvature(LinearOperator, Protocol):
         ...
 
     @property
-    def largest(self) -> tuple[int, bool]:
+    def outputs_read(self) -> tuple[int, bool]:
         """Bytes of the largest outputs of a micro-batch on this rank, in fp32, 0 for the Hessian;
         and whether the loss in them is known.
         """

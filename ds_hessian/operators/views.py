@@ -118,9 +118,9 @@ class Embedded:
         return self.inner.outputs
 
     @property
-    def largest(self) -> tuple[int, bool]:
+    def outputs_read(self) -> tuple[int, bool]:
         """The size of these, and whether the loss in them is known."""
-        return self.inner.largest
+        return self.inner.outputs_read
 
     @property
     def gradient_norm(self) -> float:

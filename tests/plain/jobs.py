@@ -193,6 +193,18 @@ def different_steps() -> str:
     return ""
 
 
+def engine_for_inference() -> str:
+    """What is said of an engine of DeepSpeed's that does not train."""
+    import deepspeed
+
+    engine = deepspeed.init_inference(mixed(None), dtype=torch.float32)
+    try:
+        ds_hessian.attach(engine)
+    except HessianError as error:
+        return str(error)
+    return ""
+
+
 def sharded_refusal(kind: str) -> str:
     """What is said of a module that FSDP or FSDP2 has sharded."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -74,7 +74,7 @@ class GaussNewton:
 
     Attributes:
         outputs: The module of the outputs, and how the loss in them is known, in words.
-        largest: Bytes of the largest outputs, and whether the loss in them is known.
+        outputs_read: Bytes of the largest outputs, and whether the loss in them is known.
 
     Raises:
         ConfigError: the outputs cannot be found.
@@ -102,7 +102,7 @@ class GaussNewton:
         assert session.gradient_scale is not None
         self.scale = session.gradient_scale
         self.outputs: str | None = reading.words
-        self.largest = reading.largest, reading.kind is not None
+        self.outputs_read = reading.largest, reading.kind is not None
         count = session.num_micro_batches
         one, self._count = reading.pilot, count
         self._pilot, self._rest = range(one, one + 1), [range(one), range(one + 1, count)]

@@ -91,5 +91,5 @@ def residual(
     fixed: Any = FixedCotangents(session, tap)
     operator = FiniteDifferenceHessian(fixed, displacement, scheme, tolerance)
     operator.outputs = f"{tap.name}: cotangents held"
-    operator.largest = fixed.largest, False
+    operator.outputs_read = fixed.largest, False
     return operator
