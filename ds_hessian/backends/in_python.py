@@ -24,9 +24,16 @@ def is_composed(func: Any, types: Iterable[type]) -> bool:
 
 
 def undispatched(func: Any) -> Callable[..., Any]:
-    """Return the same function in Python without the line that hands it to a mode."""
+    """Return the same function in Python without the line that hands it to a mode, which may be in
+    a function of its own (`torch.meshgrid`).
+    """
     kinds = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     names = {**func.__globals__, **dict.fromkeys(kinds, lambda *_: False)}
+    hands_over = {"handle_torch_function", func.__name__}
+    for name in func.__code__.co_names:
+        other = names.get(name)
+        if other is not func and is_composed(other, ()) and hands_over <= {*other.__code__.co_names}:
+            names[name] = undispatched(other)
     made = FunctionType(func.__code__, names, None, func.__defaults__, func.__closure__)
     made.__kwdefaults__ = func.__kwdefaults__
     return made

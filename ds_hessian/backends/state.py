@@ -189,7 +189,7 @@ class State:
         self._keep_gradients(tensors_in((*args, *kwargs.values())))
         if name == "__set__":
             if getattr(func, "__self__", None) is Tensor.data and not is_a_hosts():
-                self._rebind(args[0])
+                self._rebind(*args)
             return
         found = written_by(name, args, kwargs)
         if found and not is_a_hosts():
@@ -211,7 +211,9 @@ class State:
                 self._gradients[id(t)] = t, t.grad
                 t.grad = None
 
-    def _rebind(self, tensor: Tensor) -> None:
+    def _rebind(self, tensor: Tensor, data: Tensor) -> None:
+        if tensor.layout == data.layout == torch.strided and tensor.is_set_to(data):
+            return  # as `module.to(dtype)` does where all is in that dtype
         if any(tensor is p for _, p in self._weights):
             raise self._refusal(tensor)
         known = any(tensor is each for each, _ in self._bound) or hasattr(tensor, "ds_id")

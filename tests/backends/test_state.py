@@ -154,6 +154,22 @@ def test_a_forward_that_writes_its_weights_is_refused_by_name(way: str) -> None:
     assert all(torch.equal(before[k], value) for k, value in net.state_dict().items())
 
 
+class Casts(Net):
+    """A forward that casts a layer to the dtype that it has, as routers of Switch Transformers."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Scalar loss."""
+        self.a = self.a.to(x.dtype)
+        return self.loss(self.hidden(x), y)
+
+
+def test_a_forward_that_binds_weights_to_what_they_are_writes_nothing() -> None:
+    hessian: Any = ds_hessian.attach(Casts(), config=QUIET).use(data()[:1])
+    v = hessian.random_vector(seed=1)
+    expected = double_backward(Casts(), v)
+    assert (hessian.matvec(v).vector - expected).norm() < 1e-3 * expected.norm()
+
+
 @pytest.mark.parametrize(
     ("stage", "name"),
     cells(

@@ -250,6 +250,23 @@ def test_a_context_that_changes_how_torch_computes_is_refused(
         hessian.spectrum(num_matvecs=2)
 
 
+def _grid(net: nn.Module, x: Tensor) -> Tensor:
+    rows, columns = torch.meshgrid(net(x).flatten(), torch.arange(3.0), indexing="ij")
+    return torch.einsum("ij,ij->i", torch.relu(rows) ** 2, columns).mean()
+
+
+def test_functions_that_hand_themselves_to_a_mode_in_another_are_called() -> None:
+    """`torch.meshgrid`, of position embeddings and anchors, hands itself over in a helper."""
+    torch.manual_seed(0)
+    net, x = nn.Linear(4, 2), torch.randn(8, 4)
+    hessian = ds_hessian.attach(net, config=QUIET).use([x], _grid)
+    v = hessian.random_vector(seed=1)
+    first = torch.autograd.grad(_grid(net, x), [*net.parameters()], create_graph=True)
+    along = torch.cat([g.flatten() for g in first]) @ v
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(along, [*net.parameters()])])
+    assert (hessian.matvec(v).vector - expected).norm() < 1e-3 * expected.norm()
+
+
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_an_engine_is_measured_the_same_in_any_context_and_compiled(ranks: Any, stage: int) -> None:
     """By the names of parameters without `_orig_mod.`, the same probe; reduced over the ranks."""
