@@ -310,9 +310,11 @@ def test_the_cost_is_that_of_the_passes_that_are_made(
         for seed in range(3):
             forms.along(fresh(seed))
             found.append(passing.spent() / len(data))
-        # All micro-batches at one displacement, and the largest at another one.
+        # All micro-batches at one displacement, and at another one the largest, and that in which
+        # the loss bends most.
         each, doubts = (2 / 3, 0) if loss is not smooth else (8 / 3, 2)
-        assert found[1:] == pytest.approx([each * 9 / 8 + doubts / 8] * 2)
+        least, most = (each + some * (each + doubts) / 8 for some in (1, 2 if doubts else 1))
+        assert all(least <= spent + 1e-9 and spent <= most + 1e-9 for spent in found[1:])
         # Of a loss known by its values four micro-batches are doubted, the first at up to two rho.
         assert found[0] <= (each * 18 + (4 * doubts + 2 * (each + doubts) if doubts else 0)) / 8
 
