@@ -352,7 +352,10 @@ class _Dense:
         return self._averages(own, rest)
 
     def _diagonal(self, form: Eigenform | None) -> np.ndarray:
-        """Return the share of |C|^2 on the diagonal, in the eigenbasis of K or the parameters'."""
+        """Return the share of |C|^2 on the diagonal, in the eigenbasis of K or the parameters'.
+
+        Two probes are one pair: without either there is none, so that the error is NaN.
+        """
 
         def rotated(x: Tensor) -> Tensor:
             return x.double() if form is None else form.rotated(x.to(form.values))
@@ -370,7 +373,9 @@ class _Dense:
 
         def square(without: Tensor | None, left: float, count: int) -> float:
             sum_ = total if without is None else total - without
-            pairs = (float((sum_**2).sum()) - left) / (count * (count - 1)) if count > 1 else 0.0
+            pairs = (
+                (float((sum_**2).sum()) - left) / (count * (count - 1)) if count > 1 else math.nan
+            )
             return float((known**2).sum()) + 2 * float((known * sum_).sum()) / count + pairs
 
         whole = float(squares.sum())

@@ -65,10 +65,11 @@ class Solution(DampedSystems):
 
     Attributes:
         x: `(d, n_local)` fp32, this rank's part of the solutions.
-        errors: `(d,)` estimate of |x - x_exact|, with a preconditioner of |S^-1 (x - x_exact)|: the
-            residual and twice the product's error, over the distance of -damping to the nearest
-            eigenvalue: the smallest |Ritz value + damping|; or, where -damping lies between Ritz
-            values and eigenvalues may be anywhere between them, their distance over n.
+        errors: `(d,)` estimate of |x - x_exact|: the residual and twice the product's error, over
+            the distance of -damping to the nearest eigenvalue: the smallest |Ritz value + damping|;
+            or, where -damping lies between Ritz values and eigenvalues may be anywhere between
+            them, their distance over n. With a preconditioner that of |S^-1 (x - x_exact)|, times
+            the norm of S.
         curvature: Smallest Ritz value of H seen, and the bound on its error; with a preconditioner,
             of the preconditioned operator at the smallest damping.
         steps: `(d,)` Krylov dimension of each solution: less than was built where CG stopped at
@@ -132,22 +133,25 @@ def solve(
     shifts = np.array(dampings, dtype=np.float64)
     if preconditioner is None:
         space, x = _solve(operator, b, shifts, goal, fresh, progress)
-        return _measured(operator, b, x, shifts, goal, [space], [None] * len(shifts))
-    spaces, parts, scales = list[_Space](), list[Tensor](), list[Scale | None]()
+        whole = [None] * len(shifts), [1.0] * len(shifts)
+        return _measured(operator, b, x, shifts, goal, [space], *whole)
+    spaces, parts, scales, sizes = list[_Space](), list[Tensor](), list[Scale | None](), []
     for shift in map(float, shifts):
         scale: Scale
         if isinstance(preconditioner, Tensor):
-            scale = _inverse_root(operator, preconditioner, shift)
+            scale, size = _inverse_root(operator, preconditioner, shift)
         else:
             scale = preconditioner.inverse_root(shift)
+            size = 1 / math.sqrt(preconditioner.least + shift)
         view = Congruent(operator, scale, shift)
         space, x = _solve(view, scaled(b, scale), np.zeros(1), goal, fresh, progress)
         spaces.append(space)
         parts.append(scaled_in_place(x[0], scale)[None])
         scales.append(scale)
+        sizes.append(size)
     x = torch.cat(parts)
     parts.clear()  # their memory, before the products with x
-    return _measured(operator, b, x, shifts, goal, spaces, scales)
+    return _measured(operator, b, x, shifts, goal, spaces, scales, sizes)
 
 
 @dataclass(frozen=True)
@@ -255,8 +259,8 @@ def _small(state: LanczosState, shift: float, method: SolveMethod) -> _Small:
     return _Small(y, float(state.betas[definite - 1] * abs(y[-1])), definite < m)
 
 
-def _inverse_root(operator: LinearOperator, diagonal: Tensor, shift: float) -> Tensor:
-    """Return (d + shift)^-1/2, which must exist."""
+def _inverse_root(operator: LinearOperator, diagonal: Tensor, shift: float) -> tuple[Tensor, float]:
+    """Return (d + shift)^-1/2, which must exist, and its norm."""
     shifted = diagonal + shift
     owned = shifted[: operator.space.n_owned]
     bad = float((~((owned > 0) & torch.isfinite(owned))).sum())
@@ -266,7 +270,8 @@ def _inverse_root(operator: LinearOperator, diagonal: Tensor, shift: float) -> T
             f"preconditioner + damping must be positive and finite everywhere; at damping {shift} "
             f"it is not in {count:.0f} coordinates: raise the damping or the preconditioner"
         )
-    return shifted.rsqrt()
+    least = -operator.space.most(-float(owned.min()) if len(owned) else -math.inf)
+    return shifted.rsqrt(), 1 / math.sqrt(least)
 
 
 def _measured(
@@ -277,8 +282,20 @@ def _measured(
     goal: _Goal,
     spaces: Sequence[_Space],
     scales: Sequence[Scale | None],
+    sizes: Sequence[float],
 ) -> Solution:
-    """Measure true residuals, by one product for each damping."""
+    """Measure true residuals, by one product for each damping.
+
+    Args:
+        operator: H.
+        b: The right-hand side.
+        x: The solutions.
+        shifts: The dampings.
+        goal: The requirements.
+        spaces: The Krylov spaces.
+        scales: S of each damping.
+        sizes: The norm of S.
+    """
     space = operator.space
     small = [one for s in spaces for one in s.small]
     gaps = [gap for s in spaces for gap in s.gaps]
@@ -307,7 +324,7 @@ def _measured(
     measured, doubt = np.array(residuals), COVERAGE * np.array(product_errors)
     converged = measured <= goal.tolerance
     with np.errstate(divide="ignore"):
-        errors = np.hypot(measured, doubt) * np.array(lengths) / np.array(gaps)
+        errors = np.hypot(measured, doubt) * np.array(lengths) * np.array(sizes) / np.array(gaps)
     return Solution(
         dampings=shifts,
         x=x,

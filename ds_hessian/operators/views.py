@@ -26,7 +26,13 @@ Scale = Tensor | Callable[[Tensor], Tensor]
 
 
 class Metric(Protocol):
-    """A positive matrix D, known by the inverse roots of its shifts."""
+    """A positive matrix D, known by the inverse roots of its shifts.
+
+    Attributes:
+        least: The smallest eigenvalue of D, on all ranks.
+    """
+
+    least: float
 
     def inverse_root(self, shift: float) -> Scale:
         """Return (D + shift)^-1/2. Collective."""

@@ -21,7 +21,7 @@ FIGURES = ("cosine", "scale", "share", "extreme")
 class HessianKronecker(Measured):
     """How close k Kronecker-factored curvatures K are to the block C of each of L weights.
 
-    NaN stands for what was not measured.
+    NaN stands for what was not measured. Errors have the probes' standard errors.
 
     Attributes:
         layers: Names of the weights.
@@ -35,7 +35,7 @@ class HessianKronecker(Measured):
         scales: `(L, k)` the factor at which K is closest to C.
         scale_errors: `(L, k)` their errors.
         shares: `(L, k)` share of `|C|^2` on the diagonal of K's eigenbasis.
-        share_errors: `(L, k)` their errors.
+        share_errors: `(L, k)` their errors; NaN with two probes.
         extremes: `(L, k)` the largest eigenvalue of `(K + d)^-1/2 C (K + d)^-1/2`, from below; d is
             `ridge` times K's mean eigenvalue.
         extreme_errors: `(L, k)` bounds on their errors: some eigenvalue is that near.

@@ -65,6 +65,12 @@ class VectorSpace:
         partials = partials.to(self.device)
         return reduce(partials, self.group) if self.distributed else partials.cpu()
 
+    def most(self, figure: float) -> float:
+        """Return the largest of all ranks' figures, in one all-reduce."""
+        figures = torch.zeros(self.world_size, dtype=torch.float64)
+        figures[self.rank] = figure
+        return float(self.reduce(figures).max())
+
     def of_rank_0(self, *figures: float) -> list[float]:
         """Return rank 0's figures on every rank, in one all-reduce: for figures that must have the
         same bits although the ranks' processors may round the preceding arithmetic differently.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ds_hessian.krylov.kronecker import _Dense
@@ -26,3 +28,17 @@ def test_the_error_of_the_scale_is_its_own_and_not_that_of_the_cosine() -> None:
     cosine, error, scale, scale_error, *_ = dense.figures([form], 0.1)[7:]
     assert abs(cosine - 1) < 5 * error  # of 6 probes
     assert 1.8 < scale_error / scale * cosine / error < 2.2
+
+
+def test_a_share_by_two_probes_has_no_error() -> None:
+    """It was there, a fifth of the truth in most of them: one pair tells no spread."""
+    torch.manual_seed(0)
+    m, n = 3, 4
+    c = torch.randn(m * n, m * n).double()
+    c += c.T.clone()
+    q, z = torch.eye(m * n).double()[:, :1], torch.randn(m * n, 2).double()
+    z[0] = 0
+    parts = [list(x.T.reshape(-1, m, n).float()) for x in (q, c @ q, z, c @ z)]
+    dense = _Dense(*parts, torch.randn(m, n).double(), [0.0] * 3)
+    norm, norm_error, *_, share, share_error = dense.figures([], 0.1)
+    assert norm > 0 and norm_error > 0 and share > 0 and math.isnan(share_error)

@@ -155,6 +155,35 @@ def test_a_diagonal_preconditioner_saves_products() -> None:
     assert (operator.full(better.x[0]) - exact).norm() < 1e-3 * exact.norm()
 
 
+class Diagonal:
+    """A metric that is known as a diagonal."""
+
+    def __init__(self, diagonal: torch.Tensor) -> None:
+        self.diagonal, self.least = diagonal, float(diagonal.min())
+
+    def inverse_root(self, shift: float) -> torch.Tensor:
+        return (self.diagonal + shift).rsqrt()
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("kind", [Diagonal, lambda diagonal: diagonal])
+def test_bars_of_a_preconditioned_solution_are_of_the_solution(scale: float, kind: Any) -> None:
+    """They were of S^-1 x, a thousandth of the error where the curvature is a millionth."""
+    operator = Matrix.of(scale * POSITIVE)
+    b, damping, n = operator.fresh(7)(0), 0.1 * scale, len(POSITIVE)
+    exact = torch.linalg.solve(
+        operator.matrix + damping * torch.eye(n, dtype=torch.float64), operator.full(b)
+    )
+    metric = kind(operator.shard(operator.matrix.diagonal().clone()))
+    for tolerance in (0.3, 1e-3):
+        found = solve(
+            operator, b, [damping], operator.fresh(), "minres", tolerance, preconditioner=metric
+        )
+        assert found.converged.all()
+        error = float((operator.full(found.x[0]) - exact).norm())
+        assert error < 2 * found.errors[0] < 600 * error
+
+
 @pytest.mark.parametrize("name", SPECTRA)
 @pytest.mark.parametrize("method", ["cg", "minres"])
 def test_no_spectrum_makes_a_nan(name: str, method: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ds_hessian.operators.kronecker.planned import size_of_square
 from ds_hessian.operators.kronecker.sums import Square
 from ds_hessian.records import HessianKronecker
 from tests.nets import TinyGPT, batch
+from tests.operators.gauss_newton import ExactGaussNewton
 from tests.operators.nets import Exact, batches, dense, loss_of, mlp, train
 from tests.plain.jobs import Mixed, data
 
@@ -369,6 +371,30 @@ def test_solves_and_influence_take_k_fac_as_preconditioner(net: nn.Module) -> No
     assert "Kronecker factors" in hessian.memory_plan("kronecker", shapes=shapes).table()
     with pytest.raises(NumericsError, match="EK-FAC . damping must be positive everywhere"):
         hessian.solve(b, [-1.0], preconditioner="ekfac")
+    with pytest.raises(UnsupportedError, match="of which none is a weight of two dims"):
+        hessian.solve(b, [0.5], preconditioner="ekfac", parameters="bias")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scale", [1e-5, 1.0])
+def test_errors_of_influences_with_a_preconditioner_are_those_of_the_scores(
+    net: nn.Module, scale: float
+) -> None:
+    """They were up to 3600 times too small, where the curvature is."""
+
+    def loss(net: nn.Module, entry: Any) -> Tensor:
+        return scale * loss_of(net, entry)
+
+    hessian: Any = ds_hessian.attach(net, config={**QUIET, "operator": "ggn"}).use(DATA, loss)
+    matrix = dense(ExactGaussNewton(net, "4", loss, DATA), 607)
+    damping = 1e-3 * float(torch.linalg.eigvalsh(matrix)[-1])
+    query, *examples = (Exact(net, [e], loss).gradient.detach() for e in (DATA[0], *DATA))
+    x = torch.linalg.solve(matrix + damping * torch.eye(607), query)
+    for tolerance in (0.3, 1e-2, 1e-4):
+        limits = {"tolerance": tolerance, "num_matvecs": 60, "method": "minres"}
+        found = hessian.influence(DATA[:1], DATA, [damping], preconditioner="ekfac", **limits)
+        off = abs(found.scores[0] - (torch.stack(examples) @ x).numpy())
+        assert (off < found.errors[0]).all() and (found.errors < abs(found.scores).max()).all()
 
 
 @pytest.mark.full
@@ -427,6 +453,10 @@ def test_factors_that_an_optimizer_keeps_are_read_by_an_adapter(net: nn.Module) 
         hessian.kronecker(
             kinds, ["4.weight"], adapter=lambda name: (torch.eye(2), torch.eye(16)), **effort
         )
+    with pytest.raises(NumericsError, match=r"factors of 4\.weight must be finite"):
+        hessian.kronecker(
+            kinds, ["4.weight"], adapter=lambda name: (math.nan * torch.eye(3), None), **effort
+        )
 
 
 def compared(scale: float, **arguments: Any) -> HessianKronecker:
@@ -461,6 +491,18 @@ def test_figures_are_those_of_a_loss_of_any_size_or_refused(scale: float) -> Non
     np.testing.assert_allclose(other.extremes, one.extremes, rtol=1e-2)
     with pytest.raises(NumericsError, match=r"squares of inputs and gradients of 0.weight must"):
         compared(scale)
+
+
+def test_inputs_that_are_no_numbers_are_named() -> None:
+    """Advice was to multiply the loss by a constant, or to leave out weights that are tied."""
+    entries = [(torch.full((2, 10), x), torch.zeros(2)) for x in (0.5, math.nan)]
+
+    def loss(net: nn.Module, entry: Any) -> Tensor:
+        return torch.as_tensor(net(entry[0]).nan_to_num().square().mean())
+
+    for some in entries, entries[::-1]:
+        with pytest.raises(NumericsError, match=r"0\.weight.* must be numbers, some are NaN"):
+            factors_of(mlp(), some, loss)
 
 
 @pytest.mark.full

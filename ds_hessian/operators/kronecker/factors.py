@@ -376,6 +376,8 @@ class _Estimation:
     def _leave_out(self, mismatches: Mapping[str, float]) -> None:
         wrong = {name: m for name, m in mismatches.items() if not m <= MISMATCH}
         self.layers = [layer for layer in self.layers if layer.name not in wrong]
+        if any(map(math.isnan, wrong.values())) and self.settings.required:
+            raise _no_numbers(", ".join(name for name, m in wrong.items() if math.isnan(m)))
         if wrong and self.settings.required:
             named = ", ".join(f"{name} ({m:.2f})" for name, m in list(wrong.items())[:8])
             raise UnsupportedError(
@@ -510,7 +512,15 @@ def _checked(layer: Layer, found: Pair | None) -> Pair | None:
         raise ConfigError(
             f"the adapter's factors of {layer.name} must have shapes {wanted}, got {sizes}"
         )
+    if not all(bool(factor.isfinite().all()) for factor in found if factor is not None):
+        raise NumericsError(f"the adapter's factors of {layer.name} must be finite, some are not")
     return found[::-1] if layer.transposed else found
+
+
+def _no_numbers(names: str) -> NumericsError:
+    return NumericsError(
+        f"inputs and gradients of {names} must be numbers, some are NaN: leave these layers out"
+    )
 
 
 def _require_range(layer: Layer, squares: Tensor, coarse: bool) -> None:
@@ -518,6 +528,8 @@ def _require_range(layer: Layer, squares: Tensor, coarse: bool) -> None:
     that it has fewer digits of them.
     """
     size = size_of(squares)
+    if math.isnan(size):
+        raise _no_numbers(layer.name)
     if not math.isfinite(size) or (not coarse and 0 < size < torch.finfo(torch.float32).tiny):
         raise NumericsError(
             f"the squares of inputs and gradients of {layer.name} must be within fp32 (1.2e-38 to "

@@ -98,7 +98,8 @@ def find_layers(backend: Backend, choice: Choice | None) -> tuple[list[Layer], d
     if not layers or (others and named(choice)):
         text = "; ".join(f"{name}: {reason}" for name, reason in list(others.items())[:8])
         raise UnsupportedError(
-            f"ds_hessian does not support Kronecker factors of {text or 'a model without weights'}"
+            "ds_hessian does not support Kronecker factors of "
+            f"{text or 'parameters of which none is a weight of two dims'}"
         )
     return layers, others
 

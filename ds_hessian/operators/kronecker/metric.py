@@ -10,6 +10,7 @@ side. Memory: the diagonal, and one layer at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -34,6 +35,7 @@ class KroneckerMetric:
 
     Attributes:
         layers: Names of the weights with factors.
+        least: The smallest eigenvalue of D, on all ranks.
 
     Collective: the constructor, which makes three passes, and all methods.
     """
@@ -47,6 +49,7 @@ class KroneckerMetric:
         ]
         self.space = session.space
         self._diagonal = _squares(session, self._factors)
+        self.least = self._least()
 
     def inverse_root(self, shift: float) -> Callable[[Tensor], Tensor]:
         """Return (D + shift)^-1/2 as a function of vectors `(n_local,)`.
@@ -73,18 +76,23 @@ class KroneckerMetric:
         return apply
 
     def _require_positive(self, shift: float) -> None:
-        covered = self._diagonal.clone()
+        if not self.least + shift > 0:
+            raise NumericsError(
+                "EK-FAC + damping must be positive everywhere; EK-FAC's smallest eigenvalue is "
+                f"{self.least:.3e}, the damping {shift}: raise the damping"
+            )
+
+    def _least(self) -> float:
+        """Return the smallest eigenvalue over all ranks."""
+        uncovered = torch.ones_like(self._diagonal, dtype=torch.bool)
         for space in self._spaces:
             for part in space.restricted.parts:
-                covered[part] = 1.0
-        bad = float((covered[: self.space.n_owned] + shift <= 0).sum())
-        bad += sum(float((f.forms["ekfac"].values + shift <= 0).sum()) for f in self._mine())
-        count = float(self.space.reduce(torch.tensor([bad], dtype=torch.float64))[0])
-        if count:
-            raise NumericsError(
-                f"EK-FAC + damping must be positive everywhere; at damping {shift} it is not in "
-                f"{count:.0f} directions: raise the damping"
-            )
+                uncovered[part] = False
+        owned = self.space.n_owned
+        values = [f.forms["ekfac"].values.flatten() for f in self._mine()]
+        values.append(self._diagonal[:owned][uncovered[:owned]])
+        mine = [float(v.min()) for v in values if v.numel()]
+        return -self.space.most(-min(mine, default=math.inf))
 
     def _mine(self) -> list[Factors]:
         return [f for f in self._factors if f.forms]
