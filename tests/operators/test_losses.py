@@ -506,6 +506,30 @@ def test_a_loss_that_16_bits_cannot_tell_is_known_by_its_values(
     assert relative(g.vector, truth(v)) < 3 * g.error < 0.1
 
 
+def test_a_loss_that_is_computed_in_16_bits_is_differenced_over_more() -> None:
+    """Of outputs in fp32, over which its noise is not theirs: v'Gv was 0 with an error of 0, and
+    products 1e-2 of what they are.
+    """
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    data = [(torch.randn(8, 6), torch.randint(4, (8,))) for _ in range(3)]
+
+    def loss(net: nn.Module, b: Any) -> Tensor:
+        f = net(b[0])
+        return functional.cross_entropy(f if f.dtype == torch.float64 else f.bfloat16(), b[1])
+
+    truth = ExactGaussNewton(net, "2", loss, data)
+    with operators(net, data, loss, "ggn") as (backend, (matrix,)):
+        assert isinstance(matrix, GaussNewton)
+        for seed in range(3):
+            v = random_vector(backend.layout, backend.space, seed=seed)
+            g, form, exact = matrix.matvec(v), matrix.along(v), truth(v)
+            assert g.error is not None
+            assert relative(g.vector, exact) < SLACK * g.error < 0.2
+            off = abs(form.value - float(v.double() @ exact))
+            assert off < SLACK * form.error < 0.1 * form.value
+
+
 @pytest.mark.parametrize("name", ["ggn", "residual"])
 def test_heads_that_no_module_returns_together_are_to_be_named(name: Any) -> None:
     refused = r"depends on 'place' beside those of 'size'.*outputs="
@@ -534,5 +558,32 @@ def test_outputs_in_which_the_loss_is_linear_are_to_be_named(name: Any) -> None:
     with (
         pytest.raises(UnsupportedError, match=refused),
         operators(net, points(), lambda m, b: m(*b), name),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["ggn", "residual"])
+def test_the_model_itself_may_be_named_but_where_it_returns_a_number(name: Any) -> None:
+    """Its name in records was none, and a number made an IndexError."""
+    with operators(
+        vectors(), points(), of_vectors(functional.mse_loss), name, outputs="the model itself"
+    ):
+        pass
+    with (
+        pytest.raises(UnsupportedError, match=r"'the model itself' is a single number.*outputs="),
+        operators(Judged(), points(), lambda m, b: m(*b), name, outputs="the model itself"),
+    ):
+        pass
+
+
+def test_a_model_that_is_called_twice_has_no_outputs_to_be_named() -> None:
+    """The message had asked for a name, and with any there was another one."""
+
+    def loss(net: nn.Module, b: Any) -> Tensor:
+        return (net(b[0]) - net(-b[0])).square().mean()
+
+    with (
+        pytest.raises(UnsupportedError, match=r"every module more than once.* in one call"),
+        operators(vectors(), points(), loss, "ggn"),
     ):
         pass

@@ -57,6 +57,9 @@ often the cotangent was that of cross entropy, and was not; when its last call e
 outputs are logits that a loss takes, but for their layout; its calls that returned several tensors
 by their names."""
 
+ITSELF = "the model itself"
+"""What records call the model as the module of the outputs, whose name is empty."""
+
 LAYOUTS = ("View", "Reshape", "Squeeze", "Unsqueeze", "Slice", "Alias", "ToCopy", "Transpose")
 """Of what the names of autograd's nodes have in them that leave the numbers of a tensor."""
 
@@ -293,7 +296,7 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, 
         found = _places(session, module, chosen in watch.several)
         entropic = entropic and (len(found) == 1 or _has_cross_entropy(session, module))
         places = places if entropic else found
-    tap = Tap(named[chosen][0] or "the model itself", module, places=places)
+    tap = Tap(named[chosen][0] or ITSELF, module, places=places)
     ranks = session.space.world_size
     once = whole[:, [CALLED, ELSEWHERE]] == torch.tensor([ranks, 0])
     everywhere = once.all(1) & (whole[:, SEEN] == ranks)
@@ -440,6 +443,7 @@ def _strike_gates(session: Session, watch: _Watch) -> None:
 
 def _named(name: str, named: Sequence[tuple[str, nn.Module]]) -> int:
     names = [n for n, _ in named]
+    name = "" if name == ITSELF else name
     if name not in names:
         near = difflib.get_close_matches(name, names, 3)
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
@@ -459,6 +463,13 @@ def _chosen(session: Session, named: Sequence[tuple[str, nn.Module]], table: Ten
         for number, (_, other) in enumerate(named):
             if module is other and bool(once[number]):
                 return number
+    if not bool((table[:, [CALLED, ELSEWHERE]].sum(1) == ranks).any()):
+        raise UnsupportedError(
+            "ds_hessian does not support operators of the outputs of a model of which the loss "
+            "calls every module more than once for a micro-batch, as the towers of pairs: call it "
+            "in a module that returns all that the loss takes in one call, or use operator "
+            '"hessian"'
+        )
     if not bool(once.any()):
         raise ConfigError(
             "no module returned a tensor in just one call of the forward: name the one that "

@@ -34,7 +34,7 @@ from ds_hessian.operators.checks import in_units, measurable, require_finite, re
 from ds_hessian.operators.outputs.forms import Ladder
 from ds_hessian.operators.outputs.passes import OutputProduct, Passes, Sums
 from ds_hessian.operators.outputs.reading import Reading
-from ds_hessian.operators.outputs.steps import OutputSteps, Trial
+from ds_hessian.operators.outputs.steps import LADDER, UNEXPECTED, OutputSteps, Trial
 from ds_hessian.operators.protocol import Form, OperatorCost, Product
 
 
@@ -402,7 +402,8 @@ class GaussNewton:
             out = self.space.zeros()
             doubted = not trials and self._passes.product is None and self._steps.doubts_values
             sums = self._evaluate(out, v, h / length, self._pilot, True, doubted)
-            trials.append(self._figures(v, length, h, out, sums, share).trial)
+            trial = self._figures(v, length, h, out, sums, share).trial
+            trials.append(self._steps.by_displacement(trial))
             if doubted:
                 self._measure_values(trials[0], length, share)
             if len(trials) == 1 and not self._steps.learnt.products:
@@ -431,26 +432,46 @@ class GaussNewton:
 
     def _choose_rho(self, v: Tensor, length: float, h: float) -> None:
         """Choose rho, unless that is done: the loss may bend over less than a unit of the outputs,
-        over which truncation is rho^2 and noise the roundoff over rho.
+        over which truncation is rho^2 and noise the roundoff over rho. Where a smaller one has no
+        smaller error the loss is computed with more noise than the passes, in 16 bits perhaps: then
+        a larger one may have.
         """
-        passes, found, best = self._passes, self._steps.learnt, math.inf
+        passes, found = self._passes, self._steps.learnt
         if passes.product is not None or found.rho:
             return
-        found.rho = smaller = passes.rho
-        while self._smooth:
-            passes.rho = smaller
-            out, error = self.space.zeros(), self.space.zeros()
-            self._evaluate(out, v, h / length, self._pilot, True, True)
-            self._third(error, self._pilot)
-            passes.forget()
-            relative = _ratio(self.space.norm(error), self.space.norm(out))
-            if not relative < best:
+        found.rho = rho = passes.rho
+        best, _ = self._differenced(v, length, h, rho) if self._smooth else (0.0, 0.0)
+        last, noisy = best, best == math.inf
+        while not noisy and (smaller := self._agreed_narrower(best)):
+            relative, _ = self._differenced(v, length, h, smaller)
+            noisy = not relative < best / 4  # truncation over less than half is less
+            if relative < best:
+                found.rho, best = smaller, relative
+        while noisy and (rho := LADDER * rho) <= 1:
+            relative, bent = self._differenced(v, length, h, rho)
+            if relative > UNEXPECTED * last:
                 break
-            found.rho, best = smaller, relative
-            (smaller,) = self.space.of_rank_0(self._steps.narrower(relative) or 0.0)
-            if not smaller:
-                break
+            if relative < best:
+                found.rho, best = rho, relative
+                found.loss_roundoff = max(relative, bent) * rho
+            last = relative
         passes.rho = found.rho
+
+    def _differenced(self, v: Tensor, length: float, h: float, rho: float) -> tuple[float, float]:
+        """Return the relative error of the pilot's product from differencing the loss over rho, by
+        a third difference of the cotangents, and by their second.
+        """
+        self._passes.rho = rho
+        out, error = self.space.zeros(), self.space.zeros()
+        sums = self._evaluate(out, v, h / length, self._pilot, True, True)
+        self._third(error, self._pilot)
+        self._passes.forget()
+        values = self.space.reduce(sums.values).tolist()
+        return _ratio(self.space.norm(error), self.space.norm(out)), _nonlinearity(*values) ** 2
+
+    def _agreed_narrower(self, values: float) -> float:
+        """Return rank 0's `OutputSteps.narrower`; 0 for none."""
+        return self.space.of_rank_0(self._steps.narrower(values) or 0.0)[0]
 
     def _narrow(self, values: float) -> bool:
         """Make rho smaller where a product of all micro-batches is off by more than the noise from
@@ -458,7 +479,7 @@ class GaussNewton:
         """
         if self._passes.product is not None or not self._smooth:
             return False
-        (rho,) = self.space.of_rank_0(self._steps.narrower(values) or 0.0)
+        rho = self._agreed_narrower(values)
         if not rho:
             return False
         self._steps.narrow(rho)

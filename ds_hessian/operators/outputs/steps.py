@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -134,6 +134,7 @@ class Learnt:
         values: The relative error from differencing the loss in the outputs; 0 where it is known.
         rho: The displacement of the outputs of a loss that is known by its values
             (`ds_hessian.operators.outputs.passes`); 0 before it is chosen.
+        loss_roundoff: The roundoff of such a loss, where that is more than the passes'; else 0.
         unseen: Whether r was no more than its noise in the last product: h may be too small.
         products: Their number.
     """
@@ -147,6 +148,7 @@ class Learnt:
     backward: float = 0.0
     values: float = 0.0
     rho: float = 0.0
+    loss_roundoff: float = 0.0
     unseen: bool = False
     products: int = 0
 
@@ -199,6 +201,13 @@ class OutputSteps:
     def _due(self) -> bool:
         count = self.learnt.products
         return self.fixed is None and count % SELDOM == 1
+
+    def by_displacement(self, trial: Trial) -> Trial:
+        """Return a trial whose change is none where noise of a loss makes as much: such noise is
+        the same at all displacements.
+        """
+        noise = self.learnt.values * trial.size if self.learnt.loss_roundoff else 0.0
+        return trial if trial.change > UNEXPECTED * noise else replace(trial, change=0.0)
 
     def advise(self, trials: list[Trial]) -> tuple[float, bool]:
         """Return the displacement to use next, and whether it is that of the last trial, accepted.
@@ -410,7 +419,8 @@ class OutputSteps:
         Truncation is as rho^2, and of the present rho it is `values`; noise is the roundoff over
         rho.
         """
-        found = (self.unit_roundoff * self.learnt.rho**2 / max(values, TINY)) ** (1 / 3)
+        roundoff = max(self.unit_roundoff, self.learnt.loss_roundoff)
+        found = (roundoff * self.learnt.rho**2 / max(values, TINY)) ** (1 / 3)
         return found if found < self.learnt.rho / 2 else None
 
     def narrow(self, rho: float) -> None:

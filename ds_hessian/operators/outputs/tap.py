@@ -198,6 +198,11 @@ class _Calls:
                 "module that returns the logits, outputs=..."
             )
         parts = [tensors[place] for place in self.places]
+        if len(parts) == 1 and not parts[0].ndim:
+            raise UnsupportedError(
+                f"the output of {self.name!r} is a single number, a loss: name the module that "
+                "returns what it is of, outputs=..."
+            )
         f = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
         other = self.taken(f)
         if len(parts) == 1:
