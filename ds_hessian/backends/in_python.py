@@ -31,8 +31,12 @@ def undispatched(func: Any) -> Callable[..., Any]:
     names = {**func.__globals__, **dict.fromkeys(kinds, lambda *_: False)}
     hands_over = {"handle_torch_function", func.__name__}
     for name in func.__code__.co_names:
-        other = names.get(name)
-        if other is not func and is_composed(other, ()) and hands_over <= {*other.__code__.co_names}:
+        other = names.get(name, func)
+        if (
+            other is not func
+            and is_composed(other, ())
+            and hands_over <= {*other.__code__.co_names}
+        ):
             names[name] = undispatched(other)
     made = FunctionType(func.__code__, names, None, func.__defaults__, func.__closure__)
     made.__kwdefaults__ = func.__kwdefaults__

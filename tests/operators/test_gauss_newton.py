@@ -585,6 +585,63 @@ def test_the_displacement_is_the_best_one_of_all_micro_batches(pilot: float, nor
     assert steps.error(steps._best(1.0), 1.0, steps.quiet) < 1.001 * min(errors)
 
 
+def _of_inputs(*sizes: float) -> list[tuple[Tensor, Tensor]]:
+    """A micro-batch of inputs of each size, and classes."""
+    torch.manual_seed(0)
+    return [(size * torch.randn(16, 4), torch.randint(0, 3, (16,))) for size in sizes]
+
+
+def _entropy(net: nn.Module, entry: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(net(entry[0]), entry[1])
+
+
+@pytest.mark.parametrize("h", [0.005, 0.02, 0.1])
+def test_a_given_displacement_is_judged_by_all_micro_batches(h: float) -> None:
+    """Outputs of the pilot bend a twentieth as much as those of the others."""
+    torch.manual_seed(1)
+    data, net = _of_inputs(0.1, 2.0), nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    hessian = ds_hessian.attach(net, config={"progress": False}).use(data, _entropy)
+    exact = ExactGaussNewton(net, "1", _entropy, data)
+    for seed in range(3):
+        v = hessian.random_vector(seed)
+        with hessian.measuring(operator="ggn", displacement=h) as found:
+            product = found.matvec(v)
+        error = relative(product.vector, exact(v))
+        print(f"error {error:.1e}, estimate {product.error:.1e}")
+        assert product.error is not None and error < 3 * product.error
+
+
+def test_kinks_that_outputs_cross_are_in_the_error() -> None:
+    """Of the largest of four rows of a table; the change at a kink is of first order."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.EmbeddingBag(12, 6, mode="max"), nn.Tanh(), nn.Linear(6, 3))
+    data = [(torch.randint(0, 12, (8, 4)), torch.randint(0, 3, (8,))) for _ in range(2)]
+    settings = {"progress": False, "finite_difference": {"kinks": "crossed"}}
+    hessian = ds_hessian.attach(net, config=settings).use(data, _entropy)
+    like = copy.deepcopy(net)
+    like[0] = Largest(net[0].weight)
+    exact = ExactGaussNewton(like, "2", _entropy, data)
+    for seed in range(6):
+        v = hessian.random_vector(seed)
+        with hessian.measuring(operator="ggn") as found:
+            product = found.matvec(v)
+        error = relative(product.vector, exact(v))
+        print(f"error {error:.1e}, estimate {product.error:.1e}")
+        assert product.error is not None and error < 3 * product.error
+
+
+class Largest(nn.Module):
+    """`EmbeddingBag` of the largest rows, which has no double backward."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach())
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """`(bags, width)`."""
+        return functional.embedding(rows, self.weight).amax(1)
+
+
 def test_outputs_that_saturate_are_left_downward() -> None:
     net, data = uneven(), batches(4)
     exact = ExactGaussNewton(net, "2", distance, data)

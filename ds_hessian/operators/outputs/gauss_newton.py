@@ -194,8 +194,10 @@ class GaussNewton:
             sums = self._evaluate(out, v, better / length, self._pilot, True)
             found = self._finish(v, length, better, out, sums)
             self._steps.judge(found.trial)
-        mismatch = abs(found.along - found.trial.form)
-        noise, error = self._steps.conclude(found.trial, mismatch)
+        doubt = abs(found.along - found.trial.form)
+        if self.cost.kinks_crossed is not None:  # the error is of first order in h, as r is
+            doubt = max(doubt, found.trial.nonlinearity * found.trial.size)
+        noise, error = self._steps.conclude(found.trial, doubt)
         self._note_product(found.choices)
         self.cost.trials += trials
         self.cost.product_seconds += time.perf_counter() - started

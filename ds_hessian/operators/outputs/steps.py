@@ -333,6 +333,9 @@ class OutputSteps:
         rounding = [1 / (t.h * t.spread * t.nonlinearity) for t in bending]
         bend, self.learnt.ratio_noise = _two_terms(ratio, rounding) if ratio else (0.0, 0.0)
         self._bend = bend or math.sqrt(truncation / TYPICAL)
+        # What no pair tells from noise is less than any pair's change.
+        hidden = min((1 / b for b in bent if b), default=math.inf)
+        truncation = truncation or min(TYPICAL * self._bend**2, hidden)
         self._kappa = max(truncation / self._bend**2, 1e-3) if self._bend else TYPICAL
         self._noise = max(self._noise, 1e-3 * self.rounding * size)
 
@@ -437,18 +440,24 @@ class OutputSteps:
 
     def judge(self, product: Trial) -> float:
         """Return the displacement at which to make a product again, or its own."""
-        if product.size == 0 or self.fixed is not None or not product.finite:
+        if product.size == 0 or not product.finite:
             return product.h
-        self._bend = max(self._bend, self._bend_of(product))
+        bend = self._bend_of(product)
+        if bend > UNEXPECTED * self._bend:  # kappa is that of the pilot, which bends otherwise
+            self._kappa = TYPICAL
+        self._bend = max(self._bend, bend)
+        if self.fixed is not None:
+            return product.h
         best = self._best(product.size)
         return best if self._excess(product, best) > REPEAT else product.h
 
-    def conclude(self, product: Trial, mismatch: float) -> tuple[float | None, float | None]:
+    def conclude(self, product: Trial, doubt: float) -> tuple[float | None, float | None]:
         """Learn from the product that is kept; return its relative noise and error.
 
         Args:
             product: The product of all micro-batches.
-            mismatch: `|v'(Gv) - v'Gv|` from the backward and from the outputs.
+            doubt: What witnesses say against it, in its units: `|v'(Gv) - v'Gv|` from the backward
+                and from the outputs; where kinks are crossed, its length times r.
         """
         found = self.learnt
         if product.size == 0 or not self._noise:
@@ -460,7 +469,7 @@ class OutputSteps:
             # Nor does the product's length, of which the trials may have shown more.
             error = max(error, product.nonlinearity, self._seen / product.size)
         values = max(found.values, min(product.values, 1.0))
-        error = max(error, mismatch / product.size, self._doubt)
+        error = max(error, doubt / product.size, self._doubt)
         error = math.hypot(error, values, self.least_error)
         first = found.products == 0
         found.noise = self._noise if first else math.sqrt(found.noise * self._noise)
