@@ -56,9 +56,14 @@ def leaves(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 class Constants:
-    """The constants of the gradients of one measurement."""
+    """The constants of the gradients of one measurement.
+
+    Attributes:
+        read: The number of calls without a graph that have read what requires gradients.
+    """
 
     def __init__(self) -> None:
+        self.read = 0
         self._recorded: dict[Hashable, list[tuple[Line, Tensor]]] = {}
         self._known: dict[tuple[torch.Size, torch.dtype, float], list[Tensor]] = {}
         self._derived = weakref.WeakValueDictionary[int, Tensor]()
@@ -143,7 +148,9 @@ class Constants:
         if not (found or compares):
             return
         given = tuple(given)[:1] if name in _OF_FIRST else given
-        if any(t.requires_grad or self._is_derived(t) for t in tensors_in(given)):
+        tensors = list(tensors_in(given))
+        self.read += not torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if any(t.requires_grad or self._is_derived(t) for t in tensors):
             if compares:
                 self._comparing.add(_function_of_call())
             for t in found:
@@ -234,6 +241,19 @@ def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
         kwargs = {key: value for key, value in kwargs.items() if key != "input"}
         args = args[len(args) > 2 :]
     return (*args, *kwargs.values())
+
+
+def refuse_lost(args: tuple[Any, ...]) -> None:
+    """Raise for a `torch.autograd.Function` that reads weights which are none of its arguments, as
+    where activations are to be recomputed, if no argument requires gradients: it has no backward.
+    """
+    if torch.is_grad_enabled() and not any(t.requires_grad for t in tensors_in(args)):
+        raise UnsupportedError(
+            "ds_hessian does not support weights that have no gradient because activations are "
+            "recomputed from inputs that require none (use_reentrant=True, which is Megatron's "
+            "only way), as adapters after a frozen embedding: training leaves them as they are; "
+            "let the embedding's output require gradients, or do not recompute"
+        )
 
 
 def refuse_solves() -> None:

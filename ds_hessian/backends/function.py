@@ -57,7 +57,7 @@ from ds_hessian.backends.choices import (
     line_of_call,
     sides_of,
 )
-from ds_hessian.backends.constants import Constants, leaves, refuse_solves
+from ds_hessian.backends.constants import Constants, leaves, refuse_lost, refuse_solves
 from ds_hessian.backends.dropping import PROBABILITIES, drops
 from ds_hessian.backends.in_python import COMPOSED, is_composed, undispatched
 from ds_hessian.backends.kinks import argument, with_argument
@@ -278,8 +278,11 @@ class FixedFunction(TorchFunctionMode):
             return apply(*args)
         with torch._C.DisableTorchFunction():
             args, _ = constants.held("apply", (args, {}), [], False, back)
+        read = constants.read
         made = apply(*args)
         with torch._C.DisableTorchFunction():
+            if constants.read > read and not back:
+                refuse_lost(args)
             constants.note("apply", args, [], made)
         return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -211,6 +212,18 @@ def test_what_is_stopped_where_the_forward_has_no_graph_is_refused() -> None:
     hessian = ds_hessian.attach(net, config={"progress": False, "plot": False}).use(data())
     with pytest.raises(UnsupportedError, match="use_reentrant=False"):
         hessian.matvec(hessian.random_vector(seed=2))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_weights_whose_gradient_a_checkpoint_loses_are_refused(reentrant: bool) -> None:
+    """Training leaves them as they are; their products were 0."""
+    net = Net(lambda m, h: checkpoint(lambda y: m.target(y[:, :5]), h, use_reentrant=reentrant))
+    net.up.requires_grad_(False)
+    net.target.requires_grad_()
+    hessian = ds_hessian.attach(net, config={"progress": False, "plot": False}).use(data())
+    lost = pytest.raises(UnsupportedError, match="let the embedding's output require gradients")
+    with lost if reentrant else contextlib.nullcontext():
+        assert hessian.matvec(hessian.random_vector(seed=2)).norm > 0
 
 
 class Rounded(torch.autograd.Function):
