@@ -45,6 +45,7 @@ class Job:
     experts: int = 0
     expert_bias: bool = False
     aux_loss: float = 0.0
+    balancing: str = "aux_loss"  # what kind of it
     z_loss: float = 0.0
     shared: int = 0  # width of shared experts
     dispatcher: str = "allgather"
@@ -53,6 +54,7 @@ class Job:
     predicted: int = 0  # further tokens: layers of multi-token prediction
     tied: bool = True  # the output layer's weight is the embedding's
     positions: str = "learned_absolute"  # their embedding
+    softmax: str = "vanilla"  # of attention
     query_groups: int = 2  # of attention's heads; tensor-parallel ranks must divide them
     dropout: float = 0.0
     bias: bool = True
@@ -108,7 +110,7 @@ def model_config(job: Job) -> Any:
             "moe_z_loss_coeff": job.z_loss or None,
             "moe_expert_capacity_factor": job.capacity,
             "moe_shared_expert_intermediate_size": job.shared or None,
-            "moe_router_load_balancing_type": "aux_loss" if job.aux_loss else "none",
+            "moe_router_load_balancing_type": job.balancing if job.aux_loss else "none",
             "moe_aux_loss_coeff": job.aux_loss,
             "moe_router_enable_expert_bias": job.expert_bias,
             "moe_router_score_function": "sigmoid" if job.expert_bias else "softmax",
@@ -133,6 +135,7 @@ def model_config(job: Job) -> Any:
         hidden_size=16,
         ffn_hidden_size=20,
         num_attention_heads=4,
+        softmax_type=job.softmax,
         num_query_groups=None if job.latent else job.query_groups,
         gated_linear_unit=job.activation == "swiglu",
         activation_func=activation_of(job),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -65,6 +66,37 @@ def choices_in_bf16(job: Job) -> tuple[int, float, bool]:
         size = hu.norm * hv.norm
         difference = abs(hessian.dot(u, hv.vector) - hessian.dot(v, hu.vector))
         return operator.cost.choices, operator.cost.flips, difference < 0.1 * size**0.5
+
+
+def as_trained(job: Job) -> tuple[float, float, float]:
+    """How far gradient and product are from what Megatron's own steps find in the same layout, in
+    fp64, and the estimated error of the product.
+    """
+    gradient, exact = _trained(replace(job, dtype="float64"))
+    with running(job) as chunks:
+        hessian = hessian_of(chunks, job)
+        space = hessian.backend.space
+        with hessian.measuring() as operator:
+            product = hessian.matvec(hessian.random_vector(seed=5))
+            found = operator.gradient * operator.session.gradient_scale
+            pairs = (found, gradient), (product.vector, exact)
+            far = [space.norm(a - b) / space.norm(b) for a, b in pairs]
+        return far[0], far[1], product.error
+
+
+def _trained(job: Job) -> tuple[Tensor, Tensor]:
+    """Gradient and product of this rank by Megatron's own steps."""
+    with running(job) as chunks:
+        backend, found = (hessian := hessian_of(chunks, job)).backend, []
+        v = hessian.random_vector(seed=5)
+        for h in (0.0, 1e-5, -2e-5):  # from the weights before
+            for run, (_, part) in zip(backend.runs, backend.layout, strict=True):
+                run.weight.add_(v[part], alpha=h)
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            run_schedule(job, chunks, my_batches())
+            found.append(torch.cat([run.gradient.clone() for run in backend.runs]))
+        return found[0].float(), ((found[1] - found[2]) / 2e-5).float()
 
 
 # ---- stopped gradients
@@ -264,6 +296,8 @@ def measured_or_refused(
             for p in chunks[0].parameters():
                 if host.is_tied_over_stages(p) and host.pipeline_rank() == 0:
                     p.requires_grad_(False)
+        if freeze == "embedding":
+            host.unwrap(chunks[0]).embedding.requires_grad_(False)
         if layer_wise:
             layer_wise_optimizer(job, chunks)
         elif job.dtype == "bfloat16":

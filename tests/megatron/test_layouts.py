@@ -129,6 +129,19 @@ def assert_spectra_are_those_of_one(
     assert runs[0][5] == pytest.approx(single[5], rel=1e-12)
 
 
+@pytest.mark.full
+def test_learned_offsets_of_softmaxes_are_split_by_heads(
+    megatron_ranks: Ranks, one: Callable[..., Any]
+) -> None:
+    """Megatron does not mark them; they were refused, as copies that differ."""
+    layout = {"tp": 2, "softmax": "learnable"}
+    v, _, product, _ = one(**layout)
+    runs = megatron_ranks(2).run(job.chain, Job(**layout), 1)
+    same, found = (whole([run[0][0][part] for run in runs]) for part in (0, 1))
+    assert error(same, v) == 0.0
+    assert error(found, product) < 3 * runs[0][0][0][2] < 1e-3
+
+
 @pytest.mark.parametrize("name", cells(["DP distributed optimizer overlap", "TP", "PP"], ["TP"]))
 def test_bf16_products_are_those_of_fp64_to_the_rounding_of_gradients(
     megatron_ranks: Ranks, one: Callable[..., Any], name: str

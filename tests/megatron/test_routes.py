@@ -111,6 +111,28 @@ def test_a_fused_cross_entropy_does_not_round_the_products_of_an_fp32_job(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("size, layout", [(1, {}), (2, {"ep": 2}), (4, {"ep": 2, "pp": 2})])
+def test_a_loss_of_what_a_step_counts_is_that_of_training(
+    megatron_ranks: Ranks, size: int, layout: dict[str, Any]
+) -> None:
+    """Its routers balance what all micro-batches so far have counted: products were 1.5 % off."""
+    balanced = {**MOE, "aux_loss": 0.05, "balancing": "global_aux_loss"}
+    here = Job(**layout, **balanced)
+    for gradient, product, told in megatron_ranks(size).run(routes_jobs.as_trained, here):
+        assert gradient < 1e-5
+        assert product < 3 * told < 1e-3
+    for message in megatron_ranks(size).run(job.refused, replace(here, recompute=True)):
+        assert "global_aux_loss in layers that are recomputed" in message
+
+
+@pytest.mark.full
+def test_adapters_whose_gradient_a_recomputation_loses_are_refused(megatron_ranks: Ranks) -> None:
+    layout = Job(recompute=True, tied=False)
+    for message in megatron_ranks(2).run(routes_jobs.measured_or_refused, layout, "embedding"):
+        assert "let the embedding's output require gradients" in message
+
+
+@pytest.mark.full
 def test_dropped_tokens_are_the_same_in_each_evaluation(megatron_ranks: Ranks) -> None:
     layout: dict[str, Any] = {**MOE, "dispatcher": "alltoall", "capacity": 1.0}
     exact = Job(**layout, dtype="float64")

@@ -46,6 +46,7 @@ class FixedForward:
         self.per_token = bool(host.model_config(chunks[0]).calculate_per_token_loss)
         self.losses: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._states: dict[tuple[int, int], tuple[GeneratorState, ...]] = {}
+        self._counts: dict[tuple[int, int], list[Tensor]] = {}  # of routers, at the weights
         self.start(0)
 
     def keys(self, first: int, count: int) -> list[tuple[int, int]]:
@@ -75,8 +76,14 @@ class FixedForward:
             self._states[chunk, index] = self.random.get()
         self.function.at((chunk, index))
         self.buffers[chunk].renew()
+        counts = host.running_counts(model)
+        for count, start in zip(counts, self._counts.get((chunk, index), ()), strict=False):
+            count.copy_(start)
         with self.function.forward():
             output, loss_func = _pair(self.forward_step(data_iterator, model, *rest))
+        if torch.is_grad_enabled():  # training's next micro-batch counts on
+            counts = [count.clone() for count in host.running_counts(model)]
+            self._counts.setdefault((chunk, index + 1), counts)
 
         def loss(output: Tensor, **options: object) -> tuple[object, ...]:
             result = loss_func(output, **options)

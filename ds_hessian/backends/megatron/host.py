@@ -158,10 +158,14 @@ def is_tied_over_stages(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "shared_embedding", False))
 
 
-def is_replicated_over_tensor_ranks(parameter: nn.Parameter) -> bool:
-    """Return whether all tensor-parallel ranks have the whole parameter."""
+def is_replicated_over_tensor_ranks(parameter: nn.Parameter, tensor: ShardedTensor) -> bool:
+    """Return whether all tensor-parallel ranks have the whole parameter.
+
+    Offsets of learnable softmaxes, one for each head, are split and not marked.
+    """
     split = getattr(parameter, "tensor_model_parallel", False)
-    return not split and getattr(parameter, "allreduce", True)
+    whole = tuple(tensor.global_shape[tensor.prepend_axis_num :]) == tuple(tensor.local_shape)
+    return not split and whole and getattr(parameter, "allreduce", True)
 
 
 def tensor_group() -> tuple[dist.ProcessGroup, bool]:
@@ -252,6 +256,21 @@ def _disable_reruns(attributes: Attributes) -> None:
     machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
     if machine is not None:
         attributes.set(machine, "mode", rerun_state_machine.RerunMode.DISABLED)
+
+
+def recomputes_counts(config: ModelConfig) -> bool:
+    """Return whether routers with `global_aux_loss` are in what is recomputed."""
+    counts = "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", None) or ())
+    granularity = getattr(config, "recompute_granularity", None)
+    inside = "moe" in (getattr(config, "recompute_modules", None) or ())
+    return counts and (granularity == "full" or (granularity == "selective" and inside))
+
+
+def running_counts(chunk: Chunk) -> list[Tensor]:
+    """Return what routers count over the micro-batches of a step, for `global_aux_loss`."""
+    names = ("global_tokens_per_expert", "ga_steps")
+    found = (getattr(m, name, None) for m in unwrap(chunk).modules() for name in names)
+    return [count for count in found if count is not None]
 
 
 def keep_logs(chunks: Sequence[Chunk]) -> Callable[[], None]:

@@ -86,7 +86,7 @@ def replicated_parameters(chunks: Sequence[Chunk]) -> list[tuple[str, host.Megat
     found: dict[int, tuple[str, host.MegatronParameter]] = {}
     for chunk in chunks:
         for p, _, tensor in host.sharded_tensors(chunk):
-            if p.requires_grad and host.is_replicated_over_tensor_ranks(p):
+            if p.requires_grad and host.is_replicated_over_tensor_ranks(p, tensor):
                 found.setdefault(id(p), (checkpoint_name(tensor.key), p))
     return list(found.values())
 

@@ -111,6 +111,12 @@ def _findings(chunk: Chunk) -> list[tuple[str, bool, str]]:
             "tensor_model_parallel_size, or expert parallelism",
         ),
         (
+            "global_aux_loss in layers that are recomputed",
+            experts and host.recomputes_counts(config),
+            "routers count tokens in the recomputation, which may follow the next forward: do not "
+            "recompute experts",
+        ),
+        (
             "biases of experts under sequence and expert parallelism",
             experts and expert > 1 and config.sequence_parallel and config.add_bias_linear,
             "Megatron sums those of different experts: use add_bias_linear=False",
