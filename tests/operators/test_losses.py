@@ -360,6 +360,15 @@ def test_outputs_with_weights_behind_them_are_refused(name: Any) -> None:
         pass
 
 
+def test_outputs_with_weights_in_16_bits_behind_them_are_refused() -> None:
+    """These take nothing in fp32, in which the cotangents are read."""
+    with (
+        pytest.raises(UnsupportedError, match=r"outputs \('norm'\) in 16 bits that nothing takes"),
+        operators(Chunked().bfloat16(), texts(), lambda m, b: m(*b), "ggn"),
+    ):
+        pass
+
+
 class Judged(nn.Module):
     """Has its loss of single numbers as a module."""
 

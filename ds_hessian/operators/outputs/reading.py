@@ -36,6 +36,7 @@ from ds_hessian.operators.outputs.required import (
     require_curved,
     require_one_head,
     require_same_around,
+    requiring_fp32,
 )
 from ds_hessian.operators.outputs.tap import sample
 
@@ -294,7 +295,8 @@ class Reading:
                 times.append(self._pass(prober, out, unit))
             if self._anywhere(self._narrow):
                 prober.widens = True
-                self._pass(prober, self.space.zeros(), unit)
+                with requiring_fp32(self.tap):
+                    self._pass(prober, self.space.zeros(), unit)
                 prober.widens = False
             for prober.passes, out in enumerate(around, 1):
                 times.append(self._pass(prober, out, unit))

@@ -5,7 +5,8 @@ linear; where nobody has named them, that they are all that it is made of.
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from ds_hessian.backends.hooks import on_cotangents
 from ds_hessian.backends.protocol import Session
-from ds_hessian.errors import UnsupportedError
+from ds_hessian.errors import MeasurementError, UnsupportedError
 from ds_hessian.operators.outputs.losses import beside_outputs
 from ds_hessian.operators.outputs.tap import Silence, Tap, in_backward, tensors_of, with_tensors
 
@@ -113,6 +114,24 @@ def require_curved(session: Session, tap: Tap, told: bool, curved: bool) -> None
             f"{tap.name!r}, so that G would be 0 and the residual H; name the module that returns "
             "what the loss is made of, outputs=..., or this one if it is meant"
         )
+
+
+@contextmanager
+def requiring_fp32(tap: Tap) -> Iterator[None]:
+    """Raise by name where outputs in fp32 fail in the body.
+
+    Raises:
+        UnsupportedError: they did, on all ranks alike.
+    """
+    try:
+        yield
+    except MeasurementError as error:
+        raise UnsupportedError(
+            f"ds_hessian does not support outputs ({tap.name!r}) in 16 bits that nothing takes in "
+            f"fp32, as weights behind them ({error}); name the module that returns the last "
+            'outputs, or all of them, outputs=..., set finite_difference.precision to "fp32", or '
+            'use operator "hessian"'
+        ) from error
 
 
 def require_same_around(session: Session, tap: Tap, one: Tensor, other: Tensor) -> None:
