@@ -545,19 +545,29 @@ def test_fewer_layers_at_once_give_the_same_factors_and_are_proposed(net: nn.Mod
 
 
 def test_a_plan_knows_the_layers_of_the_job() -> None:
-    """Without being told: eigenvectors of each kind, and LAPACK's work space."""
+    """Without being told: eigenvectors, which EK-FAC shares with K-FAC and Adam has none of, and
+    LAPACK's work space.
+    """
     net = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 40), nn.Linear(40, 3))
     hessian: Any = ds_hessian.attach(net, config=QUIET)
-    numbers = sum(m * m + n * n + m * n for m, n in ((40, 5), (3, 40)))
+    squares = sum(m * m + n * n for m, n in ((40, 5), (3, 40)))
+    own = 40 * 5 + 3 * 40
+
+    def planned(kinds: list[str]) -> dict[str, int]:
+        return {i.name: i.size for i in hessian.memory_plan("kronecker", kinds=kinds).items}
+
+    assert planned(["adam"])["Kronecker factors"] == 8 * own
+    assert planned(["kfac", "shampoo"])["Kronecker factors"] == 16 * (squares + own)
+    assert planned(["shampoo"])["Shampoo's factors"] == 8 * squares
     for kinds in (["kfac"], ["kfac", "ekfac"]):
-        items = {i.name: i.size for i in hessian.memory_plan("kronecker", kinds=kinds).items}
-        assert items["Kronecker factors"] == 8 * len(kinds) * numbers
+        items = planned(kinds)
+        assert items["Kronecker factors"] == 8 * (squares + len(kinds) * own)
         work = 8 * (40 * 40 + 5 * 5 + 2 * 40 * 40)
         assert work <= items["a Kronecker factor being decomposed"] < 1.01 * work
     one = hessian.memory_plan("kronecker", kinds=["kfac"], layers=["2.weight"])
     assert {i.name: i.size for i in one.items}["Kronecker factors"] == 8 * (9 + 1600 + 120)
     solve = hessian.memory_plan("solve", preconditioner="ekfac", dampings=[0.1])
-    assert {i.name: i.size for i in solve.items}["Kronecker factors"] == 16 * numbers
+    assert {i.name: i.size for i in solve.items}["Kronecker factors"] == 8 * squares + 16 * own
 
 
 class Rows(nn.Module):

@@ -69,18 +69,23 @@ def memory_of_factors(
         return []
     first, second = bool({"kfac", "ekfac"} & {*kinds}), bool({"shampoo", "klshampoo"} & {*kinds})
     in_rounds = bool({"ekfac", "klshampoo"} & {*kinds})  # with eigenvectors, or roots, on all ranks
-    sums, owned, most = list[int](), [0] * ranks, [0] * ranks
+    # EK-FAC has K-FAC's eigenvectors, Adam none.
+    bases = first + len({"shampoo", "klshampoo", "optimizer"} & {*kinds})
+    sums, owned, most, kept = list[int](), [0] * ranks, [0] * ranks, [0] * ranks
     for owner, (m, n) in zip(owners(shapes, ranks), shapes, strict=True):
         triangles, squares, own = size_of_square(m) + size_of_square(n), m * m + n * n, m * n
         once = (first + second) * triangles + second * own
         again = in_rounds * (squares + own + ("klshampoo" in kinds) * triangles)
         sums.append(max(once, again))
-        owned[owner] += FP64 * (len(kinds) * (squares + own) + second * squares)
-        most[owner] = max(most[owner], FP64 * (first * squares + WORK * max(m, n) ** 2))
+        owned[owner] += FP64 * (len(kinds) * own + bases * squares)
+        kept[owner] += FP64 * second * squares
+        if bases:
+            most[owner] = max(most[owner], FP64 * (first * squares + WORK * max(m, n) ** 2))
     mine = max(range(ranks), key=owned.__getitem__) if rank is None else rank
     passes = FP32 * sum(sorted(sums, reverse=True)[:at_once])
     return [
         Item("Kronecker sums of a pass", tier, passes, stage="factors"),
         Item("a Kronecker factor being decomposed", tier, most[mine], stage="factors"),
+        Item("Shampoo's factors", tier, kept[mine], stage="factors"),
         Item("Kronecker factors", tier, owned[mine]),
     ]
