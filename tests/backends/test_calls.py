@@ -140,7 +140,7 @@ ALONE: dict[str, tuple[Do, Do, str]] = {
     "no file to write": (
         lambda h, v: h.save_vectors(v[None], "out.safetensors"),
         lambda h, v: h.save_vectors(v[None], 7),  # type: ignore[arg-type]
-        "rank 1: TypeError",
+        "rank 1: ConfigError: a path must be a text or a Path, got 7",
     ),
     "no vectors to write": (
         lambda h, v: h.save_vectors(v[None], "out.safetensors"),
