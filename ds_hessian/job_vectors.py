@@ -34,12 +34,12 @@ class JobVectors:
 
     Attributes:
         backend: The job.
-        config: The settings.
+        config: The settings; others may be set between measurements, on all ranks alike.
         output: The folder of the results.
     """
 
     def __init__(self, backend: Backend, config: HessianConfig) -> None:
-        self.backend, self.config = backend, config
+        self.backend, self._config = backend, config
         self.output = vector_files.Output(backend, Path(config.output_path))
         self._page = PageKeeper()
 
@@ -48,6 +48,20 @@ class JobVectors:
             "ds_hessian does not support copying or pickling a job's Hessian, which belongs to the "
             "running job: attach() gives another job its own; records can be copied and pickled"
         )
+
+    @property
+    def config(self) -> HessianConfig:
+        """The settings of measurements."""
+        return self._config
+
+    @config.setter
+    def config(self, config: HessianConfig) -> None:
+        if not isinstance(config, HessianConfig):
+            raise ConfigError(
+                f"config must be a HessianConfig, got {shown(config)}: "
+                "hessian.config.with_overrides(...) makes one that differs from this one"
+            )
+        self._config = config
 
     @property
     def rank(self) -> int:

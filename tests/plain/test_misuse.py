@@ -88,6 +88,14 @@ def test_a_step_that_is_no_count_is_refused(hessian: Any, step: Any) -> None:
     assert hessian.step == 7
 
 
+def test_settings_that_are_set_are_settings() -> None:
+    hessian = ds_hessian.attach(nn.Linear(3, 1))
+    with pytest.raises(ConfigError, match="config must be a HessianConfig, got .*with_overrides"):
+        hessian.config = {"num_matvecs": 3}
+    hessian.config = hessian.config.with_overrides(num_matvecs=3)
+    assert hessian.memory_plan("spectrum", num_matvecs=3) == hessian.memory_plan("spectrum")
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_the_hessian_of_a_job_is_not_copied_but_records_are(
     hessian: Any, spectrum: HessianSpectrum, copied: Any
