@@ -59,7 +59,8 @@ class Constants:
     """The constants of the gradients of one measurement.
 
     Attributes:
-        read: The number of calls without a graph that have read what requires gradients.
+        read: The number of calls without a graph that have used, and not only detached, what
+            requires gradients.
     """
 
     def __init__(self) -> None:
@@ -139,7 +140,14 @@ class Constants:
         if self._is_derived(tensor) and _function_of_call() is None:
             tensor.data = self._constant(tensor.detach(), False)
 
-    def note(self, name: str, given: Iterable[Any], written: Iterable[Tensor], made: Any) -> None:
+    def note(
+        self,
+        name: str,
+        given: Iterable[Any],
+        written: Iterable[Tensor],
+        made: Any,
+        detaches: bool = False,
+    ) -> None:
         """Note what a call has made of values that depend on the weights, without a graph."""
         if name in _FRESH or name.endswith("_like"):
             return
@@ -149,7 +157,8 @@ class Constants:
             return
         given = tuple(given)[:1] if name in _OF_FIRST else given
         tensors = list(tensors_in(given))
-        self.read += not torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if not (detaches or torch.is_grad_enabled()):
+            self.read += any(t.requires_grad for t in tensors)
         if any(t.requires_grad or self._is_derived(t) for t in tensors):
             if compares:
                 self._comparing.add(_function_of_call())
@@ -244,15 +253,15 @@ def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
 
 
 def refuse_lost(args: tuple[Any, ...]) -> None:
-    """Raise for a `torch.autograd.Function` that reads weights which are none of its arguments, as
-    where activations are to be recomputed, if no argument requires gradients: it has no backward.
+    """Raise where a `torch.autograd.Function`, such as a reentrant checkpoint, has used weights
+    that are not among its arguments, and no argument requires gradients: it has no backward.
     """
     if torch.is_grad_enabled() and not any(t.requires_grad for t in tensors_in(args)):
         raise UnsupportedError(
-            "ds_hessian does not support weights that have no gradient because activations are "
-            "recomputed from inputs that require none (use_reentrant=True, which is Megatron's "
-            "only way), as adapters after a frozen embedding: training leaves them as they are; "
-            "let the embedding's output require gradients, or do not recompute"
+            "ds_hessian does not support weights that training leaves as they are because "
+            "activations are recomputed from inputs of which none requires gradients "
+            "(use_reentrant=True, Megatron's only way), as those of adapters after a frozen "
+            "embedding: let the embedding's output require gradients, or do not recompute"
         )
 
 

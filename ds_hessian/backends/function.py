@@ -251,10 +251,10 @@ class FixedFunction(TorchFunctionMode):
         if back and func is torch.autograd.grad and constants.of(self._key):
             refuse_solves()
         written = [] if name in STATISTICS else written_by(name, args, kwargs)
+        attribute = getattr(func, "__self__", None)
         if not back and name == "requires_grad_":
             constants.begin_graph(args[0])
         elif name == "__set__":  # of an attribute: no use of its value
-            attribute = getattr(func, "__self__", None)
             if args[1] is True and not back and attribute is Tensor.requires_grad:
                 constants.begin_graph(args[0])
         elif name not in pieces.COMPARISONS:
@@ -262,7 +262,8 @@ class FixedFunction(TorchFunctionMode):
             if not (leaving and is_a_hosts()):
                 args, kwargs = constants.held(name, (args, kwargs), written, leaving, back)
         made = self._call(func, types, args, kwargs)
-        constants.note(name, (*args, *kwargs.values()), written, made)
+        detaches = name == "detach" or attribute is Tensor.data
+        constants.note(name, (*args, *kwargs.values()), written, made, detaches)
         return made
 
     def _follows(self, back: bool) -> bool:

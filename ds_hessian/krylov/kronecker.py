@@ -354,7 +354,7 @@ class _Dense:
     def _diagonal(self, form: Eigenform | None) -> np.ndarray:
         """Return the share of |C|^2 on the diagonal, in the eigenbasis of K or the parameters'.
 
-        Two probes are one pair: without either there is none, so that the error is NaN.
+        Pairs of probes tell the share. Of two without one no pair is left: the error is NaN.
         """
 
         def rotated(x: Tensor) -> Tensor:

@@ -270,7 +270,7 @@ def _inverse_root(operator: LinearOperator, diagonal: Tensor, shift: float) -> t
             f"preconditioner + damping must be positive and finite everywhere; at damping {shift} "
             f"it is not in {count:.0f} coordinates: raise the damping or the preconditioner"
         )
-    least = -operator.space.most(-float(owned.min()) if len(owned) else -math.inf)
+    least = operator.space.of_all_ranks(float(owned.min()) if len(owned) else math.inf).min()
     return shifted.rsqrt(), 1 / math.sqrt(least)
 
 

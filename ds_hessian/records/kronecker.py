@@ -45,7 +45,7 @@ class HessianKronecker(Measured):
         norm_errors: `(L,)` their errors.
         tops: `(L,)` the largest eigenvalue of C in magnitude, from below.
         plain_shares: `(L,)` share of `|C|^2` on the diagonal in the parameters' own basis.
-        plain_share_errors: `(L,)` their errors.
+        plain_share_errors: `(L,)` their errors; NaN with two probes.
         residuals: `(L,)` relative residual of the damped solution with C.
         solve_errors: `(L,)` bounds on the errors of `solves`, of that solution.
         mismatches: `(L,)` relative distance of what the hooks saw to the job's gradient.

@@ -65,11 +65,11 @@ class VectorSpace:
         partials = partials.to(self.device)
         return reduce(partials, self.group) if self.distributed else partials.cpu()
 
-    def most(self, figure: float) -> float:
-        """Return the largest of all ranks' figures, in one all-reduce."""
-        figures = torch.zeros(self.world_size, dtype=torch.float64)
-        figures[self.rank] = figure
-        return float(self.reduce(figures).max())
+    def of_all_ranks(self, *figures: float) -> Tensor:
+        """Return every rank's k figures, `(k, world size)` fp64, in one all-reduce."""
+        mine = torch.zeros(len(figures), self.world_size, dtype=torch.float64)
+        mine[:, self.rank] = torch.tensor(figures, dtype=torch.float64)
+        return self.reduce(mine.view(-1)).view_as(mine)
 
     def of_rank_0(self, *figures: float) -> list[float]:
         """Return rank 0's figures on every rank, in one all-reduce: for figures that must have the

@@ -226,6 +226,43 @@ def test_weights_whose_gradient_a_checkpoint_loses_are_refused(reentrant: bool) 
         assert hessian.matvec(hessian.random_vector(seed=2)).norm > 0
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda m, y: m.target(y[:, :5]),
+        lambda m, y: y * m.down.weight.detach().norm(),
+        lambda m, y: y * m.down.weight.data.norm(),
+    ],
+    ids=["frozen", "detached", "data"],
+)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_a_checkpoint_that_loses_no_gradient_is_measured(read: Callable[..., Tensor]) -> None:
+    net = Net(lambda m, h: checkpoint(lambda y: read(m, y), h, use_reentrant=True))
+    net.up.requires_grad_(False)
+    hessian = ds_hessian.attach(net, config={"progress": False, "plot": False}).use(data())
+    v = hessian.random_vector(seed=2)
+    expected = exact_product(net, v)
+    product = hessian.matvec(v)
+    assert product.error is not None
+    far = float((product.vector.double() - expected).norm() / expected.norm())
+    assert far < 5 * product.error < 1e-3
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_checkpoint_without_a_graph_around_it_is_measured(trained: bool) -> None:
+    """A teacher that is a submodule, with weights that are frozen or not."""
+
+    @torch.no_grad()
+    def taught(m: Any, h: Tensor) -> Tensor:
+        made: Tensor = checkpoint(lambda y: m.target(y[:, :5]), h, use_reentrant=True)
+        return made
+
+    net = Net(lambda m, h: h * taught(m, h))
+    net.target.requires_grad_(trained)
+    hessian = ds_hessian.attach(net, config={"progress": False, "plot": False}).use(data())
+    assert hessian.matvec(hessian.random_vector(seed=2)).norm > 0
+
+
 class Rounded(torch.autograd.Function):
     """Straight-through, by a backward of its own."""
 

@@ -41,11 +41,13 @@ class Job:
     overlap: bool = False
     per_token: bool = False
     recompute: bool = False
+    method: str = "uniform"  # of recomputation; "block": the first layer of a stage
     deferred: bool = False  # weight gradients of the output layer
     experts: int = 0
+    dense: int = 0  # the first layers, which have none
     expert_bias: bool = False
     aux_loss: float = 0.0
-    balancing: str = "aux_loss"  # what kind of it
+    balancing: str = "aux_loss"  # its kind
     z_loss: float = 0.0
     shared: int = 0  # width of shared experts
     dispatcher: str = "allgather"
@@ -97,7 +99,7 @@ def model_config(job: Job) -> Any:
     if job.recompute:
         recompute = {
             "recompute_granularity": "full",
-            "recompute_method": "uniform",
+            "recompute_method": job.method,
             "recompute_num_layers": 1,
         }
     moe: dict[str, Any] = {}
@@ -105,6 +107,7 @@ def model_config(job: Job) -> Any:
         moe = {
             "num_moe_experts": job.experts,
             "moe_router_topk": 2,
+            "moe_layer_freq": [int(i >= job.dense) for i in range(job.layers)],
             "moe_ffn_hidden_size": 12,
             "moe_token_dispatcher_type": job.dispatcher,
             "moe_z_loss_coeff": job.z_loss or None,
@@ -204,6 +207,7 @@ def gpt(job: Job, config: Any, stage: int = 0) -> Any:
     """The model of one virtual stage on this rank."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
         get_gpt_mtp_block_spec,
     )
@@ -219,9 +223,10 @@ def gpt(job: Job, config: Any, stage: int = 0) -> Any:
         spec.submodules.self_attention.submodules.core_attention = shim.latent_attention()
     where = {"ignore_virtual": job.vpp == 1, "vp_stage": stage if job.vpp > 1 else None}
     farther = get_gpt_mtp_block_spec(config, spec, False) if job.predicted else None
+    block = get_gpt_decoder_block_spec(config, False) if job.dense else spec
     model = GPTModel(
         config,
-        spec,
+        block,
         mtp_block_spec=farther,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,

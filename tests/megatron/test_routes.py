@@ -126,6 +126,18 @@ def test_a_loss_of_what_a_step_counts_is_that_of_training(
 
 
 @pytest.mark.full
+def test_routers_that_count_are_measured_beside_recomputed_layers(megatron_ranks: Ranks) -> None:
+    """Of which none counts: only the first layer, without experts, is recomputed."""
+    balanced = {**MOE, "aux_loss": 0.05, "balancing": "global_aux_loss"}
+    beside = Job(**balanced, dense=1, recompute=True, method="block")
+    ((gradient, product, told),) = megatron_ranks(1).run(routes_jobs.as_trained, beside)
+    assert gradient < 1e-5
+    assert product < 3 * told < 1e-3
+    (message,) = megatron_ranks(1).run(job.refused, replace(beside, dense=0))
+    assert "global_aux_loss in layers that are recomputed" in message
+
+
+@pytest.mark.full
 def test_adapters_whose_gradient_a_recomputation_loses_are_refused(megatron_ranks: Ranks) -> None:
     layout = Job(recompute=True, tied=False)
     for message in megatron_ranks(2).run(routes_jobs.measured_or_refused, layout, "embedding"):

@@ -81,7 +81,7 @@ class FixedForward:
             count.copy_(start)
         with self.function.forward():
             output, loss_func = _pair(self.forward_step(data_iterator, model, *rest))
-        if torch.is_grad_enabled():  # training's next micro-batch counts on
+        if torch.is_grad_enabled():  # without gradients routers do not count
             counts = [count.clone() for count in host.running_counts(model)]
             self._counts.setdefault((chunk, index + 1), counts)
 

@@ -258,18 +258,24 @@ def _disable_reruns(attributes: Attributes) -> None:
         attributes.set(machine, "mode", rerun_state_machine.RerunMode.DISABLED)
 
 
-def recomputes_counts(config: ModelConfig) -> bool:
-    """Return whether routers with `global_aux_loss` are in what is recomputed."""
-    counts = "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", None) or ())
-    granularity = getattr(config, "recompute_granularity", None)
-    inside = "moe" in (getattr(config, "recompute_modules", None) or ())
-    return counts and (granularity == "full" or (granularity == "selective" and inside))
+def recomputes_counts(chunk: Chunk) -> bool:
+    """Return whether routers that count for `global_aux_loss` are in what is recomputed."""
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    config: Any = model_config(chunk)
+    inside: list[nn.Module] = [unwrap(chunk)]
+    if config.recompute_granularity == "full" and config.recompute_method == "block":
+        blocks = [m for m in inside[0].modules() if isinstance(m, TransformerBlock)]
+        inside = [layer for b in blocks for layer in b.layers[: config.recompute_num_layers]]
+    elif config.recompute_granularity != "full" and "moe" not in (config.recompute_modules or ()):
+        return False
+    return config.recompute_granularity is not None and any(map(running_counts, inside))
 
 
-def running_counts(chunk: Chunk) -> list[Tensor]:
+def running_counts(module: nn.Module) -> list[Tensor]:
     """Return what routers count over the micro-batches of a step, for `global_aux_loss`."""
     names = ("global_tokens_per_expert", "ga_steps")
-    found = (getattr(m, name, None) for m in unwrap(chunk).modules() for name in names)
+    found = (getattr(m, name, None) for m in module.modules() for name in names)
     return [count for count in found if count is not None]
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def refuse_unsupported(chunks: Sequence[Chunk]) -> None:
     """Raise for a job on which products would be wrong or untested.
 
-    The decision uses the configuration alone, so every rank reaches the same one.
+    Stages of a pipeline may decide differently: callers meet afterwards.
 
     Raises:
         UnsupportedError: names the option, and what to do.
@@ -112,9 +112,9 @@ def _findings(chunk: Chunk) -> list[tuple[str, bool, str]]:
         ),
         (
             "global_aux_loss in layers that are recomputed",
-            experts and host.recomputes_counts(config),
-            "routers count tokens in the recomputation, which may follow the next forward: do not "
-            "recompute experts",
+            experts and host.recomputes_counts(chunk),
+            "routers count their tokens again in the recomputation, which may come after the next "
+            "forward: do not recompute layers of experts",
         ),
         (
             "biases of experts under sequence and expert parallelism",

@@ -48,12 +48,9 @@ class Labels:
         self._place, self._ranks = _place_among_data(session, bool(tokens))
         self._count = len(tap.calls(range(session.num_micro_batches)))
         self._drawn = 0  # of the present pass
-        found = torch.zeros(2, session.space.world_size, dtype=torch.float64)
-        for each in tokens.values():
-            seen = torch.tensor([size_of(each.weights), each.steepest])
-            found[:, session.space.rank] = torch.maximum(found[:, session.space.rank], seen)
-        largest, steepest = session.space.reduce(found.reshape(-1)).reshape(2, -1).amax(1).tolist()
-        self.unit = _unit_of(largest, steepest)
+        largest = max((size_of(each.weights) for each in tokens.values()), default=0.0)
+        steepest = max((each.steepest for each in tokens.values()), default=0.0)
+        self.unit = _unit_of(*session.space.of_all_ranks(largest, steepest).amax(1).tolist())
 
     @contextmanager
     def drawn(self, unit: int, number: int) -> Iterator[None]:

@@ -83,7 +83,7 @@ class KroneckerMetric:
             )
 
     def _least(self) -> float:
-        """Return the smallest eigenvalue over all ranks."""
+        """Return the smallest eigenvalue of D: of factors, and of the diagonal elsewhere."""
         uncovered = torch.ones_like(self._diagonal, dtype=torch.bool)
         for space in self._spaces:
             for part in space.restricted.parts:
@@ -92,7 +92,7 @@ class KroneckerMetric:
         values = [f.forms["ekfac"].values.flatten() for f in self._mine()]
         values.append(self._diagonal[:owned][uncovered[:owned]])
         mine = [float(v.min()) for v in values if v.numel()]
-        return -self.space.most(-min(mine, default=math.inf))
+        return float(self.space.of_all_ranks(min(mine, default=math.inf)).min())
 
     def _mine(self) -> list[Factors]:
         return [f for f in self._factors if f.forms]

@@ -58,7 +58,7 @@ outputs are logits that a loss takes, but for their layout; its calls that retur
 by their names."""
 
 ITSELF = "the model itself"
-"""What records call the model as the module of the outputs, whose name is empty."""
+"""The name in records of the model as the module of the outputs, whose own name is empty."""
 
 LAYOUTS = ("View", "Reshape", "Squeeze", "Unsqueeze", "Slice", "Alias", "ToCopy", "Transpose")
 """Of what the names of autograd's nodes have in them that leave the numbers of a tensor."""
@@ -465,10 +465,10 @@ def _chosen(session: Session, named: Sequence[tuple[str, nn.Module]], table: Ten
                 return number
     if not bool((table[:, [CALLED, ELSEWHERE]].sum(1) == ranks).any()):
         raise UnsupportedError(
-            "ds_hessian does not support operators of the outputs of a model of which the loss "
-            "calls every module more than once for a micro-batch, as the towers of pairs: call it "
-            "in a module that returns all that the loss takes in one call, or use operator "
-            '"hessian"'
+            "ds_hessian does not support operators of the outputs of a model of which every module "
+            "is called more than once for a micro-batch, as one tower for both sides of pairs: put "
+            "the model into a module that returns all that the loss takes in one call, or use "
+            'operator "hessian"'
         )
     if not bool(once.any()):
         raise ConfigError(

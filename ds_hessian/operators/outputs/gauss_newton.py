@@ -144,10 +144,8 @@ class GaussNewton:
 
     def _room(self, largest: int) -> tuple[int, int]:
         """Return the bytes of the largest outputs, and of the smallest vector, of all ranks."""
-        mine = torch.zeros(2, self.space.world_size, dtype=torch.float64)
-        mine[:, self.space.rank] = torch.tensor([largest, FP32 * self.space.n_local])
-        found = self.space.reduce(mine.reshape(-1)).reshape(2, -1)
-        return int(found[0].max()), int(found[1].min())
+        outputs, vectors = self.space.of_all_ranks(largest, FP32 * self.space.n_local)
+        return int(outputs.max()), int(vectors.min())
 
     def _gradient_around(self) -> dict[range, Tensor]:
         """Return the gradients of pilot and rest that do not pass the outputs.
@@ -405,7 +403,7 @@ class GaussNewton:
             doubted = not trials and self._passes.product is None and self._steps.doubts_values
             sums = self._evaluate(out, v, h / length, self._pilot, True, doubted)
             trial = self._figures(v, length, h, out, sums, share).trial
-            trials.append(self._steps.by_displacement(trial))
+            trials.append(self._steps.without_noise_of_loss(trial))
             if doubted:
                 self._measure_values(trials[0], length, share)
             if len(trials) == 1 and not self._steps.learnt.products:
@@ -434,9 +432,9 @@ class GaussNewton:
 
     def _choose_rho(self, v: Tensor, length: float, h: float) -> None:
         """Choose rho, unless that is done: the loss may bend over less than a unit of the outputs,
-        over which truncation is rho^2 and noise the roundoff over rho. Where a smaller one has no
-        smaller error the loss is computed with more noise than the passes, in 16 bits perhaps: then
-        a larger one may have.
+        over which truncation is rho^2 and noise the roundoff over rho. Where a smaller rho does not
+        make the error smaller, the loss has more noise than the passes, as one in 16 bits: then
+        larger ones are tried.
         """
         passes, found = self._passes, self._steps.learnt
         if passes.product is not None or found.rho:
@@ -446,7 +444,7 @@ class GaussNewton:
         last, noisy = best, best == math.inf
         while not noisy and (smaller := self._agreed_narrower(best)):
             relative, _ = self._differenced(v, length, h, smaller)
-            noisy = not relative < best / 4  # truncation over less than half is less
+            noisy = not relative < best / 4  # as truncation over less than half of rho would be
             if relative < best:
                 found.rho, best = smaller, relative
         while noisy and (rho := LADDER * rho) <= 1:
@@ -460,8 +458,8 @@ class GaussNewton:
         passes.rho = found.rho
 
     def _differenced(self, v: Tensor, length: float, h: float, rho: float) -> tuple[float, float]:
-        """Return the relative error of the pilot's product from differencing the loss over rho, by
-        a third difference of the cotangents, and by their second.
+        """Return the relative error of the pilot's product from differencing the loss over rho,
+        once by a third difference of the cotangents and once by a second one.
         """
         self._passes.rho = rho
         out, error = self.space.zeros(), self.space.zeros()

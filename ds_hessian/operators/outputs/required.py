@@ -118,17 +118,20 @@ def require_curved(session: Session, tap: Tap, told: bool, curved: bool) -> None
 
 @contextmanager
 def requiring_fp32(tap: Tap) -> Iterator[None]:
-    """Raise by name where outputs in fp32 fail in the body.
+    """Raise by name where what follows the outputs fails in the body, which makes them in fp32.
 
     Raises:
-        UnsupportedError: they did, on all ranks alike.
+        UnsupportedError: it did, on all ranks alike.
+        MeasurementError: it had too little memory.
     """
     try:
         yield
     except MeasurementError as error:
+        if "OutOfMemoryError" in str(error):  # of the rank that failed; fp32 takes more
+            raise
         raise UnsupportedError(
-            f"ds_hessian does not support outputs ({tap.name!r}) in 16 bits that nothing takes in "
-            f"fp32, as weights behind them ({error}); name the module that returns the last "
+            f"ds_hessian does not support outputs ({tap.name!r}) in 16 bits if what follows them, "
+            f"weights perhaps, takes none in fp32 ({error}); name the module that returns the last "
             'outputs, or all of them, outputs=..., set finite_difference.precision to "fp32", or '
             'use operator "hessian"'
         ) from error

@@ -202,9 +202,9 @@ class OutputSteps:
         count = self.learnt.products
         return self.fixed is None and count % SELDOM == 1
 
-    def by_displacement(self, trial: Trial) -> Trial:
-        """Return a trial whose change is none where noise of a loss makes as much: such noise is
-        the same at all displacements.
+    def without_noise_of_loss(self, trial: Trial) -> Trial:
+        """Return a trial, without a change that the noise of the loss explains: this is the same at
+        all displacements, and says nothing of them.
         """
         noise = self.learnt.values * trial.size if self.learnt.loss_roundoff else 0.0
         return trial if trial.change > UNEXPECTED * noise else replace(trial, change=0.0)
@@ -333,7 +333,7 @@ class OutputSteps:
         rounding = [1 / (t.h * t.spread * t.nonlinearity) for t in bending]
         bend, self.learnt.ratio_noise = _two_terms(ratio, rounding) if ratio else (0.0, 0.0)
         self._bend = bend or math.sqrt(truncation / TYPICAL)
-        # What no pair tells from noise is less than any pair's change.
+        # Truncation that no pair tells from noise is no more than any pair's change.
         hidden = min((1 / b for b in bent if b), default=math.inf)
         truncation = truncation or min(TYPICAL * self._bend**2, hidden)
         self._kappa = max(truncation / self._bend**2, 1e-3) if self._bend else TYPICAL
@@ -443,7 +443,7 @@ class OutputSteps:
         if product.size == 0 or not product.finite:
             return product.h
         bend = self._bend_of(product)
-        if bend > UNEXPECTED * self._bend:  # kappa is that of the pilot, which bends otherwise
+        if bend > UNEXPECTED * self._bend:  # kappa is that of the pilot, which bends less
             self._kappa = TYPICAL
         self._bend = max(self._bend, bend)
         if self.fixed is not None:
@@ -456,8 +456,9 @@ class OutputSteps:
 
         Args:
             product: The product of all micro-batches.
-            doubt: What witnesses say against it, in its units: `|v'(Gv) - v'Gv|` from the backward
-                and from the outputs; where kinks are crossed, its length times r.
+            doubt: What witnesses say against it, in its units: the difference of v'(Gv) by the
+                backward and v'Gv by the outputs or, if more, where kinks are crossed, its length
+                times r.
         """
         found = self.learnt
         if product.size == 0 or not self._noise:
