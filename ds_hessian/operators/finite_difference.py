@@ -471,7 +471,7 @@ class FiniteDifferenceHessian:
         """
         if not trials:
             (h,) = self.space.of_rank_0(self._controller.first_h())
-            trials.append(self._try(line, h, self._trial_points))
+            self._add_trial(line, h, trials)
         while True:
             advice = self._controller.advise(trials)
             if self._sides is not None and self._sides.suffices(trials):
@@ -481,12 +481,22 @@ class FiniteDifferenceHessian:
             if not accept:
                 if self._trial is None:  # the third difference was in its memory
                     self._trial = trials[-1], self._pilot_product(trials[-1].h)[0]
-                trials.append(self._try(line, h, self._trial_points))
+                self._add_trial(line, h, trials)
             elif doubted:
                 self._witness(line, trials)
             else:
                 self._trial = None
                 return h
+
+    def _add_trial(self, line: Line, h: float, trials: list[Trial]) -> None:
+        """Add a trial; it is made again where its gradients gave way to what its step lacks."""
+        earlier = self._trial
+        trials.append(self._try(line, h, self._trial_points))
+        (weighs,) = self.space.of_rank_0(self._controller.weighs(trials))
+        if weighs:
+            self._trial = earlier
+            self._controller.lacking, _ = self._slope_of_lacking(line, h)
+            trials[-1] = self._try(line, h, self._trial_points)
 
     def _try(self, line: Line, h: float, points: Sequence[int]) -> Trial:
         """Return the pilot's product at displacement h, whose gradients stay."""
@@ -543,6 +553,7 @@ class FiniteDifferenceHessian:
         nonlinearity = quotient(math.sqrt(s2), math.sqrt(d2))
         since = None if earlier is None else earlier[0].h
         trial = Trial(h, size, nonlinearity, change, since, tangent(cosine), share)
+        trial = self._controller.weighed(trial)
         if earlier is None or self._controller.compares_with(trial, earlier[0]):
             self._trial = trial, product
         return trial

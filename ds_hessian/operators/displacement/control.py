@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -360,6 +360,23 @@ class StepController(Estimates):
             self._second(bend)
         self.products += 1
         return outlook.noise, error
+
+    def weighs(self, trials: Sequence[Trial]) -> bool:
+        """Return whether to evaluate what the last trial's step lacks of v, once in a run: in 16
+        bits that may be large weights along which there is no curvature.
+
+        It is where the step is lost and r is not, and all longer ones saturate.
+        """
+        *before, last = trials
+        clear = any(t.usable and not t.lost and t.nonlinearity <= SATURATING for t in before)
+        told = last.usable and last.nonlinearity <= SATURATING and not clear
+        return told and last.lost and self.narrow and self.fixed is None and not self.lacking
+
+    def weighed(self, trial: Trial) -> Trial:
+        """Return a trial whose `off` is the share of D that it makes, where that is known."""
+        if not (self.narrow and self.lacking and trial.size):
+            return trial
+        return replace(trial, off=trial.off * min(self.lacking / trial.size, 1.0))
 
     def lacks(self, product: Trial, error: float | None, off: float) -> bool:
         """Return whether what steps lack of v may make more than a concluded product's error.

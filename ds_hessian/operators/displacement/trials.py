@@ -27,7 +27,8 @@ class Trial:
         change: |D - D'| from an earlier trial; inf for the first, and where something is not
             finite.
         since: The displacement of that trial; None for the one before.
-        off: The tangent of the angle between v and the realised step.
+        off: The tangent of the angle between v and the realised step; where it is known
+            (`StepController.weighed`), what rounding makes of D over |D|.
         removed: The second-order part of the difference that Richardson's extrapolation removes,
             relative to |D|; 0 with a formula that removes none.
         third: |g(w + 2hv) - 3 g(w + hv) + 3 g(w) - g(w - hv)| / 6h, the third difference, of the
