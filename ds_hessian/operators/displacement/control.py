@@ -361,6 +361,11 @@ class StepController(Estimates):
         self.products += 1
         return outlook.noise, error
 
+    @property
+    def may_weigh(self) -> bool:
+        """Whether what steps lack of v can matter and is not known; the same on every rank."""
+        return self.narrow and self.fixed is None and self.lacking is None
+
     def weighs(self, trials: Sequence[Trial]) -> bool:
         """Return whether to evaluate what the last trial's step lacks of v, once in a run: in 16
         bits that may be large weights along which there is no curvature.
@@ -370,11 +375,11 @@ class StepController(Estimates):
         *before, last = trials
         clear = any(t.usable and not t.lost and t.nonlinearity <= SATURATING for t in before)
         told = last.usable and last.nonlinearity <= SATURATING and not clear
-        return told and last.lost and self.narrow and self.fixed is None and not self.lacking
+        return told and last.lost and self.may_weigh
 
     def weighed(self, trial: Trial) -> Trial:
         """Return a trial whose `off` is the share of D that it makes, where that is known."""
-        if not (self.narrow and self.lacking and trial.size):
+        if not self.narrow or self.lacking is None or not trial.size:
             return trial
         return replace(trial, off=trial.off * min(self.lacking / trial.size, 1.0))
 

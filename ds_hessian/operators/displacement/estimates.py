@@ -104,7 +104,8 @@ class Estimates:
         self.firsts = list[list[float]]()  # of the first two vectors: ln b, its spread, and |D|
         self.taught: dict[str, Any] | None = None
         self.least = math.inf  # the smallest |Hv| of the slice
-        self.lacking = 0.0  # |Hd| of the unit vector d along which a step lacked a part of v
+        # |Hd| of the unit vector d along which a step lacked a part of v, once it was evaluated
+        self.lacking: float | None = None
 
     @property
     def narrow(self) -> bool:
