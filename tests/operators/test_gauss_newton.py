@@ -684,6 +684,48 @@ def test_sure_tokens_are_as_exact_as_others() -> None:
     assert apart.max() < 1e-5
 
 
+@pytest.mark.parametrize("least", [0.0, 16.0], ids=["some", "all"])
+def test_a_label_whose_probability_rounds_to_one_is_the_likeliest_class(least: float) -> None:
+    """Its cotangent has no negative entry, and that of a surer token all of its rounding there."""
+    torch.manual_seed(0)
+    f, y, omega = torch.randn(32, 5), torch.randint(5, (32,)), torch.rand(32) + 0.5
+    f[torch.arange(32), y] += torch.linspace(least, 30, 32)
+    leaf = f.clone().requires_grad_()
+    each = functional.cross_entropy(leaf, y, reduction="none")
+    (c,) = torch.autograd.grad((omega * each).sum(), leaf)
+    assert bool((c >= 0).all(-1).any())
+    found = read_cross_entropy(f, c)
+    assert found is not None
+    d, u = f.double().softmax(-1) - functional.one_hot(y, 5), torch.randn(32, 5)
+    d[torch.arange(32), y] = -d.where(d > 0, 0).sum(-1)
+    weighted = omega[:, None] * d
+    for mine, exact in (
+        (found.fisher(f, u), weighted * (d * u).sum(-1, keepdim=True)),
+        (found.less_rounding(c), weighted),
+    ):
+        assert ((mine - exact).norm(dim=-1) / exact.norm(dim=-1)).max() < 1e-4
+
+
+def test_rounding_of_the_cotangents_is_in_the_error_of_the_residual() -> None:
+    """Of data that the model knows by heart they are mostly rounding."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    x = [torch.randn(16, 4) for _ in range(2)]
+    data = [(b, net(b).detach() + 1e-6 * torch.randn(16, 3)) for b in x]
+
+    def loss(net: nn.Module, b: Any) -> Tensor:
+        weight = next(net.parameters())
+        return functional.mse_loss(net(b[0].to(weight)), b[1].to(weight))
+
+    exact, h = ExactGaussNewton(net, "", loss, data), Exact(net, data, loss)
+    with operators(net, data, loss, "residual") as (backend, (r,)):
+        for v, product in krylov(backend, exact, 3):
+            truth, found = h(v) - product, r.matvec(v)
+            error = relative(found.vector, truth)
+            assert error > 1e-3
+            assert LEAST * error < found.error < 10 * error
+
+
 class Auxiliary(nn.Module):
     """A part of the loss that does not pass the outputs."""
 

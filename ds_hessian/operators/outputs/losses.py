@@ -50,6 +50,8 @@ class Tokens:
         weights: omega, `(T,)` fp32; 0 for a token without a loss. In units of the cotangents, or
             after `scaled` of the terms of `Session.add_gradient`.
         labels: `(T,)`, of this rank's classes; -1 for a label elsewhere, or none.
+        read: `(T,)`, whether the weight was read off the token's own cotangent: off that of a sure
+            token it may not be, nor is it off one without a loss.
         dim: The dimension of the outputs along which the classes are.
         group: The ranks over which these are split; None if they are not.
         steepest: The largest entry of the cotangents on this rank, as they were seen.
@@ -57,6 +59,7 @@ class Tokens:
 
     weights: Tensor
     labels: Tensor
+    read: Tensor
     dim: int
     group: dist.ProcessGroup | None
     steepest: float = 0.0
@@ -83,16 +86,36 @@ class Tokens:
 
     def fisher(self, f: Tensor, u: Tensor) -> Tensor:
         """Return the empirical Fisher matrix of the tokens times u, fp32."""
-        classes, rows = _Classes(f, self.dim, self.group, self.labels), _rows(u, self.dim)
-        along = classes.new_zeros()
+        classes, rows = _Classes(f, self.dim, self.group), _rows(u, self.dim)
+        # Of a sure token p - 1 at the label would be all rounding: what is left of p is not.
+        others, along = classes.new_zeros(), classes.new_zeros()
         for some in classes.blocks():
-            along[some] = (classes.less_labels(some) * rows[some]).sum(-1)
+            p = _without_labels(classes.probabilities(some), self.labels[some])
+            others[some] = p.sum(-1)
+        others = _summed(others, self.group)
+
+        def less_labels(some: slice) -> Tensor:
+            return _with_labels(classes.probabilities(some), self.labels[some], -others[some])
+
+        for some in classes.blocks():
+            along[some] = (less_labels(some) * rows[some]).sum(-1)
         along = _summed(along, self.group)
         out = torch.empty_like(rows, dtype=torch.float32)
         for some in classes.blocks():
-            d = classes.less_labels(some).mul_(along[some, None])
+            d = less_labels(some).mul_(along[some, None])
             out[some] = d.mul_(self.weights[some, None])
         return _shaped(out, f, self.dim)
+
+    def less_rounding(self, c: Tensor) -> Tensor:
+        """Return the cotangents of this cross entropy with less of their rounding: at a label all
+        that the others sum up to, where the loss has had p - 1.
+        """
+        rows = _rows(c, self.dim).clone()
+        others = torch.zeros(len(rows), device=c.device)
+        for some in _blocks(rows):
+            others[some] = _without_labels(rows[some].float(), self.labels[some]).sum(-1)
+        others = _summed(others, self.group).to(rows.dtype)
+        return _shaped(_with_labels(rows, self.labels, -others), c, self.dim)
 
     def sampled(self, f: Tensor, seed: int) -> Tensor:
         """Return `sqrt(omega) (p - y)` with labels y drawn from the model, fp32.
@@ -199,56 +222,63 @@ def keeps_weights(
     given = _rows(c, dim)
     here = _Classes(f, dim, group, tokens.labels)
     before = _Classes(f, dim, group, tokens.labels, less=added)
-    squares = torch.zeros(4, len(given), device=f.device)
-    squares[3] = (tokens.labels >= 0).float()
+    squares = torch.zeros(3, len(given), device=f.device)
     for some in here.blocks():
         d = here.less_labels(some)
         squares[1, some] = d.square().sum(-1)
         squares[2, some] = before.less_labels(some).square_().sum(-1)
         d.mul_(weights[some, None]).sub_(given[some].float(), alpha=scale)
         squares[0, some] = d.square_().sum(-1)
-    off, now, then, labelled = _summed(squares, group)
-    then = then.sqrt()
-    sure = (then <= ROUNDING * roundoff) | (labelled == 0)
+    off, now, then = _summed(squares, group)
+    # The weight of a sure token was read off what is left of p, in which each digit counts.
+    then = then.sqrt().masked_fill(then.sqrt() <= ROUNDING * roundoff, 1.0)
     bound = ROUNDING * roundoff * weights * (1 + now.sqrt() / then)
-    return bool(((off.sqrt() <= bound) | sure).all())
+    return bool(((off.sqrt() <= bound) | ~tokens.read).all())
 
 
 def _read(f: Tensor, c: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tokens | None:
     roundoff = max(torch.finfo(t.dtype).eps / 2 for t in (f, c))
     given, classes = _rows(c, dim), _Classes(f, dim, group)
-    found, labels = classes.new_zeros(), torch.empty(len(given), dtype=torch.int64, device=f.device)
+    counts, highest = torch.zeros(2, len(given), device=f.device), classes.highest()
+    lowest = torch.empty_like(highest)
     for some in classes.blocks():
         negative = given[some] < 0
-        found[some] = negative.sum(-1).float()
-        labels[some] = torch.where(negative.any(-1), given[some].argmin(-1), -1)
-    found = _summed(found, group)
+        counts[:, some] = torch.stack([negative.sum(-1), given[some].ne(0).sum(-1)]).float()
+        lowest[some] = torch.where(negative.any(-1), given[some].argmin(-1), -1)
+    found, told = _summed(counts, group)
     if bool(found.gt(1).any()):  # enough for most other losses
         return None
-    classes.labels, sums = labels, torch.zeros(5, len(given), device=f.device)
+    # Without a negative entry the label is the likeliest class, whose p - 1 was lost in rounding.
+    labels = torch.where(found > 0, lowest, highest.masked_fill(told == 0, -1))
+    classes.labels, sums = labels, torch.zeros(7, len(given), device=f.device)
     for some in classes.blocks():
         d, cotangents = classes.less_labels(some), given[some].float()
-        p = _without_labels(d.clone(), labels[some])  # which no 1 was taken from
-        parts = (d.square(), cotangents, cotangents.square(), p.square(), cotangents * p)
+        p, rest = (_without_labels(x.clone(), labels[some]) for x in (d, cotangents))
+        parts = (d.square(), cotangents, cotangents.square(), p.square(), rest * p, p, rest)
         sums[:, some] = torch.stack([part.sum(-1) for part in parts])
-    squares, total, seen, others, along = _summed(sums, group)
-    weights = along / others.clamp_min(torch.finfo(torch.float32).tiny)
-    # The cotangent of a sure token is all rounding, of entries that were near 1, and so is omega;
-    # in 16 bits its label may not show. Without a loss it is zero.
+    squares, total, seen, others, along, left, known = _summed(sums, group)
+    tiny = torch.finfo(torch.float32).tiny
+    # The cotangent of a sure token is all rounding at its label, of entries that were near 1.
     sure = (squares.sqrt() <= ROUNDING * roundoff) | (found == 0)
-    largest = torch.cat([weights.masked_fill(sure, 0.0), weights.new_zeros(1)]).max()
-    bound = ROUNDING * roundoff * torch.where(sure, largest, weights)
-    removed, off = weights.masked_fill(sure, 0.0), classes.new_zeros()
+    weights = torch.where(sure, known / left.clamp_min(tiny), along / others.clamp_min(tiny))
+    off = torch.zeros_like(counts)
     for some in classes.blocks():
-        rest = given[some].float() - removed[some, None] * classes.less_labels(some)
-        off[some] = rest.square_().sum(-1)
-    if not bool((_summed(off, group).sqrt() <= bound).all()):
+        d, cotangents = classes.less_labels(some), given[some].float()
+        fitted = cotangents - weights[some, None] * d
+        whole = torch.where(sure[some, None], cotangents, fitted)
+        rest = _without_labels(fitted, labels[some])
+        off[:, some] = torch.stack([part.square().sum(-1) for part in (whole, rest)])
+    away, apart = _summed(off, group).sqrt()
+    read = ~sure | (told > 0) & (apart <= ROUNDING * roundoff * weights * others.sqrt())
+    largest = torch.cat([weights.masked_fill(~read, 0.0), weights.new_zeros(1)]).max()
+    bound = ROUNDING * roundoff * torch.where(sure, largest, weights)
+    if not bool((away <= bound).all()):
         return None  # for a negative or infinite weight, or NaN, too
     allowed = COHERENT * bound.norm() + BIAS * bound.sum()
     if bool(ROUNDING * total.sum().abs() > allowed):
         return None  # such as a z-loss, which is lost in the rounding of one token
-    kept = torch.where(sure, torch.where(seen > 0, largest, 0.0), weights)
-    return Tokens(kept, labels, dim, group, size_of(c))
+    kept = torch.where(read, weights, torch.where(seen > 0, largest, 0.0))
+    return Tokens(kept, labels, read, dim, group, size_of(c))
 
 
 class _Classes:
@@ -315,6 +345,15 @@ class _Classes:
         total, ranks = _summed(found, self._group)
         return total / ranks.clamp_min(1.0)
 
+    def highest(self) -> Tensor:
+        """Return of each token its likeliest class, `(T,)`; -1 where another rank has it."""
+        found = torch.empty(len(self._rows), dtype=torch.int64, device=self._rows.device)
+        for some in self.blocks():
+            highest, place = self._outputs(some).max(-1)
+            here = None if self._split is None else highest == self._split[0][some]
+            found[some] = place if here is None else torch.where(here, place, -1)
+        return found
+
     def less_labels(self, some: slice) -> Tensor:
         """Return p - y of some tokens, `(t, classes)`."""
         assert self.labels is not None
@@ -334,8 +373,13 @@ def _less_labels(p: Tensor, labels: Tensor) -> Tensor:
 
 def _without_labels(rows: Tensor, labels: Tensor) -> Tensor:
     """Set the entries of the labels that this rank has to zero, in place."""
+    return _with_labels(rows, labels, rows.new_zeros(len(rows)))
+
+
+def _with_labels(rows: Tensor, labels: Tensor, entries: Tensor) -> Tensor:
+    """Set the entries of the labels that this rank has, in place."""
     here = labels >= 0
-    rows[here, labels[here]] = 0.0
+    rows[here, labels[here]] = entries[here]
     return rows
 
 

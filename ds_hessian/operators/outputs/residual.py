@@ -2,24 +2,40 @@
 
 R is the Hessian of `<c, f(w)>`, with the outputs f and the cotangent c of the loss at w held fixed,
 beside that of what does not pass the outputs. So it is a difference of gradients like H itself,
-with the same estimates of its error; at w the two gradients are the same.
+with the same estimates of its error; at w the two gradients are the same. What rounding has made of
+the cotangents is in both alike: where there is next to none of the loss left, as of data that the
+model knows by heart, they are mostly rounding. At the labels of a cross entropy it is taken away
+(the cotangents of a token sum to zero); what another rounding of the weights makes of them all is
+measured as a part of the error, of the first two vectors.
 
-Memory: the cotangents of all micro-batches, in the dtype of the outputs.
+Memory: the cotangents of all micro-batches, in the dtype of the outputs, and those of the pilot
+once more for the first two products.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor
 
-from ds_hessian.backends.protocol import Session
+from ds_hessian.backends.protocol import Head, Session
 from ds_hessian.memory import FP32
+from ds_hessian.operators.checks import measurable
 from ds_hessian.operators.displacement.schemes import SchemeName
 from ds_hessian.operators.finite_difference import FiniteDifferenceHessian
 from ds_hessian.operators.outputs.find import find_outputs, known_outputs
+from ds_hessian.operators.outputs.losses import group_of, read_cross_entropy
 from ds_hessian.operators.outputs.required import require_function
-from ds_hessian.operators.outputs.tap import Tap
+from ds_hessian.operators.outputs.steps import INDEPENDENT
+from ds_hessian.operators.outputs.tap import Silence, Tap
+from ds_hessian.operators.protocol import Product
+
+MEASURED = 2
+"""Vectors of which the error of the held cotangents is measured: the second is rich in outliers."""
 
 
 class FixedCotangents:
@@ -33,13 +49,13 @@ class FixedCotangents:
         largest: Bytes of the largest cotangents of a micro-batch, in fp32.
     """
 
-    reads = False
-
     def __init__(self, session: Session, tap: Tap) -> None:
         self._session, self._tap = session, tap
+        self.reads = True  # in the first evaluation
         self.largest = 0
         self._kept: dict[int, tuple[Tensor, float]] = {}  # with the scale of its pass
         self._new: dict[int, Tensor] = {}
+        self._rounding: dict[int, Tensor] | None = None  # in place of them
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
@@ -47,6 +63,7 @@ class FixedCotangents:
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Add the gradient terms of these units: the first time, those of the loss itself."""
         if micro_batches:
+            self.reads = not set(self._tap.calls(micro_batches)) <= self._kept.keys()
             with self._tap.listening(micro_batches, self):
                 self._session.add_gradient(out, micro_batches)
             scale = self._session.cotangent_scale  # known after a first pass
@@ -59,12 +76,116 @@ class FixedCotangents:
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor | None:
         """Return the cotangent of the first evaluation."""
         if index not in self._kept:
-            self._new[index] = c.clone()
+            self._new[index] = _less_rounding(f, c, self._session.head)
             self.largest = max(self.largest, FP32 * c.numel())
-            return None
+            return self._new[index]
+        if self._rounding is not None:
+            return self._rounding[index]
         kept, scale = self._kept[index]
         now = self._session.cotangent_scale
         return kept if scale == now else kept * (scale / now)
+
+    @contextmanager
+    def holding_rounding(self, out: Tensor, micro_batches: range) -> Iterator[None]:
+        """Hold instead what the cotangents of these units are at the present weights less what
+        they are at w.
+
+        Args:
+            out: `(n_local,)` fp32: for a gradient that is of no use.
+            micro_batches: The units.
+
+        Collective: the gradient of these units.
+        """
+        here = _Here(self._session.head)
+        with self._tap.listening(micro_batches, here):
+            self._session.add_gradient(out, micro_batches)
+        now = self._session.cotangent_scale
+        kept = {i: self._kept[i] for i in here.cotangents}
+        self._rounding = {
+            i: c.sub_(kept[i][0] * (kept[i][1] / now)) for i, c in here.cotangents.items()
+        }
+        try:
+            yield
+        finally:
+            self._rounding = None
+
+
+class _Here(Silence):
+    """Keeps the cotangents, and stops them at the outputs."""
+
+    reads = True
+
+    def __init__(self, head: Head) -> None:
+        self.head, self.cotangents = head, dict[int, Tensor]()
+
+    def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
+        self.cotangents[index] = _less_rounding(f, c, self.head)
+        return super().cotangent(index, f, c)
+
+
+def _less_rounding(f: Tensor, c: Tensor, head: Head) -> Tensor:
+    """Return a copy of the cotangents, those of a cross entropy with less of their rounding."""
+    tokens = read_cross_entropy(f, c, group_of(f, head))
+    return c.clone() if tokens is None else tokens.less_rounding(c)
+
+
+class Residual(FiniteDifferenceHessian):
+    """R at the session's weights: H of a loss that is linear in the outputs.
+
+    Args:
+        fixed: The session.
+        displacement, scheme, tolerance: As for H.
+    """
+
+    def __init__(
+        self,
+        fixed: FixedCotangents,
+        displacement: float | Literal["auto"],
+        scheme: SchemeName,
+        tolerance: float | None,
+    ) -> None:
+        session: Any = fixed
+        super().__init__(session, displacement, scheme, tolerance)
+        self._fixed = fixed
+        self._of_rounding = 0.0  # the relative error of products from the cotangents'
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return that of H, and the error of the cotangents."""
+        return super().state_dict() | {"of_rounding": self._of_rounding}
+
+    def load_state_dict(self, figures: Mapping[str, Any]) -> None:
+        """Continue from it."""
+        super().load_state_dict(figures)
+        self._of_rounding = figures.get("of_rounding", 0.0)
+
+    def matvec(self, v: Tensor) -> Product:
+        """Return `R v` and estimates of its error, those of the held cotangents among them."""
+        product = super().matvec(v)
+        if product.error is None:
+            return product
+        if self.cost.products <= MEASURED and product.norm:
+            self._of_rounding = max(self._of_rounding, self._rounded(v, product))
+        return replace(product, error=math.hypot(product.error, self._of_rounding))
+
+    def _rounded(self, v: Tensor, product: Product) -> float:
+        """Return the relative size of the product with what another rounding of each weight makes
+        of the pilot's cotangents.
+        """
+        session, some = self.session, self._pilot
+        v, length, _ = measurable(v, self.space)
+        out, step = self.space.zeros(), product.displacement / length
+        session.displace(session.masters().abs_().mul_(v.sign()), session.unit_roundoff)
+        with self._fixed.holding_rounding(out, some):
+            out.zero_()
+            for sign in (1.0, -1.0):
+                session.displace(v, sign * step)
+                session.add_gradient(out, some)
+                out.neg_()
+        share = len(some) / len(self._all)
+        self.cost.gradient_evaluations += 3 * share
+        unit = self.scale / (2 * product.displacement * share)
+        two = share**INDEPENDENT * self.space.norm(out) * unit  # that of w and that of here
+        return two / (math.sqrt(2) * product.norm)
 
 
 def residual(
@@ -88,8 +209,8 @@ def residual(
     if tap is None:
         tap, _ = find_outputs(session, outputs, session.space.zeros())
         require_function(session, tap, outputs is None)
-    fixed: Any = FixedCotangents(session, tap)
-    operator = FiniteDifferenceHessian(fixed, displacement, scheme, tolerance)
+    fixed = FixedCotangents(session, tap)
+    operator = Residual(fixed, displacement, scheme, tolerance)
     operator.outputs = f"{tap.name}: cotangents held"
     operator.outputs_read = fixed.largest, False
     return operator
