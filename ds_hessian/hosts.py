@@ -143,11 +143,13 @@ def device_of(job: object) -> torch.device:
     """
     if _is_engine(job):
         return torch.device(job.device)
-    module = job[0] if _is_megatron(job) and isinstance(job, (list, tuple)) else job
     if isinstance(job, (list, tuple)) and not job:
         raise ConfigError("got no model chunks; pass what get_forward_backward_func() takes")
-    if isinstance(module, nn.Module):
-        return next((p.device for p in module.parameters()), torch.device("cpu"))
+    listed = _is_megatron(job) and isinstance(job, (list, tuple))
+    modules: Any = job if listed else [job]
+    if all(isinstance(module, nn.Module) for module in modules):
+        found = (p.device for module in modules for p in module.parameters())
+        return next(found, _of_collectives())  # of an empty stage of a pipeline
     raise ConfigError(
         "attach() takes a DeepSpeed engine, model chunks of Megatron or an nn.Module, got "
         f"{type(job).__name__}"

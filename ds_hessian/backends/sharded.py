@@ -214,9 +214,14 @@ class ShardedSession:
         return micro_batches
 
 
+def is_rounded(weight: Tensor, master: Tensor | None) -> bool:
+    """Return whether a weight is its master rounded, and so has not been edited since."""
+    return master is not None and torch.equal(weight, master.to(weight.device, weight.dtype))
+
+
 def _master(shard: Shard) -> Tensor:
     weight, master = shard.weight, shard.master
-    if master is None or not torch.equal(weight, master.to(weight.device, weight.dtype)):
+    if master is None or not is_rounded(weight, master):
         return weight.clone()
     return master.to(weight.device)
 

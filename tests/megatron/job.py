@@ -33,6 +33,7 @@ class Job:
     pp: int = 1
     vpp: int = 1
     layers: int = 2  # at least one for each stage and chunk
+    stages: str | None = None  # what each of them has, where they differ
     ep: int = 1
     etp: int = 1
     sequence_parallel: bool = False
@@ -78,6 +79,7 @@ class Job:
             self,
             **dict.fromkeys(("tp", "pp", "vpp", "ep", "etp", "instances"), 1),
             **dict.fromkeys(("sequence_parallel", "distributed", "overlap", "recompute"), False),
+            stages=None,
         )
 
 
@@ -154,6 +156,7 @@ def model_config(job: Job) -> Any:
         tensor_model_parallel_size=job.tp,
         pipeline_model_parallel_size=job.pp,
         virtual_pipeline_model_parallel_size=job.vpp if job.vpp > 1 else None,
+        pipeline_model_parallel_layout=job.stages,
         sequence_parallel=job.sequence_parallel,
         # With PP=2 interleaved, previous and next stage are one rank: batched sends would be
         # matched in posting order. On gloo, a send then races with the freeing of its tensor.

@@ -279,9 +279,13 @@ def layer_wise_optimizer(job: Job, chunks: list[Any]) -> Any:
     return LayerWiseDistributedOptimizer(parts, config, groups)
 
 
-def measured_or_refused(
-    job: Job, freeze: str = "", layer_wise: bool = False, split_keys: bool = True
-) -> str:
+def layer_wise(job: Job) -> Any:
+    """`chain` of one product with this optimizer."""
+    with mock.patch("tests.megatron.job.make_optimizer", layer_wise_optimizer):
+        return chain(job, 1)
+
+
+def measured_or_refused(job: Job, freeze: str = "", split_keys: bool = True) -> str:
     """The message with which a measurement is refused, before its first pass; without `split_keys`,
     as if nobody knew of those of multi-latent attention.
     """
@@ -298,9 +302,7 @@ def measured_or_refused(
                     p.requires_grad_(False)
         if freeze == "embedding":
             host.unwrap(chunks[0]).embedding.requires_grad_(False)
-        if layer_wise:
-            layer_wise_optimizer(job, chunks)
-        elif job.dtype == "bfloat16":
+        if job.dtype == "bfloat16":
             make_optimizer(job, chunks)
         try:
             hessian = hessian_of(chunks, job)
@@ -322,6 +324,56 @@ def frozen_since(job: Job) -> str:
         except ds_hessian.HessianError as error:
             return str(error)
     return "measured"
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "added": lambda layer: setattr(layer, "extra", nn.Parameter(torch.zeros(3))),
+    "replaced": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.detach() * 2)),
+    "moved": lambda layer: setattr(layer.weight, "data", layer.weight.data.clone()),
+}
+
+
+def changed_since_wrapping(job: Job, change: str) -> str:
+    """The message for a layer that is changed after the model was wrapped, attached anew."""
+    import ds_hessian
+
+    with running(job) as chunks:
+        from ds_hessian.backends.megatron.host import unwrap
+
+        CHANGES[change](unwrap(chunks[0]).decoder.final_layernorm)
+        try:
+            hessian_of(chunks, job).spectrum(num_matvecs=1)
+        except ds_hessian.HessianError as error:
+            return str(error)
+    return "measured"
+
+
+def frozen_since_wrapping(job: Job) -> tuple[float, float, bool]:
+    """<w, H v>, <v, H w> of a model of which a weight is frozen after it was wrapped, and whether
+    the coordinates of that are left out."""
+    with running(job) as chunks:
+        from ds_hessian.backends.megatron.host import unwrap
+
+        frozen = unwrap(chunks[0]).decoder.layers[0].mlp.linear_fc1.weight
+        frozen.requires_grad_(False)
+        hessian = hessian_of(chunks, job)
+        v, w = (hessian.random_vector(seed=seed) for seed in (5, 6))
+        with hessian.measuring(displacement=2e-2):
+            forth, back = (hessian.matvec(x).vector for x in (v, w))
+        trained = sum(p.numel() for p in chunks[0].parameters() if p.requires_grad)
+        n = hessian.spectrum(num_matvecs=1).n
+        return hessian.dot(w, forth), hessian.dot(v, back), n == trained
+
+
+def edited(job: Job, masters: bool) -> list[float]:
+    """Coefficients of a model whose weights are edited, behind an optimizer with masters or not."""
+    with running(job) as chunks:
+        if masters:
+            make_optimizer(job, chunks)
+        for p in chunks[0].parameters():
+            p.data.mul_(1.25)
+        found: list[float] = hessian_of(chunks, job).spectrum(num_matvecs=2).alphas.tolist()
+        return found
 
 
 def predicting_several_tokens(tied: bool) -> str:

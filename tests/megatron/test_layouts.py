@@ -28,6 +28,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP sequence parallel": (2, {"tp": 2, "sequence_parallel": True}),
     "PP": (2, {"pp": 2}),
     "PP interleaved": (2, {"pp": 2, "vpp": 2, "layers": 4}),
+    "PP, a rank's first chunk empty": (2, {"pp": 2, "vpp": 2, "stages": "Et||t|L"}),
     "TP x PP": (4, {"tp": 2, "pp": 2}),
     "TP x DP distributed optimizer": (4, {"tp": 2, "distributed": True}),
     "two optimizer instances": (4, {"distributed": True, "instances": 2}),
@@ -38,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 QUICK = (
     *("DP", "DP distributed optimizer overlap", "TP sequence parallel", "PP interleaved"),
     *("TP x DP distributed optimizer", "DP distributed optimizer per token", "PP per token"),
-    "TP per token",
+    *("TP per token", "PP, a rank's first chunk empty"),
 )
 QUICK_SPECTRA = ("DP distributed optimizer overlap", "TP sequence parallel", "PP interleaved")
 

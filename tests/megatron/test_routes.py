@@ -288,13 +288,16 @@ def test_latent_keys_of_which_ranks_have_parts_are_refused(
         assert "multi-latent attention whose down-projections are split" in message
 
 
-def test_masters_that_only_some_ranks_keep_are_refused(megatron_ranks: Ranks) -> None:
+def test_masters_that_only_some_ranks_keep_displace_all_copies(megatron_ranks: Ranks) -> None:
     """Those of the layer-wise optimizer; in fp32 each rank has all weights, and nothing else."""
-    layout = Job(dtype="bfloat16")
-    for message in megatron_ranks(2).run(routes_jobs.measured_or_refused, layout, "", True):
-        assert "whose fp32 master only some of its ranks keep" in message
-    found = megatron_ranks(2).run(routes_jobs.measured_or_refused, Job(), "", True)
-    assert found == ["measured"] * 2
+    for precision in ("auto", "model"):
+        layout = Job(dtype="bfloat16", precision=precision)
+        expected = megatron_ranks(2).run(job.chain, layout, 1)
+        found = megatron_ranks(2).run(routes_jobs.layer_wise, layout)
+        for (((v, product, _),), _), (((same, other, _),), _) in zip(expected, found, strict=True):
+            for a, b in zip((*v, *product), (*same, *other), strict=True):
+                assert torch.equal(a[2], b[2])
+    assert len(megatron_ranks(2).run(routes_jobs.layer_wise, Job())) == 2
 
 
 def test_tied_embeddings_of_which_one_copy_is_frozen_are_refused(megatron_ranks: Ranks) -> None:
@@ -305,6 +308,36 @@ def test_tied_embeddings_of_which_one_copy_is_frozen_are_refused(megatron_ranks:
 def test_a_parameter_frozen_since_is_refused(megatron_ranks: Ranks) -> None:
     for message in megatron_ranks(1).run(routes_jobs.frozen_since, Job()):
         assert "trainable parameters have changed since attach()" in message
+
+
+@pytest.mark.parametrize("change", routes_jobs.CHANGES)
+def test_a_parameter_that_is_not_in_the_buffers_of_its_wrapper_is_refused(
+    megatron_ranks: Ranks, change: str
+) -> None:
+    """It was left out, or measured as it had been: displaced where no forward reads it."""
+    layout = Job(distributed=True)
+    for message in megatron_ranks(1).run(routes_jobs.changed_since_wrapping, layout, change):
+        name = "extra" if change == "added" else "weight"
+        assert f"parameter 'decoder.final_layernorm.{name}'" in message
+        assert "has no place in the buffers of its DistributedDataParallel" in message
+
+
+def test_a_parameter_frozen_after_the_wrapping_has_no_coordinates(megatron_ranks: Ranks) -> None:
+    """Displaced, and without a gradient, it left H with columns that had no rows."""
+    layout = Job(distributed=True)
+    for forth, back, counted in megatron_ranks(2).run(routes_jobs.frozen_since_wrapping, layout):
+        assert counted and forth == pytest.approx(back, rel=0.05)
+
+
+def test_fp32_passes_are_at_weights_that_were_edited_without_their_masters(
+    megatron_ranks: Ranks,
+) -> None:
+    """As where a checkpoint of the weights alone was loaded; they ran at the masters."""
+    layout = Job(dtype="bfloat16", precision="auto")
+    (expected,), (found,) = (
+        megatron_ranks(1).run(routes_jobs.edited, layout, masters) for masters in (False, True)
+    )
+    assert found == expected
 
 
 @pytest.mark.parametrize("tied, of", [(True, "tied"), (False, "learned position")])

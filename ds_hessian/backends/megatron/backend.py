@@ -25,6 +25,7 @@ from ds_hessian.backends.megatron.memory import MegatronFigures, memory_of_megat
 from ds_hessian.backends.megatron.objective import ForwardStep, PipelineObjective
 from ds_hessian.backends.megatron.replicas import (
     Replicas,
+    masters_of,
     refuse_uneven_copies,
     replicated_parameters,
 )
@@ -47,7 +48,7 @@ from ds_hessian.backends.protocol import (
     Precision,
 )
 from ds_hessian.backends.refusal import refuse_methods, training_refused
-from ds_hessian.backends.sharded import Shard, ShardedSession, ShardedWeights
+from ds_hessian.backends.sharded import Shard, ShardedSession, ShardedWeights, is_rounded
 from ds_hessian.backends.weights import Weight
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import Item, tier_of
@@ -80,7 +81,7 @@ class MegatronBackend:
     def __init__(self, chunks: Sequence[Chunk], optimizer: host.Optimizer = None) -> None:
         self.chunks, self.optimizer = list(chunks), optimizer
         self.modules: Sequence[nn.Module] = self.chunks
-        self.device = next(self.chunks[0].parameters()).device
+        self.device = host.device(self.chunks)
         with together("mapping the parameters", device=self.device):
             runs = runs_of(self.chunks)
             self.replicated = replicated_parameters(self.chunks)
@@ -97,7 +98,8 @@ class MegatronBackend:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of the weights and of the passes."""
-        return next(self.chunks[0].parameters()).dtype
+        found = (p.dtype for chunk in self.chunks for p in chunk.parameters())
+        return next(found, host.model_config(self.chunks[0]).params_dtype)
 
     def require_measurable(self) -> None:
         """Require the job to be as it was when it was attached."""
@@ -157,7 +159,7 @@ class MegatronBackend:
                 "are summed in bf16; set grad_reduce_in_fp32, or use finite_difference.precision "
                 '"model"'
             )
-        refuse_uneven_copies(self.chunks, self.runs, self.parameters, self.space)
+        uneven = refuse_uneven_copies(self.chunks, self.runs, self.parameters, self.space)
         finalize = host.model_config(self.chunks[0]).finalize_model_grads_func
         lockstep = Lockstep(self.device, peers=host.ranks_of_stage())
         with lockstep, ExitStack() as stack:
@@ -176,7 +178,8 @@ class MegatronBackend:
                 host.quiet(self.chunks, guard.attributes)
                 stack.callback(_restore_gradients, self.chunks, _take_gradients(self.chunks))
                 widen = passes.precision == "fp32" and self.compute_dtype == torch.bfloat16
-                weights = self._widened(guard, stack) if widen else self._sharded()
+                masters = masters_of(self.chunks, self.runs, uneven)
+                weights = self._widened(guard, stack, masters) if widen else self._sharded(masters)
                 if self.compute_dtype == torch.float32:
                     without_rounding(self.chunks, guard.attributes)
                 stack.callback(weights.restore)
@@ -187,22 +190,24 @@ class MegatronBackend:
                     self, objective, forward, guard, finalize, weights, lockstep, passes
                 )
 
-    def _sharded(self) -> ShardedWeights:
-        parts = [Shard(run.weight, run.master) for run in self.runs]
+    def _sharded(self, masters: Sequence[Tensor | None]) -> ShardedWeights:
+        parts = [Shard(run.weight, m) for run, m in zip(self.runs, masters, strict=True)]
         return ShardedWeights(parts, self.layout, self.space, self._gather_parameters)
 
-    def _widened(self, guard: Guard, stack: ExitStack) -> ShardedWeights:
+    def _widened(
+        self, guard: Guard, stack: ExitStack, masters: Sequence[Tensor | None]
+    ) -> ShardedWeights:
         """Let the passes run on fp32 stand-ins of the parameters, made of the masters."""
         wide = WideWeights(self.chunks)
         without_casts(self.chunks, guard.attributes)
         for buffers in guard.buffers:
             buffers.wide = True
-        for run in self.runs:
-            if run.master is not None:
-                wide.weight(run).copy_(run.master)
+        for run, master in zip(self.runs, masters, strict=True):
+            if master is not None and is_rounded(run.weight, master):
+                wide.weight(run).copy_(master)
         wide.gather()
         stack.enter_context(wide.taken())
-        parts = [Shard(wide.weight(run), run.master) for run in self.runs]
+        parts = [Shard(wide.weight(run), m) for run, m in zip(self.runs, masters, strict=True)]
         return ShardedWeights(parts, self.layout, self.space, wide.gather)
 
     def _refuse_training(self, guard: Guard, stack: ExitStack) -> None:
@@ -254,6 +259,7 @@ class MegatronBackend:
             alone=sum(run.weight.nbytes for run in self.runs if run.master is None),
             narrow=self.compute_dtype == torch.bfloat16,
             tier=tier_of(self.device),
+            received=len({run.master is None for run in self.runs}) == 2,  # of layer-wise ones
         )
         return memory_of_megatron(figures, precision)
 

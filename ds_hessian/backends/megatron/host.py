@@ -88,6 +88,13 @@ def model_config(chunk: Chunk) -> ModelConfig:
     return config
 
 
+def device(chunks: Sequence[Chunk]) -> torch.device:
+    """Return the device of a rank's chunks, which may be empty stages of a pipeline."""
+    found = (p.device for chunk in chunks for p in chunk.parameters())
+    here = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    return next(found, torch.device(here))
+
+
 def mesh() -> dict[str, int]:
     """Return the sizes of the parallel axes that are not 1, and of the data-parallel one."""
     from megatron.core import parallel_state
@@ -388,7 +395,7 @@ def run_schedule(
         shape=(length, micro_batch_size, config.hidden_size),
         varies=getattr(config, "variable_seq_lengths", False),
         dtype=config.pipeline_dtype or config.params_dtype,
-        device=next(chunks[0].parameters()).device,
+        device=device(chunks),
         # A class since megatron-core 0.15, and functions of the module before.
         exchange=(getattr(p2p_communication, "P2PCommunicator", p2p_communication), "_communicate"),
         last=chunks[-1] if stage == stages - 1 else None,
@@ -447,7 +454,8 @@ def adam_state(
 def shards(chunk: Chunk) -> Iterator[tuple[nn.Parameter, int, int]]:
     """Yield `(parameter, first, last)`: this rank's part of each flattened trainable parameter.
 
-    It is all of it, or with the distributed optimizer the content of the rank's buckets.
+    It is all of it, or with the distributed optimizer the content of the rank's buckets. A
+    parameter that was frozen after the wrapping has a place there, but no gradient.
     `bucket.param_to_index` ignores padding up to 0.16; `param_index_map` is right in all versions.
     """
     for buffer, bucket in buckets(chunk):
@@ -458,7 +466,7 @@ def shards(chunk: Chunk) -> Iterator[tuple[nn.Parameter, int, int]]:
             last = first + size
         for parameter, start, stop in places(buffer, bucket):
             low, high = max(start, first), min(stop, last)
-            if low < high:
+            if parameter.requires_grad and low < high:
                 yield parameter, low - start, high - start
 
 
@@ -479,7 +487,29 @@ def places(buffer: Any, bucket: Any) -> Iterator[tuple[nn.Parameter, int, int]]:
 def buffered(chunk: Chunk) -> Iterator[nn.Parameter]:
     """Yield the parameters that the chunk trains, on whichever ranks its shards of them are."""
     for _, bucket in buckets(chunk):
-        yield from bucket.params_list
+        yield from (p for p in bucket.params_list if p.requires_grad)
+
+
+def detached(chunk: Chunk) -> Iterator[str]:
+    """Yield the names of parameters that require gradients, but have no place in the chunk's
+    buffers, from which Megatron reduces gradients and gathers weights: they were added, replaced,
+    unfrozen, moved or wrapped once more since the chunk was made.
+    """
+    held = set[nn.Parameter]()
+    for buffer, bucket in buckets(chunk):
+        for parameter, start, _ in places(buffer, bucket):
+            known: Any = parameter
+            pairs = [(known.main_grad, bucket.grad_data), (known.data, bucket.param_data)]
+            if all(_begins_at(view, whole, start) for view, whole in pairs):
+                held.add(parameter)
+    for name, parameter in unwrap(chunk).named_parameters():
+        if parameter.requires_grad and parameter not in held:
+            yield name
+
+
+def _begins_at(view: Tensor, whole: Tensor | None, start: int) -> bool:
+    """Return whether a tensor begins at an element of another; True for another that is None."""
+    return whole is None or view.data_ptr() == whole.data_ptr() + start * whole.element_size()
 
 
 def sharded_tensors(chunk: Chunk) -> Iterator[tuple[nn.Parameter, int, ShardedTensor]]:

@@ -20,12 +20,14 @@ class MegatronFigures:
         alone: Bytes of the weights in the rank's vectors that have no fp32 master.
         narrow: Whether training's passes compute in bf16.
         tier: The memory that holds vectors and runs the passes.
+        received: Whether other ranks keep masters of those weights, of which there are copies then.
     """
 
     whole: int
     alone: int
     narrow: bool
     tier: Tier
+    received: bool = False
 
 
 def memory_of_megatron(job: MegatronFigures, precision: Precision = "model") -> list[Item]:
@@ -36,7 +38,8 @@ def memory_of_megatron(job: MegatronFigures, precision: Precision = "model") -> 
         precision: The precision of the passes; see `finite_difference.precision`.
     """
     if not (precision == "fp32" and job.narrow):
-        return [Item("weights as they were", job.tier, job.alone)]
+        wide = 2 if job.received else 1  # in fp32 of weights in bf16
+        return [Item("weights as they were", job.tier, wide * job.alone)]
     return [
         Item("weights in fp32", job.tier, FP32 * job.whole),
         Item("weights as they were", job.tier, 2 * job.alone),  # those in fp32

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ds_hessian.backends.checksums import checksums, sign
@@ -33,15 +34,18 @@ def refuse_uneven_copies(
     runs: Sequence[ParameterRun],
     parameters: Sequence[tuple[str, torch.Size]],
     space: VectorSpace,
-) -> None:
-    """Raise if one rank trains, or keeps a master of, what another one does not, or if the
-    coordinates of a parameter do not count once each.
+) -> set[str]:
+    """Raise if one rank trains what another one does not, or if the coordinates of a parameter do
+    not count once each.
 
     Args:
         chunks: The model chunks.
         runs: This rank's coordinates.
         parameters: Names of all parameters, the same on every rank, with their shapes.
         space: The space of the vectors.
+
+    Returns:
+        The names of parameters whose master only some of their ranks keep, the same on every rank.
 
     Raises:
         UnsupportedError: names the parameter.
@@ -64,19 +68,75 @@ def refuse_uneven_copies(
             "and another has it frozen: Megatron's sum over both would wait for ever; freeze it on "
             "all stages, or on none"
         )
-    for (without, masters, owned), (name, shape) in zip(found, parameters, strict=True):
+    for (*_, owned), (name, shape) in zip(found, parameters, strict=True):
         if owned != shape.numel():
             raise UnsupportedError(
                 f"ds_hessian does not support the parameter {name!r}, of whose {shape.numel()} "
                 f"coordinates {owned:.0f} count: ranks have different models, freeze different "
                 "parts of it, or their sharded_state_dict does not say who saves what"
             )
-        if without and masters:
+    return {
+        name
+        for (without, masters, _), (name, _) in zip(found, parameters, strict=True)
+        if without and masters
+    }
+
+
+def masters_of(
+    chunks: Sequence[Chunk], runs: Sequence[ParameterRun], uneven: Collection[str]
+) -> list[Tensor | None]:
+    """Return the fp32 master of each run; None where the weights are their own.
+
+    The layer-wise distributed optimizer, which Muon takes, keeps each master on one of the ranks
+    that have the weight. All of them are displaced from it, so the others receive it.
+
+    Args:
+        chunks: The model chunks.
+        runs: This rank's coordinates.
+        uneven: The names that `refuse_uneven_copies` returns.
+
+    Raises:
+        UnsupportedError: no data-parallel rank has a master that others have.
+
+    Collective: for each bucket with such parameters a small all-reduce, and a broadcast of each.
+    """
+    names = {id(run.parameter): run.fragment.name for run in runs if run.fragment.name in uneven}
+    received: dict[int, Tensor] = {}
+    for chunk in chunks:
+        for buffer, bucket in host.buckets(chunk):
+            wanted = [p for p in bucket.params_list if id(p) in names]
+            if wanted:
+                received.update(_received(wanted, names, buffer.data_parallel_group))
+    return [
+        run.in_master(received[id(run.parameter)]) if id(run.parameter) in received else run.master
+        for run in runs
+    ]
+
+
+def _received(
+    wanted: Sequence[host.MegatronParameter], names: Mapping[int, str], group: dist.ProcessGroup
+) -> dict[int, Tensor]:
+    """Return the masters, flat, that this rank does not keep."""
+    own = [getattr(p, "main_param", None) for p in wanted]
+    mine = [-1 if master is None else group.rank() for master in own]
+    owners = torch.tensor(mine, device=wanted[0].device)
+    dist.all_reduce(owners, dist.ReduceOp.MAX, group=group)
+    found = {}
+    for p, master, owner in zip(wanted, own, owners.tolist(), strict=True):
+        if owner < 0:
             raise UnsupportedError(
-                f"ds_hessian does not support the parameter {name!r}, whose fp32 master only some "
-                "of its ranks keep (a layer-wise distributed optimizer, as Muon's): its copies "
-                "would be displaced differently; measure with the distributed optimizer of Adam"
+                f"ds_hessian does not support the parameter {names[id(p)]!r}, whose fp32 master "
+                "only some of its tensor-parallel or pipeline ranks keep: its copies would be "
+                "displaced differently"
             )
+        if master is not None and owner == group.rank():
+            whole = master.detach().view(-1)
+        else:
+            whole = torch.empty(p.numel(), dtype=torch.float32, device=p.device)
+        dist.broadcast(whole, dist.get_global_rank(group, owner), group=group)
+        if master is None:
+            found[id(p)] = whole
+    return found
 
 
 def replicated_parameters(chunks: Sequence[Chunk]) -> list[tuple[str, host.MegatronParameter]]:

@@ -60,7 +60,11 @@ class ParameterRun:
     def master(self) -> Tensor | None:
         """A view of the optimizer's fp32 master weights; None where the weights are their own."""
         master = getattr(self.parameter, "main_param", None)
-        return None if master is None else self._view(master, self.offset - self.shard)
+        return None if master is None else self.in_master(master)
+
+    def in_master(self, master: Tensor) -> Tensor:
+        """Return a view of the run in the master of this rank's part."""
+        return self._view(master, self.offset - self.shard)
 
 
 def runs_of(chunks: Sequence[Chunk]) -> list[ParameterRun]:

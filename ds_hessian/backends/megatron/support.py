@@ -38,6 +38,13 @@ def refuse_unsupported(chunks: Sequence[Chunk]) -> None:
         for name, present, remedy in _findings(chunk):
             if present:
                 raise UnsupportedError(f"ds_hessian does not support {name}; {remedy}")
+        for name in host.detached(chunk):
+            raise UnsupportedError(
+                f"ds_hessian does not support the parameter {name!r}, which requires gradients but "
+                "has no place in the buffers of its DistributedDataParallel, with which Megatron "
+                "trains: it was added, replaced, unfrozen or given other memory since; wrap the "
+                "model after such changes"
+            )
     expected = host.mesh().get("VPP", 1)
     if len(chunks) != expected:
         raise ConfigError(
