@@ -214,14 +214,24 @@ class ShardedSession:
         return micro_batches
 
 
-def is_rounded(weight: Tensor, master: Tensor | None) -> bool:
-    """Return whether a weight is its master rounded, and so has not been edited since."""
-    return master is not None and torch.equal(weight, master.to(weight.device, weight.dtype))
+@torch.no_grad()
+def widen(wide: Tensor, weight: Tensor, master: Tensor) -> None:
+    """Write in fp32 what training goes on from: a master, or the weight where it was edited since.
+
+    Args:
+        wide: Is written.
+        weight: The weight in 16 bits, rounded from its master.
+        master: The master, in fp32.
+    """
+    wide.copy_(master)
+    edited = wide.to(weight.dtype) != weight
+    if edited.any():
+        wide[edited] = weight[edited].float()
 
 
 def _master(shard: Shard) -> Tensor:
     weight, master = shard.weight, shard.master
-    if master is None or not is_rounded(weight, master):
+    if master is None or not torch.equal(weight, master.to(weight.device, weight.dtype)):
         return weight.clone()
     return master.to(weight.device)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,6 +28,21 @@ def spectrum(
     out = full_weights(engine), found
     engine.destroy()
     return out
+
+
+def edited(config: dict[str, Any]) -> Any:
+    """(weights, spectrum at the defaults) after weights were edited without their masters."""
+    engine = make_engine(hessian=QUIET, **config)
+    engine.backward(engine(*batch(0, dist.get_rank())))
+    engine.step()
+    named = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(named.values()), modifier_rank=0), torch.no_grad():
+        for p in named.values():
+            p.mul_(1.25)
+        weights = {name: p.detach().float().clone() for name, p in named.items()}
+    found = engine.hessian_spectrum(my_batches(FEW), num_matvecs=20)
+    engine.destroy()
+    return weights, found
 
 
 def with_little_memory(config: dict[str, Any]) -> Any:

@@ -44,6 +44,16 @@ def test_the_spectrum_is_that_of_the_masters_without_a_warning(ranks: Ranks, nam
     assert [s.provenance.precision for _, s in results] == ["fp32", "fp32"]
 
 
+@pytest.mark.parametrize("name", cells(["0 bf16", "2 bf16", "3 bf16"], ["2 bf16"]))
+def test_the_spectrum_is_that_of_weights_edited_without_their_masters(
+    ranks: Ranks, name: str
+) -> None:
+    """It was that of the masters, as if nobody had touched the weights."""
+    weights, spectrum = ranks(2).run(jobs.edited, LOW_ENGINES[name])[0]
+    exact = torch.linalg.eigvalsh(oracle(weights, FEW).matrix()).numpy()
+    assert np.allclose(np.sort(spectrum.ritz_values[0])[-3:], exact[-3:], rtol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("name", "other", "size"),
     cells([("2 bf16", "3 bf16", 1), ("2 fp16", "3 fp16", 3)], [("2 bf16", "3 bf16", 1)]),

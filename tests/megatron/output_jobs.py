@@ -122,6 +122,37 @@ def reference(job: Job, vectors: list[Full], fisher: bool = False) -> list[Full]
         return found
 
 
+def multimodal(function: Any, job: Job, *args: Any) -> Any:
+    """What a function of this module returns for the model as the language model of another."""
+    from tests.megatron.job import gpt
+
+    def inside(job: Job, config: Any, stage: int = 0) -> Any:
+        from megatron.core.transformer.module import MegatronModule
+
+        class Multimodal(MegatronModule):  # type: ignore[misc]
+            """With attributes that Megatron's LLaVA has."""
+
+            def __init__(self, language_model: Any) -> None:
+                super().__init__(config)
+                self.language_model, self.model_type = language_model, language_model.model_type
+                self.post_process = language_model.post_process
+                self.share_embeddings_and_output_weights = job.tied
+                self.set_input_tensor = language_model.set_input_tensor
+
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                """That of the language model."""
+                return self.language_model(*args, **kwargs)
+
+            def shared_embedding_or_output_weight(self) -> Any:
+                """That of the language model."""
+                return self.language_model.shared_embedding_or_output_weight()
+
+        return Multimodal(gpt(job, config, stage))
+
+    with mock.patch("tests.megatron.job.gpt", inside):
+        return function(job, *args)
+
+
 def several_predictions() -> str:
     """The message for a model whose output layer is called twice for a micro-batch."""
     import ds_hessian

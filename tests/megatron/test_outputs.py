@@ -111,6 +111,20 @@ def test_stages_without_outputs_repeat_products_of_a_loss_that_bends(megatron_ra
     assert error(whole([run[1] for run in runs]), whole([expected])) < 3 * (least + runs[0][2])
 
 
+@pytest.mark.parametrize("layout", cells([{"tp": 2}, {"pp": 2, "tied": False}], [{"tp": 2}]))
+def test_outputs_of_the_language_model_of_a_multimodal_one(
+    megatron_ranks: Ranks, layout: dict[str, Any]
+) -> None:
+    """They were found on one process alone."""
+    job = Job(**layout)
+    runs = megatron_ranks(2).run(output_jobs.multimodal, output_jobs.products, job, 1)
+    v = [whole([run[0][0][0] for run in runs])]
+    of = replace(job.alone, dtype="float64")
+    ((exact,),) = megatron_ranks(1).run(output_jobs.multimodal, output_jobs.reference, of, v)
+    found = whole([run[0][0][1]["ggn"][0] for run in runs])
+    assert error(found, exact) < min(1e-3, SLACK * runs[0][0][0][1]["ggn"][1])
+
+
 def test_several_predictions_for_a_token_are_refused(megatron_ranks: Ranks) -> None:
     (message,) = megatron_ranks(1).run(output_jobs.several_predictions)
     assert "'output_layer' that is called more than once" in message

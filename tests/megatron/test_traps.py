@@ -144,6 +144,13 @@ def test_what_is_not_supported_is_refused_by_name(
     assert message.startswith("ds_hessian does not support ") and name in message
 
 
+def test_weights_in_fp16_are_refused_whatever_the_configuration_says(
+    megatron_ranks: Ranks,
+) -> None:
+    (message,) = megatron_ranks(1).run(job.refused, Job(dtype="float16"))
+    assert "does not support fp16 with loss scaling" in message
+
+
 def test_a_model_that_is_not_in_megatrons_ddp_is_refused(megatron_ranks: Ranks) -> None:
     (message,) = megatron_ranks(1).run(job.refused, Job(), "unwrapped")
     assert "a model wrapped in GPTModel" in message

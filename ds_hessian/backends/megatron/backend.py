@@ -48,7 +48,7 @@ from ds_hessian.backends.protocol import (
     Precision,
 )
 from ds_hessian.backends.refusal import refuse_methods, training_refused
-from ds_hessian.backends.sharded import Shard, ShardedSession, ShardedWeights, is_rounded
+from ds_hessian.backends.sharded import Shard, ShardedSession, ShardedWeights, widen
 from ds_hessian.backends.weights import Weight
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import Item, tier_of
@@ -177,9 +177,9 @@ class MegatronBackend:
                 stack.callback(guard.attributes.restore)
                 host.quiet(self.chunks, guard.attributes)
                 stack.callback(_restore_gradients, self.chunks, _take_gradients(self.chunks))
-                widen = passes.precision == "fp32" and self.compute_dtype == torch.bfloat16
+                wide = passes.precision == "fp32" and self.compute_dtype == torch.bfloat16
                 masters = masters_of(self.chunks, self.runs, uneven)
-                weights = self._widened(guard, stack, masters) if widen else self._sharded(masters)
+                weights = self._widened(guard, stack, masters) if wide else self._sharded(masters)
                 if self.compute_dtype == torch.float32:
                     without_rounding(self.chunks, guard.attributes)
                 stack.callback(weights.restore)
@@ -203,8 +203,8 @@ class MegatronBackend:
         for buffers in guard.buffers:
             buffers.wide = True
         for run, master in zip(self.runs, masters, strict=True):
-            if master is not None and is_rounded(run.weight, master):
-                wide.weight(run).copy_(master)
+            if master is not None:
+                widen(wide.weight(run), run.weight, master)
         wide.gather()
         stack.enter_context(wide.taken())
         parts = [Shard(wide.weight(run), m) for run, m in zip(self.runs, masters, strict=True)]

@@ -198,8 +198,7 @@ def head(chunks: Sequence[Chunk], per_unit: int) -> Head:
     """
     from megatron.core import parallel_state
 
-    found = [getattr(unwrap(chunk), "output_layer", None) for chunk in chunks]
-    layers = [layer for layer in found if layer is not None]
+    layers = [layer for chunk in chunks for layer in _output_layers(unwrap(chunk))]
     layer: Any = layers[-1] if layers else None
     if layer is None and parallel_state.get_pipeline_model_parallel_world_size() == 1:
         whole = parallel_state.get_tensor_model_parallel_world_size() == 1
@@ -208,6 +207,15 @@ def head(chunks: Sequence[Chunk], per_unit: int) -> Head:
     group = parallel_state.get_tensor_model_parallel_group() if parallel else None
     classes = getattr(layer, "output_size", 0)
     return Head(list(chunks), "output_layer", layer, classes, group, per_unit)
+
+
+def _output_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the output layer, which in a multimodal model is that of its language model."""
+    own = getattr(model, "output_layer", None)
+    inside = [m for name, m in model.named_modules() if name.endswith(".output_layer")]
+    if own is not None:
+        return [own]
+    return inside if len(inside) == 1 else []
 
 
 def share_of_rank(per_token: bool, head: Head) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from ds_hessian.backends.guard import has_plain_random_states
 from ds_hessian.backends.megatron import host
 from ds_hessian.errors import ConfigError, UnsupportedError
@@ -57,6 +59,7 @@ def _findings(chunk: Chunk) -> list[tuple[str, bool, str]]:
     config, ddp, mesh = host.model_config(chunk), chunk.ddp_config, host.mesh()
     experts = bool(getattr(config, "num_moe_experts", None))
     tensor, expert = mesh.get("TP", 1), mesh.get("EP", 1)
+    half = any(p.dtype == torch.float16 for p in chunk.parameters())
     farther = bool(getattr(config, "mtp_num_layers", None)) and mesh.get("PP", 1) > 1
 
     def on(owner: object, *names: str) -> bool:
@@ -70,7 +73,7 @@ def _findings(chunk: Chunk) -> list[tuple[str, bool, str]]:
             on(ddp, "reuse_grad_buf_for_mxfp8_param_ag"),
             "switch it off",
         ),
-        ("fp16 with loss scaling", on(config, "fp16"), "measure a bf16 or fp32 job"),
+        ("fp16 with loss scaling", on(config, "fp16") or half, "measure a bf16 or fp32 job"),
         (
             "CUDA graphs",
             on(config, "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"),

@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ds_hessian.backends.guard import swap
+from ds_hessian.backends.sharded import widen
 from ds_hessian.backends.zero.host import Engine, Private, accelerator_synchronize
 from ds_hessian.backends.zero.shards import Piece, Shards
 
@@ -192,7 +193,8 @@ class FlatShards(Shards):
             flat = old.new_zeros(old.numel(), dtype=torch.float32)
             flats.append(flat)
             partitions.append(list(flat.split(master.numel())))
-            partitions[-1][self._rank(group)].copy_(master)
+            mine = self._rank(group)
+            widen(partitions[-1][mine], old.split(master.numel())[mine], master)
             for p in params:
                 offset = p.data.storage_offset() - old.storage_offset()
                 swap(stack, p, "data", flat.narrow(0, offset, p.numel()).view(p.shape))

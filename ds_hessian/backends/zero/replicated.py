@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from ds_hessian.backends.guard import swap
 from ds_hessian.backends.names import trained
+from ds_hessian.backends.sharded import widen
 from ds_hessian.backends.zero.host import Engine, copies
 from ds_hessian.backends.zero.shards import Piece, Shards
 from ds_hessian.errors import UnsupportedError
@@ -115,6 +116,7 @@ class ReplicatedShards(Shards):
     def _copy_to_fp32(self, stack: ExitStack) -> None:
         for p in self.engine.module.parameters():
             if p.is_floating_point():
-                master = self.masters.get(id(p))
-                source = p.data if master is None else master.view(p.shape)
-                swap(stack, p, "data", source.to(torch.float32, copy=True))
+                wide, master = p.data.to(torch.float32, copy=True), self.masters.get(id(p))
+                if master is not None:
+                    widen(wide, p.data, master.view(p.shape))
+                swap(stack, p, "data", wide)

@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ds_hessian.backends.guard import swap
+from ds_hessian.backends.sharded import widen
 from ds_hessian.backends.zero import host
 from ds_hessian.backends.zero.host import Engine, Private, accelerator_synchronize
 from ds_hessian.backends.zero.shards import Piece, Shards
@@ -217,9 +218,11 @@ class Stage3Shards(Shards):
         optimizer = self.optimizer
         for p, group, offset in self._parameters():
             master = optimizer.fp32_partitioned_groups_flat[group].detach()
-            _replace_shard(stack, p, master.narrow(0, offset, p.ds_tensor.ds_numel))
+            shard = p.ds_tensor.data
+            _replace_shard(stack, p)
+            widen(p.ds_tensor.data, shard, master.narrow(0, offset, p.ds_tensor.ds_numel))
         for p in self._frozen():
-            _replace_shard(stack, p, p.ds_tensor.data)
+            _replace_shard(stack, p)
         for name in ("dtype", "communication_data_type", "gradient_accumulation_dtype"):
             swap(stack, optimizer, name, torch.float32)
         old = next(iter(optimizer.ipg_buckets.values()))
@@ -249,9 +252,9 @@ def _gather(params: Sequence[Private], group: dist.ProcessGroup, device: torch.d
         p.ds_status = type(p.ds_status).AVAILABLE
 
 
-def _replace_shard(stack: ExitStack, p: Private, value: Tensor) -> None:
+def _replace_shard(stack: ExitStack, p: Private) -> None:
     shard = p.ds_tensor
-    copy: Private = value.to(shard.device, torch.float32, copy=True)
+    copy: Private = shard.data.to(torch.float32, copy=True)
     for name in ("ds_numel", "status", "final_location"):
         setattr(copy, name, getattr(shard, name))
     swap(stack, p, "ds_tensor", copy)
