@@ -726,6 +726,26 @@ def test_rounding_of_the_cotangents_is_in_the_error_of_the_residual() -> None:
             assert LEAST * error < found.error < 10 * error
 
 
+def test_large_outputs_are_displaced_by_more_than_they_are_rounded() -> None:
+    """The loss is known by its values, at outputs that fp32 holds to a share of their size."""
+
+    def loss(net: nn.Module, b: Any) -> Tensor:
+        p, q = net(b[0].to(next(net.parameters()))).unbind(-1)
+        return (p * q - b[1]).square().mean()
+
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 2))
+    net[2].weight.data.mul_(100)
+    data = [(torch.randn(6, 5), torch.randn(6)) for _ in range(4)]
+    exact = ExactGaussNewton(net, "", loss, data)
+    with operators(net, data, loss, "ggn") as (backend, (g,)):
+        for v, truth in krylov(backend, exact, 6):
+            product = g.matvec(v)
+            error = relative(product.vector, truth)
+            assert error < 5e-5
+            assert error < SLACK * product.error
+
+
 class Auxiliary(nn.Module):
     """A part of the loss that does not pass the outputs."""
 

@@ -434,14 +434,16 @@ class GaussNewton:
         """Choose rho, unless that is done: the loss may bend over less than a unit of the outputs,
         over which truncation is rho^2 and noise the roundoff over rho. Where a smaller rho does not
         make the error smaller, the loss has more noise than the passes, as one in 16 bits: then
-        larger ones are tried.
+        larger ones are tried. So they are where the second difference of the cotangents explains
+        none of the error: outputs far larger than a unit are rounded to a share of their size, and
+        the loss may bend over their size.
         """
         passes, found = self._passes, self._steps.learnt
         if passes.product is not None or found.rho:
             return
         found.rho = rho = passes.rho
-        best, _ = self._differenced(v, length, h, rho) if self._smooth else (0.0, 0.0)
-        last, noisy = best, best == math.inf
+        best, bent = self._differenced(v, length, h, rho) if self._smooth else (0.0, 0.0)
+        last, noisy = best, best == math.inf or best > UNEXPECTED * bent
         while not noisy and (smaller := self._agreed_narrower(best)):
             relative, _ = self._differenced(v, length, h, smaller)
             noisy = not relative < best / 4  # as truncation over less than half of rho would be

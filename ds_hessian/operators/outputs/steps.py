@@ -132,6 +132,7 @@ class Learnt:
         kappa: kappa.
         backward: nu.
         values: The relative error from differencing the loss in the outputs; 0 where it is known.
+        bent: `Trial.values` of the trial of which that was measured.
         rho: The displacement of the outputs of a loss that is known by its values
             (`ds_hessian.operators.outputs.passes`); 0 before it is chosen.
         loss_roundoff: The roundoff of such a loss, where that is more than the passes'; else 0.
@@ -147,6 +148,7 @@ class Learnt:
     kappa: float = TYPICAL
     backward: float = 0.0
     values: float = 0.0
+    bent: float = 0.0
     rho: float = 0.0
     loss_roundoff: float = 0.0
     unseen: bool = False
@@ -422,8 +424,7 @@ class OutputSteps:
         Truncation is as rho^2, and of the present rho it is `values`; noise is the roundoff over
         rho.
         """
-        roundoff = max(self.unit_roundoff, self.learnt.loss_roundoff)
-        found = (roundoff * self.learnt.rho**2 / max(values, TINY)) ** (1 / 3)
+        found = (self._roundoff_of_loss * self.learnt.rho**2 / max(values, TINY)) ** (1 / 3)
         return found if found < self.learnt.rho / 2 else None
 
     def narrow(self, rho: float) -> None:
@@ -434,7 +435,21 @@ class OutputSteps:
     def note_values(self, error: float, trial: Trial) -> None:
         """Learn the error from differencing the loss in the outputs of such a trial."""
         if trial.size > 0 and math.isfinite(error):
-            self.learnt.values = error / trial.size
+            self.learnt.values, self.learnt.bent = error / trial.size, trial.values
+
+    @property
+    def _roundoff_of_loss(self) -> float:
+        return max(self.unit_roundoff, self.learnt.loss_roundoff)
+
+    def _values(self, bent: float) -> float:
+        """Return the relative error from differencing the loss, of a product with such
+        `Trial.values`: truncation goes with them, of all micro-batches and of its own vector.
+        """
+        found = self.learnt
+        noise = min(self._roundoff_of_loss / found.rho, found.values) if found.rho else 0.0
+        more = max(1.0, bent / found.bent) if found.bent else 1.0
+        truncation = math.sqrt(found.values**2 - noise**2) * more
+        return min(max(math.hypot(truncation, noise), bent), 1.0)
 
     # ---- after a product
 
@@ -469,7 +484,7 @@ class OutputSteps:
         if product.nonlinearity > BENT:  # it does not tell how far the outputs bend
             # Nor does the product's length, of which the trials may have shown more.
             error = max(error, product.nonlinearity, self._seen / product.size)
-        values = max(found.values, min(product.values, 1.0))
+        values = self._values(product.values)
         error = max(error, doubt / product.size, self._doubt)
         error = math.hypot(error, values, self.least_error)
         first = found.products == 0
