@@ -193,7 +193,10 @@ def _is_engine(job: object) -> TypeGuard[DeepSpeedEngine]:
 
 def _is_megatron(job: object) -> TypeGuard[Chunk | Sequence[Chunk]]:
     chunks = job if isinstance(job, (list, tuple)) else [job]
-    return any(type(chunk).__module__.startswith("megatron.") for chunk in chunks)
+    kinds = [type(chunk) for chunk in chunks]
+    # NeMo's wrapper is a subclass of Megatron's.
+    kinds += [b for k in kinds for b in k.__mro__ if b.__name__ == "DistributedDataParallel"]
+    return any(kind.__module__.startswith("megatron.") for kind in kinds)
 
 
 def _require_optimizer(found: object) -> None:

@@ -376,6 +376,22 @@ def edited(job: Job, masters: bool) -> list[float]:
         return found
 
 
+def subclassed() -> bool:
+    """Whether chunks of a class of another module, derived from Megatron's wrapper, are measured as
+    those of its own."""
+    import ds_hessian
+
+    found = []
+    for renamed in (False, True):
+        with running(Job()) as chunks:
+            if renamed:
+                chunks[0].__class__ = type("DDP", (type(chunks[0]),), {"__module__": "nemo"})
+            hessian = ds_hessian.attach(chunks, config={"hessian": QUIET})
+            hessian.use(my_batches(), make_forward_step(Job()), **SIZES)
+            found.append(hessian.spectrum(num_matvecs=1).alphas.tolist())
+    return bool(found[0] == found[1])
+
+
 def predicting_several_tokens(tied: bool) -> str:
     """The message for multi-token prediction in a pipeline, with learned positions."""
     import ds_hessian

@@ -310,6 +310,11 @@ def test_a_parameter_frozen_since_is_refused(megatron_ranks: Ranks) -> None:
         assert "trainable parameters have changed since attach()" in message
 
 
+def test_wrappers_derived_from_megatrons_are_measured(megatron_ranks: Ranks) -> None:
+    """NeMo's is; they were refused."""
+    assert megatron_ranks(1).run(routes_jobs.subclassed) == [True]
+
+
 @pytest.mark.parametrize("change", routes_jobs.CHANGES)
 def test_a_parameter_that_is_not_in_the_buffers_of_its_wrapper_is_refused(
     megatron_ranks: Ranks, change: str

@@ -31,10 +31,10 @@ def refuse_unsupported(chunks: Sequence[Chunk]) -> None:
             f"{host.version()}; upgrade megatron-core"
         )
     for chunk in chunks:
-        kind = type(chunk).__name__
-        if kind != "DistributedDataParallel" or not hasattr(chunk, "expert_parallel_buffers"):
+        kinds = [kind.__name__ for kind in type(chunk).__mro__]  # NeMo has a class of its own
+        if "DistributedDataParallel" not in kinds or not hasattr(chunk, "expert_parallel_buffers"):
             raise UnsupportedError(
-                f"ds_hessian does not support a model wrapped in {kind}; wrap each chunk in "
+                f"ds_hessian does not support a model wrapped in {kinds[0]}; wrap each chunk in "
                 "megatron.core.distributed.DistributedDataParallel (no Megatron-FSDP, no FSDP2)"
             )
         for name, present, remedy in _findings(chunk):
