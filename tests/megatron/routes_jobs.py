@@ -302,6 +302,9 @@ def measured_or_refused(job: Job, freeze: str = "", split_keys: bool = True) -> 
                     p.requires_grad_(False)
         if freeze == "embedding":
             host.unwrap(chunks[0]).embedding.requires_grad_(False)
+        if freeze == "weights":
+            for p in (p for p in chunks[0].parameters() if p.dim() > 1):
+                p.requires_grad_(False)
         if job.dtype == "bfloat16":
             make_optimizer(job, chunks)
         try:

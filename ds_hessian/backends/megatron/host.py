@@ -160,6 +160,25 @@ def splits_latent_keys(chunk: Chunk) -> bool:
     return any(getattr(weight, "tensor_model_parallel", False) for weight in weights)
 
 
+def loses_biases(chunk: Chunk) -> bool:
+    """Return whether a layer adds a trained bias to the product with a frozen weight in one step.
+
+    `LinearWithFrozenWeight` (tensor_parallel/layers.py of 0.16.1) gives neither a gradient. The
+    weight of an output layer may be the embedding's.
+    """
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    model = unwrap(chunk)
+    layers = [m for m in model.modules() if isinstance(m, ColumnParallelLinear)]
+    for layer in (m for m in layers if m.bias is not None and not m.skip_bias_add):
+        weight = layer.weight
+        if weight is None:
+            weight = model.shared_embedding_or_output_weight()
+        if layer.bias.requires_grad and not weight.requires_grad:
+            return True
+    return False
+
+
 def is_tied_over_stages(parameter: nn.Parameter) -> bool:
     """Return whether another pipeline stage has a copy of the parameter."""
     return bool(getattr(parameter, "shared_embedding", False))

@@ -115,6 +115,11 @@ def _findings(chunk: Chunk) -> list[tuple[str, bool, str]]:
             "Engine's layers, which every rank has whole",
         ),
         (
+            "biases of layers whose weights are frozen",
+            host.loses_biases(chunk),
+            "Megatron gives them no gradient: freeze them too, or train the weights",
+        ),
+        (
             "experts that are replicated over tensor-parallel ranks without expert parallelism",
             experts and expert == 1 and tensor > host.expert_tensor_parallel_size(),
             "their gradients are not summed by Megatron: use expert_tensor_parallel_size = "
