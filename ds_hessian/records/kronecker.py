@@ -21,7 +21,9 @@ FIGURES = ("cosine", "scale", "share", "extreme")
 class HessianKronecker(Measured):
     """How close k Kronecker-factored curvatures K are to the block C of each of L weights.
 
-    NaN stands for what was not measured. Errors have the probes' standard errors.
+    NaN stands for what was not measured. Errors have the probes' standard errors, which are
+    themselves uncertain: with p probes figures are off by Student's distribution of p - 1 degrees
+    of freedom, or somewhat more.
 
     Attributes:
         layers: Names of the weights.

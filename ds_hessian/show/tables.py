@@ -239,13 +239,13 @@ def _kronecker(found: HessianKronecker) -> Table:
     for i, name in enumerate(k.layers):
         for j, kind in enumerate(k.kinds):
             figures = (
-                f"{k.cosines[i, j]:.3f} ± {k.cosine_errors[i, j]:.3f}",
+                _barred(k.cosines[i, j], k.cosine_errors[i, j]),
                 f"{k.scales[i, j]:.3g}",
-                f"{k.shares[i, j]:.3f} ± {k.share_errors[i, j]:.3f}",
+                _barred(k.shares[i, j], k.share_errors[i, j]),
                 *(f"{k.extremes[i, j]:.3g}", f"{k.solves[i, j]:.3f}", f"{k.samples[i, j]:,d}"),
             )
             rows.append((_ended(name) if j == 0 else "", f"{kind:<11}", *figures))
-        plain = f"{k.plain_shares[i]:.3f} ± {k.plain_share_errors[i]:.3f}"
+        plain = _barred(k.plain_shares[i], k.plain_share_errors[i])
         rows.append(("", "parameters ", "", "", plain, "", "", ""))
     without = _reasons("left out", k.left_out) + _reasons("no figures", k.unknown)
     return Table(
@@ -257,6 +257,11 @@ def _kronecker(found: HessianKronecker) -> Table:
         ),
         notes=[f"{_price(k)}; {_measured_on(k)}", *without],
     )
+
+
+def _barred(value: float, error: float) -> str:
+    """Return a figure with its error, or alone where that is unknown."""
+    return f"{value:.3f}" if np.isnan(error) else f"{value:.3f} ± {error:.3f}"
 
 
 def _ended(name: str) -> str:

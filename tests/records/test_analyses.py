@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,3 +231,11 @@ def test_sharpness_as_monitor_events_and_as_a_line() -> None:
     assert prefix + "preconditioned_error" not in events  # NaN
     assert not any("update" in tag or "preconditioned" in tag for tag, *_ in monitor_events(plain))
     assert "largest eigenvalue 3.00 ± 0.10 (not converged); 4 products" in plain.table()
+
+
+def test_a_share_without_an_error_is_printed_without_one() -> None:
+    """Of two probes no pair is left where one is left out."""
+    found = replace(kronecker(), share_errors=np.full((2, 2), math.nan))
+    lines = str(found.table()).splitlines()
+    assert not any("± nan" in line for line in lines)
+    assert any(f"{found.shares[0, 0]:.3f}" in line and "±" in line for line in lines)
