@@ -379,6 +379,25 @@ def edited(job: Job, masters: bool) -> list[float]:
         return found
 
 
+def scaled_moments() -> bool:
+    """Whether Adam's state is the same where its moments are stored with a scale."""
+    from ds_hessian.megatron import MegatronHessian
+
+    job = Job(distributed=True)
+    with running(job) as chunks:
+        optimizer = make_optimizer(job, chunks)
+        run_schedule(job, chunks, my_batches())
+        optimizer.step()
+        hessian = MegatronHessian(chunks, QUIET, optimizer)
+        before = hessian.backend.adam()
+        for adam in (part.optimizer for part in optimizer.chained_optimizers):
+            for state in adam.state.values():
+                state["exp_avg"] /= 4
+                state["exp_avg_sq"] /= 4
+            adam.get_unscaled_state = lambda p, name, adam=adam: 4 * adam.state[p][name]
+        return all(map(torch.equal, before, hessian.backend.adam()))
+
+
 def subclassed() -> bool:
     """Whether chunks of a class of another module, derived from Megatron's wrapper, are measured as
     those of its own."""

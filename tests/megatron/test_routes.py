@@ -318,6 +318,11 @@ def test_biases_to_which_megatron_gives_no_gradient_are_refused(megatron_ranks: 
     assert found == ["measured"]
 
 
+def test_moments_of_adam_are_those_without_their_scale(megatron_ranks: Ranks) -> None:
+    """As Transformer Engine stores them in 8 or 16 bits."""
+    assert megatron_ranks(1).run(routes_jobs.scaled_moments) == [True]
+
+
 def test_wrappers_derived_from_megatrons_are_measured(megatron_ranks: Ranks) -> None:
     """NeMo's is; they were refused."""
     assert megatron_ranks(1).run(routes_jobs.subclassed) == [True]

@@ -474,8 +474,19 @@ def adam_state(
         for found in (stepped, parameter):
             settings = next((g for g in groups if any(p is found for p in g["params"])), None)
             if found is not None and settings is not None:
-                return inner.state.get(found, {}), settings
+                return _unscaled(inner, found), settings
     return None
+
+
+def _unscaled(optimizer: Any, stepped: Tensor) -> Mapping[str, Any]:
+    """Return the state of a tensor, without the scales of moments that are stored in 8 or 16 bits
+    (Transformer Engine's `FusedAdam`, for the precision-aware optimizer).
+    """
+    state: Mapping[str, Any] = optimizer.state.get(stepped, {})
+    if not hasattr(optimizer, "get_unscaled_state"):
+        return state
+    scaled = [name for name in ("exp_avg", "exp_avg_sq") if name in state]
+    return {**state, **{name: optimizer.get_unscaled_state(stepped, name) for name in scaled}}
 
 
 def shards(chunk: Chunk) -> Iterator[tuple[nn.Parameter, int, int]]:
