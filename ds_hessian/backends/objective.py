@@ -233,8 +233,9 @@ class Totals:
             if count is not None:
                 self.counts[index] = count
 
-    def reduce(self, space: VectorSpace) -> tuple[float, float]:
-        """Return the factor for the sum of rank-averaged gradients, and the mean loss.
+    def reduce(self, space: VectorSpace, roundoff: float) -> tuple[float, float, float]:
+        """Return the factor for the sum of rank-averaged gradients, the mean loss, and the largest
+        unit roundoff of the ranks, of which this one's is given.
 
         Raises:
             ConfigError: some micro-batches have counts and others have none, or all counts are 0.
@@ -243,16 +244,19 @@ class Totals:
         """
         mine = [len(self.losses), len(self.counts), sum(self.losses.values())]
         mine.append(sum(self.counts.values()))
-        terms, counted, loss, count = space.reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
+        roundoffs = [0.0] * space.world_size
+        roundoffs[space.rank] = roundoff
+        found = space.reduce(torch.tensor([*mine, *roundoffs], dtype=torch.float64)).tolist()
+        (terms, counted, loss, count), largest = found[:4], max(found[4:])
         if counted == 0:
-            return space.world_size / terms, loss / terms
+            return space.world_size / terms, loss / terms, largest
         if counted < terms or count <= 0:
             raise ConfigError(
                 "loss_fn must return a pair (summed loss, count) for every micro-batch or for "
                 f"none, and a positive count in all: {int(counted)} of {int(terms)} micro-batches "
                 f"had one, their sum was {count}"
             )
-        return space.world_size / count, loss / count
+        return space.world_size / count, loss / count, largest
 
 
 def _call(model: Callable[..., object], batch: object) -> object:

@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ds_hessian import ops
 from ds_hessian.backends.function import FixedFunction
 from ds_hessian.backends.guard import Guard
+from ds_hessian.backends.objective import Totals
 from ds_hessian.backends.protocol import Head, SidesOfKinks
 from ds_hessian.errors import NumericsError, UnsupportedError
 from ds_hessian.vectors import Layout, VectorSpace
@@ -162,8 +163,14 @@ class ShardedSession:
         self._function = function
         self.kinks: SidesOfKinks = function
 
-    def watch_autocast(self, guard: Guard, widen: bool) -> None:
-        """Adopt the unit roundoff of autocast where a module is called under it, in the first
+    def _reduce(self, totals: Totals) -> None:
+        """Set what all first evaluations have told: scale, loss and unit roundoff. Collective."""
+        found = totals.reduce(self.space, self.unit_roundoff)
+        self.gradient_scale, self.loss, self.unit_roundoff = found
+
+    def watch_dtypes(self, guard: Guard, widen: bool) -> None:
+        """Adopt the unit roundoff of 16 bits where a forward has such values in its graph, whatever
+        the weights are, and that of autocast where a module is called under it, in the first
         evaluations of all micro-batches.
 
         Args:
@@ -181,9 +188,12 @@ class ShardedSession:
                         "ds_hessian does not support fp32 passes of a model or loss_fn that uses "
                         'torch.autocast; leave it out, or use finite_difference.precision "model"'
                     )
-                roundoff = torch.finfo(torch.get_autocast_dtype(kind)).eps / 2
-                self.unit_roundoff = max(self.unit_roundoff, roundoff)
+                adopt(torch.get_autocast_dtype(kind))
 
+        def adopt(dtype: torch.dtype) -> None:
+            self.unit_roundoff = max(self.unit_roundoff, torch.finfo(dtype).eps / 2)
+
+        guard.state.narrow = adopt
         handle = register_module_forward_pre_hook(watch)
         guard.callback(handle.remove)
 

@@ -12,6 +12,15 @@ from torch import Tensor, nn
 from ds_hessian.backends.names import checkpoint_name
 from ds_hessian.ops.checks import WEIGHTS
 
+COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of weights with which layers compute as they are; others are stored forms."""
+
+
+def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the dtype with the largest unit roundoff among those with which layers compute."""
+    found = {dtype for dtype in dtypes if dtype in COMPUTED}
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
 
 @dataclass(frozen=True)
 class Weight:

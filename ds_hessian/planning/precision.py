@@ -61,7 +61,7 @@ def chosen(
     if short is not None:
         return in_precision(config, "model"), ChosenPrecision(f"fp32 passes would need {short}")
     known = "and" if any(rank.free for rank in ranks) else "if"
-    return wide, ChosenPrecision(f"the model computes in {dtype}, {known} fp32 copies fit")
+    return wide, ChosenPrecision(f"training computes in {dtype}, {known} fp32 copies fit")
 
 
 def in_precision(config: HessianConfig, precision: Precision) -> HessianConfig:

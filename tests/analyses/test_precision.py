@@ -22,8 +22,8 @@ from tests.operators.nets import backend_of, batches, loss_of, mlp, preempted
     ("dtype", "asked", "free", "found", "why"),
     [
         ("fp32", "auto", 10, "model", ""),
-        ("bf16", "auto", 10, "fp32", "the model computes in bfloat16, and fp32 copies fit"),
-        ("fp16", "auto", 10, "fp32", "the model computes in float16, and fp32 copies fit"),
+        ("bf16", "auto", 10, "fp32", "training computes in bfloat16, and fp32 copies fit"),
+        ("fp16", "auto", 10, "fp32", "training computes in float16, and fp32 copies fit"),
         ("bf16", "auto", 1, "model", "fp32 passes would need .* on the accelerator of rank 0 .*"),
         ("bf16", "model", 10, "model", ""),
         ("bf16", "fp32", 1, "fp32", ""),
@@ -77,7 +77,7 @@ def test_a_run_is_continued_in_the_precision_in_which_it_was_begun(
 def test_the_plan_says_what_this_process_would_choose(tmp_path: Path) -> None:
     hessian = hessian_of(tmp_path)
     table = hessian.memory_plan().table()
-    assert table.startswith("passes in fp32: the model computes in bfloat16, and fp32 copies fit\n")
+    assert table.startswith("passes in fp32: training computes in bfloat16, and fp32 copies fit\n")
     with mock.patch("ds_hessian.analyses.base.free_memory", lambda *_: {"host": 1000}):
         table = hessian.memory_plan().table()
     assert table.startswith("passes as training runs them: fp32 passes would need")

@@ -8,7 +8,7 @@ from unittest import mock
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import ds_hessian
 from ds_hessian.planning import free_memory
@@ -43,6 +43,34 @@ def edited(config: dict[str, Any]) -> Any:
     found = engine.hessian_spectrum(my_batches(FEW), num_matvecs=20)
     engine.destroy()
     return weights, found
+
+
+class TwoDtypes(nn.Module):
+    """A layer in bf16 and one in fp32; returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(7, 9).bfloat16(), nn.Linear(9, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Mean cross entropy."""
+        hidden = torch.tanh(self.one(x.to(self.one.weight.dtype)))
+        return nn.functional.cross_entropy(self.two(hidden.to(self.two.weight.dtype)), y)
+
+
+def two_dtypes() -> Any:
+    """(weights, v, product, its error, the micro-batches) under ZeRO-2, without a bf16 section."""
+    torch.manual_seed(0)
+    engine = make_engine(TwoDtypes(), zero={"stage": 2}, hessian=QUIET)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = [(torch.randn(6, 7, generator=generator), torch.arange(6) % 5)]
+    hessian = engine.hessian.use(batches)
+    v = hessian.random_vector(seed=5)
+    product = hessian.matvec(v)
+    gathered = [hessian.gather(vector) for vector in (v, product.vector)]
+    out = full_weights(engine), *gathered, product.error, batches
+    engine.destroy()
+    return out
 
 
 def with_little_memory(config: dict[str, Any]) -> Any:

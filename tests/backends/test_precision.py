@@ -12,6 +12,7 @@ from tests.backends import precision_jobs as jobs
 from tests.backends.jobs import FEW, TOTAL
 from tests.backends.test_stages import LOW_ENGINES
 from tests.backends.test_zero3 import oracle
+from tests.nets import DenseHessian
 from tests.ranks import RankPool
 from tests.tiers import cells
 
@@ -94,6 +95,16 @@ def test_passes_that_cannot_run_in_fp32_are_those_of_training(ranks: Ranks, name
         assert "rank 1: RuntimeError: this attention only supports" in kernel.precision_reason
         assert "that uses torch.autocast" in rounded.precision_reason
         assert error is not None and error > 1e-3
+
+
+def test_gradients_that_deepspeed_reduces_in_the_dtype_of_its_first_weight(ranks: Ranks) -> None:
+    """Which is no dtype of the model any more: ZeRO-2 has made its weights fp32."""
+    results = ranks(2).run(jobs.two_dtypes)
+    weights, v, product, error, _ = results[0]
+    entries = [(x.double(), y) for result in results for x, y in result[4]]
+    dense = DenseHessian(jobs.TwoDtypes(), weights, entries)
+    exact, found = dense.matvec(dense.flat(v)), dense.flat(product)
+    assert float((found - exact).norm() / exact.norm()) < min(5 * error, 1e-3)
 
 
 def test_what_any_precision_would_raise_is_raised(ranks: Ranks) -> None:

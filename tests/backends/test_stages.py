@@ -96,6 +96,8 @@ LOW_ENGINES: dict[str, dict[str, Any]] = {
     "2 fp16": {**zero(2), **FP16},
     "2 fp16 static": {**zero(2), **STATIC},
     "3 fp16": {**zero(3), **FP16},
+    "1 bf16 communication": {**zero(1), "communication_data_type": "bf16"},
+    "3 fp16 communication": {**zero(3), "communication_data_type": "fp16"},
     "0 autocast": {**zero(0), **AUTOCAST},
     "1 autocast": {**zero(1), **AUTOCAST},
     "2 autocast": {**zero(2), **AUTOCAST},
@@ -104,7 +106,14 @@ LOW_ENGINES: dict[str, dict[str, Any]] = {
 ENGINES = {**FP32_ENGINES, **LOW_ENGINES}
 QUICK = (  # every class of shards, every dtype and placement
     *("0", "1", "2", "3 offload", "3 hpZ", "2 summed gradients"),
-    *("1 bf16 immediate", "2 bf16", "3 bf16 masters", "3 fp16", "2 autocast"),
+    *(
+        "1 bf16 immediate",
+        "1 bf16 communication",
+        "2 bf16",
+        "3 bf16 masters",
+        "3 fp16",
+        "2 autocast",
+    ),
 )
 QUICK_TRAINING = (  # every class of shards, with every one of the optimizers that keep its state
     *("0", "3 hpZ", "1 bf16 fp32 accumulation"),

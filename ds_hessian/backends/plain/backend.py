@@ -42,7 +42,7 @@ from ds_hessian.backends.protocol import (
 )
 from ds_hessian.backends.refusal import training_refused
 from ds_hessian.backends.sharded import Shard, ShardedSession, ShardedWeights
-from ds_hessian.backends.weights import Weight, module_weights
+from ds_hessian.backends.weights import Weight, coarsest, module_weights
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import FP32, Item, tier_of
 from ds_hessian.optimizer import settings_of
@@ -100,8 +100,7 @@ class ModuleBackend:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype in which training's passes compute: the coarsest one of the weights."""
-        dtypes = [p.dtype for _, p in trained(self.model)]
-        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        return coarsest(p.dtype for p in self.model.parameters())
 
     @property
     def step(self) -> StepCount:
@@ -261,7 +260,7 @@ class ModuleSession(ShardedSession):
         buffers = guard.buffers[0]
         buffers.wide, buffers.starts = widen, self._first_buffers()
         self.cotangent_scale = 1.0 / self.space.world_size
-        self.watch_autocast(guard, widen)
+        self.watch_dtypes(guard, widen)
 
     def _first_buffers(self) -> dict[int, Tensor]:
         """Return `Buffers.starts`: rank 0's, where `DistributedDataParallel` broadcasts them."""
@@ -287,7 +286,7 @@ class ModuleSession(ShardedSession):
             dist.all_reduce(mine)
             out.add_(mine, alpha=1 / self.space.world_size)
         if self.gradient_scale is None and len(self._totals) == self.num_micro_batches:
-            self.gradient_scale, self.loss = self._totals.reduce(self.space)
+            self._reduce(self._totals)
 
     def forward(self, micro_batches: range) -> None:
         """Run the forward of these micro-batches, without a graph."""

@@ -314,7 +314,7 @@ class ZeroSession(ShardedSession):
         self._totals = Totals()
         self._share = 1.0
         self._replicas_checked = backend.tensor_ranks == 1
-        self.watch_autocast(guard, widen)
+        self.watch_dtypes(guard, widen)
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Add the gradients of these micro-batches, each reduced by the engine, to `out`."""
@@ -401,7 +401,7 @@ class ZeroSession(ShardedSession):
             scale = host.backward(engine, loss, last)
             self._totals.add(index, float(loss.detach()), count)
         if self.gradient_scale is None and len(self._totals) == self.num_micro_batches:
-            self.gradient_scale, self.loss = self._totals.reduce(self.space)
+            self._reduce(self._totals)
         self.cotangent_scale = self._share / (scale * self.space.world_size)
         return self._share * host.averaging_factor(engine) / scale
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hessian.backends.guard import Attributes
+from ds_hessian.backends.weights import coarsest
 from ds_hessian.errors import UnsupportedError
 
 if TYPE_CHECKING:  # for modules in which an engine is a module too, not only an `Engine`
@@ -75,12 +76,13 @@ class Engine(Protocol):
         """Return the ZeRO stage."""
         ...
 
-    def bfloat16_enabled(self) -> bool:
-        """Return whether the model is in bf16."""
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """The dtype in which gradients are sent."""
         ...
 
-    def fp16_enabled(self) -> bool:
-        """Return whether the model is in fp16."""
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes of the model and of accumulated gradients."""
         ...
 
 
@@ -237,16 +239,15 @@ def offloads(section: object) -> bool:
 
 
 def compute_dtype(engine: Engine) -> torch.dtype:
-    """Return the dtype in which forward and backward compute."""
+    """Return the coarsest dtype of the passes, and in which gradients are sent and added up."""
     config = engine._config
+    dtypes = {engine.communication_data_type, *engine.get_data_types()}
+    dtypes |= {p.dtype for p in engine.module.parameters()}
+    if isinstance(getattr(engine.optimizer, "dtype", None), torch.dtype):
+        dtypes.add(engine.optimizer.dtype)  # of the buckets in which ZeRO-1 and -2 reduce
     if getattr(config, "torch_autocast_enabled", False):
-        autocast: torch.dtype = config.torch_autocast_dtype
-        return autocast
-    return (
-        torch.bfloat16
-        if engine.bfloat16_enabled()
-        else (torch.float16 if engine.fp16_enabled() else torch.float32)
-    )
+        dtypes.add(config.torch_autocast_dtype)
+    return coarsest(dtypes)
 
 
 def averaging_factor(engine: Engine) -> float:
