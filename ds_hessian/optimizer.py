@@ -52,12 +52,20 @@ def inside(optimizer: Any) -> Iterator[Any]:
     """Yield the optimizers inside of wrappers, of which those of megatron-core chain several."""
     parts = getattr(optimizer, "chained_optimizers", None)
     if parts is None:
-        parts = [getattr(optimizer, "optimizer", None)]
+        parts = [own_part(getattr(optimizer, "optimizer", None) or optimizer)]
     inner = [part for part in parts if part is not None and part is not optimizer]
     for part in inner:
         yield from inside(part)
     if not inner:
         yield optimizer
+
+
+def own_part(optimizer: Any) -> Any:
+    """Return the optimizer itself; of torch's `ZeroRedundancyOptimizer`, which shares its state out
+    among the ranks by whole parameters, the one that steps those of this rank.
+    """
+    kinds = (kind.__name__ for kind in type(optimizer).__mro__)
+    return optimizer.optim if "ZeroRedundancyOptimizer" in kinds else optimizer
 
 
 def settings_of(optimizer: Any) -> Optimizer | None:

@@ -261,3 +261,25 @@ def whole_run(folder: str) -> dict[str, Any]:
         "passed": hessian.self_test().passed,
         "gathered": torch.equal(hessian.scatter(hessian.gather(v)), v),
     }
+
+
+def adam_shared_out() -> dict[str, Any]:
+    """Adam's state and the optimizer of records where each rank keeps that of its own parameters,
+    and where every rank keeps all.
+    """
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    found, given = dict[str, Any](), {"progress": False, "plot": False}
+    for name, settings in {"whole": {}, "shared": {"optimizer_class": torch.optim.Adam}}.items():
+        kind: Any = ZeroRedundancyOptimizer if settings else torch.optim.Adam
+        module = mixed({})
+        optimizer = kind(module.parameters(), lr=1e-2, eps=1e-7, **settings)
+        torch.manual_seed(77)
+        for step in range(3):
+            optimizer.zero_grad()
+            module(*data(10 * step + dist.get_rank())).backward()
+            optimizer.step()
+        hessian = ds_hessian.attach(module, optimizer, given).use([data(5)])
+        sharpness = hessian.sharpness(max_matvecs=8)
+        found[name] = *hessian.backend.adam(), sharpness.provenance.optimizer, sharpness.table()
+    return found

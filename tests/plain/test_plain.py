@@ -198,6 +198,14 @@ def test_adams_denominator_and_last_step() -> None:
         ModuleBackend(net).adam()
 
 
+def test_adams_state_is_whole_where_ranks_share_it_out(ranks: Ranks) -> None:
+    """As torch's ZeroRedundancyOptimizer does, by whole parameters."""
+    for found in ranks(2).run(jobs.adam_shared_out):
+        (*whole, named, _), (*shared, inner, _) = found["whole"], found["shared"]
+        assert all(map(torch.equal, whole, shared))
+        assert inner == named and inner.name == "Adam"
+
+
 class Image(nn.Module):
     """A convolution, and a layer that is not used."""
 

@@ -45,7 +45,7 @@ from ds_hessian.backends.sharded import Shard, ShardedSession, ShardedWeights
 from ds_hessian.backends.weights import Weight, coarsest, module_weights
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import FP32, Item, tier_of
-from ds_hessian.optimizer import settings_of
+from ds_hessian.optimizer import own_part, settings_of
 from ds_hessian.ranks import Shared, balanced, imbalance
 from ds_hessian.ranks.lockstep import Lockstep
 from ds_hessian.vectors import Fragment, Layout, VectorSpace
@@ -195,18 +195,30 @@ class ModuleBackend:
         )
 
     def adam(self) -> AdamState:
-        """Read Adam's state from the optimizer. Collective: one all-reduce."""
+        """Read Adam's state from the optimizer.
+
+        Collective: one all-reduce, and two of the size of the model where ranks share the state.
+        """
         if self.optimizer is None:
             raise ConfigError(
                 "there is no optimizer to precondition with: pass it, "
                 "ds_hessian.attach(module, optimizer), or measure without it: preconditioned=false"
             )
-        settings = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
-        state, found = self.optimizer.state, []
+        whole = getattr(self.optimizer, "optimizer", self.optimizer)  # in Accelerate's wrapper
+        own = own_part(whole)
+        settings = {id(p): group for group in own.param_groups for p in group["params"]}
+        shared, found = own is not whole, list[AdamState | None]()
         for _, p in trained(self.model):
+            if shared and id(p) not in settings:  # another rank has it
+                found.append(AdamState(torch.zeros(p.numel()), torch.zeros(p.numel())))
+                continue
             group = settings.get(id(p), {})
-            found.append(moments(state.get(p, {}), group, 0, p.numel()))
-        return collect(found, self.layout, self.space, self.optimizer)
+            found.append(moments(own.state.get(p, {}), group, 0, p.numel()))
+        state = collect(found, self.layout, self.space, own)
+        if shared:
+            for part in state:
+                dist.all_reduce(part)
+        return state
 
     def weights(self) -> Iterable[Weight]:
         """Return the weights of two dims, which every rank has whole."""
