@@ -22,6 +22,9 @@ from ds_hessian.vectors import ProbeKind, random_vector, refuse_impossible_probe
 
 S = TypeVar("S", bound=Savable)
 
+SET = ("backend", "config", "step", "used")
+"""Attributes of a `Hessian` that may be set, beside its own and methods."""
+
 
 class JobVectors:
     """What a `Hessian` does with vectors and records, without measuring.
@@ -40,8 +43,18 @@ class JobVectors:
 
     def __init__(self, backend: Backend, config: HessianConfig) -> None:
         self.backend, self._config = backend, config
-        self.output = vector_files.Output(backend, Path(config.output_path))
+        self._scheduled = config.scheduled  # then `attach` has made a schedule
+        self._output = vector_files.Output(backend, Path(config.output_path))
         self._page = PageKeeper()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        method = callable(getattr(type(self), name, None))
+        if not (name.startswith("_") or name in SET or method):
+            raise ConfigError(
+                f"hessian.{name} cannot be set: settings are set by hessian.config = "
+                "hessian.config.with_overrides(...), micro-batches by hessian.use(...)"
+            )
+        super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UnsupportedError(
@@ -61,7 +74,20 @@ class JobVectors:
                 f"config must be a HessianConfig, got {shown(config)}: "
                 "hessian.config.with_overrides(...) makes one that differs from this one"
             )
+        if config.scheduled and not self._scheduled:
+            raise ConfigError(
+                "hessian.config has intervals or steps, and this job was attached without any: "
+                "give them to attach() or initialize(), which follow its optimizer steps"
+            )
         self._config = config
+
+    @property
+    def output(self) -> vector_files.Output:
+        """The folder of the results, that of the settings."""
+        folder = Path(self._config.output_path)
+        if self._output.folder != folder:
+            self._output = vector_files.Output(self.backend, folder)
+        return self._output
 
     @property
     def rank(self) -> int:

@@ -39,7 +39,7 @@ from ds_hessian.memory import DTYPES
 from ds_hessian.planning import in_precision
 from ds_hessian.ranks import together
 from ds_hessian.records import Record, Savable
-from ds_hessian.vector_files import Output, step_folder
+from ds_hessian.vector_files import step_folder
 
 DType = Literal["fp32", "bf16", "fp16"]
 
@@ -169,7 +169,8 @@ def keep(hessian: Hessian, record: Savable, output_path: Path) -> Path:
 
     Collective.
     """
-    source, hessian.output = record.provenance, Output(hessian.backend, output_path)
+    source = record.provenance
+    hessian.config = hessian.config.with_overrides(output_path=str(output_path))
     return hessian.save(record, step_folder(output_path, source.step, source.operator))
 
 

@@ -94,6 +94,23 @@ def test_settings_that_are_set_are_settings() -> None:
         hessian.config = {"num_matvecs": 3}
     hessian.config = hessian.config.with_overrides(num_matvecs=3)
     assert hessian.memory_plan("spectrum", num_matvecs=3) == hessian.memory_plan("spectrum")
+    with pytest.raises(ConfigError, match="intervals or steps, and this job was attached without"):
+        hessian.config = hessian.config.with_overrides(interval=5)
+
+
+def test_a_folder_that_is_set_has_the_next_records(
+    hessian: Any, spectrum: HessianSpectrum, tmp_path: Path
+) -> None:
+    before = hessian.config
+    hessian.config = before.with_overrides(output_path=str(tmp_path / "elsewhere"), plot=False)
+    assert hessian.save(spectrum) == tmp_path / "elsewhere" / "step_000000"
+    hessian.config = before
+
+
+@pytest.mark.parametrize("name", ["num_matvecs", "output", "batches", "device", "rank"])
+def test_what_would_be_set_without_effect_is_refused(hessian: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"hessian.{name} cannot be set: settings are set by"):
+        setattr(hessian, name, 3)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
