@@ -21,8 +21,9 @@ from torch import Tensor
 from ds_hessian.backends.containers import copied, formed, leaves, plain
 from ds_hessian.backends.objective import MicroBatches
 from ds_hessian.hessian import Hessian
-from ds_hessian.ranks import collective, first_of, from_rank, together
+from ds_hessian.ranks import collective, first_of, from_rank, report, together
 from ds_hessian.records.files import opened, replacing
+from ds_hessian.vector_files import Output
 from ds_hessian.vectors import VectorSpace
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,8 @@ def use_settled(
     Collective.
     """
     space, output = hessian.backend.space, hessian.output.folder
+    if not resumed and space.rank == 0:
+        _warn_of_earlier(hessian.output)
     with collective("choosing the micro-batches", space.device):
         if hessian.batches is not None:
             return settled(space, output, hessian.batches, resumed, given=True)
@@ -114,6 +117,18 @@ def use_settled(
         found = settled(space, output, captured, resumed, given)
         use(found)
         return found
+
+
+def _warn_of_earlier(output: Output) -> None:
+    """Warn where a run that begins anew has the folder of an earlier one, whose steps remain."""
+    names = output.earlier()
+    if names:
+        shown = ", ".join(names[:3]) + f", ... ({len(names)} in all)" * (len(names) > 3)
+        text = (
+            "%s has records of an earlier run (%s): tables and the page show those that this run "
+            "does not replace beside its own; remove them, or name another output_path"
+        )
+        report(logger.warning, text, output.folder, shown)
 
 
 class _Kept(NamedTuple):

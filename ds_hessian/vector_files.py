@@ -10,8 +10,9 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast
@@ -69,6 +70,17 @@ class Output:
     def __init__(self, backend: Backend, folder: Path) -> None:
         self.backend, self.folder = backend, folder
         self._claim: Claim | None = None
+        self._made = time.time()
+
+    def earlier(self) -> list[str]:
+        """Return the names of the steps' folders that were written before this job had its Hessian.
+
+        Not collective.
+        """
+        with suppress(OSError):
+            found = [path for path in self.folder.glob("step_*") if path.is_dir()]
+            return sorted(path.name for path in found if path.stat().st_mtime < self._made)
+        return []
 
     def claim(self) -> None:
         """Claim the folder until the process ends.
@@ -157,13 +169,25 @@ def save_record(backend: Backend, record: Savable, folder: Path) -> Path:
         save_vectors(backend, getattr(record, name), aside, _origin(record))
     with together(f"writing results to {folder}", device=backend.space.device):
         if backend.space.rank == 0:
-            record.save(folder)
+            try:
+                record.save(folder)
+            except BaseException:
+                if record.sharded and not _is_in(folder, record):  # else it has these vectors
+                    aside.unlink(missing_ok=True)
+                raise
             if record.sharded:
                 os.rename(aside, path)
                 flush_folder(folder)
                 kept = rf"{re.escape(record.kind)}\.[0-9a-f]{{16}}\.safetensors"
                 remove_abandoned(folder, f"{kept}|{temporaries(kept)}")
     return folder
+
+
+def _is_in(folder: Path, record: Savable) -> bool:
+    try:
+        return bool(type(record).load(folder).provenance == record.provenance)
+    except (OSError, ResultError):
+        return False
 
 
 @_collective("reading results", lambda record, folder: {"record": record.kind})

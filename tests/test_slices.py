@@ -80,10 +80,15 @@ def test_a_resumed_job_measures_the_slice_of_its_beginning(
     assert "are not those" not in caplog.text
 
 
-def test_a_new_training_in_an_old_folder_measures_its_own_slice(tmp_path: Path) -> None:
-    process(tmp_path, 0, 2, num_micro_batches=1)
+def test_a_new_training_in_an_old_folder_measures_its_own_slice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    process(tmp_path, 0, 6, num_micro_batches=1)
+    assert "an earlier run" not in caplog.text
     (found,) = fingerprints(process(tmp_path, 0, 2)[0])
+    assert caplog.text.count("of an earlier run (step_000002, step_000004, step_000006)") == 1
     assert {found} == fingerprints(process(tmp_path, 2, 4)[0])
+    assert caplog.text.count("an earlier run") == 1  # a run that goes on is the same one
 
 
 @pytest.mark.parametrize("kind", ["lost", "damaged", "of other ranks", "given"])
