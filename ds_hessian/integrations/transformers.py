@@ -135,6 +135,9 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         self._stop()  # of a training that did not come to its end
         self._compute_loss = self.trainer.compute_loss
         if self._batches is None and self._dataset is None:
+            assert self._hessian is not None
+            if self._hessian.batches is None:  # not those of a training that has begun anew since,
+                self.micro_batches, self._resumed = [], False  # with smaller ones
             if len(self.micro_batches) < config.num_micro_batches:
                 self._capture()
         elif state.global_step == 0 and not {0} & {*self.spectra, *self.failures}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,29 @@ def test_a_loss_that_is_set_on_the_trainer_itself_stays_with_what_it_notes(tmp_p
         assert each["trainer"].calls == len(each["trainer"].noted["losses"]) == 4
     assert plain["trainer"].noted == found["trainer"].noted
     assert all(torch.equal(w, found["weights"][name]) for name, w in plain["weights"].items())
+
+
+def test_micro_batches_of_a_size_that_does_not_fit_are_not_measured(tmp_path: Path) -> None:
+    """With `auto_find_batch_size` the Trainer begins anew with smaller ones."""
+
+    def prepare(trainer: Any) -> None:
+        inner = trainer.model.forward
+
+        @functools.wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if kwargs["input_ids"].shape[0] > 2:
+                raise RuntimeError("CUDA out of memory.")
+            return inner(*args, **kwargs)
+
+        trainer.model.forward = forward
+        trainer.args.auto_find_batch_size, trainer._train_batch_size = True, 4
+
+    settings = {"sharpness_interval": 0, "num_matvecs": 2}
+    found = plain_jobs.train(tmp_path, True, steps=2, settings=settings, prepare=prepare)
+    callback = found["callback"]
+    assert callback.failures == {} and list(callback.spectra) == [2]
+    sizes = [len(each["inputs"]["input_ids"]) for each in callback.micro_batches]
+    assert len(sizes) > 1 and set(sizes) == {2}
 
 
 @pytest.mark.parametrize("given", [True, False])
