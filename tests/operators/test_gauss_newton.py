@@ -746,6 +746,20 @@ def test_large_outputs_are_displaced_by_more_than_they_are_rounded() -> None:
             assert error < SLACK * product.error
 
 
+def test_a_part_of_the_loss_that_does_not_pass_the_outputs_is_none_of_their_rounding() -> None:
+    torch.manual_seed(0)
+    net, data = Auxiliary(), [(torch.randn(16, 10), torch.randint(3, (16,))) for _ in range(2)]
+
+    def loss(net: nn.Module, b: Any) -> Tensor:
+        return net(b[0].to(next(net.parameters())), b[1])
+
+    exact, h = ExactGaussNewton(net, "head", loss, data), Exact(net, data, loss)
+    with operators(net, data, loss, "residual") as (backend, (r,)):
+        for v, product in krylov(backend, exact, 3):
+            found = r.matvec(v)
+            assert relative(found.vector, h(v) - product) < SLACK * found.error < 1e-3
+
+
 class Auxiliary(nn.Module):
     """A part of the loss that does not pass the outputs."""
 

@@ -47,12 +47,13 @@ class FixedCotangents:
 
     Attributes:
         largest: Bytes of the largest cotangents of a micro-batch, in fp32.
+        factor: Of what is held in place of them.
     """
 
     def __init__(self, session: Session, tap: Tap) -> None:
         self._session, self._tap = session, tap
         self.reads = True  # in the first evaluation
-        self.largest = 0
+        self.largest, self.factor = 0, 1.0
         self._kept: dict[int, tuple[Tensor, float]] = {}  # with the scale of its pass
         self._new: dict[int, Tensor] = {}
         self._rounding: dict[int, Tensor] | None = None  # in place of them
@@ -80,7 +81,7 @@ class FixedCotangents:
             self.largest = max(self.largest, FP32 * c.numel())
             return self._new[index]
         if self._rounding is not None:
-            return self._rounding[index]
+            return self.factor * self._rounding[index]
         kept, scale = self._kept[index]
         now = self._session.cotangent_scale
         return kept if scale == now else kept * (scale / now)
@@ -91,7 +92,7 @@ class FixedCotangents:
         they are at w.
 
         Args:
-            out: `(n_local,)` fp32: for a gradient that is of no use.
+            out: `(n_local,)` fp32, to which the gradient that does not pass the outputs is added.
             micro_batches: The units.
 
         Collective: the gradient of these units.
@@ -175,15 +176,18 @@ class Residual(FiniteDifferenceHessian):
         v, length, _ = measurable(v, self.space)
         out, step = self.space.zeros(), product.displacement / length
         session.displace(session.masters().abs_().mul_(v.sign()), session.unit_roundoff)
+        # What does not pass the outputs is the same at both factors.
+        passes = [(1.0, 1.0), (1.0, -1.0), (-1.0, -1.0), (-1.0, 1.0)]
         with self._fixed.holding_rounding(out, some):
+            passes = passes if self.space.norm(out) else passes[:2]
             out.zero_()
-            for sign in (1.0, -1.0):
+            for self._fixed.factor, sign in passes:
                 session.displace(v, sign * step)
                 session.add_gradient(out, some)
                 out.neg_()
         share = len(some) / len(self._all)
-        self.cost.gradient_evaluations += 3 * share
-        unit = self.scale / (2 * product.displacement * share)
+        self.cost.gradient_evaluations += (1 + len(passes)) * share
+        unit = self.scale / (len(passes) * product.displacement * share)
         two = share**INDEPENDENT * self.space.norm(out) * unit  # that of w and that of here
         return two / (math.sqrt(2) * product.norm)
 
