@@ -62,7 +62,7 @@ from ds_hessian.backends.dropping import PROBABILITIES, drops
 from ds_hessian.backends.in_python import COMPOSED, is_composed, undispatched
 from ds_hessian.backends.kinks import argument, with_argument
 from ds_hessian.backends.pieces import Kinked
-from ds_hessian.backends.state import STATISTICS, State, is_a_hosts, written_by
+from ds_hessian.backends.state import STATISTICS, State, is_a_hosts, tensors_in, written_by
 from ds_hessian.defaults import defaults_of_job
 from ds_hessian.errors import MeasurementError, UnsupportedError
 
@@ -84,6 +84,8 @@ class FixedFunction(TorchFunctionMode):
         over: Whether they have been given up, since they need more memory than is allowed.
         held: The bytes that are held of them.
         state: What forwards change, which is told of the calls in watched ones.
+        note_graph: Called with what the first backwards of micro-batches begin from, where these
+            recompute activations; sessions call it with outputs and losses.
     """
 
     _evaluating: ClassVar[int] = 0
@@ -98,6 +100,7 @@ class FixedFunction(TorchFunctionMode):
         self._dropout, self._allowed = dropout, allowed
         self.holds, self.over, self.held = allowed > 0, False, 0
         self.state: State | None = None
+        self.note_graph: Callable[[Tensor], object] = lambda output: None
         self._recorded: dict[Hashable, list[Decision]] = {}
         self._first = True
         self._key: Hashable = None
@@ -234,6 +237,9 @@ class FixedFunction(TorchFunctionMode):
     ) -> Any:
         """Make a call of one of torch's functions."""
         kwargs, state = kwargs or {}, self.state
+        if self._learning and func is torch.autograd.backward and _in_backward():
+            for output in tensors_in((*args, *kwargs.values())):
+                self.note_graph(output)
         if state is None or not state.watching or _in_backward():
             return self._followed(func, types, args, kwargs)
         state.before(func, args, kwargs)

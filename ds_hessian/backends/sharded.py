@@ -22,11 +22,16 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ds_hessian import ops
 from ds_hessian.backends.function import FixedFunction
+from ds_hessian.backends.graph import dtypes_of
 from ds_hessian.backends.guard import Guard
 from ds_hessian.backends.objective import Totals
 from ds_hessian.backends.protocol import Head, SidesOfKinks
 from ds_hessian.errors import NumericsError, UnsupportedError
+from ds_hessian.memory import NARROW
 from ds_hessian.vectors import Layout, VectorSpace
+
+COARSEST = max(torch.finfo(dtype).eps / 2 for dtype in NARROW)
+"""The largest unit roundoff of passes."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,7 @@ class ShardedSession:
         self.num_micro_batches, self.head, self.unit_roundoff = num_micro_batches, head, roundoff
         self.gradient_scale: float | None = None
         self.loss = self.cotangent_scale = float("nan")
-        self._function = function
+        self._function, function.note_graph = function, self._note_graph
         self.kinks: SidesOfKinks = function
 
     def _reduce(self, totals: Totals) -> None:
@@ -168,9 +173,8 @@ class ShardedSession:
         found = totals.reduce(self.space, self.unit_roundoff)
         self.gradient_scale, self.loss, self.unit_roundoff = found
 
-    def watch_dtypes(self, guard: Guard, widen: bool) -> None:
-        """Adopt the unit roundoff of 16 bits where a forward has such values in its graph, whatever
-        the weights are, and that of autocast where a module is called under it, in the first
+    def watch_autocast(self, guard: Guard, widen: bool) -> None:
+        """Adopt the unit roundoff of autocast where a module is called under it, in the first
         evaluations of all micro-batches.
 
         Args:
@@ -188,14 +192,21 @@ class ShardedSession:
                         "ds_hessian does not support fp32 passes of a model or loss_fn that uses "
                         'torch.autocast; leave it out, or use finite_difference.precision "model"'
                     )
-                adopt(torch.get_autocast_dtype(kind))
+                self._adopt(torch.get_autocast_dtype(kind))
 
-        def adopt(dtype: torch.dtype) -> None:
-            self.unit_roundoff = max(self.unit_roundoff, torch.finfo(dtype).eps / 2)
-
-        guard.state.narrow = adopt
         handle = register_module_forward_pre_hook(watch)
         guard.callback(handle.remove)
+
+    def _note_graph(self, output: Tensor) -> None:
+        """Adopt the unit roundoff of 16 bits where values in the graph of a first evaluation are in
+        them, whatever the weights are.
+        """
+        if self.unit_roundoff < COARSEST:
+            for dtype in dtypes_of(output) & set(NARROW):
+                self._adopt(dtype)
+
+    def _adopt(self, dtype: torch.dtype) -> None:
+        self.unit_roundoff = max(self.unit_roundoff, torch.finfo(dtype).eps / 2)
 
     def displace(self, v: Tensor | None, h: float, across: bool = False) -> Tensor:
         """Displace this rank's shards, and give all ranks the weights of them."""

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor, nn
 
 from ds_hessian.errors import UnsupportedError
-from ds_hessian.memory import NARROW
 
 HOSTS = ("deepspeed", "megatron", "transformer_engine")
 """Packages whose own writes and attributes are left alone."""
@@ -65,7 +64,6 @@ class State:
     Attributes:
         left_alone: Names of attributes that are the host's own business.
         watching: Whether a forward is watched now; `before` and `after` are to be told its calls.
-        narrow: Called with the dtype of a value of a graph that is in 16 bits.
     """
 
     def __init__(
@@ -76,7 +74,6 @@ class State:
     ) -> None:
         self.modules, self.left_alone = modules, set(_OF_TORCH)
         self.watching = False
-        self.narrow: Callable[[torch.dtype], object] = lambda dtype: None
         self._owners = [m for m in modules_of([*modules, *held]) if not _is_of_a_host(m)]
         others = [each for each in held if not isinstance(each, nn.Module)]
         self._owners += [each for each in others if hasattr(each, "__dict__")]
@@ -202,9 +199,6 @@ class State:
     def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
         """Note the memory that a call has made, into which writes are no change."""
         results = list(tensors_in((made,)))
-        for t in results:
-            if t.dtype in NARROW and t.requires_grad:
-                self.narrow(t.dtype)
         if results and getattr(func, "__name__", "") not in _SHARES:
             given = {_place(t) for t in tensors_in((*args, *kwargs.values()))}
             self._made |= {_place(t) for t in results} - given

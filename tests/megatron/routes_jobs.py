@@ -153,6 +153,23 @@ def fused(job: Job) -> tuple[Stored, Stored, float]:
         return chain(job, 1)[0][0]
 
 
+def _round(model: Any) -> None:
+    """Let the first layer compute in bf16 in part."""
+
+    def rounded(module: Any, args: Any, made: Any) -> Any:
+        return made[0].bfloat16().to(made[0].dtype), *made[1:]
+
+    for layer in model.decoder.layers:
+        if layer.layer_number == 1:
+            layer.mlp.register_forward_hook(rounded)
+
+
+def narrow_in_part(job: Job) -> tuple[Stored, Stored, float]:
+    """v, product and its error."""
+    with changing(_round):
+        return chain(job, 1)[0][0]
+
+
 # ---- analyses
 
 

@@ -99,6 +99,17 @@ def test_what_is_detached_is_a_constant_in_parallel_layers(
     assert error(found, exact) < min(3e-4, 3 * runs[0][2])
 
 
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.full), True])
+def test_a_part_that_computes_in_bf16_tells_the_rounding_of_an_fp32_job(
+    megatron_ranks: Ranks, recompute: bool
+) -> None:
+    here = Job(pp=2, recompute=recompute)
+    runs = megatron_ranks(2).run(routes_jobs.narrow_in_part, here)
+    v, found = (whole([run[part] for run in runs]) for part in (0, 1))
+    ((_, exact),) = megatron_ranks(1).run(job.reference, replace(here.alone, dtype="float64"), v)
+    assert error(found, exact) < min(0.1, 3 * runs[0][2])
+
+
 @pytest.mark.full
 def test_a_fused_cross_entropy_does_not_round_the_products_of_an_fp32_job(
     megatron_ranks: Ranks,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import ds_hessian
 from tests.nets import DenseHessian
@@ -46,8 +47,20 @@ class Rounding(nn.Module):
         return functional.cross_entropy(self.two(hidden), y)
 
 
+class Recomputing(Rounding):
+    """A model that is recomputed in the backward, in a graph of its own; returns its loss."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Mean cross entropy."""
+        if x.dtype == torch.float64:
+            return super().forward(x, y)
+        given = x.clone().requires_grad_()
+        loss: Tensor = checkpoint(super().forward, given, y, use_reentrant=True)
+        return loss
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("kind", [Adapted, Rounding])
+@pytest.mark.parametrize("kind", [Adapted, Rounding, Recomputing])
 def test_errors_are_those_of_16_bits_where_a_part_computes_in_them(
     kind: type[Any], dtype: torch.dtype
 ) -> None:
@@ -68,3 +81,22 @@ def test_errors_are_those_of_16_bits_where_a_part_computes_in_them(
                 right = exact.matvec(right)
                 assert (found - right).norm() / right.norm() < min(5 * product.error, largest)
                 v = product.vector / product.norm
+
+
+class Reporting(Rounding):
+    """A model that computes a metric in 16 bits beside its loss."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Mean cross entropy."""
+        logits = self.two(torch.tanh(self.one(x)))
+        self.certainty = logits.to(self.narrow).softmax(-1).amax(-1).mean()
+        return functional.cross_entropy(logits, y)
+
+
+def test_values_beside_the_loss_tell_nothing_of_its_rounding() -> None:
+    model = Reporting(torch.bfloat16)
+    batches = [(torch.randn(6, 7), torch.arange(6) % 5)]
+    hessian = ds_hessian.attach(model, {"progress": False}).use(batches)
+    with hessian.measuring() as operator:
+        error = operator.matvec(hessian.random_vector(seed=5)).error
+        assert error is not None and error < 1e-3

@@ -299,7 +299,7 @@ class MegatronSession(ShardedSession):
         self._backend, self._objective = backend, objective
         self._forward, self._finalize, self._lockstep = forward, finalize, lockstep
         self._evaluated: set[int] = set()
-        self.watch_dtypes(guard, widen)
+        self.watch_autocast(guard, widen)
         names = [name for name, _ in backend.parameters]
         self._replicas = Replicas(backend.chunks, backend.replicated, backend.runs, names)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ds_hessian.backends.guard import GeneratorState, Guard
 from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.objective import ForwardStep
+from ds_hessian.backends.state import tensors_in
 from ds_hessian.errors import ConfigError, NumericsError
 
 if TYPE_CHECKING:
@@ -82,6 +83,9 @@ class FixedForward:
         with self.function.forward():
             output, loss_func = _pair(self.forward_step(data_iterator, model, *rest))
         if torch.is_grad_enabled():  # without gradients routers do not count
+            if (chunk, index + 1) not in self._counts:
+                for each in tensors_in((output,)):
+                    self.function.note_graph(each)
             counts = [count.clone() for count in host.running_counts(model)]
             self._counts.setdefault((chunk, index + 1), counts)
 
@@ -103,6 +107,8 @@ class FixedForward:
             raise ConfigError(
                 f"loss_func must return one scalar loss that requires gradients, got {_kind(loss)}"
             )
+        if index not in self.losses:
+            self.function.note_graph(loss)
         # The schedule divides the loss in place.
         value, count = loss.detach().clone().double().reshape(()), _count(*tokens)
         if index not in self.losses and torch.is_grad_enabled() and not torch.isfinite(value):

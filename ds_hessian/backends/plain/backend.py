@@ -272,7 +272,7 @@ class ModuleSession(ShardedSession):
         buffers = guard.buffers[0]
         buffers.wide, buffers.starts = widen, self._first_buffers()
         self.cotangent_scale = 1.0 / self.space.world_size
-        self.watch_dtypes(guard, widen)
+        self.watch_autocast(guard, widen)
 
     def _first_buffers(self) -> dict[int, Tensor]:
         """Return `Buffers.starts`: rank 0's, where `DistributedDataParallel` broadcasts them."""
@@ -327,6 +327,8 @@ class ModuleSession(ShardedSession):
         for p in self._trained:
             p.grad = None
         loss, count = self._loss(index)
+        if index not in self._totals.losses:
+            self._note_graph(loss)
         scale = self._scale(loss, index)
         self.cotangent_scale = 1.0 / (self.space.world_size * scale)
         (loss if scale == 1 else loss.float() * scale).backward()

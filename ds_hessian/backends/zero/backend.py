@@ -314,7 +314,7 @@ class ZeroSession(ShardedSession):
         self._totals = Totals()
         self._share = 1.0
         self._replicas_checked = backend.tensor_ranks == 1
-        self.watch_dtypes(guard, widen)
+        self.watch_autocast(guard, widen)
 
     def add_gradient(self, out: Tensor, micro_batches: range) -> None:
         """Add the gradients of these micro-batches, each reduced by the engine, to `out`."""
@@ -398,6 +398,8 @@ class ZeroSession(ShardedSession):
         engine = self._backend.engine
         with self._evaluating(index):
             loss, count = self._loss(index)
+            if index not in self._totals.losses:
+                self._note_graph(loss)
             scale = host.backward(engine, loss, last)
             self._totals.add(index, float(loss.detach()), count)
         if self.gradient_scale is None and len(self._totals) == self.num_micro_batches:
