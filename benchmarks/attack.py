@@ -33,6 +33,7 @@ from families import (
     _dense,
     _shrunk,
     _zeroed,
+    extra_in_a_run,
     halves,
     points,
     problem,
@@ -369,9 +370,7 @@ def products(p: Problem) -> Iterator[Found]:
 
 def extra_of(case: Sequence[Found]) -> float:
     """Extra gradients of a product in a run of 20."""
-    run = [product.extra for product in case if not product.alone]
-    rest = run[2:] or run[1:] or run
-    return float((sum(run[:2]) + (20 - len(run[:2])) * np.mean(rest)) / 20)
+    return extra_in_a_run([product.extra for product in case if not product.alone])
 
 
 def line(name: str, cases: Sequence[Sequence[Found]]) -> str:

@@ -350,6 +350,7 @@ class Row:
         estimate: What it was said to be.
         h: The automatic displacement.
         cost: Gradients of each product beyond those of its formula.
+        alone: How many of the last products are of an operator of their own.
     """
 
     family: str
@@ -361,12 +362,20 @@ class Row:
     estimate: list[float] = field(default_factory=list)
     h: list[float] = field(default_factory=list)
     cost: list[float] = field(default_factory=list)
+    alone: int = 0
 
     @property
     def extra(self) -> float:
-        """Extra gradients a product, in a run of 20: the first, and 19 like the others."""
-        others = self.cost[1:-1]
-        return (self.cost[0] + 19 * float(np.mean(others))) / 20 if others else self.cost[0]
+        """Extra gradients a product, of the vectors after one another in a run of 20."""
+        return extra_in_a_run(self.cost[: len(self.cost) - self.alone])
+
+
+def extra_in_a_run(costs: Sequence[float]) -> float:
+    """Return the extra gradients of a product in a run of 20, from the first ones of a run: all but
+    two are like the third and those after it.
+    """
+    rest = costs[2:] or costs[1:] or costs
+    return float((sum(costs[:2]) + (20 - len(costs[:2])) * np.mean(rest)) / 20)
 
 
 @dataclass
@@ -444,6 +453,7 @@ def best_constants(p: Problem, arithmetic: str) -> list[tuple[float, float]]:
 
 def measure(row: Row, p: Problem, best: list[tuple[float, float]], scheme: str = "central") -> Row:
     """Fill in a row."""
+    row.alone = int(p.alone is not None)
     pairs = [(p.vectors, best)] if p.alone is None else [(p.vectors, best[:-1])]
     if p.alone is not None:
         pairs.append(([p.alone], best[-1:]))
