@@ -14,7 +14,8 @@ from ds_hessian.operators.displacement.witnesses import (
     products_of_a_third,
     products_of_a_trial_above,
 )
-from ds_hessian.operators.finite_difference import PILOT
+from ds_hessian.operators.finite_difference import pilot_of
+from ds_hessian.operators.outputs.residual import MEASURED, OF_ROUNDING
 
 FIRST = {"auto": 4.0, "fixed": 2.5}
 """Average number of discarded trials of the first vector; with a fixed displacement they only
@@ -76,7 +77,7 @@ def expected_evaluations(
         gradients = BY_OUTPUTS * (1 + trials / count)
         return Evaluations(gradients, gradients * count)  # one micro-batch after another
     formula = SCHEMES[scheme]
-    nodes, pilot = len(formula.nodes), math.ceil(count / PILOT) / count
+    nodes, pilot = len(formula.nodes), pilot_of(count) / count
     parts = 2 if pilot < 1 else 1
 
     def evaluations(whole: float, pilots: float) -> Evaluations:
@@ -95,11 +96,13 @@ def expected_evaluations(
     auto = displacement == "auto"
     thrown, repeated = FIRST["auto" if auto else "fixed"], 0.0
     if auto:
-        every = products_of_a_trial_above(formula.order, narrow, math.ceil(count / PILOT), count)
+        every = products_of_a_trial_above(formula.order, narrow, pilot_of(count), count)
         thrown += OTHERS * num_products + math.ceil((num_products - 1) / every)
         repeated = REPEATED if pilot < 1 else 0.0
     # The far side of a one-sided formula's trial is no part of the product.
     extra = thrown * of_trial / num_products + (of_trial - nodes)
+    if operator == "residual":
+        extra += OF_ROUNDING * min(MEASURED, num_products) / num_products
     of_slice = 0.0  # the first product's third difference of all micro-batches
     if has_thirds(formula.order, narrow):
         extra += 1 / products_of_a_third(pilot)

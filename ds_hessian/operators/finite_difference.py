@@ -58,6 +58,11 @@ PILOT = 8
 """The pilot has one in PILOT micro-batches, rounded up."""
 
 
+def pilot_of(count: int) -> int:
+    """Return the number of the pilot's micro-batches, of so many."""
+    return math.ceil(count / PILOT)
+
+
 class FiniteDifferenceHessian:
     """H at the session's weights, over its micro-batches: a `Curvature`.
 
@@ -88,7 +93,7 @@ class FiniteDifferenceHessian:
         self.outputs: str | None = None
         self.outputs_read = 0, False
         count = session.num_micro_batches
-        self._all, self._pilot = range(count), range(math.ceil(count / PILOT))
+        self._all, self._pilot = range(count), range(pilot_of(count))
         self._rest = range(len(self._pilot), count)
         self._gradients = dict[int, Tensor]()
         self._trial: tuple[Trial, Tensor] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ds_hessian.config import OUTPUT_MATRICES, OperatorName
 from ds_hessian.memory import FP32, Item, Tier
 from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
+from ds_hessian.operators.finite_difference import pilot_of
 from ds_hessian.operators.outputs.planned import Outputs
 
 
@@ -17,7 +18,8 @@ def memory_of_operator(
 ) -> list[Item]:
     """Return the items of a curvature.
 
-    A residual also holds the cotangents of all micro-batches, as wide as fp32 at most.
+    A residual also holds the cotangents of all micro-batches, as wide as fp32 at most, and those of
+    the pilot at other weights in the passes of its first products.
 
     Args:
         n_local: Coordinates on this rank.
@@ -31,7 +33,10 @@ def memory_of_operator(
     if operator in OUTPUT_MATRICES:
         return _of_gauss_newton(FP32 * n_local, tier, outputs)
     formula, vector = SCHEMES[scheme], FP32 * n_local
-    held = Item("cotangents at the weights", tier, outputs.count * outputs.size)
+    held = [
+        Item("cotangents at the weights", tier, outputs.count * outputs.size),
+        Item("cotangents of the pilot", tier, pilot_of(outputs.count) * outputs.size, ("passes",)),
+    ]
     # A trial is compared with the one before; several differences need one more to be added up.
     compared = 2 if len(formula.differences) == 1 else 3
     return [
@@ -40,7 +45,7 @@ def memory_of_operator(
         Item("trial before, or product made again", tier, vector, ("passes",)),
         Item("trials being compared", tier, compared * vector, ("trials",)),
         Item("product", tier, vector, ("orthogonalization", "storing")),
-        *([held] if operator == "residual" else []),
+        *(held if operator == "residual" else []),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Gauss-Newton and Kronecker factors in fp16, whose loss is scaled micro-batch by micro-batch."""
+"""Products and Kronecker factors in fp16, whose loss is scaled micro-batch by micro-batch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ds_hessian.backends import Passes
 from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.operators import GaussNewton
 from ds_hessian.operators.kronecker import Settings, estimate, find_layers
+from ds_hessian.operators.outputs.residual import residual
 from ds_hessian.vectors import random_vector
 from tests.operators.gauss_newton import ExactGaussNewton
 from tests.operators.nets import batches, loss_of, mlp, train
@@ -62,6 +63,22 @@ def test_gauss_newton_products_in_fp16_know_their_scale(scale: float, autocast: 
             curvature = float(v.double() @ truth / (v.double() @ v.double()))
             assert abs(form.value - curvature) < max(3 * form.error, 0.01 * curvature)
             v = (truth / truth.norm()).float()
+
+
+def test_residuals_in_fp16_know_the_scale_of_each_micro_batch() -> None:
+    """All had that of the last one of a pass: products were wrong altogether."""
+    narrow, found = train(mlp(), batches(), 40).half(), list[Any]()
+    data = [(x.half().double(), y, factor) for x, y, factor in uneven(1.0)]
+    for net in (narrow, copy.deepcopy(narrow).float()):
+        backend = ModuleBackend(net)
+        v = random_vector(backend.layout, backend.space, seed=0)
+        objective = backend.objective(data, weighted)
+        with backend.measuring(objective, Passes(precision="model")) as session:
+            found.append(residual(session).matvec(v))
+    product, exact = found
+    error = float((product.vector - exact.vector).norm() / exact.norm)
+    print(f"error {error:.1e}, estimate {product.error:.1e}")
+    assert error < 3 * product.error and product.error < 0.1
 
 
 @pytest.mark.parametrize("draws", [0, 64])

@@ -18,8 +18,9 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
 from ds_hessian.backends.protocol import Head, Session
@@ -34,8 +35,14 @@ from ds_hessian.operators.outputs.steps import INDEPENDENT
 from ds_hessian.operators.outputs.tap import Silence, Tap
 from ds_hessian.operators.protocol import Product
 
+Scaled: TypeAlias = tuple[Tensor, float]
+"""Cotangents, and `Session.cotangent_scale` in their pass: NaN in a first one that finds it."""
+
 MEASURED = 2
 """Vectors of which the error of the held cotangents is measured: the second is rich in outliers."""
+
+OF_ROUNDING = 3
+"""Gradients of the pilot for each; two more where a part of the loss does not pass the outputs."""
 
 
 class FixedCotangents:
@@ -54,8 +61,8 @@ class FixedCotangents:
         self._session, self._tap = session, tap
         self.reads = True  # in the first evaluation
         self.largest, self.factor = 0, 1.0
-        self._kept: dict[int, tuple[Tensor, float]] = {}  # with the scale of its pass
-        self._new: dict[int, Tensor] = {}
+        self._kept: dict[int, Scaled] = {}
+        self._new: dict[int, Scaled] = {}
         self._rounding: dict[int, Tensor] | None = None  # in place of them
 
     def __getattr__(self, name: str) -> Any:
@@ -67,8 +74,9 @@ class FixedCotangents:
             self.reads = not set(self._tap.calls(micro_batches)) <= self._kept.keys()
             with self._tap.listening(micro_batches, self):
                 self._session.add_gradient(out, micro_batches)
-            scale = self._session.cotangent_scale  # known after a first pass
-            self._kept |= {i: (c, scale) for i, c in self._new.items()}
+            found = self._session.cotangent_scale
+            for i, (c, scale) in self._new.items():
+                self._kept[i] = c, found if math.isnan(scale) else scale
             self._new.clear()
 
     def outputs(self, index: int, f: Tensor) -> None:
@@ -77,9 +85,10 @@ class FixedCotangents:
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor | None:
         """Return the cotangent of the first evaluation."""
         if index not in self._kept:
-            self._new[index] = _less_rounding(f, c, self._session.head)
+            made = _less_rounding(f, c, self._session.head)
+            self._new[index] = made, self._session.cotangent_scale
             self.largest = max(self.largest, FP32 * c.numel())
-            return self._new[index]
+            return made
         if self._rounding is not None:
             return self.factor * self._rounding[index]
         kept, scale = self._kept[index]
@@ -97,14 +106,13 @@ class FixedCotangents:
 
         Collective: the gradient of these units.
         """
-        here = _Here(self._session.head)
+        here = _Here(self._session)
         with self._tap.listening(micro_batches, here):
             self._session.add_gradient(out, micro_batches)
-        now = self._session.cotangent_scale
-        kept = {i: self._kept[i] for i in here.cotangents}
-        self._rounding = {
-            i: c.sub_(kept[i][0] * (kept[i][1] / now)) for i, c in here.cotangents.items()
-        }
+        self._rounding = {}
+        for i, (c, now) in here.cotangents.items():
+            kept, scale = self._kept[i]
+            self._rounding[i] = c.sub_(kept * (scale / now))
         try:
             yield
         finally:
@@ -116,11 +124,12 @@ class _Here(Silence):
 
     reads = True
 
-    def __init__(self, head: Head) -> None:
-        self.head, self.cotangents = head, dict[int, Tensor]()
+    def __init__(self, session: Session) -> None:
+        self._session, self.cotangents = session, dict[int, Scaled]()
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
-        self.cotangents[index] = _less_rounding(f, c, self.head)
+        made = _less_rounding(f, c, self._session.head)
+        self.cotangents[index] = made, self._session.cotangent_scale
         return super().cotangent(index, f, c)
 
 
@@ -174,8 +183,10 @@ class Residual(FiniteDifferenceHessian):
         """
         session, some = self.session, self._pilot
         v, length, _ = measurable(v, self.space)
-        out, step = self.space.zeros(), product.displacement / length
-        session.displace(session.masters().abs_().mul_(v.sign()), session.unit_roundoff)
+        out, step = self._gradients[1], product.displacement / length
+        signs = torch.sign(v, out=self._gradients[-1])
+        session.displace(session.masters().abs_().mul_(signs), session.unit_roundoff)
+        out.zero_()
         # What does not pass the outputs is the same at both factors.
         passes = [(1.0, 1.0), (1.0, -1.0), (-1.0, -1.0), (-1.0, 1.0)]
         with self._fixed.holding_rounding(out, some):
