@@ -182,6 +182,7 @@ class OutputSteps:
         self._seen = 0.0  # the largest |P| of its trials
         self._doubt = 0.0  # what its last trial has shown that the model does not explain
         self._kappa = self._noise = 0.0  # as the present vector's trials have it
+        self._light = 1.0  # by how much the first product is larger than the pilot alone has it
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next product depends on, as JSON values."""
@@ -457,6 +458,11 @@ class OutputSteps:
         """Return the displacement at which to make a product again, or its own."""
         if product.size == 0 or not product.finite:
             return product.h
+        if self.learnt.products == 0 and self._seen:  # the noise of micro-batches is as their size
+            light = max(self._light, product.size / self._seen)
+            self._noise *= light / self._light
+            self.learnt.backward *= math.sqrt(light / self._light)
+            self._light = light
         bend = self._bend_of(product)
         if bend > UNEXPECTED * self._bend:  # kappa is that of the pilot, which bends less
             self._kappa = TYPICAL
