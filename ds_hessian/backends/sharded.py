@@ -29,6 +29,7 @@ from ds_hessian.backends.protocol import Head, SidesOfKinks
 from ds_hessian.errors import NumericsError, UnsupportedError
 from ds_hessian.memory import NARROW
 from ds_hessian.vectors import Layout, VectorSpace
+from ds_hessian.vectors.space import CHUNK
 
 COARSEST = max(torch.finfo(dtype).eps / 2 for dtype in NARROW)
 """The largest unit roundoff of passes."""
@@ -244,10 +245,10 @@ def widen(wide: Tensor, weight: Tensor, master: Tensor) -> None:
         weight: The weight in 16 bits, rounded from its master.
         master: The master, in fp32.
     """
-    wide.copy_(master)
-    edited = wide.to(weight.dtype) != weight
-    if edited.any():
-        wide[edited] = weight[edited].float()
+    parts = (torch.atleast_1d(t).split(CHUNK) for t in (wide, weight, master))
+    for new, here, kept in zip(*parts, strict=True):
+        new.copy_(kept)
+        new.copy_(torch.where(new.to(here.dtype) == here, new, here.float()))
 
 
 def _master(shard: Shard) -> Tensor:

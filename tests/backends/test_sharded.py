@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_hessian.backends.sharded import Shard, ShardedWeights
+from ds_hessian.backends.sharded import Shard, ShardedWeights, widen
 from ds_hessian.vectors import Fragment, Layout, VectorSpace
+from ds_hessian.vectors.space import CHUNK
 
 
 def test_rounded_masters_edited_weights_and_weights_of_their_own() -> None:
@@ -33,6 +38,29 @@ def test_rounded_masters_edited_weights_and_weights_of_their_own() -> None:
     weights.restore()
     assert all(map(torch.equal, (rounded, edited, alone), kept))
     assert len(published) == 3  # the host publishes what is restored, on all ranks
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that a call returns."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.size = max(self.size, made.numel() if isinstance(made, Tensor) else 0)
+        return made
+
+
+@pytest.mark.parametrize("shape", [(), (3, 4), (CHUNK + 7,)])
+def test_edited_weights_are_widened_without_the_memory_of_all(shape: tuple[int, ...]) -> None:
+    """It took 13 bytes for each, next to fp32 weights of four."""
+    master = torch.randn(shape)
+    weight, wide = master.bfloat16(), torch.empty(shape)
+    weight.view(-1)[::2] += 1.0
+    expected = torch.where(weight == master.bfloat16(), master, weight.float())
+    with Largest() as largest:
+        widen(wide, weight, master)
+    assert torch.equal(wide, expected) and largest.size <= CHUNK
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
