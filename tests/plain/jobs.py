@@ -283,3 +283,19 @@ def adam_shared_out() -> dict[str, Any]:
         sharpness = hessian.sharpness(max_matvecs=8)
         found[name] = *hessian.backend.adam(), sharpness.provenance.optimizer, sharpness.table()
     return found
+
+
+def adam_of_others() -> str:
+    """What is said where no rank's optimizer has one of the trained parameters."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    module = mixed({})
+    _, *others = (p for p in module.parameters() if p.requires_grad)
+    optimizer: Any = ZeroRedundancyOptimizer(others, torch.optim.Adam, lr=1e-2)
+    module(*data(5)).backward()
+    optimizer.step()
+    try:
+        ds_hessian.attach(module, optimizer, {"progress": False}).backend.adam()
+    except HessianError as error:
+        return str(error)
+    return ""

@@ -206,6 +206,11 @@ def test_adams_state_is_whole_where_ranks_share_it_out(ranks: Ranks) -> None:
         assert inner == named and inner.name == "Adam"
 
 
+def test_what_no_rank_steps_has_no_state_of_adam(ranks: Ranks) -> None:
+    """It was taken for another rank's, and its denominators were 0."""
+    assert all("no second moments" in said for said in ranks(2).run(jobs.adam_of_others))
+
+
 class Image(nn.Module):
     """A convolution, and a layer that is not used."""
 

@@ -207,9 +207,10 @@ class ModuleBackend:
         whole = getattr(self.optimizer, "optimizer", self.optimizer)  # in Accelerate's wrapper
         own = own_part(whole)
         settings = {id(p): group for group in own.param_groups for p in group["params"]}
+        every = {id(p) for group in whole.param_groups for p in group["params"]}
         shared, found = own is not whole, list[AdamState | None]()
         for _, p in trained(self.model):
-            if shared and id(p) not in settings:  # another rank has it
+            if id(p) in every - settings.keys():  # another rank has it
                 found.append(AdamState(torch.zeros(p.numel()), torch.zeros(p.numel())))
                 continue
             group = settings.get(id(p), {})
