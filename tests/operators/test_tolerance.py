@@ -230,7 +230,7 @@ def test_kinks_of_other_micro_batches_than_the_pilot_end_one_sided_products() ->
     with measuring(backend, data) as session:
         operator = FiniteDifferenceHessian(session, tolerance=1e-2)
         sides = list[int]()
-        for number in range(12):
+        for number in range(10):  # ten of both sides outweigh a contradiction
             before = operator.cost.one_sided
             operator.matvec(random_vector(backend.layout, backend.space, seed=number))
             sides.append(operator.cost.one_sided - before)
