@@ -129,7 +129,7 @@ def multimodal(function: Any, job: Job, *args: Any) -> Any:
     def inside(job: Job, config: Any, stage: int = 0) -> Any:
         from megatron.core.transformer.module import MegatronModule
 
-        class Multimodal(MegatronModule):  # type: ignore[misc]
+        class Multimodal(MegatronModule):  # type: ignore[misc]  # Megatron has no types
             """With attributes that Megatron's LLaVA has."""
 
             def __init__(self, language_model: Any) -> None:
