@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ds_hessian import ops
@@ -24,7 +23,7 @@ from ds_hessian.backends import plain, zero
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.hessian import Hessian
-from ds_hessian.ranks import collective
+from ds_hessian.ranks import collective, device_of_collectives
 from ds_hessian.schedule import Schedule, follow
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def _attaching(job: object, settings: Callable[[], HessianConfig]) -> Iterator[N
         job: The job.
         settings: Returns the settings.
     """
-    device, failed = _of_collectives(), None
+    device, failed = device_of_collectives(), None
     try:
         device = device_of(job)
         ops.prepare(device.type)
@@ -125,14 +124,6 @@ def _attaching(job: object, settings: Callable[[], HessianConfig]) -> Iterator[N
         if failed is not None:
             raise failed
         yield
-
-
-def _of_collectives() -> torch.device:
-    """Return the device of the tensors of collectives that torch.distributed is set up for."""
-    on_host = not dist.is_initialized() or dist.get_backend() == "gloo"
-    if on_host or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def device_of(job: object) -> torch.device:
@@ -149,7 +140,7 @@ def device_of(job: object) -> torch.device:
     modules: Any = job if listed else [job]
     if all(isinstance(module, nn.Module) for module in modules):
         found = (p.device for module in modules for p in module.parameters())
-        return next(found, _of_collectives())  # of an empty stage of a pipeline
+        return next(found, device_of_collectives())  # of an empty stage of a pipeline
     raise ConfigError(
         "attach() takes a DeepSpeed engine, model chunks of Megatron or an nn.Module, got "
         f"{type(job).__name__}"

@@ -190,3 +190,11 @@ def gather_integers(mine: Sequence[int], device: torch.device | str = "cpu") -> 
     found = own.new_empty(dist.get_world_size(), len(own))
     dist.all_gather(list(found), own)  # into its rows
     return found.cpu()
+
+
+def device_of_collectives() -> torch.device:
+    """Return the device of the tensors of collectives that torch.distributed is set up for."""
+    on_host = not dist.is_initialized() or dist.get_backend() == "gloo"
+    if on_host or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ds_hessian.backends.guard import Attributes
 from ds_hessian.backends.megatron.steps import Steps
 from ds_hessian.backends.protocol import Head
+from ds_hessian.ranks import device_of_collectives
 from ds_hessian.ranks.lockstep import Lockstep
 
 if TYPE_CHECKING:
@@ -91,8 +92,7 @@ def model_config(chunk: Chunk) -> ModelConfig:
 def device(chunks: Sequence[Chunk]) -> torch.device:
     """Return the device of a rank's chunks, which may be empty stages of a pipeline."""
     found = (p.device for chunk in chunks for p in chunk.parameters())
-    here = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-    return next(found, torch.device(here))
+    return next(found, device_of_collectives())
 
 
 def mesh() -> dict[str, int]:
