@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_hessian.operators.displacement.control import OTHER
 from ds_hessian.operators.displacement.steps import least_displacement
 from ds_hessian.operators.displacement.trials import ROUNDOFF
 from ds_hessian.operators.displacement.witnesses import products_of_a_third
@@ -458,7 +459,8 @@ class OutputSteps:
         """Return the displacement at which to make a product again, or its own."""
         if product.size == 0 or not product.finite:
             return product.h
-        if self.learnt.products == 0 and self._seen:  # the noise of micro-batches is as their size
+        if self.learnt.products == 0 and product.size > OTHER * self._seen > 0:
+            # The pilot tells nothing of the others, whose noise is as their size.
             light = max(self._light, product.size / self._seen)
             self._noise *= light / self._light
             self.learnt.backward *= math.sqrt(light / self._light)
