@@ -292,9 +292,9 @@ class Plain(nn.Module):
         super().__init__()
         self.inner, self.model_type = inner, ModelType.encoder_or_decoder
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
-        return self.inner(*args)
+        return self.inner(*args, **kwargs)
 
     def set_input_tensor(self, _: Any) -> None:
         """Without a pipeline there is none."""

@@ -332,6 +332,21 @@ def measured_or_refused(job: Job, freeze: str = "", split_keys: bool = True) -> 
     return "measured"
 
 
+def given_weight(frozen: bool) -> str:
+    """What is said of a trained bias of an output layer that is given the embedding's weight,
+    frozen or not, inside of a module of one's own."""
+    from tests.megatron.job import Plain, gpt
+
+    def wrapped(*args: Any) -> nn.Module:
+        model = gpt(*args)
+        model.output_layer.bias = nn.Parameter(torch.zeros(VOCABULARY))
+        model.embedding.requires_grad_(not frozen)
+        return Plain(model)
+
+    with mock.patch("tests.megatron.job.gpt", wrapped):
+        return measured_or_refused(Job())
+
+
 def frozen_since(job: Job) -> str:
     """The message for a parameter that is frozen after the micro-batches were chosen."""
     import ds_hessian

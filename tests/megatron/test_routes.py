@@ -329,6 +329,15 @@ def test_biases_to_which_megatron_gives_no_gradient_are_refused(megatron_ranks: 
     assert found == ["measured"]
 
 
+def test_a_module_of_ones_own_need_not_say_which_weight_its_output_layer_has(
+    megatron_ranks: Ranks,
+) -> None:
+    """It raised an AttributeError."""
+    assert megatron_ranks(1).run(routes_jobs.given_weight, False) == ["measured"]
+    (message,) = megatron_ranks(1).run(routes_jobs.given_weight, True)
+    assert "does not support biases of layers whose weights are frozen" in message
+
+
 def test_moments_of_adam_are_those_without_their_scale(megatron_ranks: Ranks) -> None:
     """As Transformer Engine stores them in 8 or 16 bits."""
     assert megatron_ranks(1).run(routes_jobs.scaled_moments) == [True]

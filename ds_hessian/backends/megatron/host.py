@@ -163,18 +163,17 @@ def splits_latent_keys(chunk: Chunk) -> bool:
 def loses_biases(chunk: Chunk) -> bool:
     """Return whether a layer adds a trained bias to the product with a frozen weight in one step.
 
-    `LinearWithFrozenWeight` (tensor_parallel/layers.py of 0.16.1) gives neither a gradient. The
-    weight of an output layer may be the embedding's.
+    `LinearWithFrozenWeight` (tensor_parallel/layers.py of 0.16.1) gives neither a gradient. A layer
+    without a weight of its own is given that of an embedding in each call.
     """
-    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 
-    model = unwrap(chunk)
-    layers = [m for m in model.modules() if isinstance(m, ColumnParallelLinear)]
+    modules = list(unwrap(chunk).modules())
+    embeddings = [m.weight for m in modules if isinstance(m, VocabParallelEmbedding)]
+    layers = [m for m in modules if isinstance(m, ColumnParallelLinear)]
     for layer in (m for m in layers if m.bias is not None and not m.skip_bias_add):
-        weight = layer.weight
-        if weight is None:
-            weight = model.shared_embedding_or_output_weight()
-        if layer.bias.requires_grad and not weight.requires_grad:
+        weights = embeddings if layer.weight is None else [layer.weight]
+        if layer.bias.requires_grad and weights and not any(w.requires_grad for w in weights):
             return True
     return False
 
