@@ -570,6 +570,21 @@ def test_a_plan_knows_the_layers_of_the_job() -> None:
     assert {i.name: i.size for i in solve.items}["Kronecker factors"] == 8 * squares + 16 * own
 
 
+def test_weights_of_other_than_two_dims_are_refused_by_their_dims() -> None:
+    """They were said to be no trainable parameters."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+    entries = [(torch.randn(2, 1, 4, 4), torch.arange(2))]
+    hessian: Any = ds_hessian.attach(net, config=QUIET).use(entries, loss_of)
+    for layers, message in (
+        (["0.weight"], r"0\.weight: it has 4 dims"),
+        (["2.weight", "2.bias"], r"2\.bias: it has 1 dim$"),
+        ("bias", "of which none is a weight of two dims"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            hessian.kronecker(["kfac"], layers)
+    assert hessian.kronecker(["kfac"], "weight", basis=1, probes=2).layers == ("2.weight",)
+
+
 class Rows(nn.Module):
     """Has a weight of two dims, of which it returns rows."""
 

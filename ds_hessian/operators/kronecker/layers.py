@@ -76,8 +76,7 @@ def find_layers(backend: Backend, choice: Choice | None) -> tuple[list[Layer], d
 
     Collective.
     """
-    shapes = _shapes(backend)
-    names = list(shapes) if choice is None else chosen(list(shapes), choice)
+    shapes, names = _shapes(backend), _candidates(backend, choice)
     weights = {weight.name: weight for weight in backend.weights()}
     mine = {(n, (_no_layer(w.module), _transposed(w.module))) for n, w in weights.items()}
     # Tied to an embedding of another stage, it is one.
@@ -85,6 +84,9 @@ def find_layers(backend: Backend, choice: Choice | None) -> tuple[list[Layer], d
     kept, others = dict[str, tuple[tuple[int, int], bool]](), dict[str, str]()
     for name in names:
         reason, transposed = everywhere.get(name, ("it is no weight of a module", False))
+        dims = len(shapes[name])
+        if dims != 2:
+            reason = f"it has {dims} dim{'s' * (dims != 1)}"
         if reason:
             others[name] = reason
             continue
@@ -105,8 +107,15 @@ def find_layers(backend: Backend, choice: Choice | None) -> tuple[list[Layer], d
 
 
 def _shapes(backend: Backend) -> dict[str, torch.Size]:
-    """Return the shapes of the weights of two dims that have elements, by name."""
-    return {name: s for name, s in backend.parameters if len(s) == 2 and s.numel()}
+    """Return the shapes of the parameters that have elements, by name."""
+    return {name: s for name, s in backend.parameters if s.numel()}
+
+
+def _candidates(backend: Backend, choice: Choice | None) -> list[str]:
+    """Return the names that are chosen: of two dims, unless they were asked for one by one."""
+    shapes = _shapes(backend)
+    names = list(shapes) if choice is None else chosen(list(shapes), choice)
+    return names if named(choice) else [name for name in names if len(shapes[name]) == 2]
 
 
 def foreseen_shapes(backend: Backend, choice: Choice | None) -> list[tuple[int, int]]:
@@ -114,10 +123,9 @@ def foreseen_shapes(backend: Backend, choice: Choice | None) -> list[tuple[int, 
     knows: weights of which it has no part count as layers. Not collective.
     """
     shapes = _shapes(backend)
-    names = list(shapes) if choice is None else chosen(list(shapes), choice)
     modules = {weight.name: weight.module for weight in backend.weights()}
     found = []
-    for name in names:
+    for name in (n for n in _candidates(backend, choice) if len(shapes[n]) == 2):
         rows, columns = shapes[name]
         module = modules.get(name)
         if module is None or not _no_layer(module):
