@@ -6,7 +6,7 @@ from typing import Any, get_args
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ds_hessian.config import FiniteDifferenceConfig, OperatorName
@@ -151,6 +151,44 @@ def multimodal(function: Any, job: Job, *args: Any) -> Any:
 
     with mock.patch("tests.megatron.job.gpt", inside):
         return function(job, *args)
+
+
+def scaled_logits(operator: str) -> tuple[str, bool]:
+    """What is said of a model whose logits a parameter of another module scales, that has it as its
+    `module`; and whether all parameters have coordinates.
+    """
+    import ds_hessian
+    from tests.megatron.job import gpt
+
+    def inside(job: Job, config: Any, stage: int = 0) -> Any:
+        from megatron.core.transformer.module import MegatronModule
+
+        class Scaled(MegatronModule):  # type: ignore[misc]  # Megatron has no types
+            """Takes the logits of a model times a number, which it learns."""
+
+            def __init__(self, module: Any) -> None:
+                super().__init__(config)
+                self.module, self.model_type = module, module.model_type
+                self.scale, self.set_input_tensor = nn.Parameter(torch.ones(())), lambda _: None
+
+            def forward(self, *args: Any, labels: Tensor) -> Tensor:
+                """The losses of tokens."""
+                logits = self.scale * self.module(*args)
+                losses = functional.cross_entropy(
+                    logits.flatten(0, 1), labels.flatten(), reduction="none"
+                )
+                return losses.view(labels.shape)
+
+        return Scaled(gpt(job, config, stage))
+
+    with mock.patch("tests.megatron.job.gpt", inside), running(Job()) as chunks:
+        trained = sum(p.numel() for p in chunks[0].parameters())
+        try:
+            hessian = hessian_of(chunks, Job())
+            n = hessian.spectrum(operator=operator, num_matvecs=1).n
+        except ds_hessian.HessianError as error:
+            return str(error), hessian.backend.space.n == trained
+        return "measured", n == trained
 
 
 def several_predictions() -> str:

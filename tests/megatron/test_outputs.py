@@ -125,6 +125,19 @@ def test_outputs_of_the_language_model_of_a_multimodal_one(
     assert error(found, exact) < min(1e-3, SLACK * runs[0][0][0][1]["ggn"][1])
 
 
+@pytest.mark.parametrize("operator", ["hessian", "ggn", "residual"])
+def test_what_another_module_does_with_logits_is_measured_or_refused(
+    megatron_ranks: Ranks, operator: str
+) -> None:
+    """A model as the `module` of another was a KeyError; G was refused where weights are behind the
+    output layer, and the residual was a matrix that is not symmetric, without a word.
+    """
+    ((message, all_of_them),) = megatron_ranks(1).run(output_jobs.scaled_logits, operator)
+    assert all_of_them
+    behind = "does not support outputs ('output_layer') with weights behind them"
+    assert message == "measured" if operator == "hessian" else behind in message
+
+
 def test_several_predictions_for_a_token_are_refused(megatron_ranks: Ranks) -> None:
     (message,) = megatron_ranks(1).run(output_jobs.several_predictions)
     assert "'output_layer' that is called more than once" in message

@@ -68,8 +68,10 @@ class ShardedTensor(Protocol):
 
 
 def unwrap(chunk: Chunk) -> MegatronModule:
-    """Return the model inside DDP and Float16Module."""
-    while hasattr(chunk, "module"):
+    """Return the model inside DDP and Float16Module, which have nothing beside it; one's own module
+    may have another as `module`, and parameters of its own.
+    """
+    while set(chunk._modules) == {"module"} and not chunk._parameters and not chunk._buffers:
         chunk = chunk.module
     return chunk
 

@@ -216,14 +216,15 @@ def residual(
         UnsupportedError: the loss is no function of the outputs alone, or is linear in them and
             nobody has named them.
 
-    Collective: it evaluates the gradient once, and that of the first micro-batch three times more
-    where the outputs are to be found.
+    Collective: it evaluates the gradient once, and that of the first micro-batch twice more, three
+    times where the outputs are to be found.
     """
     session.displace(None, 0.0)
     tap = known_outputs(session, outputs)
+    found = tap is None and outputs is None
     if tap is None:
         tap, _ = find_outputs(session, outputs, session.space.zeros())
-        require_function(session, tap, outputs is None)
+    require_function(session, tap, found)
     fixed = FixedCotangents(session, tap)
     operator = Residual(fixed, displacement, scheme, tolerance)
     operator.outputs = f"{tap.name}: cotangents held"
