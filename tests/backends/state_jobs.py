@@ -223,3 +223,26 @@ def measured(name: str, config: dict[str, Any]) -> Any:
     out = full_weights(engine), hessian.gather(v), hessian.gather(product.vector), same
     engine.destroy()
     return out
+
+
+def with_gradients_from_before(measures: bool) -> tuple[Any, bool]:
+    """Weights after a step of a model that had gradients before ZeRO-3 parted its weights, with
+    spectra in between or not; whether these are still there.
+    """
+    (entry,), net = data(1), Net()
+    net.loss(net.hidden(entry[0]), entry[1]).backward()
+    engine = make_engine(net, hessian=QUIET)
+
+    def loss(engine: Any, entry: Any) -> Tensor:
+        return functional.mse_loss(engine(entry[0]), entry[1])
+
+    net.forward = lambda x: net.b(net.hidden(x))
+    before = [p.grad for p in net.parameters()]
+    if measures:
+        engine.hessian.use([entry], loss).spectrum(num_matvecs=2)
+    kept = all(p.grad is g and g is not None for p, g in zip(net.parameters(), before, strict=True))
+    engine.backward(loss(engine, entry))
+    engine.step()
+    out = full_weights(engine), kept
+    engine.destroy()
+    return out

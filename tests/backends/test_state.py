@@ -197,3 +197,13 @@ def test_engines_too(ranks: Ranks, stage: int, name: str) -> None:
     flat = torch.cat([found[n].flatten() for n, p in net.named_parameters() if n in v])
     mean = torch.stack(expected).mean(dim=0)
     assert (flat - mean).norm() < 1e-3 * mean.norm()
+
+
+def test_gradients_from_before_zero_3_are_put_back(ranks: Ranks) -> None:
+    """Torch takes none of another size than the weights, which are parted: the job had to end."""
+    without, with_ = (
+        ranks(2).run(state_jobs.with_gradients_from_before, measures)[0]
+        for measures in (False, True)
+    )
+    assert without[1] and with_[1]
+    assert all(torch.equal(with_[0][name], w) for name, w in without[0].items())

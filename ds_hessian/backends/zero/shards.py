@@ -139,7 +139,12 @@ class Shards(ABC):
 
         def unstash() -> None:
             for p, name, value in kept:
+                own = p.data
+                if isinstance(value, Tensor) and value.shape != own.shape:
+                    # From before the weights were parted: torch takes none of another size.
+                    p.data = torch.empty_like(value)
                 setattr(p, name, value)
+                p.data = own
 
         return unstash
 
