@@ -98,7 +98,7 @@ class Comparison:
         share: Share of |C|^2 on the diagonal, in the basis of the parameters.
         residual: `|b - (C + l) x| / |b|` of the damped solution x.
         solve_error: A bound on `|x - exact| / |x|`, and so on the error of the cosines with x: the
-            residual over the smallest Ritz value of C + l in magnitude.
+            residual over the smallest Ritz value of C + l in magnitude, at most l.
     """
 
     kinds: Mapping[str, Compared]
@@ -392,6 +392,7 @@ class _Dense:
         residual = float((images @ y - b[:, None]).norm()) / size if size else math.nan
         x = torch.einsum("i,imn->mn", y[:, 0], self.q.double())
         gap = float((torch.linalg.eigvalsh((self.inside + self.inside.T) / 2) + shift).abs().min())
+        gap = min(gap, shift or math.inf)  # most eigenvalues lie about zero, as `solves` has it
         known = gap > 0 and bool(x.any())
         return x, residual, residual * size / (gap * float(x.norm())) if known else math.inf
 

@@ -66,7 +66,8 @@ class Solution(DampedSystems):
     Attributes:
         x: `(d, n_local)` fp32, this rank's part of the solutions.
         errors: `(d,)` estimate of |x - x_exact|: the residual and twice the product's error, over
-            the distance of -damping to the nearest eigenvalue: the smallest |Ritz value + damping|;
+            the distance of -damping to the nearest eigenvalue: the smallest |Ritz value + damping|,
+            at most |damping|, since most eigenvalues are about zero;
             or, where -damping lies between Ritz values and eigenvalues may be anywhere between
             them, their distance over n. With a preconditioner that of |S^-1 (x - x_exact)|, times
             the norm of S.
@@ -230,11 +231,15 @@ def _gap(pairs: RitzDecomposition, shift: float, state: LanczosState) -> float:
     Inside of the spectrum Ritz values do not tell where eigenvalues are, unless the Krylov space is
     exhausted: the nearest of n evenly spread ones is expected at 1/n of the distance between those
     to both sides; but most of a net's eigenvalues lie about zero, down to what errors of products
-    let be seen (Sagun, Evci, Guney, Dauphin and Bottou, 2017).
+    let be seen (Sagun, Evci, Guney, Dauphin and Bottou, 2017), where few steps have no Ritz value.
     """
     values, above = pairs.values, int(np.searchsorted(pairs.values, -shift))
     nearest = max(float((abs(values + shift) - pairs.inexact).min()), 0.0)
-    if state.betas[-1] == 0 or not 0 < above < len(values):
+    if state.betas[-1] == 0:
+        return nearest
+    if shift:  # without one it may be a preconditioned system, whose eigenvalues do not
+        nearest = min(nearest, max(abs(shift), float(pairs.inexact.min())))
+    if not 0 < above < len(values):
         return nearest
     spread = float(values[above] - values[above - 1]) / state.space.n
     if values[above - 1] <= 0 <= values[above]:

@@ -119,6 +119,15 @@ def test_bars_without_damping_hold_what_lies_about_zero(share: float) -> None:
     assert sum(held) >= 7
 
 
+@pytest.mark.parametrize("method", ["cg", "minres"])
+def test_bars_of_few_steps_hold_what_lies_about_zero(method: Any) -> None:
+    """No Ritz value is there yet, with a damping of 1e-3: errors were up to 130 bars."""
+    for seed in range(8):
+        values = 10 ** np.random.default_rng(seed).uniform(-6.0, 1.5, 100)
+        found, errors = answers(values, [1e-3, 1e-2], method, num_matvecs=4)
+        assert not found.converged.any() and (errors <= found.errors).all()
+
+
 def test_bars_of_solutions_scale_with_the_right_hand_side() -> None:
     """Those that the errors of products make, too."""
     found = []
