@@ -18,6 +18,9 @@ from ds_hessian.errors import ConfigError
 from ds_hessian.vectors.layout import Layout
 from ds_hessian.vectors.space import VectorSpace
 
+OTHER = "other"
+"""The block of parameters that no pattern matches."""
+
 
 def by_layer(names: Iterable[str]) -> dict[str, str]:
     """Return {parameter name: block}: transformer layers, and everything else by its module.
@@ -35,15 +38,25 @@ def by_layer(names: Iterable[str]) -> dict[str, str]:
 def by_pattern(names: Iterable[str], patterns: Mapping[str, str]) -> dict[str, str]:
     """Return {parameter name: block}, with the first block whose regular expression matches.
 
-    Names without a match form the block `other`.
+    Names without a match form the block `OTHER`.
 
     Raises:
-        ConfigError: a pattern matches no parameter.
+        ConfigError: a pattern matches no parameter, or is none, or its block has that name too.
     """
+    try:
+        found = {b: re.compile(pattern) for b, pattern in patterns.items()}
+    except re.error as error:
+        raise ConfigError(f"blocks: {error.pattern!r} is no regular expression: {error}") from None
     blocks = {
-        name: next((b for b, pattern in patterns.items() if re.search(pattern, name)), "other")
+        name: next((b for b, pattern in found.items() if pattern.search(name)), OTHER)
         for name in names
     }
+    rest = [name for name in blocks if not any(p.search(name) for p in found.values())]
+    if rest and OTHER in patterns:
+        raise ConfigError(
+            f"blocks: {OTHER!r} is the block of parameters that no pattern matches, such as "
+            f"{', '.join(rest[:8])}; give the block of {patterns[OTHER]!r} another name"
+        )
     for unused in patterns.keys() - set(blocks.values()):
         raise ConfigError(
             f"the pattern {patterns[unused]!r} of block {unused!r} matches no parameter that is "

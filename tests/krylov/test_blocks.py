@@ -85,6 +85,11 @@ def test_blocks_by_layer_and_by_pattern() -> None:
     assert list(found.values()) == ["other", "mlp", "norm", "mlp", "other"]
     with pytest.raises(ConfigError, match="'attention' of block 'a' matches no parameter"):
         by_pattern(names, {"a": "attention"})
+    with pytest.raises(ConfigError, match=r"blocks: '\[' is no regular expression: unterminated"):
+        by_pattern(names, {"a": "["})
+    assert set(by_pattern(names, {"other": "."}).values()) == {"other"}
+    with pytest.raises(ConfigError, match="'other' is the block of parameters that no pattern"):
+        by_pattern(names, {"other": "norm"})
 
 
 def test_a_single_block_is_refused() -> None:
