@@ -7,9 +7,11 @@ import importlib.util
 import os
 import platform
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,9 +126,28 @@ def _supported(version: str) -> tuple[str, bool]:
 
     try:
         check_version(version)
+        _deepspeeds_accelerator()
     except UnsupportedError as error:
         return str(error), False
+    except Exception as error:  # its parts raise whatever they do where something is amiss
+        first = str(error).strip().partition("\n")[0]
+        return f"{version} does not start: {type(error).__name__}: {first}", False
     return version, True
+
+
+def _deepspeeds_accelerator() -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()
+
+
+def _accelerator() -> Any:
+    """Return DeepSpeed's accelerator; None without a DeepSpeed that starts, of which the versions
+    tell.
+    """
+    with suppress(Exception):
+        return _deepspeeds_accelerator()
+    return None
 
 
 def _kernels() -> list[Finding]:
@@ -159,34 +180,33 @@ def _builds() -> list[Finding]:
 
 
 def _device() -> str:
-    from deepspeed.accelerator import get_accelerator
-
-    return str(get_accelerator().device_name()).split(":")[0]
+    accelerator = _accelerator()
+    if accelerator is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return str(accelerator.device_name()).split(":")[0]
 
 
 def _dtypes() -> list[Finding]:
-    """Train with DeepSpeed in each dtype, and compare the gradients of two passes bit for bit."""
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator, found = get_accelerator(), []
-    trains = {
-        "fp32": True,
-        "bf16": accelerator.is_bf16_supported(),
-        "fp16": accelerator.is_fp16_supported(),
-    }
+    """Ask DeepSpeed for each dtype, and compare the gradients of two passes bit for bit."""
+    accelerator, found = _accelerator(), []
+    trains = {}
+    if accelerator is not None:
+        trains = {
+            "fp32": True,
+            "bf16": accelerator.is_bf16_supported(),
+            "fp16": accelerator.is_fp16_supported(),
+        }
+    texts = {True: "trains; ", False: "DeepSpeed does not train in it here; ", None: ""}
     for name, dtype in DTYPES.items():
-        text = "trains" if trains[name] else "DeepSpeed does not train in it here"
+        text = texts[trains.get(name)]
         try:
             same = torch.equal(_gradient(dtype), _gradient(dtype))
         except RuntimeError as error:
-            found.append(
-                Finding(
-                    "dtypes", name, f"{text}; torch: {error}".partition("\n")[0], name != "fp32"
-                )
-            )
+            first = f"{text}torch: {error}".partition("\n")[0]
+            found.append(Finding("dtypes", name, first, name != "fp32"))
             continue
         repeats = "a gradient repeats bit for bit" if same else "the same gradient twice differs"
-        found.append(Finding("dtypes", name, f"{text}; {repeats}", same))
+        found.append(Finding("dtypes", name, f"{text}{repeats}", same))
     return found
 
 

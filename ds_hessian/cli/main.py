@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -40,7 +41,8 @@ def main() -> NoReturn:
 
 
 def _refuse(message: str) -> NoReturn:
-    if os.environ.get("RANK", "0") == "0":  # of several ranks, which have the same to say
+    # Ranks of a measurement have the same to say; other commands may run where a job left a RANK.
+    if os.environ.get("RANK", "0") == "0" or "measure" not in sys.argv[1:3]:
         echo("ds-hessian: " + " ".join(message.split()), error=True)
     sys.exit(BROKEN_INPUT)
 
@@ -110,8 +112,7 @@ def compare(folders: tuple[Path, ...], output: Path) -> None:
     from ds_hessian.cli.folders import named_spectra
     from ds_hessian.records import Comparison
 
-    if output.suffix not in (".png", ".svg", ".pdf"):
-        raise click.UsageError(f"--output must end in .png, .svg or .pdf, got {output}")
+    _require_end(output, ".png", ".svg", ".pdf")
     comparison = Comparison(named_spectra(folders))
     echo(comparison.table())
     echo(f"picture: {click.format_filename(comparison.plot(output))}")
@@ -123,12 +124,14 @@ def compare(folders: tuple[Path, ...], output: Path) -> None:
     "--output",
     "-o",
     type=PATH,
-    help="Where the page goes; FOLDER/<name of FOLDER>.html if left.",
+    help="Where the page goes, .html or .htm; FOLDER/<name of FOLDER>.html if left.",
 )
 def page(folder: Path, output: Path | None) -> None:
     """Make one HTML file of everything in FOLDER, to open in a browser, with or without network."""
     from ds_hessian.show.page import page_of, run_in, write_page
 
+    if output is not None:
+        _require_end(output, ".html", ".htm")
     written = write_page(run_in(folder), output or page_of(folder))
     echo(click.format_filename(written))
 
@@ -154,6 +157,14 @@ def schema() -> None:
     from ds_hessian.config import schema
 
     echo(json.dumps(schema(), indent=2))
+
+
+def _require_end(output: Path, *ends: str) -> None:
+    """Refuse another file, such as a record or a device, in whose place the output would be."""
+    if output.suffix not in ends:
+        *others, last = ends
+        text = f"{', '.join(others)} or {last}"
+        raise click.UsageError(f"--output must end in {text}, got {click.format_filename(output)}")
 
 
 LARGEST = 1e15
@@ -319,7 +330,13 @@ def plan(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.option("--ranks", type=COUNT, help="On this machine; all there are if left.")
-@click.option("--port", type=int, default=29500, show_default=True, help="Of the job's store.")
+@click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    default=29500,
+    show_default=True,
+    help="Of the job's store.",
+)
 @click.argument("script", type=PATH)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def self_test(ranks: int | None, port: int, script: Path, arguments: tuple[str, ...]) -> int:
@@ -329,6 +346,11 @@ def self_test(ranks: int | None, port: int, script: Path, arguments: tuple[str, 
     """
     if not script.is_file():
         raise click.UsageError(f"no such script: {script}")
+    if importlib.util.find_spec("deepspeed") is None:
+        raise click.UsageError(
+            "self-test starts SCRIPT by the launcher of DeepSpeed, which is not installed: pip "
+            "install deepspeed; in plain torch call hessian.self_test()"
+        )
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port)]
     if ranks is not None:
         launcher += ["--num_accelerators", str(ranks)]

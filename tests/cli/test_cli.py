@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.util
 import io
 import json
 import os
@@ -154,6 +155,17 @@ def test_the_doctor_fails_where_kernels_are_demanded_and_cannot_be_had(tmp_path:
     assert done.stdout.splitlines()[-1] == "verdict: in the way: cpu"
 
 
+def test_the_doctor_tells_of_a_deepspeed_that_is_not_there_or_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed.accelerator", None)
+    done = call("doctor", cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr == ""
+    assert re.search(r"deepspeed +WILL NOT WORK: .* does not start: ModuleNotFound", done.stdout)
+    assert re.search(r"fp32 +a gradient repeats bit for bit", done.stdout)
+    assert done.stdout.splitlines()[-1] == "verdict: in the way: deepspeed"
+
+
 def test_the_doctor_names_a_lock_that_a_killed_build_has_left(tmp_path: Path) -> None:
     """On which every start of DeepSpeed hangs; not the lock of a build that is running."""
     folders = [tmp_path / "py311_cpu" / name for name in ("deepspeed_shm_comm", "async_io")]
@@ -255,17 +267,28 @@ def test_broken_results_are_refused_in_one_line(
     [
         (["report", "nowhere"], "no such folder: nowhere"),
         (["compare", "nowhere", "-o", "picture.bmp"], "must end in .png, .svg or .pdf"),
+        (["page", "nowhere", "-o", "s20/spectrum.json"], "must end in .html or .htm, got s20/sp"),
         (["doctor", "--config", "nowhere.json"], "no such file: nowhere.json"),
         (["self-test", "nowhere.py", "--steps", "3"], "no such script: nowhere.py"),
+        (["self-test", "--port", "65536", "nowhere.py"], "65536 is not in the range 1<=x<=65535"),
         (["survey"], "No such command 'survey'"),
         ([], "Missing command"),
     ],
-    ids=["report", "compare", "doctor", "self-test", "unknown", "none"],
+    ids=["report", "compare", "page", "doctor", "self-test", "port", "unknown", "none"],
 )
 def test_wrong_calls_are_refused_in_one_line(
-    tmp_path: Path, arguments: list[str], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
+    monkeypatch.setenv("RANK", "3")  # as in a container of a job
     refused_in_one_line(call(*arguments, cwd=tmp_path), message)
+
+
+def test_a_self_test_without_deepspeed_says_so_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "train.py").touch()
+    refused_in_one_line(call("self-test", tmp_path / "train.py"), "which is not installed")
 
 
 def test_one_spectrum_is_nothing_to_compare(run_folder: Path) -> None:
