@@ -5,7 +5,7 @@
     trainer.train()
 
 After every `interval`-th optimizer step a spectrum is taken, written to disk and logged through
-`trainer.log`, so that it is in `trainer.state.log_history` and in whatever the Trainer reports to.
+`Trainer.log`, so that it is in `trainer.state.log_history` and in whatever the Trainer reports to.
 The loss is what the Trainer differentiates: `compute_loss`, with label smoothing or an override,
 and with its own division by the tokens or micro-batches of an accumulation window, so that
 the gradient of the measured loss is the one that training follows. It is taken on copies of the
@@ -185,7 +185,7 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         if not self._has_engine:  # which counts its steps itself
             self._hessian.step = state.global_step
         step, device = int(self._hessian.step), self._hessian.backend.space.device
-        should_log = control.should_log  # which trainer.log resets, and the Trainer needs
+        should_log = control.should_log  # which Trainer.log resets, and the Trainer needs
         for kind in due(self.config, step):
             self.take(kind, step, device, self.config, self._ready, self._write)
         control.should_log = should_log
@@ -303,7 +303,10 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
     def _write(self, record: Scheduled, picture: Path | None) -> None:
         if self._has_engine:
             write_monitor(self.trainer.model_wrapped.monitor, record, picture)
-        self.trainer.log({f"hessian/{name}": value for name, value in figures_of(record).items()})
+        # Overrides, as those of trl, add what they have noted since the last entry and forget it:
+        # that is for an entry of training.
+        figures = {f"hessian/{name}": value for name, value in figures_of(record).items()}
+        Trainer.log(self.trainer, figures)
         if self.trainer.is_world_process_zero():
             for callback in self.trainer.callback_handler.callbacks:
                 _write_media(callback, record, picture)

@@ -272,6 +272,38 @@ def test_a_loss_that_is_set_on_the_trainer_itself_stays_with_what_it_notes(tmp_p
     assert all(torch.equal(w, found["weights"][name]) for name, w in plain["weights"].items())
 
 
+def test_what_a_trainer_logs_of_its_own_notes_stays_in_the_entries_of_training(
+    tmp_path: Path,
+) -> None:
+    """As the Trainers of trl and sentence-transformers: they forget what they have logged."""
+
+    from transformers import Trainer
+
+    class Noting(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.noted = list[float]()
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            self.noted.append(float(loss.detach()))
+            return loss
+
+        def log(self, logs: dict[str, float], *args: Any) -> None:
+            super().log(logs | {"noted": sum(self.noted), "count": len(self.noted)}, *args)
+            self.noted.clear()
+
+    options = {"steps": 2, "settings": {"sharpness_interval": 0, "num_matvecs": 2}}
+    logs = []
+    for measured in (False, True):
+        found = plain_jobs.train(tmp_path / str(measured), measured, trainer=Noting, **options)
+        assert found["callback"].failures == {}
+        entries = found["trainer"].state.log_history
+        logs.append([entry for entry in entries if "loss" in entry])
+    assert list(found["callback"].spectra) == [2] and logs[0][0]["count"] == 4
+    assert logs[0] == logs[1]
+
+
 def test_micro_batches_of_a_size_that_does_not_fit_are_not_measured(tmp_path: Path) -> None:
     """With `auto_find_batch_size` the Trainer begins anew with smaller ones."""
 
