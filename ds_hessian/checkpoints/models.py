@@ -179,10 +179,11 @@ def _pretrained(folder: Path) -> nn.Module:
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported, and refused below
         )
     found, report = loaded
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
-        names = sorted(map(str, report.get(problem) or ()))
+        names = sorted(map(_in_words, report.get(problem) or ()))
         if names:
             raise ResultError(
                 f"{folder} is not of its own config.json: {problem.replace('_', ' ')} "
@@ -190,3 +191,11 @@ def _pretrained(folder: Path) -> nn.Module:
             )
     module: nn.Module = found
     return module
+
+
+def _in_words(key: Any) -> str:
+    """Return what transformers reports of a name: of a mismatch its shapes too."""
+    if not isinstance(key, tuple):
+        return str(key)
+    name, there, here = key
+    return f"{name} {tuple(there)} in place of {tuple(here)}"
