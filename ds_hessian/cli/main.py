@@ -1,4 +1,7 @@
-"""The commands, and how they fail: `ds-hessian: <one line>` on stderr and exit status 2."""
+"""The commands, and how they fail: `ds-hessian: <one line>` on stderr and exit status 2.
+
+What imports torch is imported in the commands: help, schema and wrong calls take no seconds.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from ds_hessian.cli.measure import measure
 from ds_hessian.cli.options import ANALYSIS, AXES, COUNT, DTYPE, MODEL, PATH, SETTINGS
 from ds_hessian.errors import HessianError
-from ds_hessian.memory import TIERS, Tier
 from ds_hessian.table import echo
 from ds_hessian.version import __version__
+
+if TYPE_CHECKING:
+    from ds_hessian.memory import Tier
 
 BROKEN_INPUT = 2
 
@@ -213,6 +218,8 @@ class Tiered(click.ParamType):
         self, value: object, param: click.Parameter | None, ctx: object
     ) -> tuple[str, float]:
         """The tier and the figure."""
+        from ds_hessian.memory import TIERS
+
         tier, _, text = str(value).partition("=")
         try:
             number = float(text)

@@ -291,6 +291,17 @@ def test_a_self_test_without_deepspeed_says_so_in_one_line(
     refused_in_one_line(call("self-test", tmp_path / "train.py"), "which is not installed")
 
 
+@pytest.mark.parametrize("arguments", [["schema"], ["--help"], ["plan", "--ranks", "x"]])
+def test_what_needs_no_torch_does_not_wait_for_it(arguments: list[str]) -> None:
+    code = (
+        "import sys, contextlib; from ds_hessian.cli import main\n"
+        f"sys.argv[1:] = {arguments}\n"
+        "with contextlib.suppress(SystemExit): main()\n"
+        "assert 'torch' not in sys.modules, 'heavy import'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+
+
 def test_one_spectrum_is_nothing_to_compare(run_folder: Path) -> None:
     refused_in_one_line(call("compare", run_folder / "s20"), "at least two spectra, got .*s20")
 
