@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from ds_hessian.config import HessianConfig
 from ds_hessian.memory import shown
 from ds_hessian.planning import ACCELERATOR, Job, Mesh, Shape, activations
 from ds_hessian.planning import times as timing
-from tests.cli.test_cli import call
+from tests.cli.test_cli import ROOT, call
 
 JOB = ("--parameters", "7B", "--ranks", "64")
 FIGURES = {"num_parameters": 7_000_000_000, "world_size": 64}
@@ -47,6 +49,15 @@ def test_a_configuration_says_what_the_job_is(tmp_path: Path) -> None:
     over = call("plan", *JOB, "--config", path, "--stage", "3", "-s", "num_matvecs=9", "--cpu")
     assert "ZeRO-3 in bf16 on 64 ranks of the CPU" in over.stdout
     assert "basis, 9 vectors" in over.stdout and "accelerator" not in over.stdout
+
+
+def test_the_documentation_shows_what_is_printed() -> None:
+    text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
+    ((command, shown_there),) = re.findall(
+        r"^\$ ds-hessian ((?:.*\\\n)*.*)\n((?:.+\n)+?)```$", text, re.MULTILINE
+    )
+    done = call(*shlex.split(command.replace("\\\n", " ")))
+    assert done.stdout == shown_there
 
 
 def test_an_analysis_has_its_own_arguments() -> None:
