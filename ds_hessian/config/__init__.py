@@ -494,16 +494,15 @@ class HessianConfig(_Section):
             ConfigError: an override is unknown or given twice, or the result is wrong.
         """
         section, given, lines = self.model_dump(), set[str](), list[str]()
-        for name, value in overrides.items():
+        for name, value in _plain(overrides, levels=3).items():
             paths = [path for path in leaves() if path == name or path.endswith(f".{name}")]
             nested = section.get(name)
             if isinstance(nested, dict):
-                if not isinstance(value, Mapping | BaseModel):
+                if not isinstance(value, dict):
                     lines.append(f"{SECTION}.{name}: must be an object, got {shown(value)}")
                     continue
-                changes = _plain(value)
-                nested.update(changes)
-                touched = [f"{name}.{key}" for key in changes]
+                nested.update(value)
+                touched = [f"{name}.{key}" for key in value]
             elif name in section:
                 section[name], touched = value, [name]
             elif len(paths) == 1:

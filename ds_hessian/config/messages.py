@@ -95,7 +95,7 @@ def _advice(field: FieldInfo, value: object) -> str:
     if choices and isinstance(value, str):
         for match in difflib.get_close_matches(value.lower(), choices, n=1):
             return f"did you mean {shown(match)}?"
-    if value == "auto":
+    if isinstance(value, str) and value == "auto":  # others may compare to anything
         return f'Hugging Face\'s "auto" is not resolved in the "{SECTION}" section; write a value'
     if choices:
         return f"this version supports {', '.join(map(shown, choices))} only"
@@ -116,7 +116,7 @@ def shown(value: object) -> str:
     """Return a value as JSON would write it, shortened."""
     text = f"a value of type {type(value).__name__}"
     for write in (json.dumps, repr):  # neither shows a number of thousands of digits, or any depth
-        with suppress(TypeError, ValueError, RecursionError):
+        with suppress(Exception):  # of a `repr` of the user's
             text = write(value)
             break
     return brief(text)

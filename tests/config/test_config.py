@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -232,12 +233,24 @@ def test_overrides_change_top_level_keys_leaves_and_parts_of_subsections():
     assert partly == base == base.with_overrides()
 
 
+class Mute:
+    """As arrays, and missing values of pandas, it is no truth value whether it equals another."""
+
+    def __eq__(self, other):
+        raise TypeError("ambiguous")
+
+    def __repr__(self):
+        raise TypeError("no words")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ({"num_matvec": 3}, r'^num_matvec: unknown override; did you mean "num_matvecs"\?'),
         ({"displacment": 3}, r'^displacment: unknown override; did you mean "displacement"\?'),
         ({"displacement": "big"}, r"^hessian\.finite_difference\.displacement: must be"),
+        ({"displacement": np.ones(2)}, r"^hessian\.finite_difference\.displacement: .* \[1\.0, 1"),
+        ({"seed": Mute()}, "seed: must be .*, got a value of type Mute: the defau"),
         (
             {"displacement": 1.0, "finite_difference": {"displacement": 2.0}},
             r"displacement: overridden twice",
