@@ -87,6 +87,14 @@ def test_a_job_on_the_cpu_has_everything_on_the_host() -> None:
     assert plans[0].peak("accelerator") == 0
 
 
+def test_a_window_longer_than_the_run_takes_no_more_than_the_run() -> None:
+    plans = [
+        plan_job(config(mode="selective", window=w), num_parameters=N, world_size=RANKS)
+        for w in (30, 2**40)
+    ]
+    assert plans[0] == plans[1]
+
+
 def test_stages_and_offload_change_what_the_guard_holds() -> None:
     def extra(**job: object) -> tuple[float, float]:
         plan = plan_job(config(), num_parameters=N, world_size=RANKS, **job)  # type: ignore[arg-type]

@@ -80,7 +80,8 @@ class OfSpectra(Analysis[R]):
         if mode == "full":
             return kept
         # Ritz vectors, two just replaced; and the last two before rounding, and those before.
-        return kept + window + 2 + 4 * (config.basis.dtype == "bf16")
+        found = lanczos_options(config).ritz_vectors(config.num_matvecs)
+        return kept + found + 2 + 4 * (config.basis.dtype == "bf16")
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
         """Return the basis, and Ritz vectors for the errors of sampling."""

@@ -119,6 +119,10 @@ class LanczosOptions:
             return num_matvecs
         return min(num_matvecs, self.window if self.mode == "window" else 2)
 
+    def ritz_vectors(self, num_matvecs: int) -> int:
+        """Return how many converged Ritz vectors are kept at most in a run of so many steps."""
+        return min(num_matvecs, self.window) if self.mode == "selective" else 0
+
 
 class LanczosState:
     """A run as it grows; `run()` freezes it.
@@ -152,9 +156,10 @@ class LanczosState:
         if self.num_matvecs < 1:
             raise NumericsError(f"num_matvecs must be at least 1, got {num_matvecs}")
         self._recent = self.options.capacity(self.num_matvecs)
+        self._kept = self.options.ritz_vectors(self.num_matvecs)
         self._archive: Basis | None = None  # the whole basis, where `basis` has the last two
         if self.options.mode == "selective":
-            self.basis = Basis(self.space, self._recent + self.options.window)
+            self.basis = Basis(self.space, self._recent + self._kept)
             self._archive = Basis(self.space, self.num_matvecs, self.options.storage)
         else:
             self.basis = Basis(self.space, self._recent, self.options.storage)
@@ -171,7 +176,7 @@ class LanczosState:
         self._dropped: list[float] = []  # residuals taken for zero, and parts along Ritz vectors
         # Ritz values whose vectors follow the recent rows, and the step in which they were formed.
         self._converged: list[tuple[float, int]] = []
-        self._coefficients = np.zeros((self.num_matvecs, self.options.window))  # theirs
+        self._coefficients = np.zeros((self.num_matvecs, self._kept))  # theirs
         self._pending = self._store(start.clone(), 1.0)
 
     @property
@@ -338,7 +343,7 @@ class LanczosState:
             if left < COVERED:
                 continue
             slot = len(self._converged)
-            if slot == self.options.window:
+            if slot == self._kept:
                 distances = np.array([abs(value - middle) for value, _ in self._converged])
                 slot = int(distances.argmin())
                 if distances[slot] >= abs(values[i] - middle):

@@ -53,7 +53,7 @@ def memory_of_lanczos(
     rows = num_matvecs if selective else options.capacity(num_matvecs)
     items = memory_of_basis(n_local, tier, rows, storage)
     if selective:  # the last vectors and Ritz vectors are in fp32, with the other vectors
-        kept = options.capacity(num_matvecs) + options.window
+        kept = options.capacity(num_matvecs) + options.ritz_vectors(num_matvecs)
         formed = FORMED * vector
         items += [
             Item(f"last vectors and Ritz vectors, {kept}", tier, kept * vector),

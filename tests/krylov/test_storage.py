@@ -71,6 +71,20 @@ def figures(storage: Storage, mode: str = "full") -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("mode", ["selective", "window"])
+def test_a_window_longer_than_the_run_is_the_run(mode: Mode) -> None:
+    operator = Matrix.of(SPECTRA["spiked"])
+    fresh = operator.fresh()
+    states = [
+        LanczosState(operator, fresh(0), 4, fresh, LanczosOptions(mode, window))
+        for window in (4, 2**40)
+    ]
+    for state in states:
+        while not state.done:
+            state.step()
+    assert np.array_equal(states[0].run().alphas, states[1].run().alphas)
+
+
 @pytest.mark.parametrize("mode", ["full", "selective", "window"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_basis_on_disk_gives_the_same_bits(dtype: torch.dtype, mode: str, way: str) -> None:
