@@ -63,8 +63,8 @@ CONFIG = (
         ("config",),
     ),
     Defect(
-        "nested.update(changes)",
-        "section[name] = changes",
+        "nested.update(value)",
+        "section[name] = value",
         "an override of a subsection drops its other keys",
         ("config",),
     ),
