@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.build import CACHE, ROOT, use_cache
-from tests.ranks import RankPool, pools_of_ranks, remove_buffers
+from tests.build import main as build
+from tests.ranks import RankPool, context, pools_of_ranks, remove_buffers
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,7 +53,10 @@ def built() -> None:
     """The kernels, and what DeepSpeed builds when it starts, are in the cache: for all that starts
     processes, which a timeout may kill.
     """
-    subprocess.run([sys.executable, "-m", "tests.build"], cwd=ROOT, check=True)
+    process = context().Process(target=build)
+    process.start()
+    process.join()
+    assert process.exitcode == 0, process.exitcode
 
 
 @pytest.fixture(scope="session")

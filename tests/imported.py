@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import warnings
@@ -24,3 +25,5 @@ IMPORTED = """
 for name in IMPORTED.split():
     with suppress(ImportError), warnings.catch_warnings(action="ignore"):  # what is not installed
         importlib.import_module(name)
+
+gc.freeze()  # DeepSpeed collects garbage for each engine: not through all of this

@@ -13,6 +13,7 @@ from torch import Tensor
 import ds_hessian
 from ds_hessian.errors import ConfigError, ResultError
 from ds_hessian.records import HessianCurvatures, HessianDecomposition
+from tests.nets import merged
 from tests.operators.gauss_newton import ExactGaussNewton
 from tests.operators.nets import Exact, batches, dense, loss_of, mlp, train
 from tests.tiers import cells
@@ -34,9 +35,8 @@ def net() -> Any:
 
 @pytest.fixture(scope="module")
 def matrices(net: Any) -> dict[str, Tensor]:
-    n = sum(p.numel() for p in net[0].parameters())
-    h = dense(Exact(net[0], DATA), n)
-    g = dense(ExactGaussNewton(net[0], "4", loss_of, DATA), n)
+    h = Exact(net[0], DATA).matrix()
+    g = dense(ExactGaussNewton(net[0], "4", loss_of, merged(DATA)), len(h))
     return {"hessian": h, "ggn": g, "residual": h - g}
 
 

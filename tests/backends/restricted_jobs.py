@@ -12,7 +12,7 @@ def block(choice: str | list[str], zero: dict[str, Any], **config: Any) -> Any:
     engine = jobs.make_engine(zero=zero, hessian={**jobs.QUIET, "parameters": choice}, **config)
     hessian = engine.hessian.use(jobs.my_batches())
     spectrum = hessian.spectrum(num_matvecs=6)
-    pairs = hessian.eigenpairs(k=1, which="LA")
+    pairs = hessian.eigenpairs(k=1, which="LA", max_matvecs=20)
     v = hessian.random_vector(seed=5)
     product = hessian.matvec(v)
     gathered = [hessian.gather(x) for x in (pairs.vectors[0], v, product.vector)]

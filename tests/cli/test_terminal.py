@@ -6,12 +6,14 @@ import os
 import pty
 import re
 import subprocess
+import sys
 import termios
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from ds_hessian.cli import main
 from tests.cli.test_cli import COMMAND, ROOT, at_step, call, installed
 from tests.records.makers import language_model_like, spectrum_of
 from tests.tiers import cells
@@ -20,25 +22,30 @@ COLOUR = re.compile(r"\x1b\[[\d;]*3[0-7][\d;]*m")
 
 
 def on_terminal(*arguments: str, columns: int, cwd: Path, **variables: str) -> str:
-    """What the installed command writes to a terminal of so many columns."""
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, columns))
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    environment |= {"TERM": "xterm", **variables}
-    for name in {"COLUMNS", "NO_COLOR", "FORCE_COLOR"} - set(variables):
-        environment.pop(name, None)
-    command = [COMMAND, *arguments]
-    with subprocess.Popen(
-        command, cwd=cwd, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
-    ):
-        os.close(theirs)
-        written = b""
+    """What the command writes to a terminal of so many columns, in a fork of this process."""
+    child, terminal = pty.fork()
+    if child == 0:
         try:
-            while chunk := os.read(ours, 4096):
-                written += chunk
-        except OSError:  # Linux: the other end is closed
-            pass
-    os.close(ours)
+            termios.tcsetwinsize(1, (24, columns))
+            os.chdir(cwd)
+            os.environ |= {"TERM": "xterm", **variables}
+            for name in {"COLUMNS", "NO_COLOR", "FORCE_COLOR"} - set(variables):
+                os.environ.pop(name, None)
+            sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+            sys.argv = ["ds-hessian", *arguments]
+            main()
+        except BaseException:  # click ends the process
+            sys.stdout.flush()
+        finally:
+            os._exit(0)
+    written = b""
+    try:
+        while chunk := os.read(terminal, 4096):
+            written += chunk
+    except OSError:  # Linux: the other end is closed
+        pass
+    os.close(terminal)
+    os.waitpid(child, 0)
     return written.decode().replace("\r\n", "\n")
 
 

@@ -487,7 +487,9 @@ def measured(
         )
 
 
-def chain(job: Job, count: int) -> tuple[list[tuple[Stored, Stored, float]], Any]:
+def chain(
+    job: Job, count: int, num_matvecs: int = 10
+) -> tuple[list[tuple[Stored, Stored, float]], Any]:
     """`(v, H v, estimated error)` of `count` products by the automatic displacement, each of the
     one before, from a random vector to those that the largest eigenvalues rule; and a spectrum.
 
@@ -507,7 +509,7 @@ def chain(job: Job, count: int) -> tuple[list[tuple[Stored, Stored, float]], Any
                 vectors = [stored(hessian.backend, x) for x in (v, product.vector)]
                 out.append((*vectors, product.error))
                 v = product.vector / hessian.dot(product.vector, product.vector) ** 0.5
-        return out, hessian.spectrum(num_matvecs=10)
+        return out, hessian.spectrum(num_matvecs=num_matvecs)
 
 
 def self_test(job: Job) -> Any:

@@ -299,7 +299,7 @@ def layer_wise_optimizer(job: Job, chunks: list[Any]) -> Any:
 def layer_wise(job: Job) -> Any:
     """`chain` of one product with this optimizer."""
     with mock.patch("tests.megatron.job.make_optimizer", layer_wise_optimizer):
-        return chain(job, 1)
+        return chain(job, 1, num_matvecs=1)
 
 
 def measured_or_refused(job: Job, freeze: str = "", split_keys: bool = True) -> str:

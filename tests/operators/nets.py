@@ -90,6 +90,16 @@ class Exact:
         )
         return torch.cat([p.reshape(-1) for p in product])
 
+    def matrix(self) -> Tensor:
+        """`(n, n)`, a hundred rows at a time."""
+        blocks = []
+        for directions in torch.eye(len(self.gradient), dtype=torch.float64).split(100):
+            rows = torch.autograd.grad(
+                self.gradient, self.parameters, directions, True, is_grads_batched=True
+            )
+            blocks.append(torch.cat([r.flatten(1) for r in rows], 1))
+        return torch.cat(blocks)
+
     def krylov(self, backend: ModuleBackend, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The first Lanczos vectors, fp32, each with its exact product."""
         basis = [random_vector(backend.layout, backend.space, seed=0)]

@@ -20,7 +20,7 @@ from ds_hessian.errors import ConfigError, MeasurementError, ResultError
 from ds_hessian.records import HessianEigenpairs, HessianSpectrum
 from ds_hessian.records.safetensors import Reader
 from tests.nets import TinyGPT, batch
-from tests.operators.nets import Exact, batches, dense, loss_of, mlp, preempted, train
+from tests.operators.nets import Exact, batches, loss_of, mlp, preempted, train
 from tests.plain import jobs
 from tests.ranks import RankPool
 
@@ -36,9 +36,7 @@ def net() -> nn.Module:
 @pytest.fixture(scope="module")
 def matrix(net: nn.Module) -> Tensor:
     """The exact Hessian."""
-    exact = Exact(net, batches())
-    n = sum(p.numel() for p in net.parameters())
-    return dense(exact, n)
+    return Exact(net, batches()).matrix()
 
 
 @pytest.fixture
