@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import cells
+
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = (".git", ".venv", ".cache", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
 USE = """
@@ -34,7 +36,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"sdist": sdist, "wheel": wheel}
 
 
-@pytest.mark.parametrize("kind", ["sdist", "wheel"])
+@pytest.mark.parametrize("kind", cells(["sdist", "wheel"], ["sdist"]))
 def test_a_distribution_installs_and_its_kernels_work_in_another_folder(
     distributions: dict[str, Path], kind: str, tmp_path: Path
 ) -> None:

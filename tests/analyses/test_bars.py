@@ -28,6 +28,7 @@ def ratios(bars: dict[str, Any], name: str, arithmetic: str) -> dict[str, list[f
     return found
 
 
+@pytest.mark.full
 def test_every_analysis_holds_the_truth(bars: dict[str, Any]) -> None:
     """Ends of a spectrum, eigenpairs, a trace, the sharpness and a solve beside a dense Hessian."""
     found = ratios(bars, "relu", "fp32")

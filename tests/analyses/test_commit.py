@@ -104,6 +104,7 @@ class _File:
         return getattr(self.file, name)
 
 
+@pytest.mark.full
 def test_a_disk_that_is_full_at_any_write_ends_the_measurement_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,7 +47,7 @@ def require_same_coefficients(found: Any, expected: Any, tolerance: float = 2e-3
             *((2, 2, 2, gate) for gate in GIVEN[1:]),
             *((4, 2, stage, "top 2") for stage in (0, 1, 2)),
         ],
-        [(2, 2, 0, "top 1"), (2, 2, 2, "top 2")],
+        [(2, 2, 2, "top 2")],
     ),
 )
 def test_products_are_those_of_the_dense_hessian_and_coefficients_those_of_one_process(
@@ -61,9 +61,7 @@ def test_products_are_those_of_the_dense_hessian_and_coefficients_those_of_one_p
     assert spectrum.provenance.layout == f"ZeRO-{stage}, {size} ranks, EP {ep}"
 
 
-@pytest.mark.parametrize(
-    "size, gate", cells([(2, "random"), (2, "sampled"), (4, "random")], [(2, "sampled")])
-)
+@pytest.mark.parametrize("size, gate", cells([(2, "random"), (2, "sampled"), (4, "random")], []))
 def test_what_routers_draw_is_held_and_the_same_however_many_ranks_share_a_layer(
     split_ranks: Ranks, size: int, gate: str
 ) -> None:
@@ -83,7 +81,7 @@ def test_what_routers_draw_is_held_and_the_same_however_many_ranks_share_a_layer
             *((2, ep, 1, {**BF16, **FP32_ACCUMULATION}) for ep in (1, 2)),
             (4, 2, 2, BF16),
         ],
-        [(2, 2, 2, BF16)],
+        [],
     ),
 )
 def test_fp32_passes(
@@ -147,7 +145,7 @@ def test_training_is_bitwise_the_same_with_spectra_and_with_those_that_fail_on_o
     "stage, ep, variant",
     cells(
         [(0, 2, "tied"), (2, 2, "tied"), (1, 2, "starved"), (0, (2, 1), ""), (2, (1, 2), "")],
-        [(2, (1, 2), "")],
+        [],
     ),
 )
 def test_tied_and_starved_experts_and_layers_with_other_groups(

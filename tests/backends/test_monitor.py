@@ -34,6 +34,7 @@ def expected(spectra: dict[int, HessianSpectrum]) -> dict[str, dict[int, float]]
     }
 
 
+@pytest.mark.full
 def test_tensorboard_and_csv_have_every_figure_at_its_step_with_its_bar(
     ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from tests.backends import jobs
 from tests.backends.test_stages import BF16, zero
 from tests.ranks import RankPool, free_port
+from tests.tiers import cells
 
 Ranks = Callable[[int], RankPool]
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,10 @@ CASES: dict[str, tuple[nn.Module | None, dict[str, Any], dict[str, Any], set[str
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("bf16", "a step too small for bf16", "not a function")
+
+
+@pytest.mark.parametrize("name", cells(CASES, QUICK))
 def test_the_verdict_names_what_is_wrong(ranks: Ranks, name: str) -> None:
     module, config, overrides, wrong = CASES[name]
     first, second = ranks(2).run(jobs.self_tests, module, config, overrides)

@@ -66,7 +66,7 @@ def test_adams_divisor_and_step_are_those_of_the_training(name: str, ranks: Rank
 @pytest.fixture(scope="module", params=cells([1, 3], [1]))
 def run(request: pytest.FixtureRequest, ranks: Ranks) -> Any:
     """What rank 0 of 2 found."""
-    return ranks(2).run(jobs.sharpness_in_training, request.param, 3, 2, 1e-3)[0]
+    return ranks(2).run(jobs.sharpness_in_training, request.param, 2, 2, 1e-3)[0]
 
 
 def dense_at(weights: Any) -> tuple[DenseHessian, torch.Tensor]:

@@ -51,6 +51,7 @@ def measured_in_python(files: Path, analysis: str, **settings: Any) -> Any:
     )
 
 
+@pytest.mark.full
 def test_each_operator_has_a_folder_of_its_own(files: Path) -> None:
     measured(files)
     hessian = HessianSpectrum.load(files / "run/step_000020")
@@ -63,6 +64,7 @@ def test_each_operator_has_a_folder_of_its_own(files: Path) -> None:
     assert abs(trace.value - ggn.trace.value) <= 4 * (trace.error + ggn.trace.error)
 
 
+@pytest.mark.full
 def test_a_decomposition_is_kept_like_any_other_record(files: Path) -> None:
     said = measured(files, "--analysis", "decomposition", "-s", "progress=true")
     for name in ("Hessian", "Gauss-Newton", "Residual"):
@@ -162,11 +164,8 @@ CHANGES = [
 ]
 
 
-QUICK_CHANGES = [another_model, a_record_of_somebody_else]
-
-
 @pytest.mark.parametrize(
-    "change", cells(CHANGES, QUICK_CHANGES), ids=lambda change: change.__name__
+    "change", cells(CHANGES, [another_model]), ids=lambda change: change.__name__
 )
 def test_what_differs_is_measured_again(
     files: Path, change: Callable[[Path], tuple[str, ...]]
@@ -253,6 +252,7 @@ def test_the_step_is_found_behind_a_link_and_a_dot(
         assert checkpoint_of(path).step == 30
 
 
+@pytest.mark.full
 def test_a_run_has_its_page(files: Path) -> None:
     said = measured(files, "--analysis", "decomposition", "-s", "plot=true")
     assert "no page of" not in said and not (files / "run/run.html").exists()

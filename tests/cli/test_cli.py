@@ -14,6 +14,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from contextlib import chdir, redirect_stderr, redirect_stdout
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -25,7 +26,9 @@ from ds_hessian.cli import main
 from ds_hessian.cli.doctor import OPTIONAL
 from ds_hessian.config import HessianConfig
 from ds_hessian.records import HessianSpectrum
+from tests.ranks import run_alone
 from tests.records.makers import language_model_like, semicircle, spectrum_of
+from tests.tiers import cells
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = Path(sys.executable).with_name("ds-hessian")  # what setup.py installs
@@ -57,6 +60,19 @@ def installed(
     )
 
 
+def forked(
+    folder: Path, *arguments: str | Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own that has imported everything."""
+    run_alone(_report, folder / "said", arguments, folder=ROOT, environment=variables)
+    return subprocess.CompletedProcess(arguments, *json.loads((folder / "said").read_text()))
+
+
+def _report(path: Path, arguments: tuple[str | Path, ...]) -> None:
+    done = call(*arguments)
+    path.write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
+
+
 def at_step(spectrum: HessianSpectrum, step: int, **changes: object) -> HessianSpectrum:
     return dataclasses.replace(
         spectrum, provenance=dataclasses.replace(spectrum.provenance, step=step, **changes)
@@ -74,7 +90,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 def test_the_table_of_every_step_is_printed_in_order(run_folder: Path) -> None:
-    done = installed("table", run_folder)
+    done = call("table", run_folder)
     assert (done.returncode, done.stderr) == (0, "")
     tables = [HessianSpectrum.load(run_folder / f"s{step}").table() for step in (20, 300, 1000)]
     places = [done.stdout.index(table) for table in tables]
@@ -150,7 +166,7 @@ def test_the_doctor_looks_for_every_package_of_the_extras() -> None:
 
 def test_the_doctor_fails_where_kernels_are_demanded_and_cannot_be_had(tmp_path: Path) -> None:
     no_compiler = {"PATH": str(tmp_path), "DS_HESSIAN_CACHE_DIR": str(tmp_path / "cache")}
-    done = installed("doctor", DS_HESSIAN_OPS="native", CXX="", **no_compiler)
+    done = forked(tmp_path, "doctor", DS_HESSIAN_OPS="native", CXX="", **no_compiler)
     assert done.returncode == 1, done.stdout
     assert done.stdout.splitlines()[-1] == "verdict: in the way: cpu"
 
@@ -174,7 +190,7 @@ def test_the_doctor_names_a_lock_that_a_killed_build_has_left(tmp_path: Path) ->
         (folder / "lock").touch()
     left, building = (folder / "lock" for folder in folders)
     with building.open():
-        done = installed("doctor", TORCH_EXTENSIONS_DIR=str(tmp_path))
+        done = forked(tmp_path, "doctor", TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert done.returncode == 1, done.stdout
     assert "deepspeed_shm_comm        WILL NOT WORK: DeepSpeed hangs here" in done.stdout
     assert f"rm {left}" in done.stdout and str(building) not in done.stdout
@@ -252,8 +268,15 @@ def refused_in_one_line(done: subprocess.CompletedProcess[str], message: str) ->
     assert re.search(message, done.stderr)
 
 
-@pytest.mark.parametrize("command", ["table", "report", "plot", "page", "compare"])
-@pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda breakage: breakage.__name__)
+COMMANDS = ("table", "report", "plot", "page", "compare")
+QUICK = [(breakage, "table") for breakage in BREAKAGES] + [(truncated, c) for c in COMMANDS]
+
+
+@pytest.mark.parametrize(
+    ("breakage", "command"),
+    cells(product(BREAKAGES, COMMANDS), QUICK),
+    ids=lambda each: getattr(each, "__name__", each),
+)
 def test_broken_results_are_refused_in_one_line(
     run_folder: Path, command: str, breakage: Callable[[Path], str]
 ) -> None:

@@ -73,10 +73,7 @@ def test_a_failure_in_the_last_meeting_leaves_no_rank_behind(ranks: Ranks) -> No
     assert counts["restoring", "held"] >= 2
 
 
-QUICK_POINTS = (
-    *("attaching", "the settings", "planning", "the record", "beginning to save"),
-    *("collecting a parameter", "distributing a parameter"),
-)
+QUICK_POINTS = ("attaching", "planning", "collecting a parameter")
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +111,7 @@ OF_SOME_VERSIONS = {"save_fp16_model", "_consolidated_16bit_state_dict"}
 
 
 @pytest.mark.parametrize("host", cells(["torch DDP", "ZeRO-0", "Megatron DP"], ["torch DDP"]))
-@pytest.mark.parametrize("action", ["save", "exit"])
+@pytest.mark.parametrize("action", cells(["save", "exit"], ["save"]))
 def test_a_signal_ends_the_measurement_before_its_handler_saves(
     ranks_of: Callable[[str], Ranks], host: str, action: str
 ) -> None:

@@ -304,6 +304,7 @@ def test_what_a_trainer_logs_of_its_own_notes_stays_in_the_entries_of_training(
     assert logs[0] == logs[1]
 
 
+@pytest.mark.full
 def test_micro_batches_of_a_size_that_does_not_fit_are_not_measured(tmp_path: Path) -> None:
     """With `auto_find_batch_size` the Trainer begins anew with smaller ones."""
 

@@ -145,7 +145,8 @@ def test_without_a_section_a_script_runs_as_without(
 
 @pytest.mark.parametrize("module", cells(["launch", "self_test"], ["launch"]))
 @pytest.mark.parametrize(
-    ("arguments", "message"), [([], "usage: deepspeed --module"), (["gone.py"], "no such script")]
+    ("arguments", "message"),
+    cells([([], "usage: deepspeed --module"), GONE := (["gone.py"], "no such script")], [GONE]),
 )
 def test_a_wrong_call_ends_with_a_line(module: str, arguments: list[str], message: str) -> None:
     done = subprocess.run(

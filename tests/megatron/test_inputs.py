@@ -10,6 +10,7 @@ import pytest
 from tests.megatron import job
 from tests.megatron.job import Job
 from tests.ranks import RankPool
+from tests.tiers import cells
 
 SAID = [
     "no micro-batches yet: call hessian.use(batches) first",
@@ -39,7 +40,11 @@ def test_bad_input_is_named(megatron_ranks: Callable[[int], RankPool], world_siz
             assert message.startswith(f"ConfigError: {start}")
 
 
-@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 2, "vpp": 2, "layers": 4}])
+PIPELINE = {"pp": 2}
+INTERLEAVED = {**PIPELINE, "vpp": 2, "layers": 4}
+
+
+@pytest.mark.parametrize("layout", cells([PIPELINE, INTERLEAVED], [PIPELINE]))
 def test_what_leaves_other_stages_waiting_is_named_on_all(
     megatron_ranks: Callable[[int], RankPool], layout: dict[str, Any]
 ) -> None:
@@ -65,6 +70,7 @@ def test_what_leaves_other_stages_waiting_is_named_on_all(
             assert part in message
 
 
+@pytest.mark.full
 def test_spectrum_takes_other_batches(megatron_ranks: Callable[[int], RankPool]) -> None:
     for loss, same in megatron_ranks(2).run(job.other_batches):
         assert loss == same

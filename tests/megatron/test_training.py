@@ -126,7 +126,7 @@ FAILURES: dict[str, tuple[int, dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", cells(FAILURES, ["PP"]))
+@pytest.mark.parametrize("name", cells(FAILURES, ["PP interleaved"]))
 def test_a_failure_on_one_rank_ends_on_all_and_leaves_training_alone(
     megatron_ranks: Ranks, name: str
 ) -> None:

@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("ds_hessian", "csrc", "tests", "docs", "examples", "benchmarks")
 SOURCES = ("*.py", "*.cpp", "*.h", "*.cu", "*.cuh")
 FAILED, PASSED = int(pytest.ExitCode.TESTS_FAILED), int(pytest.ExitCode.OK)
+NONE = int(pytest.ExitCode.NO_TESTS_COLLECTED)
 
 CAUGHT, HANGS, SURVIVED, UNKNOWN = "caught", "caught (hangs)", "SURVIVED", "NO VERDICT"
 
@@ -86,6 +87,8 @@ def verdict(defect: Defect, place: Path) -> tuple[str, str]:
         for selection in defect.tests:
             options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", f"tests/{selection}"]
             status = int(pytest.main(options))
+            if status == NONE:  # not of the quick tier
+                status = int(pytest.main([*options, "--all"]))
             if status == FAILED:
                 return CAUGHT, selection
             if status != PASSED:

@@ -603,7 +603,7 @@ OPERATORS = (
         "return usable and lacks and",
         "return usable and",
         "a trial that saturates is taken for one beyond the steps of rounding",
-        ("operators/test_attack.py",),
+        ("operators/test_attack.py::test_a_saturated_trial_is_no_step_of_rounding",),
     ),
     Defect(
         "return self.nonlinearity > BENT and self.roundoff < BENT / GROWN",

@@ -94,7 +94,7 @@ def test_the_rounding_of_one_weight_among_many_is_seen(attack: Found, count: int
             *((name, count, 0) for name in AMONG_KINKS for count in (4, 8, 16)),
             *((name, 16, seed) for name in ("relu", "max pooling", "celu") for seed in (1, 3, 4)),
         ],
-        [("relu", 8, 0), ("elu", 4, 0), ("loss 1e-8", 16, 0), ("max pooling", 16, 1)],
+        [("relu", 8, 0), ("elu", 4, 0)],
     ),
 )
 def test_among_kinks_the_second_difference_is_the_error(
@@ -210,7 +210,7 @@ def test_a_loss_known_by_its_values_has_an_error_of_its_own(
     ("name", "count"),
     cells(
         [(n, c) for n in ("leaky relu", "relu", "relu6", "celu") for c in (1, 4, 16)],
-        [("leaky relu", 16)],
+        [],
     ),
 )
 def test_kinks_on_the_first_ladder_leave_gauss_newton_its_noise(
@@ -222,6 +222,7 @@ def test_kinks_on_the_first_ladder_leave_gauss_newton_its_noise(
     assert ratios.min() > LEAST, ratios
 
 
+@pytest.mark.full
 def test_what_a_third_difference_of_all_micro_batches_shows_is_kept(attack: Found) -> None:
     """A deep net whose other micro-batches bend ten times more than the pilot: without, estimates
     of these products are 0.19 to 134 of their errors.
@@ -240,6 +241,7 @@ def test_steps_in_which_a_weight_stays_are_in_the_error(attack: Found, seed: int
     assert np.median(estimates) < 1e-2, estimates
 
 
+@pytest.mark.full
 def test_a_saturated_trial_is_no_step_of_rounding(attack: Found) -> None:
     """Its ratio of 0.36 shows too little: an outlier of parameters 1e4 apart was 0.3 off."""
     _, estimates = told(attack, "uneven scales", "fp32", 16, seed=7)

@@ -147,7 +147,8 @@ def test_eigenvalues_of_logistic_regression_at_zero_are_within_their_bars(
 
 
 @pytest.mark.parametrize(
-    ("bf16", "count"), [(False, 1), (True, 16), pytest.param(True, 1, marks=FULL)]
+    ("bf16", "count"),
+    [(False, 1), pytest.param(True, 16, marks=FULL), pytest.param(True, 1, marks=FULL)],
 )
 def test_an_estimate_holds_the_kinks_that_it_saw(bf16: bool, count: int) -> None:
     data = batches(count)

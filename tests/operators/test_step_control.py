@@ -55,8 +55,8 @@ def search(
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("kappa", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("noise", [1e-8, 1e-6])
-@pytest.mark.parametrize("length", [1e-3, 1e-2, 1e-1])
-@pytest.mark.parametrize("micro_batches", [1, 4, 16])
+@pytest.mark.parametrize("length", [1e-3, pytest.param(1e-2, marks=FULL), 1e-1])
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(4, marks=FULL), 16])
 def test_h_is_near_its_best_from_wherever_the_search_starts(
     scheme: str, kappa: float, noise: float, length: float, micro_batches: int
 ) -> None:
@@ -149,7 +149,7 @@ def test_a_displacement_to_which_the_search_returns_is_accepted() -> None:
     assert controller.advise(trials) == Advice(10 * H, True)
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=FULL)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     "steps",
     [pytest.param(0, marks=FULL), 40, pytest.param(400, marks=FULL)],

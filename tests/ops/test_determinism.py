@@ -114,6 +114,7 @@ def test_a_forked_child_has_threads_of_its_own(threads) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@pytest.mark.full
 def test_the_product_of_a_hundred_million_elements_is_accurate() -> None:
     """400 MB. The reference is exact: integers, whose products are added up in int64.
 

@@ -66,7 +66,7 @@ def killed(step: int, act: Callable[[], object]) -> bool:
 @pytest.mark.parametrize(
     ("new", "every"),
     [
-        pytest.param(ONE_ARRAY, 4, id="arrays, one call of 4"),
+        pytest.param(ONE_ARRAY, 8, id="arrays, one call of 8"),
         pytest.param(ONE_ARRAY, 1, id="arrays", marks=pytest.mark.full),
         pytest.param(NO_ARRAY, 3, id="json, one call of 3", marks=pytest.mark.full),
         pytest.param(LARGER, 5, id="all, one call of 5", marks=pytest.mark.full),

@@ -29,7 +29,7 @@ from ds_hessian.records.safetensors import Reader, Writer
 from tests.records.makers import semicircle, spectrum_of
 from tests.records.test_records import OLD, kinds
 
-CASES = int(os.environ.get("DS_HESSIAN_FUZZ", "40"))
+CASES = int(os.environ.get("DS_HESSIAN_FUZZ", "15"))
 """Examples of each property."""
 SLOW = 1000
 """Examples of each kind of record in the slow tier: 16,500 over all."""

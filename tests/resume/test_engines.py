@@ -40,6 +40,7 @@ def test_after_an_error_in_the_loss_it_goes_on_to_the_same_bits(
     assert list((tmp_path / "spectrum").iterdir()) == []
 
 
+@pytest.mark.full
 def test_eigenpairs_go_on_to_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
     pairs, _ = ranks(2).run(engines.measure, None, kind="eigenpairs")[0]
     assert "on purpose" in ranks(2).run(engines.measure, str(tmp_path), 3, kind="eigenpairs")[0]

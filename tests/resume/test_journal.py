@@ -20,7 +20,6 @@ from tests.tiers import cells
 Ranks = Callable[[int], RankPool]
 InOneGo = Callable[[str, int], list[Any]]
 
-QUICK = ("eigenpairs", "MINRES")
 NOISE = 1e-4
 """Relative, of a product in fp32: another rounding of its vector gives another noise."""
 
@@ -47,7 +46,7 @@ def in_one_go(ranks: Ranks) -> InOneGo:
     return functools.cache(lambda kind, size: ranks(size).run(jobs.analysis, kind, None))
 
 
-@pytest.mark.parametrize("kind", cells(jobs.ANALYSES, QUICK))
+@pytest.mark.parametrize("kind", cells(jobs.ANALYSES, ()))
 def test_on_the_same_layout_it_ends_with_the_same_bits(
     ranks: Ranks, tmp_path: Path, in_one_go: InOneGo, kind: str
 ) -> None:
