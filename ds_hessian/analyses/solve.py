@@ -85,10 +85,7 @@ class Solve(Journaled[HessianSolution]):
         d, steps = len(self.dampings), min(self._space(config), share.n)
         options = LanczosOptions(storage=storage_of(config))
         space = memory_of_lanczos(share.n_local, share.tier, steps, options)
-        results = [
-            share.vectors(f"solutions, {d}", d),
-            share.vectors("residual", 1, PRODUCT),
-        ]
+        results = [share.vectors(f"solutions, {d}", d)]
         always = [share.vectors("preconditioner", self.preconditioner in ("adam", "ekfac"))]
         always += memory_of_factors(
             self.shapes, share.tier, ("kfac", "ekfac"), ranks=self.ranks, rank=self.rank
@@ -102,7 +99,7 @@ class Solve(Journaled[HessianSolution]):
                 share.vectors("solutions so far", max(d - 1, 0)),
                 share.vectors("solution being formed", 1, GRAM_SCHMIDT),
             ]
-            always.append(share.vectors(f"roots of the preconditioner, {d}", d))
+            always.append(share.vectors("root of the preconditioner", 1))
         stages = [*in_stage(SPACE, space), *in_stage(RESIDUALS, results)]
         return [*always, *stages, share.returned(d)]
 

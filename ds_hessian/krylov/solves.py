@@ -10,6 +10,8 @@ CG is only defined while T + damping I is positive definite. Where it is not, H 
 negative curvature: that is reported, and CG's result is the last iterate before it.
 
 Cost: one product a step, one for the true residual of each damping; `num_matvecs` stored vectors.
+With a preconditioner S Lanczos knows |S r| alone: where a product shows that |r| is larger, steps
+follow, so that the true residual is measured twice or more often.
 
 Sources: Hestenes, Stiefel (1952); Paige, Saunders, SIAM J. Numer. Anal. 12 (1975); Frommer, Maass,
 SIAM J. Sci. Comput. 20 (1998) (shifts).
@@ -42,8 +44,7 @@ class DampedSystems:
 
     Attributes:
         dampings: `(d,)` in loss per squared parameter.
-        residuals: `(d,)` |r| / |b| with r = b - (H + damping I) x, measured with one product each;
-            with a preconditioner |S r| / |S b|.
+        residuals: `(d,)` |r| / |b| with r = b - (H + damping I) x, measured with one product each.
         converged: `(d,)` whether the residual is within the tolerance.
         limited: `(d,)` whether it is not, but as small as the product's error lets it be: more
             products bring nothing, more exact ones do. Empty in records of versions without it.
@@ -106,7 +107,7 @@ def solve(
         fresh: Random unit vectors by number.
         method: `cg` for positive definite systems, `minres` for indefinite ones.
         tolerance: Bound on the relative residual; see `Solution.residuals`.
-        num_matvecs: Steps at most, for one Krylov space.
+        num_matvecs: Products at most for one Krylov space, without the last true residual.
         preconditioner: A positive diagonal d `(n_local,)`, such as the square root of Adam's second
             moment, or a metric D: the systems are solved as `S (H + damping I) S z = S b`,
             x = S z, with S = (D + damping)^-1/2. Shifts do not commute with it, so each damping
@@ -130,13 +131,19 @@ def solve(
             f"the preconditioner's diagonal must be {tuple(b.shape)} as b is on this rank, got "
             f"{tuple(preconditioner.shape)}"
         )
-    goal = _Goal(method, tolerance, num_matvecs, LanczosOptions(storage=storage or Storage()))
+    goal = _Goal(method, num_matvecs, LanczosOptions(storage=storage or Storage()))
     shifts = np.array(dampings, dtype=np.float64)
     if preconditioner is None:
-        space, x = _solve(operator, b, shifts, goal, fresh, progress)
-        whole = [None] * len(shifts), [1.0] * len(shifts)
-        return _measured(operator, b, x, shifts, goal, [space], *whole)
-    spaces, parts, scales, sizes = list[_Space](), list[Tensor](), list[Scale | None](), []
+        space = _Space(operator, b, shifts, goal, fresh, progress)
+        space.grow(tolerance)
+        x, found = space.solutions(), space.found()
+        del space  # its memory, before the products with x
+        rests = [
+            _measured(operator, b, one, float(shift), unexplained=found.unexplained)
+            for one, shift in zip(x, shifts, strict=True)
+        ]
+        return _solution(x, shifts, rests, [found], norm, tolerance, method)
+    parts, rests, spaces = list[Tensor](), list[_Rest](), list[_Found]()
     for shift in map(float, shifts):
         scale: Scale
         if isinstance(preconditioner, Tensor):
@@ -145,14 +152,13 @@ def solve(
             scale = preconditioner.inverse_root(shift)
             size = 1 / math.sqrt(preconditioner.least + shift)
         view = Congruent(operator, scale, shift)
-        space, x = _solve(view, scaled(b, scale), np.zeros(1), goal, fresh, progress)
-        spaces.append(space)
-        parts.append(scaled_in_place(x[0], scale)[None])
-        scales.append(scale)
-        sizes.append(size)
-    x = torch.cat(parts)
-    parts.clear()  # their memory, before the products with x
-    return _measured(operator, b, x, shifts, goal, spaces, scales, sizes)
+        space = _Space(view, scaled(b, scale), np.zeros(1), goal, fresh, progress)
+        x, rest = _preconditioned(space, operator, b, shift, scale, size, tolerance * norm)
+        parts.append(x)
+        rests.append(rest)
+        spaces.append(space.found())
+        del space, x
+    return _solution(torch.stack(parts), shifts, rests, spaces, norm, tolerance, method)
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,6 @@ class _Goal:
     """The requirements that every Krylov space of a solve has to meet."""
 
     method: SolveMethod
-    tolerance: float
     num_matvecs: int
     options: LanczosOptions
 
@@ -177,8 +182,8 @@ class _Small:
 
 
 @dataclass(frozen=True)
-class _Space:
-    """The Krylov space of b, up to where all shifts have converged."""
+class _Found:
+    """What a Krylov space tells of H and of its systems."""
 
     small: list[_Small]
     products: int
@@ -187,41 +192,133 @@ class _Space:
     unexplained: float
 
 
-def _solve(
+@dataclass(frozen=True)
+class _Rest:
+    """What a solution leaves of b.
+
+    Attributes:
+        norm: |r|.
+        weighted: |S r|.
+        error: The error of |r| by that of the product.
+        size: The norm of S.
+        products: Products made to measure it.
+    """
+
+    norm: float
+    weighted: float
+    error: float
+    size: float
+    products: int
+
+    @property
+    def limited(self) -> bool:
+        """Whether it is as small as the product's error lets it be."""
+        return self.norm <= COVERAGE * self.error
+
+    @property
+    def bound(self) -> float:
+        """|S r|, with the product's error, times the norm of S."""
+        share = self.weighted / self.norm if self.norm else self.size
+        return math.hypot(self.weighted, COVERAGE * self.error * share) * self.size
+
+
+class _Space:
+    """The Krylov space of b, which grows until all shifts have converged.
+
+    Args:
+        operator: H, or the preconditioned operator.
+        b: The right-hand side in its coordinates.
+        shifts: The dampings.
+        goal: The requirements.
+        fresh: Random unit vectors by number.
+        progress: Called after each step.
+    """
+
+    def __init__(
+        self,
+        operator: LinearOperator,
+        b: Tensor,
+        shifts: Array,
+        goal: _Goal,
+        fresh: Callable[[int], Tensor],
+        progress: Progress | None,
+    ) -> None:
+        self.norm, self._shifts, self._goal = operator.space.norm(b), shifts, goal
+        self._state = LanczosState(operator, b / self.norm, goal.num_matvecs, fresh, goal.options)
+        self._progress = progress
+        self._beside = 0
+        self.small = list[_Small]()
+
+    @property
+    def finished(self) -> bool:
+        """Whether it grows no more."""
+        stopped = self._goal.method == "cg" and all(one.indefinite for one in self.small)
+        made = self._state.steps + self._beside
+        full = self._state.done or made >= self._goal.num_matvecs
+        return full or self._state.betas[-1] == 0 or stopped
+
+    def grow(self, tolerance: float) -> None:
+        """Make steps until all residuals over |b| are half of `tolerance`, at least one. They are
+        those of the operator's coordinates.
+        """
+        while True:
+            self._state.step()
+            if self._progress is not None:
+                self._progress(self._state)
+            method = self._goal.method
+            self.small = [_small(self._state, float(shift), method) for shift in self._shifts]
+            enough = [
+                s.residual <= tolerance / 2 or (s.indefinite and method == "cg") for s in self.small
+            ]
+            if all(enough) or self.finished:
+                return
+
+    def rejected(self, products: int) -> None:
+        """Count products that a solution took which was not good enough."""
+        self._beside += products
+
+    def solutions(self) -> Tensor:
+        """Return those of all shifts, `(len(shifts), n_local)`, in the operator's coordinates."""
+        coefficients = np.zeros((len(self._shifts), self._state.steps))
+        for row, small in zip(coefficients, self.small, strict=True):
+            row[: len(small.y)] = self.norm * small.y
+        return self._state.combine(coefficients)
+
+    def found(self) -> _Found:
+        """Return what it tells."""
+        pairs = ritz(self._state.run())
+        return _Found(
+            small=self.small,
+            products=self._state.products + self._beside,
+            lowest=(float(pairs.values[0]), float(pairs.errors[0])),
+            gaps=[_gap(pairs, float(shift), self._state) for shift in self._shifts],
+            unexplained=self._state.unexplained,
+        )
+
+
+def _preconditioned(
+    space: _Space,
     operator: LinearOperator,
     b: Tensor,
-    shifts: Array,
-    goal: _Goal,
-    fresh: Callable[[int], Tensor],
-    progress: Progress | None,
-) -> tuple[_Space, Tensor]:
-    """Return the space of b, and the solutions for all shifts, `(len(shifts), n_local)`."""
-    norm = operator.space.norm(b)
-    state = LanczosState(operator, b / norm, goal.num_matvecs, fresh, goal.options)
-    del b
-    while not state.done:
-        state.step()
-        if progress is not None:
-            progress(state)
-        systems = [_small(state, float(shift), goal.method) for shift in shifts]
-        enough = [
-            s.residual <= goal.tolerance / 2 or (s.indefinite and goal.method == "cg")
-            for s in systems
-        ]
-        if all(enough) or state.betas[-1] == 0:
-            break
-    pairs = ritz(state.run())
-    coefficients = np.zeros((len(shifts), state.steps))
-    for row, small in zip(coefficients, systems, strict=True):
-        row[: len(small.y)] = norm * small.y
-    space = _Space(
-        small=systems,
-        products=state.products,
-        lowest=(float(pairs.values[0]), float(pairs.errors[0])),
-        gaps=[_gap(pairs, float(shift), state) for shift in shifts],
-        unexplained=state.unexplained,
-    )
-    return space, state.combine(coefficients)
+    shift: float,
+    scale: Scale,
+    size: float,
+    wanted: float,
+) -> tuple[Tensor, _Rest]:
+    """Return the solution x whose |r| is at most `wanted`, or the last one.
+
+    Lanczos knows |S r|; a product tells |r|, and how much smaller the former has to be.
+    """
+    tolerance = wanted / operator.space.norm(b)
+    while True:
+        space.grow(tolerance)
+        x = scaled_in_place(space.solutions()[0], scale)
+        rest = _measured(operator, b, x, shift, scale, size)
+        if rest.norm <= wanted or rest.limited or space.finished:
+            return x, rest
+        space.rejected(rest.products)
+        tolerance = space.small[0].residual * wanted / rest.norm
+        del x
 
 
 def _gap(pairs: RitzDecomposition, shift: float, state: LanczosState) -> float:
@@ -283,63 +380,64 @@ def _measured(
     operator: LinearOperator,
     b: Tensor,
     x: Tensor,
-    shifts: Array,
-    goal: _Goal,
-    spaces: Sequence[_Space],
-    scales: Sequence[Scale | None],
-    sizes: Sequence[float],
-) -> Solution:
-    """Measure true residuals, by one product for each damping.
+    shift: float,
+    scale: Scale | None = None,
+    size: float = 1.0,
+    unexplained: float = 0.0,
+) -> _Rest:
+    """Measure the true residual of a solution, by one product.
 
     Args:
         operator: H.
         b: The right-hand side.
-        x: The solutions.
-        shifts: The dampings.
-        goal: The requirements.
-        spaces: The Krylov spaces.
-        scales: S of each damping.
-        sizes: The norm of S.
+        x: The solution.
+        shift: The damping.
+        scale: S; None for 1.
+        size: The norm of S.
+        unexplained: Asymmetry that the errors of earlier products do not explain.
     """
-    space = operator.space
-    small = [one for s in spaces for one in s.small]
-    gaps = [gap for s in spaces for gap in s.gaps]
-    residuals, product_errors, lengths = list[float](), list[float](), list[float]()
-    unexplained = max(s.unexplained for s in spaces) if scales[0] is None else 0.0
-    products = sum(s.products for s in spaces)
-    for one, shift, scale in zip(x, map(float, shifts), scales, strict=True):
-        rest, error, length = b.clone(), 0.0, space.norm(one)
-        if length > 0:
-            product = operator.matvec(one)
-            rest -= product.vector.add_(one, alpha=shift)
-            error = max(absolute_error(product), unexplained) * length
-            products += 1
-            del product
-        plain = space.norm(rest)
-        norm = space.norm(b if scale is None else scaled(b, scale))
-        weighted = plain
-        if scale is not None:
-            rest = scaled_in_place(rest, scale)
-            weighted = space.norm(rest)
-        residuals.append(weighted / norm)
-        # The product's error, scaled as the residual is.
-        product_errors.append(error / norm * (weighted / plain if plain else 0.0))
-        lengths.append(norm)
-        del rest
-    measured, doubt = np.array(residuals), COVERAGE * np.array(product_errors)
-    converged = measured <= goal.tolerance
+    space, error, products = operator.space, 0.0, 0
+    length = space.norm(x)
+    if length > 0:
+        product = operator.matvec(x)
+        error, products = max(absolute_error(product), unexplained) * length, 1
+        rest = product.vector.add_(x, alpha=shift).sub_(b)
+    else:
+        rest = b.clone()
+    norm = weighted = space.norm(rest)
+    if scale is not None:
+        weighted = space.norm(scaled_in_place(rest, scale))
+    return _Rest(norm, weighted, error, size, products)
+
+
+def _solution(
+    x: Tensor,
+    shifts: Array,
+    rests: Sequence[_Rest],
+    spaces: Sequence[_Found],
+    norm: float,
+    tolerance: float,
+    method: SolveMethod,
+) -> Solution:
+    """Return what the residuals tell of the solutions x; `norm` is |b|."""
+    small = [one for found in spaces for one in found.small]
+    gaps = np.array([gap for found in spaces for gap in found.gaps])
+    residuals = np.array([rest.norm for rest in rests]) / norm
+    converged = residuals <= tolerance
     with np.errstate(divide="ignore"):
-        errors = np.hypot(measured, doubt) * np.array(lengths) * np.array(sizes) / np.array(gaps)
+        errors = np.array([rest.bound for rest in rests]) / gaps
     return Solution(
         dampings=shifts,
         x=x,
-        residuals=measured,
+        residuals=residuals,
         errors=errors,
         converged=converged,
-        limited=tuple(map(bool, ~converged & (measured <= doubt))),
+        limited=tuple(
+            bool(rest.limited and not enough) for rest, enough in zip(rests, converged, strict=True)
+        ),
         negative_curvature=np.array([one.indefinite for one in small]),
-        curvature=min(s.lowest for s in spaces),
+        curvature=min(found.lowest for found in spaces),
         steps=np.array([len(one.y) for one in small]),
-        method=goal.method,
-        num_matvecs=products,
+        method=method,
+        num_matvecs=sum(f.products for f in spaces) + sum(rest.products for rest in rests),
     )

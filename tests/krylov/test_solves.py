@@ -193,6 +193,26 @@ def test_bars_of_a_preconditioned_solution_are_of_the_solution(scale: float, kin
         assert error < 2 * found.errors[0] < 600 * error
 
 
+@pytest.mark.parametrize("method", ["cg", "minres"])
+@pytest.mark.parametrize("scale", [1.0, 1e6])
+def test_residuals_of_preconditioned_solutions_are_those_of_the_system(
+    method: Any, scale: float
+) -> None:
+    """They were |S r| / |S b|, a fiftieth of |r| / |b| where D varies by a million."""
+    generator = torch.Generator().manual_seed(1)
+    diagonal = scale * torch.logspace(-3, 3, 80, dtype=torch.float64)
+    noise = torch.randn(80, 80, generator=generator, dtype=torch.float64) / 100
+    root = diagonal.sqrt()
+    operator = Matrix(root[:, None] * (torch.eye(80) + noise + noise.T) * root)
+    b, damping = operator.fresh(7)(0), 1e-3 * scale
+    metric = operator.shard(diagonal.float())
+    found = solve(operator, b, [damping], operator.fresh(), method, 1e-3, preconditioner=metric)
+    shifted = operator.matrix + damping * torch.eye(80, dtype=torch.float64)
+    true = (shifted @ operator.full(found.x[0]) - operator.full(b)).norm()
+    assert found.converged.all() and found.num_matvecs < 40
+    assert found.residuals[0] == pytest.approx(float(true), rel=0.1)
+
+
 @pytest.mark.parametrize("name", SPECTRA)
 @pytest.mark.parametrize("method", ["cg", "minres"])
 def test_no_spectrum_makes_a_nan(name: str, method: Any) -> None:
