@@ -71,7 +71,7 @@ class Solution(DampedSystems):
             at most |damping|, since most eigenvalues are about zero;
             or, where -damping lies between Ritz values and eigenvalues may be anywhere between
             them, their distance over n. With a preconditioner that of |S^-1 (x - x_exact)|, times
-            the norm of S.
+            the norm of S, but |r| / damping at least.
         curvature: Smallest Ritz value of H seen, and the bound on its error; with a preconditioner,
             of the preconditioned operator at the smallest damping.
         steps: `(d,)` Krylov dimension of each solution: less than was built where CG stopped at
@@ -201,6 +201,7 @@ class _Rest:
         weighted: |S r|.
         error: The error of |r| by that of the product.
         size: The norm of S.
+        damping: The damping of a preconditioned system.
         products: Products made to measure it.
     """
 
@@ -208,6 +209,7 @@ class _Rest:
     weighted: float
     error: float
     size: float
+    damping: float
     products: int
 
     @property
@@ -215,11 +217,18 @@ class _Rest:
         """Whether it is as small as the product's error lets it be."""
         return self.norm <= COVERAGE * self.error
 
-    @property
-    def bound(self) -> float:
-        """|S r|, with the product's error, times the norm of S."""
+    def error_of_solution(self, gap: float) -> float:
+        """Estimate |x - x_exact| from the distance of the nearest eigenvalue to zero, of the
+        preconditioned system where there is one.
+
+        Of that few steps have no Ritz value near those of the many eigenvalues of H about zero,
+        where D is large; along their vectors it is |r| / damping.
+        """
         share = self.weighted / self.norm if self.norm else self.size
-        return math.hypot(self.weighted, COVERAGE * self.error * share) * self.size
+        weighted = math.hypot(self.weighted, COVERAGE * self.error * share) * self.size
+        plain = math.hypot(self.norm, COVERAGE * self.error)
+        nearer = plain / abs(self.damping) if self.damping else 0.0
+        return max(weighted / gap if gap else math.inf, nearer)
 
 
 class _Space:
@@ -330,12 +339,14 @@ def _gap(pairs: RitzDecomposition, shift: float, state: LanczosState) -> float:
     to both sides; but most of a net's eigenvalues lie about zero, down to what errors of products
     let be seen (Sagun, Evci, Guney, Dauphin and Bottou, 2017), where few steps have no Ritz value.
     """
-    values, above = pairs.values, int(np.searchsorted(pairs.values, -shift))
+    values = pairs.values
     nearest = max(float((abs(values + shift) - pairs.inexact).min()), 0.0)
     if state.betas[-1] == 0:
         return nearest
     if shift:  # without one it may be a preconditioned system, whose eigenvalues do not
+        values = np.sort(np.append(values, 0.0))
         nearest = min(nearest, max(abs(shift), float(pairs.inexact.min())))
+    above = int(np.searchsorted(values, -shift))
     if not 0 < above < len(values):
         return nearest
     spread = float(values[above] - values[above - 1]) / state.space.n
@@ -407,7 +418,8 @@ def _measured(
     norm = weighted = space.norm(rest)
     if scale is not None:
         weighted = space.norm(scaled_in_place(rest, scale))
-    return _Rest(norm, weighted, error, size, products)
+    damping = 0.0 if scale is None else shift
+    return _Rest(norm, weighted, error, size, damping, products)
 
 
 def _solution(
@@ -421,16 +433,14 @@ def _solution(
 ) -> Solution:
     """Return what the residuals tell of the solutions x; `norm` is |b|."""
     small = [one for found in spaces for one in found.small]
-    gaps = np.array([gap for found in spaces for gap in found.gaps])
+    gaps = [gap for found in spaces for gap in found.gaps]
     residuals = np.array([rest.norm for rest in rests]) / norm
     converged = residuals <= tolerance
-    with np.errstate(divide="ignore"):
-        errors = np.array([rest.bound for rest in rests]) / gaps
     return Solution(
         dampings=shifts,
         x=x,
         residuals=residuals,
-        errors=errors,
+        errors=np.array([r.error_of_solution(gap) for r, gap in zip(rests, gaps, strict=True)]),
         converged=converged,
         limited=tuple(
             bool(rest.limited and not enough) for rest, enough in zip(rests, converged, strict=True)

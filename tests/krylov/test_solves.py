@@ -128,6 +128,32 @@ def test_bars_of_few_steps_hold_what_lies_about_zero(method: Any) -> None:
         assert not found.converged.any() and (errors <= found.errors).all()
 
 
+def test_bars_where_conjugate_gradients_stop_at_once_hold_what_lies_between_them_and_zero() -> None:
+    """All Ritz values are below -damping: errors were up to 5 bars, of a net 2300."""
+    held = []
+    for seed in range(16):
+        values = np.random.default_rng(seed).normal(size=300) ** 3 - 0.5
+        found, errors = answers(values, [0.1], "cg", num_matvecs=4)
+        assert found.negative_curvature.all() and not found.converged.any()
+        held.append(bool((errors <= found.errors).all()))
+    assert sum(held) >= 14
+
+
+@pytest.mark.parametrize("method", ["cg", "minres"])
+def test_bars_of_few_preconditioned_steps_hold_what_lies_about_zero(method: Any) -> None:
+    """Of D, which is unlike H: errors were up to 100 bars."""
+    for seed in range(8):
+        generator = np.random.default_rng(seed)
+        operator = Matrix.of(10 ** generator.uniform(-6.0, 1.5, 100))
+        b, damping = operator.fresh(7)(0), 1e-3
+        metric = operator.shard(torch.tensor(10 ** generator.uniform(-4.0, 1.0, 100)))
+        found = solve(operator, b, [damping], operator.fresh(), method, 1e-3, 4, metric)
+        shifted = operator.matrix + damping * torch.eye(100, dtype=torch.float64)
+        exact = torch.linalg.solve(shifted, operator.full(b))
+        error = float((operator.full(found.x[0]) - exact).norm())
+        assert not found.converged.any() and error <= found.errors[0]
+
+
 def test_bars_of_solutions_scale_with_the_right_hand_side() -> None:
     """Those that the errors of products make, too."""
     found = []
