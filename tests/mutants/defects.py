@@ -639,7 +639,7 @@ OPERATORS = (
         "return replace(self, order=1, truncation=1.0, truncation_spread=KINKS_SPREAD)",
         "return self",
         "the error among kinks falls with the order of the formula",
-        ("operators/test_attack.py",),
+        ("operators/test_step_control.py",),
     ),
     Defect(
         "scale = self.scale * len(self._all) / len(self._pilot)",

@@ -33,12 +33,12 @@ DRAWS = 3
 
 
 def search(
-    controller: StepController, noise: float, truncation: float, bend: float
+    controller: StepController, noise: float, truncation: float, bend: float, p: int
 ) -> tuple[float, int]:
-    """h and number of trials where these follow the error model exactly; |Hv| = 1."""
+    """h and number of trials where these follow the error model of order p exactly; |Hv| = 1."""
     trials, h = list[Trial](), controller.first_h()
     while True:
-        change, part, p = math.inf, noise / h, controller.order
+        change, part = math.inf, noise / h
         if trials:
             last = trials[-1].h
             truncated = min(truncation * abs(h**p - last**p), 1.5)
@@ -70,7 +70,7 @@ def test_h_is_near_its_best_from_wherever_the_search_starts(
         controller.interval = 1  # as of a pilot that is one of 16
     for vector, scale in enumerate((length, length / 10, length / 10, length * 3, length / 30)):
         truncation = kappa * scale**-p
-        h, trials = search(controller, noise, truncation, 1 / scale)
+        h, trials = search(controller, noise, truncation, 1 / scale, p)
         best = (noise / (math.sqrt(p) * truncation)) ** (1 / (p + 1))
         least = math.hypot(noise / best, truncation * best**p)
         error = math.hypot(noise / h, truncation * h**p)
@@ -80,6 +80,19 @@ def test_h_is_near_its_best_from_wherever_the_search_starts(
         controller.judge(product)
         _, estimate = controller.conclude(product)
         assert estimate is not None and error / 3 < estimate < error * 3, (vector, estimate, error)
+
+
+@pytest.mark.parametrize("scheme", ["central", "fourth_order"])
+def test_among_kinks_the_error_grows_in_proportion_to_h(scheme: str) -> None:
+    """By the order of the formula h would be up to ten times as long."""
+    controller, noise = StepController(SCHEMES[scheme], 2.0**-24, 10.0, 8, 8, smooth=False), 1e-8
+    for length in (1e-2, 1e-3, 1e-3, 3e-3):
+        h, _ = search(controller, noise, 1 / length, 1 / length, 1)
+        error, least = math.hypot(noise / h, h / length), math.sqrt(2 * noise / length)
+        assert error < 2 * least, (h, error, least)
+        controller.judge(product := Trial(h, 1.0, h / length))
+        _, estimate = controller.conclude(product)
+        assert estimate is not None and error / 3 < estimate < error * 3
 
 
 def test_noise_alone_leads_to_larger_steps_only() -> None:
