@@ -1051,6 +1051,7 @@ def bad_inputs() -> list[str]:
             lambda: ready(lambda iterator, model: next(iterator)).spectrum(),
             lambda: ready(lambda iterator, model: step(iterator, model)[0]).spectrum(),
             lambda: ready(lambda i, model: (step(i, model)[0], lambda x: x.sum())).spectrum(),
+            lambda: ready(lambda i, model: (next(i), step(i, model))[1]).spectrum(),
             lambda: MegatronHessian([]),
             lambda: MegatronHessian([*chunks, *chunks]),
             lambda: MegatronHessian(chunks, "ds_config.json"),

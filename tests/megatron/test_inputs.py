@@ -25,6 +25,7 @@ SAID = [
     "forward_step must return (output, loss_func), got dict",
     "forward_step must return (output, loss_func), got a tensor of shape ",
     "loss_func must return (loss, logs) or (sum, tokens, logs), got a tensor of shape (), ",
+    "forward_step reads more than one micro-batch a call: pass as one all that it reads, ",
     "got no model chunks; pass what get_forward_backward_func() takes",
     "this job has 1 model chunk on a rank, got 2; pass ",
     'hessian: must be an object of settings, got "ds_config.json"',

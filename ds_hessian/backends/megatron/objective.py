@@ -9,7 +9,7 @@ own schedule averages.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ds_hessian.backends.objective import MicroBatches
@@ -72,4 +72,19 @@ class PipelineObjective(MicroBatches):
         """
         if not self.batches:
             return None
-        return iter([copy.copy(batch) for batch in self.batches[first : first + count]])
+        return _Data(self.batches[first : first + count])
+
+
+class _Data(Iterator[object]):
+    """The data iterator of one run, which says what is wrong when more is read than it has."""
+
+    def __init__(self, batches: Sequence[object]) -> None:
+        self._batches = iter(batches)
+
+    def __next__(self) -> object:
+        for batch in self._batches:
+            return copy.copy(batch)
+        raise ConfigError(
+            "forward_step reads more than one micro-batch a call: pass as one all that it reads, "
+            "and have it read that with one next(data_iterator)"
+        )
