@@ -71,7 +71,7 @@ class Solution(DampedSystems):
             at most |damping|, since most eigenvalues are about zero;
             or, where -damping lies between Ritz values and eigenvalues may be anywhere between
             them, their distance over n. With a preconditioner that of |S^-1 (x - x_exact)|, times
-            the norm of S, but |r| / damping at least.
+            the norm of S; where it has not converged |r| / damping at least.
         curvature: Smallest Ritz value of H seen, and the bound on its error; with a preconditioner,
             of the preconditioned operator at the smallest damping.
         steps: `(d,)` Krylov dimension of each solution: less than was built where CG stopped at
@@ -217,17 +217,17 @@ class _Rest:
         """Whether it is as small as the product's error lets it be."""
         return self.norm <= COVERAGE * self.error
 
-    def error_of_solution(self, gap: float) -> float:
+    def error_of_solution(self, gap: float, converged: bool) -> float:
         """Estimate |x - x_exact| from the distance of the nearest eigenvalue to zero, of the
         preconditioned system where there is one.
 
-        Of that few steps have no Ritz value near those of the many eigenvalues of H about zero,
-        where D is large; along their vectors it is |r| / damping.
+        Of that, steps which do not suffice have no Ritz value near those of the many eigenvalues of
+        H about zero, where D is large; along their vectors the error is |r| / damping.
         """
         share = self.weighted / self.norm if self.norm else self.size
         weighted = math.hypot(self.weighted, COVERAGE * self.error * share) * self.size
         plain = math.hypot(self.norm, COVERAGE * self.error)
-        nearer = plain / abs(self.damping) if self.damping else 0.0
+        nearer = plain / abs(self.damping) if self.damping and not converged else 0.0
         return max(weighted / gap if gap else math.inf, nearer)
 
 
@@ -436,15 +436,14 @@ def _solution(
     gaps = [gap for found in spaces for gap in found.gaps]
     residuals = np.array([rest.norm for rest in rests]) / norm
     converged = residuals <= tolerance
+    each = list(zip(rests, gaps, map(bool, converged), strict=True))
     return Solution(
         dampings=shifts,
         x=x,
         residuals=residuals,
-        errors=np.array([r.error_of_solution(gap) for r, gap in zip(rests, gaps, strict=True)]),
+        errors=np.array([rest.error_of_solution(gap, enough) for rest, gap, enough in each]),
         converged=converged,
-        limited=tuple(
-            bool(rest.limited and not enough) for rest, enough in zip(rests, converged, strict=True)
-        ),
+        limited=tuple(rest.limited and not enough for rest, _, enough in each),
         negative_curvature=np.array([one.indefinite for one in small]),
         curvature=min(found.lowest for found in spaces),
         steps=np.array([len(one.y) for one in small]),
