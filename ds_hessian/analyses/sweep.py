@@ -13,7 +13,7 @@ from torch import Tensor
 from ds_hessian.analyses.base import Analysis, transient
 from ds_hessian.analyses.measurement import Measurement, Subject
 from ds_hessian.backends.protocol import Backend
-from ds_hessian.config import HessianConfig
+from ds_hessian.config import LEAST_DISPLACEMENT, HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.krylov import LanczosState, ritz_vectors
 from ds_hessian.memory import Item, in_stage
@@ -87,10 +87,11 @@ class Sweep(Analysis[DisplacementSweep]):
             ConfigError: no directions, or displacements that do not ascend.
         """
         h = [] if self.displacements is None else list(self.displacements)
-        if h != sorted(set(h)) or not (self.directions or self.vectors):
+        ascend = h == sorted(set(h)) and min(h, default=1.0) >= LEAST_DISPLACEMENT
+        if not ascend or not (self.directions or self.vectors):
             raise ConfigError(
-                "displacement_sweep needs directions and ascending displacements, got "
-                f"{list(self.vectors or self.directions)} and {h}"
+                "displacement_sweep needs directions and ascending displacements, 2^-126 at least, "
+                f"got {list(self.vectors or self.directions)} and {h}"
             )
         return self
 

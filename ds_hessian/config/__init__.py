@@ -80,6 +80,9 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
 
+LEAST_DISPLACEMENT = 2.0**-126
+"""The least normal number of fp32, in which weights are displaced."""
+
 EXTRAPOLATED = 1e-3
 """Below such a tolerance products may have to be differences of fourth order: bars of central ones
 in fp32 are 1e-4 to 1e-3 of the largest eigenvalue (docs/numerics.md)."""
@@ -101,11 +104,13 @@ class FiniteDifferenceConfig(_Section):
         "(below 1e-3 also four). Null takes `scheme` for all.",
         "a number between 0 and 1, or null",
     )
-    displacement: Literal["auto"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = _field(
+    displacement: (
+        Literal["auto"] | Annotated[float, Field(ge=LEAST_DISPLACEMENT, allow_inf_nan=False)]
+    ) = _field(
         "auto",
         "Length h of the step in parameter space to either side. With `auto` it is chosen for each "
         "product from its measured truncation and rounding errors.",
-        '"auto" or a finite number above 0',
+        '"auto" or a finite number, 2^-126 (1.2e-38) at least',
     )
     precision: Literal["auto", "model", "fp32"] = _field(
         "auto",

@@ -89,6 +89,12 @@ def test_numbers_of_other_libraries_are_numbers(hessian: Any) -> None:
     assert hessian.displacement_sweep(("random",), h).curvatures.shape == (1, 2)
 
 
+def test_a_sweep_of_steps_that_are_none_is_refused(hessian: Any) -> None:
+    """The loss was said not to be finite there, and a smaller step to help."""
+    with pytest.raises(ConfigError, match=r"ascending displacements, 2\^-126 at least"):
+        hessian.displacement_sweep(["random"], [1e-40])
+
+
 def test_a_preconditioner_of_another_length_is_refused(hessian: Any) -> None:
     with pytest.raises(NumericsError, match=r"preconditioner's diagonal must be \(607,\)"):
         hessian.solve(hessian.random_vector(), [1.0], preconditioner=torch.ones(3))

@@ -128,7 +128,9 @@ def test_either_interval_gives_a_start_step_its_effect(interval):
     assert HessianConfig.parse({"start_step": 4, interval: 2}).scheduled
 
 
-@pytest.mark.parametrize("value", [0, -1e-3, float("nan"), float("inf"), True, "big", 10**400])
+@pytest.mark.parametrize(
+    "value", [0, -1e-3, 1e-40, float("nan"), float("inf"), True, "big", 10**400]
+)
 def test_an_impossible_displacement_is_refused(value):
     with pytest.raises(ConfigError, match=r'displacement: must be "auto" or a finite number'):
         HessianConfig.parse({"finite_difference": {"displacement": value}})
