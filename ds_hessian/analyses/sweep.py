@@ -87,7 +87,7 @@ class Sweep(Analysis[DisplacementSweep]):
             ConfigError: no directions, or displacements that do not ascend.
         """
         h = [] if self.displacements is None else list(self.displacements)
-        ascend = h == sorted(set(h)) and min(h, default=1.0) >= LEAST_DISPLACEMENT
+        ascend = h == sorted(set(h)) and all(x >= LEAST_DISPLACEMENT for x in h)
         if not ascend or not (self.directions or self.vectors):
             raise ConfigError(
                 "displacement_sweep needs directions and ascending displacements, 2^-126 at least, "

@@ -153,7 +153,7 @@ def solve(
             size = 1 / math.sqrt(preconditioner.least + shift)
         view = Congruent(operator, scale, shift)
         space = _Space(view, scaled(b, scale), np.zeros(1), goal, fresh, progress)
-        x, rest = _preconditioned(space, operator, b, shift, scale, size, tolerance * norm)
+        x, rest = _preconditioned(space, operator, b, norm, shift, scale, size, tolerance)
         parts.append(x)
         rests.append(rest)
         spaces.append(space.found())
@@ -309,24 +309,25 @@ def _preconditioned(
     space: _Space,
     operator: LinearOperator,
     b: Tensor,
+    norm: float,
     shift: float,
     scale: Scale,
     size: float,
-    wanted: float,
+    tolerance: float,
 ) -> tuple[Tensor, _Rest]:
-    """Return the solution x whose |r| is at most `wanted`, or the last one.
+    """Return the solution x whose |r| / |b| is within the tolerance, or the last; `norm` is |b|.
 
     Lanczos knows |S r|; a product tells |r|, and how much smaller the former has to be.
     """
-    tolerance = wanted / operator.space.norm(b)
+    within = tolerance
     while True:
-        space.grow(tolerance)
+        space.grow(within)
         x = scaled_in_place(space.solutions()[0], scale)
         rest = _measured(operator, b, x, shift, scale, size)
-        if rest.norm <= wanted or rest.limited or space.finished:
+        if rest.norm <= tolerance * norm or rest.limited or space.finished:
             return x, rest
         space.rejected(rest.products)
-        tolerance = space.small[0].residual * wanted / rest.norm
+        within = space.small[0].residual * tolerance * norm / rest.norm
         del x
 
 

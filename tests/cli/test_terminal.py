@@ -31,6 +31,7 @@ def on_terminal(*arguments: str, columns: int, cwd: Path, **variables: str) -> s
             os.environ |= {"TERM": "xterm", **variables}
             for name in {"COLUMNS", "NO_COLOR", "FORCE_COLOR"} - set(variables):
                 os.environ.pop(name, None)
+            # Open until the fork ends.
             sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
             sys.argv = ["ds-hessian", *arguments]
             main()
