@@ -7,7 +7,13 @@ from unittest import mock
 
 import torch
 
-from ds_hessian.operators.kronecker import Settings, estimate, find_layers, layers
+from ds_hessian.operators.kronecker import (
+    KroneckerMetric,
+    Settings,
+    estimate,
+    find_layers,
+    layers,
+)
 from tests.megatron import job
 from tests.megatron.job import Job
 from tests.nets import forward_hooks
@@ -36,6 +42,25 @@ def _apply(form: Any) -> torch.Tensor:
     found = form.apply(x)
     assert isinstance(found, torch.Tensor)
     return found
+
+
+def diagonal(layout: Job) -> dict[str, float]:
+    """{name: how far from the mean squares of gradients EK-FAC's diagonal is where it is one}."""
+    with job.running(layout) as chunks:
+        hessian = job.hessian_of(chunks, layout)
+        backend, off = hessian.backend, dict[str, float]()
+        found_layers, _ = find_layers(backend, job.FACTORS)
+        with backend.measuring(hessian._objective) as session:
+            metric = KroneckerMetric(session, backend, found_layers)
+            gradients = [session.space.zeros() for _ in range(session.num_micro_batches)]
+            for i, gradient in enumerate(gradients):
+                session.add_gradient(gradient, range(i, i + 1))
+        mean = torch.stack(gradients).square().mean(0) * session.num_micro_batches**2
+        mean *= session.gradient_scale**2 * job.SIZE * job.SEQUENCE
+        for fragment, part in backend.layout:
+            if fragment.name not in metric.layers:
+                off[fragment.name] = float((metric._diagonal - mean)[part].norm() / mean.norm())
+        return off
 
 
 def record(layout: Job) -> Any:

@@ -85,6 +85,13 @@ def test_drawn_labels_are_those_of_one_process(megatron_ranks: Ranks, name: str)
             assert (forms[layer][kind] - whole).norm() < limit * whole.norm(), (layer, kind)
 
 
+def test_the_diagonal_of_a_preconditioner_has_biases(megatron_ranks: Ranks) -> None:
+    """Megatron gives those of queries and keys no gradient where their weight needs none."""
+    (off,) = megatron_ranks(1).run(kronecker_jobs.diagonal, Job())
+    assert sum("qkv.bias" in name for name in off) == 2
+    assert max(off.values()) < 1e-6
+
+
 @pytest.mark.full
 def test_records_are_those_of_one_process(megatron_ranks: Ranks) -> None:
     ((one, _),) = megatron_ranks(1).run(kronecker_jobs.record, Job())

@@ -20,7 +20,7 @@ from ds_hessian.backends.protocol import Backend, Session
 from ds_hessian.backends.restricted import Restricted
 from ds_hessian.errors import NumericsError
 from ds_hessian.operators.kronecker.factors import Factors, Settings, estimate
-from ds_hessian.operators.kronecker.layers import Layer, listening
+from ds_hessian.operators.kronecker.layers import Layer
 from ds_hessian.operators.kronecker.spaces import LayerSpace
 from ds_hessian.ranks import together
 
@@ -99,15 +99,15 @@ class KroneckerMetric:
 
 
 def _squares(session: Session, factors: Sequence[Factors]) -> Tensor:
-    """Return the mean square of the units' gradients, times the tokens of a unit, of what no layer
-    has factors of.
+    """Return the mean square of the units' gradients, times the tokens of a unit.
+
+    Those of layers with factors are not needed, but a layer may give none to its bias without them
+    (`LinearWithFrozenWeight` of Megatron).
     """
     total, gradient, units = session.space.zeros(), session.space.zeros(), session.num_micro_batches
-    layers = [f.layer for f in factors]
     for i in range(units):
         gradient.zero_()
-        with listening(layers, lambda *_: None, {layer.name for layer in layers}):
-            session.add_gradient(gradient, range(i, i + 1))
+        session.add_gradient(gradient, range(i, i + 1))
         total += gradient.square()
     assert session.gradient_scale is not None
     tokens = max((f.samples["ekfac"] for f in factors), default=units) / units
