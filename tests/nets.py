@@ -15,7 +15,7 @@ VOCABULARY, CONTEXT = 11, 6
 class TinyGPT(nn.Module):
     """One causal transformer block with tied embeddings; returns its loss; about 1300 parameters.
 
-    Sizes are such that no parameter divides evenly by 2 or 3 ranks.
+    Sizes are such that most parameters do not divide evenly by 2 ranks.
     """
 
     def __init__(self, width: int = 9, dropout: float = 0.1) -> None:

@@ -31,7 +31,7 @@ def run(ranks: Ranks) -> Callable[[int], Any]:
     return functools.cache(lambda w: ranks(w).run(jobs.measure, 8, 1, {})[0])
 
 
-@pytest.mark.parametrize("world_size", cells([1, 2, 3], [1, 3]))
+@pytest.mark.parametrize("world_size", cells([1, 2, 3], [1, 2]))
 def test_a_product_is_the_dense_hessian_times_the_vector(
     run: Callable[[int], Any], world_size: int
 ) -> None:
@@ -43,7 +43,7 @@ def test_a_product_is_the_dense_hessian_times_the_vector(
     assert spectrum.gradient_norm == pytest.approx(float(dense.gradient.detach().norm()), rel=1e-4)
 
 
-@pytest.mark.parametrize("world_size", cells([2, 3], [3]))
+@pytest.mark.parametrize("world_size", cells([2, 3], [2]))
 def test_coefficients_do_not_depend_on_the_number_of_ranks(
     run: Callable[[int], Any], world_size: int
 ) -> None:
