@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_hessian.checkpoints.sources import Checkpoint, reading
+from ds_hessian.checkpoints.sources import WHOLE, Checkpoint, reading, require_whole
 from ds_hessian.checkpoints.text import Tokenize
 from ds_hessian.checkpoints.weights import load_into, weights_of
 from ds_hessian.errors import ConfigError, ResultError
@@ -172,6 +172,7 @@ def _pretrained(folder: Path) -> nn.Module:
 
     config = _config(folder)
     with reading(folder), _quiet():
+        require_whole(_files(folder))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -191,6 +192,13 @@ def _pretrained(folder: Path) -> nn.Module:
             )
     module: nn.Module = found
     return module
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of weights that transformers reads: safetensors, where there are any."""
+    safe = any((folder / name).is_file() for name in WHOLE)
+    name, suffix = ("model", "safetensors") if safe else ("pytorch_model", "bin")
+    return [path for form in ("", "-*") for path in folder.glob(f"{name}{form}.{suffix}")]
 
 
 def _in_words(key: Any) -> str:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
+
+from safetensors import SafetensorError, safe_open
 
 from ds_hessian.errors import HessianError, ResultError
 
@@ -22,6 +25,12 @@ WHOLE = ("model.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 TAGS = ("latest_universal", "latest")
 """Files in which DeepSpeed names the folder of the last checkpoint."""
+
+POINTER = b"version https://git-lfs.github.com/spec/"
+"""Start of what Git LFS leaves in the place of a file that has not been fetched."""
+
+PICKLE, ZIP = b"\x80", b"PK\x03\x04"
+"""Starts of files of torch.save, before torch 1.6 and since."""
 
 
 @contextmanager
@@ -39,6 +48,36 @@ def reading(what: object, kind: type[HessianError] = ResultError) -> Iterator[No
     except Exception as error:
         first = str(error).strip().partition("\n")[0][:300]
         raise kind(f"cannot read {what}: {type(error).__name__}: {first}") from error
+
+
+def require_whole(paths: Iterable[Path]) -> None:
+    """Refuse files of weights that hold none, or not all that was saved, as copies often do.
+
+    Readers tell this as what they happen to miss. Only the ends of the files are looked at.
+
+    Raises:
+        ResultError: one is empty, truncated, a pointer of Git LFS, or of another form.
+    """
+    again = "copy it again, or measure another checkpoint"
+    for path in paths:
+        if not path.is_file():  # reading a pipe might never end
+            raise ResultError(f"{path} is not a regular file")
+        with path.open("rb") as file:
+            start = file.read(len(POINTER))
+        if not start:
+            raise ResultError(f"{path} is empty: {again}")
+        if start == POINTER:
+            raise ResultError(f"{path} is a pointer of Git LFS: fetch the file by git lfs pull")
+        if path.suffix == ".safetensors":
+            try:
+                with safe_open(path, framework="pt"):
+                    continue
+            except SafetensorError as error:
+                raise ResultError(f"{path} is truncated or damaged, {again}: {error}") from error
+        if start.startswith(ZIP) and not zipfile.is_zipfile(path):
+            raise ResultError(f"{path} is truncated or damaged: {again}")
+        if not start.startswith((ZIP, PICKLE)):
+            raise ResultError(f"{path} is no file of torch.save: {again}")
 
 
 @dataclass(frozen=True)

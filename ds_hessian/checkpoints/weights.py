@@ -6,17 +6,17 @@ Pickled files are read by `torch.load(weights_only=True)`, which executes nothin
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ds_hessian.checkpoints import zero_files
-from ds_hessian.checkpoints.sources import Checkpoint, reading
+from ds_hessian.checkpoints.sources import Checkpoint, reading, require_whole
 from ds_hessian.errors import ResultError
 
 Weights = dict[str, Tensor]
@@ -34,9 +34,8 @@ def weights_of(checkpoint: Checkpoint) -> Weights:
     Raises:
         ResultError: a file is missing, damaged, or of another form.
     """
-    with reading(checkpoint.path):
-        if checkpoint.folder.is_dir():
-            _require_regular(checkpoint.folder)
+    with reading(checkpoint.path), warnings.catch_warnings(action="ignore"):
+        require_whole(_files(checkpoint.folder))
         try:
             if checkpoint.kind == "universal":
                 return zero_files.universal_weights(checkpoint.folder)
@@ -44,26 +43,25 @@ def weights_of(checkpoint: Checkpoint) -> Weights:
                 return zero_files.zero_weights(checkpoint.folder)
             return _state_dict(checkpoint.folder)
         except pickle.UnpicklingError as error:
-            first = str(error).strip().partition("\n")[0][:300]
+            # torch advises to unpickle it all the same, before it says what is in the way.
+            reason = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
             raise ResultError(
                 f"{checkpoint.path} holds more than tensors, and is not unpickled, which could "
-                f"execute anything: save a state dict. torch says: {first}"
+                f"execute anything: save a state dict. torch says: {reason[:300]}"
             ) from error
 
 
-def _require_regular(folder: Path) -> None:
-    """Refuse pipes, sockets and devices among the files of DeepSpeed: reading might never end."""
-    for path in (*folder.glob("*"), *folder.glob("zero/*/*")):
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ResultError(f"{path} is not a regular file")
+def _files(folder: Path) -> list[Path]:
+    """Return the files of weights of DeepSpeed's checkpoints, or that of a state dict."""
+    if folder.is_file():
+        return [folder]
+    every = (*folder.glob("*.pt"), *folder.glob("zero/*/*.pt"))
+    return [path for path in every if not path.is_dir()]
 
 
 def _state_dict(path: Path) -> Weights:
     if path.suffix == ".safetensors":
-        try:
-            return load_file(path)
-        except SafetensorError as error:
-            raise ResultError(f"{path} is truncated or damaged: {error}") from error
+        return load_file(path)
     found: Any = torch.load(path, map_location="cpu", weights_only=True)
     for key in NESTED:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):

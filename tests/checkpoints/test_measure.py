@@ -206,7 +206,7 @@ def test_a_folder_of_transformers_is_refused_where_it_is_damaged(tmp_path: Path)
     (folder / "config.json").write_text(json.dumps(config))
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    refused("cannot read")
+    refused("model.safetensors is truncated or damaged")
     weights.unlink()
     torch.save({"transformer.wte.weight": Evil(str(proof))}, folder / "pytorch_model.bin")
     refused("cannot read")
@@ -357,7 +357,12 @@ def test_bad_input_is_refused_in_one_line(files: Path) -> None:
     net, data = files / "net_20.pt", files / "rows.jsonl"
     (files / "empty").mkdir()
     (files / "net.txt").write_text("")
-    (files / "torn.pt").write_bytes(net.read_bytes()[:200])
+    (files / "torn.pt").write_bytes(net.read_bytes()[:-30])
+    (files / "void.pt").write_bytes(b"")
+    (files / "text.pt").write_text("hello")
+    for suffix in ("pt", "safetensors"):
+        pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+        (files / f"pointer.{suffix}").write_text(pointer)
     (files / "torn.safetensors").write_bytes(b"12345678901")
     torch.save([1, 2], files / "list.pt")
     other = {**trained().state_dict(), "extra": torch.zeros(1)}
@@ -370,7 +375,11 @@ def test_bad_input_is_refused_in_one_line(files: Path) -> None:
         (files / "none", ARGUMENTS, "no such checkpoint"),
         (files / "empty", ARGUMENTS, "is no checkpoint: it has neither"),
         (files / "net.txt", ARGUMENTS, "a state dict ends in"),
-        (files / "torn.pt", ARGUMENTS, "cannot read|holds more than tensors"),
+        (files / "torn.pt", ARGUMENTS, "truncated or damaged: copy it again"),
+        (files / "void.pt", ARGUMENTS, "void.pt is empty: copy it again"),
+        (files / "text.pt", ARGUMENTS, "is no file of torch.save"),
+        (files / "pointer.pt", ARGUMENTS, "git lfs pull"),
+        (files / "pointer.safetensors", ARGUMENTS, "git lfs pull"),
         (files / "torn.safetensors", ARGUMENTS, "truncated or damaged"),
         (files / "list.pt", ARGUMENTS, "is no state dict"),
         (files / "other.pt", ARGUMENTS, "lacks up.bias and has also extra"),
