@@ -34,6 +34,8 @@ class Weight:
         columns: The same for columns.
         group: The tensor-parallel ranks that have the others; None where every rank has all.
         counts: False on all but one of the ranks that see the same tokens.
+        master: What the optimizer steps in its place, of its shape; None where that is the weight,
+            or flat parts of many.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Weight:
     columns: Tensor | None = None
     group: dist.ProcessGroup | None = None
     counts: bool = True
+    master: Tensor | None = None
 
 
 def module_weights(

@@ -43,11 +43,12 @@ def compared(zero: dict[str, Any], **config: Any) -> Any:
     return weights, record
 
 
-def kept(stage: int, kind: str, steps: int = 3) -> Any:
+def kept(stage: int, kind: str, steps: int = 3, **more: Any) -> Any:
     """The distance of the factors that an optimizer keeps from those of the gradients, or why they
     cannot be read."""
     module = TinyGPT()
     config: dict[str, Any] = {"zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
+    config |= more
     if kind == "muon":
         config["optimizer"] = {"type": "muon", "params": {"lr": 1e-3}}
         zero = {"stage": stage, "reduce_scatter": False}

@@ -102,9 +102,10 @@ def test_factors_that_an_optimizer_keeps_are_read_where_it_steps_whole_weights(
     ranks: Ranks,
 ) -> None:
     pytest.importorskip("pytorch_optimizer", reason="pytorch-optimizer is not installed")
-    for found in ranks(2).run(kronecker_jobs.kept, 0, "soap"):
-        assert isinstance(found, dict), found
-        assert len(found) >= 4 and max(found.values()) < 1e-4
+    for more in ({}, {"bf16": {"enabled": True}}):  # which has masters
+        for found in ranks(2).run(kronecker_jobs.kept, 0, "soap", **more):
+            assert isinstance(found, dict), found
+            assert len(found) >= 4 and max(found.values()) < 1e-4
     for stage in (1, 3):
         for found in ranks(2).run(kronecker_jobs.kept, stage, "soap"):
             assert "has no state of this weight" in found and "ZeRO 1 - 3" in found

@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 
 from ds_hessian.operators.kronecker import (
+    KeptFactors,
     KroneckerMetric,
     Settings,
     estimate,
@@ -60,6 +61,38 @@ def diagonal(layout: Job) -> dict[str, float]:
         for fragment, part in backend.layout:
             if fragment.name not in metric.layers:
                 off[fragment.name] = float((metric._diagonal - mean)[part].norm() / mean.norm())
+        return off
+
+
+def kept(layout: Job) -> float:
+    """How far factors that SOAP keeps are from those of its gradients; in bf16 it steps masters."""
+    import pytorch_optimizer
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+
+    with job.running(layout) as chunks:
+        parameters = [p for chunk in chunks for p in chunk.parameters()]
+        soap = pytorch_optimizer.SOAP(parameters, lr=1e-3, shampoo_beta=0.9)
+        config = OptimizerConfig(bf16=layout.dtype == "bfloat16", clip_grad=0.0)
+        if config.bf16:
+            optimizer = Float16OptimizerWithFloat16Params(soap, config, None, lambda *_: None)
+        else:
+            optimizer = FP32Optimizer(soap, config, lambda *_: None)
+        job.run_schedule(layout, chunks, job.my_batches())
+        weights = {w.name: w for w in job.hessian_of(chunks, layout).backend.weights()}
+        sides = {}
+        for name, weight in weights.items():
+            g = weight.module.weight.main_grad.double()
+            sides[name] = 0.1 * g @ g.T, g.T @ g / g.square().sum()
+        optimizer.step()
+        hessian, off = job.hessian_of(chunks, layout), 0.0
+        read = KeptFactors(optimizer, hessian.backend.weights())
+        found = hessian.kronecker(
+            ["optimizer"], job.FACTORS, adapter=optimizer, basis=1, probes=2, extremes=0
+        )
+        for name in found.layers:
+            for exact, factor in zip(sides.get(name, ()), read(name) or (), strict=True):
+                off = max(off, float((factor.double() - exact).norm() / exact.norm()))
         return off
 
 

@@ -59,7 +59,6 @@ DRAWN: dict[str, tuple[int, dict[str, Any]]] = {
     "recomputed": (2, {"tp": 2, "recompute": True}),
     "a token average": (2, {"per_token": True}),
     "bf16": (2, {"tp": 2, "dtype": "bfloat16"}),
-    "fp16": (2, {"tp": 2, "dtype": "float16"}),
     "experts": (2, {"ep": 2, "experts": 4, "bias": False}),
 }
 
@@ -67,7 +66,7 @@ DRAWN: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.full
 @pytest.mark.parametrize("name", DRAWN)
 def test_drawn_labels_are_those_of_one_process(megatron_ranks: Ranks, name: str) -> None:
-    """In 16 bits but for some between which rounding decides: there are more draws then."""
+    """In bf16 but for some between which rounding decides: there are more draws then."""
     size, layout = DRAWN[name]
     job = Job(**layout)
     draws, limit = (2, 1e-3) if job.dtype == "float32" else (32, 0.1)
@@ -90,6 +89,17 @@ def test_the_diagonal_of_a_preconditioner_has_biases(megatron_ranks: Ranks) -> N
     (off,) = megatron_ranks(1).run(kronecker_jobs.diagonal, Job())
     assert sum("qkv.bias" in name for name in off) == 2
     assert max(off.values()) < 1e-6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [{"dtype": "bfloat16"}, {"pp": 2, "dtype": "bfloat16"}])
+def test_factors_that_an_optimizer_of_masters_keeps_are_read(
+    megatron_ranks: Ranks, layout: dict[str, Any]
+) -> None:
+    """It was said that it has made no step."""
+    pytest.importorskip("pytorch_optimizer", reason="pytorch-optimizer is not installed")
+    job = Job(**layout)
+    assert max(megatron_ranks(job.pp).run(kronecker_jobs.kept, job)) < 1e-5
 
 
 @pytest.mark.full

@@ -155,9 +155,15 @@ def weights_of(chunk: Chunk) -> list[Weight]:
         across[:columns] = torch.arange(left, left + columns)
     group, counts = host.tensor_group()
     return [
-        Weight(name, modules[key], down, across, group, counts)
+        Weight(name, modules[key], down, across, group, counts, _whole_master(modules[key].weight))
         for key, (name, down, across) in found.items()
     ]
+
+
+def _whole_master(parameter: host.MegatronParameter) -> Tensor | None:
+    """Return the fp32 master of a weight; None where the distributed optimizer has parts of it."""
+    master = getattr(parameter, "main_param", None)
+    return master if master is not None and master.shape == parameter.shape else None
 
 
 def _is_main_replica(replica_id: int | tuple[int, ...], sharded: bool) -> bool:

@@ -255,7 +255,9 @@ class ZeroBackend:
                 "ds_hessian does not support Kronecker factors of models with deepspeed.moe, whose "
                 "experts see places without a token; measure a job without it"
             )
-        return module_weights(self.engine.module, self.parameters)
+        found = module_weights(self.engine.module, self.parameters)
+        master = self.shards.whole_master
+        return [replace(w, master=master(w.module.get_parameter("weight"))) for w in found]
 
     def memory(self, precision: Precision = "model") -> list[Item]:
         """Return what a session of the engine holds beyond training's memory."""

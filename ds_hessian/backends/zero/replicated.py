@@ -94,6 +94,17 @@ class ReplicatedShards(Shards):
         group = next(i for i, g in enumerate(groups) if any(q is p for q in g["params"]))
         return p, piece.start, group
 
+    @override
+    def whole_master(self, p: Tensor) -> Tensor | None:
+        optimizer = self.optimizer
+        groups = getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ())
+        for params, masters in zip(*groups, strict=False):  # there are such where it is unfused
+            for other, master in zip(params, masters, strict=True):
+                if other is p:
+                    assert isinstance(master, Tensor)
+                    return master
+        return None
+
     def publish(self) -> None:
         """Do nothing: every rank has written the same weights already."""
 

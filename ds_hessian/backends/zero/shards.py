@@ -82,6 +82,12 @@ class Shards(ABC):
         in it, and the number of its parameter group.
         """
 
+    def whole_master(self, p: Tensor) -> Tensor | None:
+        """Return what the inner optimizer steps in place of a parameter, of its shape; None where
+        that is the parameter, or flat parts of many.
+        """
+        return None
+
     def adam(self, piece: Piece) -> AdamState | None:
         """Return Adam's state of the piece; None if the optimizer is not Adam."""
         inner: Private = getattr(self.optimizer, "optimizer", self.optimizer)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from torch import Tensor
@@ -67,7 +68,8 @@ class KeptFactors:
 
     Args:
         optimizer: The optimizer of the job, or a wrapper around one or several.
-        weights: This rank's weights, whose modules have the parameters that it steps.
+        weights: This rank's weights, whose modules have the parameters that it steps, or of which
+            it steps masters.
 
     Raises:
         ConfigError: it is no optimizer.
@@ -80,7 +82,7 @@ class KeptFactors:
                 "an adapter is a function of a weight's name, or an optimizer that keeps factors; "
                 f"got {type(optimizer).__name__}"
             )
-        self._parameters = {w.name: w.module._parameters["weight"] for w in weights}
+        self._stepped = {w.name: (w.module._parameters["weight"], w.master) for w in weights}
 
     def __call__(self, name: str) -> Pair | None:
         """Return the factors of a weight; None on ranks that do not have it.
@@ -88,13 +90,13 @@ class KeptFactors:
         Raises:
             UnsupportedError: the optimizer keeps no factors of its rows and of its columns.
         """
-        parameter = self._parameters.get(name)
-        if parameter is None:
+        stepped = [x for x in self._stepped.get(name, ()) if x is not None]
+        if not stepped:
             return None
-        for optimizer in self._optimizers:
-            if optimizer.state.get(parameter):
+        for optimizer, x in product(self._optimizers, stepped):
+            if optimizer.state.get(x):
                 kind = type(optimizer).__name__
-                return _read(name, kind, _flat(optimizer.state[parameter]), parameter.shape)
+                return _read(name, kind, _flat(optimizer.state[x]), x.shape)
         kinds = " and ".join(type(optimizer).__name__ for optimizer in self._optimizers)
         raise _refused(
             name,
