@@ -135,6 +135,7 @@ def multimodal(function: Any, job: Job, *args: Any) -> Any:
             def __init__(self, language_model: Any) -> None:
                 super().__init__(config)
                 self.language_model, self.model_type = language_model, language_model.model_type
+                self.pre_process = language_model.pre_process
                 self.post_process = language_model.post_process
                 self.share_embeddings_and_output_weights = job.tied
                 self.set_input_tensor = language_model.set_input_tensor
