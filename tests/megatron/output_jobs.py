@@ -192,6 +192,54 @@ def scaled_logits(operator: str) -> tuple[str, bool]:
         return "measured", n == trained
 
 
+def nested_head(operator: str, aside: bool, job: Job, **config: Any) -> str:
+    """The outputs on record of a model that has another as its auxiliary one, beside a head of its
+    own or (not `aside`) alone; or what is said of them.
+    """
+    import ds_hessian
+    from tests.megatron.job import gpt
+
+    def inside(job: Job, config: Any, stage: int = 0) -> Any:
+        from megatron.core.transformer.module import MegatronModule
+
+        class Two(MegatronModule):  # type: ignore[misc]  # Megatron has no types
+            """Returns the losses of tokens of its head, and those of the auxiliary model."""
+
+            def __init__(self, auxiliary: Any) -> None:
+                super().__init__(config)
+                self.auxiliary, self.model_type = auxiliary, auxiliary.model_type
+                self.pre_process, self.post_process = auxiliary.pre_process, auxiliary.post_process
+                self.share_embeddings_and_output_weights = job.tied
+                self.set_input_tensor = auxiliary.set_input_tensor
+                if aside and self.post_process:
+                    self.head = nn.Linear(SEQUENCE, VOCABULARY)
+                    auxiliary.decoder.register_forward_hook(self._keep)
+
+            def _keep(self, module: Any, args: Any, output: Tensor) -> None:
+                self.hidden = output
+
+            def forward(self, *args: Any, labels: Tensor) -> Tensor:
+                """The losses of tokens, or the activations of a stage."""
+                losses = self.auxiliary(*args, labels=labels)
+                if not (aside and self.post_process):
+                    return losses
+                logits = self.head(self.hidden[..., :SEQUENCE]).transpose(0, 1)
+                own = functional.cross_entropy(
+                    logits.flatten(0, 1), labels.flatten(), reduction="none"
+                )
+                return 0.3 * losses + own.view(labels.shape)
+
+        return Two(gpt(job, config, stage))
+
+    with mock.patch("tests.megatron.job.gpt", inside), running(job) as chunks:
+        try:
+            hessian = hessian_of(chunks, job, **config)
+            found = hessian.spectrum(operator=operator, num_matvecs=1)
+        except ds_hessian.HessianError as error:
+            return str(error)
+        return str(found.provenance.outputs)
+
+
 def several_predictions() -> str:
     """The message for a model whose output layer is called twice for a micro-batch."""
     import ds_hessian

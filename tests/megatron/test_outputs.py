@@ -138,6 +138,25 @@ def test_what_another_module_does_with_logits_is_measured_or_refused(
     assert message == "measured" if operator == "hessian" else behind in message
 
 
+NESTED: dict[str, dict[str, Any]] = {"one": {}, "TP": {"tp": 2}, "PP": {"pp": 2, "tied": False}}
+
+
+@pytest.mark.parametrize("name", cells(NESTED, ["one"]))
+def test_an_output_layer_inside_of_another_module_is_the_outputs_if_it_is_all(
+    megatron_ranks: Ranks, name: str
+) -> None:
+    """G was that of an auxiliary head, and R had the loss of the model's own."""
+    job = Job(**NESTED[name])
+    measured = megatron_ranks(job.tp * job.pp).run
+    for message in measured(output_jobs.nested_head, "ggn", False, job):
+        assert message == "output_layer: cross entropy"
+    for operator in ("ggn", "residual"):
+        for message in measured(output_jobs.nested_head, operator, True, job):
+            assert "does not know the outputs of this model: the loss depends on" in message
+    for message in measured(output_jobs.nested_head, "ggn", True, job, outputs="output_layer"):
+        assert message == "output_layer: cross entropy, without another part of the loss"
+
+
 def test_several_predictions_for_a_token_are_refused(megatron_ranks: Ranks) -> None:
     (message,) = megatron_ranks(1).run(output_jobs.several_predictions)
     assert "'output_layer' that is called more than once" in message

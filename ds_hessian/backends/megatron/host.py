@@ -218,24 +218,25 @@ def head(chunks: Sequence[Chunk], per_unit: int) -> Head:
     """
     from megatron.core import parallel_state
 
-    layers = [layer for chunk in chunks for layer in _output_layers(unwrap(chunk))]
-    layer: Any = layers[-1] if layers else None
+    layers = [layer for layer in (_output_layer(unwrap(chunk)) for chunk in chunks) if layer]
+    name, layer = layers[-1] if layers else ("", None)
     if layer is None and parallel_state.get_pipeline_model_parallel_world_size() == 1:
         whole = parallel_state.get_tensor_model_parallel_world_size() == 1
         return Head([unwrap(chunk) for chunk in chunks] if whole else ())
     parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
     group = parallel_state.get_tensor_model_parallel_group() if parallel else None
     classes = getattr(layer, "output_size", 0)
-    return Head(list(chunks), "output_layer", layer, classes, group, per_unit)
+    nested = name not in ("", "output_layer", "language_model.output_layer")
+    return Head(list(chunks), "output_layer", layer, classes, group, per_unit, nested)
 
 
-def _output_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the output layer, which in a multimodal model is that of its language model."""
+def _output_layer(model: nn.Module) -> tuple[str, Any] | None:
+    """Return the output layer with its name, in a multimodal model that of its language model."""
     own = getattr(model, "output_layer", None)
-    inside = [m for name, m in model.named_modules() if name.endswith(".output_layer")]
     if own is not None:
-        return [own]
-    return inside if len(inside) == 1 else []
+        return "output_layer", own
+    inside = [(name, m) for name, m in model.named_modules() if name.endswith(".output_layer")]
+    return inside[0] if len(inside) == 1 else None
 
 
 def share_of_rank(per_token: bool, head: Head) -> float:

@@ -235,13 +235,31 @@ def known_outputs(session: Session, name: str | None) -> Tap | None:
         raise ConfigError(
             f"outputs: on this host they are those of {head.name!r}, got {name!r}; leave it out"
         )
-    have = torch.tensor([head.module is not None], dtype=torch.float64)
-    if not session.space.reduce(have)[0]:
+    mine = torch.tensor([head.module is not None, head.nested], dtype=torch.float64)
+    have, nested = session.space.reduce(mine).tolist()
+    if not have:
         raise UnsupportedError(
             f"ds_hessian does not support operators of the outputs of a model without a "
             f"{head.name!r} on any rank"
         )
-    return Tap(head.name, head.module, head.per_unit)
+    tap = Tap(head.name, head.module, head.per_unit)
+    if nested and name is None:
+        # Of a pipeline, the chunk that has the outputs: what another one returns is sent.
+        around = [root for root in head.modules if any(m is head.module for m in root.modules())]
+        tap.others = _others([x for root in around for x in root.named_modules()], head.module)
+    return tap
+
+
+def _others(
+    named: Sequence[tuple[str, nn.Module]], outputs: nn.Module | None
+) -> list[tuple[str, nn.Module]]:
+    """Return the modules with weights in which the outputs' module is not."""
+    return [
+        (name, other)
+        for name, other in named
+        if not any(m is outputs for m in other.modules())
+        and any(p.requires_grad for p in other.parameters())
+    ]
 
 
 def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, Tokens | None]:
@@ -305,11 +323,7 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, 
     if not table[chosen, SAME] and bool(once[-1].all()) and _takes_others(session, tap):
         return LogitsTap(), watch.taken if everywhere[-1] else None
     if not table[chosen, SAME]:
-        tap.others = [
-            (n, other)
-            for n, other in named
-            if module not in other.modules() and any(p.requires_grad for p in other.parameters())
-        ]
+        tap.others = _others(named, module)
     return tap, None
 
 

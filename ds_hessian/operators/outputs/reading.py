@@ -275,6 +275,8 @@ class Reading:
         verifier, waste = _Verifier(self.session, reader.tokens), self.space.zeros()
         self.seconds += self._pass(verifier, waste, range(1))
         self._partial = bool(self.space.norm(waste))
+        if self._partial:
+            require_one_head(self.session, self.tap)
         return not self._failed(verifier)
 
     def _probe(self, every: range, before: dict[int, Tensor]) -> int:

@@ -17,6 +17,7 @@ from ds_hessian.backends.protocol import Session
 from ds_hessian.errors import MeasurementError, UnsupportedError
 from ds_hessian.operators.outputs.losses import beside_outputs
 from ds_hessian.operators.outputs.tap import Silence, Tap, in_backward, tensors_of, with_tensors
+from ds_hessian.ranks import union
 
 
 class _Stopped(Silence):
@@ -61,32 +62,33 @@ def require_one_head(session: Session, tap: Tap) -> None:
     """Raise if a part of the loss takes what other modules with weights return, past outputs of
     which nothing has shown that they are those of the model: they may be one head of several.
 
-    Collective: the gradient of the first micro-batch, and a small all-reduce.
+    Collective: the gradient of the first micro-batch, and a small exchange.
     """
-    if not tap.others:
+    if tap.others is None:
         return
-    others = torch.zeros(len(tap.others), dtype=torch.float64)
+    mine = set[tuple[int, str]]()
 
-    def judge(number: int, c: Tensor) -> None:
-        others[number] += bool(c.any())
+    def judge(number: int, name: str, c: Tensor) -> None:
+        if c.any():
+            mine.add((number, name))
 
-    def hook(number: int, module: nn.Module, args: object, output: object) -> object:
+    def hook(number: int, name: str, module: nn.Module, args: object, output: object) -> object:
         if in_backward():
             return None
         found = {i: f for i, f in enumerate(tensors_of(output)) if f.requires_grad}
         for f in found.values():
-            f.register_hook(on_cotangents(partial(judge, number)))
+            f.register_hook(on_cotangents(partial(judge, number, name)))
         # Others, since the outputs' module may return this very tensor, which is silenced there.
         return with_tensors(output, {i: f.view_as(f) for i, f in found.items()})
 
     with ExitStack() as stack:
-        for number, (_, module) in enumerate(tap.others):
-            stack.callback(module.register_forward_hook(partial(hook, number)).remove)
+        for number, (name, module) in enumerate(tap.others):
+            stack.callback(module.register_forward_hook(partial(hook, number, name)).remove)
         with tap.listening(range(1), Silence()):
             session.add_gradient(session.space.zeros(), range(1))
-    found = session.space.reduce(others).nonzero().flatten().tolist()
+    found = union(mine, session.space.device)
     if found:
-        other = tap.others[found[-1]][0]
+        _, other = max(found)
         raise UnsupportedError(
             f"ds_hessian does not know the outputs of this model: the loss depends on {other!r} "
             f"beside those of {tap.name!r}; name the module that returns all that the loss is made "

@@ -86,8 +86,9 @@ class Tap:
         places: Those of the outputs among the tensors that the module returns (`tensors_of`).
 
     Attributes:
-        others: Modules that may be other heads, with their names, where nothing but the order of
-            calls has shown the outputs.
+        others: Modules on this rank that may be other heads, with their names, where nothing but
+            the order of calls, or the name of a module inside of another, has shown the outputs;
+            None elsewhere.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Tap:
         places: Sequence[int] = (0,),
     ) -> None:
         self.name, self.module, self.per_unit, self.places = name, module, per_unit, places
-        self.others: Sequence[tuple[str, nn.Module]] = ()
+        self.others: Sequence[tuple[str, nn.Module]] | None = None
 
     @property
     def is_here(self) -> bool:
