@@ -655,6 +655,34 @@ def test_outputs_that_saturate_are_left_downward() -> None:
             assert abs(found.value - form) < SLACK * found.error < 1e-2 * form
 
 
+class FarApart(nn.Module):
+    """A hidden layer whose stored weights are far smaller than its stored biases."""
+
+    def __init__(self, ratio: float) -> None:
+        super().__init__()
+        self.ratio = ratio
+        self.weight = nn.Parameter(torch.randn(8, 10) * 0.3 / ratio)
+        self.bias = nn.Parameter(torch.randn(8) * 500)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(b, 10)` to `(b, 8)`."""
+        weight, bias = self.weight * self.ratio, self.bias * 1e-3
+        return torch.tanh(functional.linear(x, weight.to(x), bias.to(x)))
+
+
+def test_the_first_vector_finds_parameters_far_smaller_than_all() -> None:
+    """Along them the outputs saturate at eight displacements, each a quarter of the one before."""
+    torch.manual_seed(1)
+    net, data = nn.Sequential(FarApart(1e4), nn.Identity(), nn.Linear(8, 3)), batches(4)
+    exact = ExactGaussNewton(net, "2", distance, data)
+    with operators(net, data, distance, "ggn") as (backend, (g,)):
+        for v, truth in krylov(backend, exact, 3):
+            product = g.matvec(v)
+            error = relative(product.vector, truth)
+            print(f"error {error:.1e}, estimate {product.error:.1e} at {product.displacement:.1e}")
+            assert error < min(0.1, SLACK * product.error)
+
+
 def test_noise_of_the_backward_is_that_of_weights_rounded_each_by_itself() -> None:
     """In bf16 the norm of all, times its roundoff, is a step that bends a layer of small ones."""
     net, data = uneven(), batches(4)

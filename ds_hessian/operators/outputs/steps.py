@@ -12,11 +12,11 @@ b    the bend of the outputs along the vector: their nonlinearity ratio r, the n
 kappa, nu   truncation in units of r^2; rounding noise of the backward
 
 N and kappa are measured by products at two displacements on the pilot, which truncation and noise
-part differently: for the first vector at as many displacements, each a quarter of the one before,
-as it takes to see both sides of the valley. nu is measured once, by a backward at weights displaced
-by their rounding. Where the loss in the outputs is known by its values alone, differencing it has
-an error of its own, which a third difference of the cotangents shows: of the first two vectors, and
-then as often as that is cheap.
+part differently: for the first vector at as many displacements, each a quarter of the one before
+(and less, where the outputs bend too much at several), as it takes to see both sides of the valley.
+nu is measured once, by a backward at weights displaced by their rounding. Where the loss in the
+outputs is known by its values alone, differencing it has an error of its own, which a third
+difference of the cotangents shows: of the first two vectors, and then as often as that is cheap.
 Every product bears one more witness: v'(Gv) by the backward and by the outputs alone differ by no
 more than the error.
 
@@ -45,8 +45,9 @@ UNEXPECTED = 2.0
 LADDER = 4.0
 """Ratio of the displacements of the first vector's trials."""
 
-MOST = 9
-"""Trials of a vector, at most."""
+MOST, NEAR = 9, 2
+"""Trials of a vector, at most, and steps of the ladder after which the next is longer, where the
+outputs bend too much at all of them: along parameters that are far smaller than |w|."""
 
 ACCEPT, REPEAT = 1.5, 2.5
 """Ratio of the expected error to the least possible, up to which a trial is accepted, and above
@@ -272,7 +273,9 @@ class OutputSteps:
             here, heights = trials[-1].h, [t.h for t in trials if t.finite]
             lowest = min((t for t in trials if t.finite), key=lambda t: t.h)
             if lowest.beyond and lowest.h / LADDER > self.least:
-                return lowest.h / LADDER, False
+                # Each step of the ladder that has led nowhere makes the next ones longer.
+                steps = int(math.log(lowest.h / self.least, LADDER))
+                return lowest.h / LADDER ** min(max(1, len(heights) - NEAR), steps), False
             changes = self._changes(trials)
             if len(changes) < 2:
                 return here / LADDER, False
@@ -299,7 +302,8 @@ class OutputSteps:
     def _accepted(self, trials: list[Trial]) -> tuple[float, bool]:
         """Return as `advise`, by the error expected at the last trial and at the best h."""
         last = trials[-1]
-        best = self._best(last.size)
+        bent = min((t.h for t in trials if t.finite and t.beyond), default=math.inf)
+        best = min(self._best(last.size), max(bent / LADDER, self.smallest))
         good = self._excess(last, best) <= ACCEPT
         return (last.h, True) if good or len(trials) >= MOST else (best, False)
 
