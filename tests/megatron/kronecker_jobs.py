@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.nn import functional
 
 from ds_hessian.operators.kronecker import (
     KeptFactors,
@@ -34,6 +35,27 @@ def factors(
             f.layer.name: {k: _apply(form) for k, form in f.forms.items()} for f in found if f.forms
         }
         return forms, [(f.layer.name, f.layer.shape, dict(f.samples), f.mismatch) for f in found]
+
+
+def gathered(layout: Job, draws: int) -> Any:
+    """`factors` of a model whose logits every tensor-parallel rank has whole."""
+    build = job.gpt
+
+    def whole(*args: Any) -> Any:
+        model = build(*args)
+        model.output_layer.gather_output, model.parallel_output = True, False
+        return model
+
+    def losses(model: Any, batch: dict[str, torch.Tensor], _: Job) -> torch.Tensor:
+        logits, labels = model(batch["tokens"], job.POSITIONS, job.CAUSAL), batch["labels"]
+        found = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return found.view(labels.shape)
+
+    with (
+        mock.patch("tests.megatron.job.gpt", whole),
+        mock.patch("tests.megatron.job.token_losses", losses),
+    ):
+        return factors(layout, draws=draws)
 
 
 def _apply(form: Any) -> torch.Tensor:

@@ -84,6 +84,20 @@ def test_drawn_labels_are_those_of_one_process(megatron_ranks: Ranks, name: str)
             assert (forms[layer][kind] - whole).norm() < limit * whole.norm(), (layer, kind)
 
 
+@pytest.mark.full
+def test_drawn_labels_of_logits_that_every_rank_has_are_those_of_one_process(
+    megatron_ranks: Ranks,
+) -> None:
+    """The Fisher matrix was as many times too large as there are tensor-parallel ranks."""
+    ((exact, _),) = megatron_ranks(1).run(kronecker_jobs.gathered, Job(), 2)
+    runs = megatron_ranks(2).run(kronecker_jobs.gathered, Job(tp=2), 2)
+    forms = {layer: each for own, _ in runs for layer, each in own.items()}
+    assert forms.keys() == exact.keys()
+    for layer, each in exact.items():
+        for kind, whole in each.items():
+            assert (forms[layer][kind] - whole).norm() < 1e-3 * whole.norm(), (layer, kind)
+
+
 def test_the_diagonal_of_a_preconditioner_has_biases(megatron_ranks: Ranks) -> None:
     """Megatron gives those of queries and keys no gradient where their weight needs none."""
     (off,) = megatron_ranks(1).run(kronecker_jobs.diagonal, Job())

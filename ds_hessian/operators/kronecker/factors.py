@@ -393,11 +393,12 @@ class _Estimation:
 
         Drawn labels put cotangents in units of the gradient's terms at the outputs.
         """
-        scale, draws = self.scales[layer.name], self.labels.draws
-        if not draws:
+        scale, labels = self.scales[layer.name], self.labels
+        if not labels.draws:
             return count * scale**2
         assert self.session.gradient_scale is not None
-        return (scale / self.cotangent_scale) ** 2 / (self.session.gradient_scale * draws)
+        terms = self.session.gradient_scale * labels.draws * labels.copies
+        return (scale / self.cotangent_scale) ** 2 / terms
 
     def _samples(self, layer: Layer) -> dict[Kind, int]:
         tokens = self.tokens[layer.name]

@@ -25,6 +25,8 @@ class Labels:
     Attributes:
         draws: Times that labels are drawn; 0 for the data's own.
         unit: The cotangents of drawn labels in those of the layers' hooks.
+        copies: Tensor-parallel ranks that have the same whole outputs, each with its share of the
+            tokens' weights.
 
     Raises:
         UnsupportedError: labels are to be drawn, and the loss is no cross entropy.
@@ -35,7 +37,7 @@ class Labels:
     reads = True
 
     def __init__(self, session: Session, outputs: str | None, draws: int) -> None:
-        self.draws, self.unit = draws, 1.0
+        self.draws, self.unit, self.copies = draws, 1.0, 1
         if not draws:
             return
         self._reading = Reading(session, outputs)
@@ -48,6 +50,10 @@ class Labels:
         self._place, self._ranks = _place_among_data(session, bool(tokens))
         self._count = len(tap.calls(range(session.num_micro_batches)))
         self._drawn = 0  # of the present pass
+        group = session.head.group
+        if group is not None and any(each.group is None for each in tokens.values()):
+            self.copies = group.size()
+        self.copies = int(session.space.of_all_ranks(self.copies).max())
         largest = max((size_of(each.weights) for each in tokens.values()), default=0.0)
         steepest = max((each.steepest for each in tokens.values()), default=0.0)
         self.unit = _unit_of(*session.space.of_all_ranks(largest, steepest).amax(1).tolist())
