@@ -88,9 +88,9 @@ class JobMeasuring(JobVectors):
         Args:
             batches: Micro-batches; all of them count, whatever `num_micro_batches` says.
             loss_fn: `loss_fn(model, batch)` returning the mean loss of a micro-batch, or a pair
-                (summed loss, count) for token-weighted averaging; None where the model returns its
-                loss as a scalar, first in a tuple, or as `.loss`. On Megatron the forward step as
-                its schedules take it; None for that of the last `use`.
+                (summed loss, count) for token-weighted averaging; None for that of the last `use`
+                or, if there was none, where the model returns its loss as a scalar, first in a
+                tuple, or as `.loss`. On Megatron the forward step as its schedules take it.
             **sizes: `seq_length` and `micro_batch_size`, on Megatron only; None for those of the
                 last `use`.
 
