@@ -92,7 +92,11 @@ def test_a_basis_is_read_twice_from_where_it_is_and_two_rows_once_more() -> None
 
 @pytest.mark.parametrize("count", cells([1, 4, 16], [16]))
 @pytest.mark.parametrize("scheme", ["central", "fourth_order"])
-def test_the_runs_of_a_product_are_those_that_operators_make(count: int, scheme: Any) -> None:
+@pytest.mark.parametrize("costly", [False, True])
+def test_the_runs_of_a_product_are_those_that_operators_make(
+    count: int, scheme: Any, costly: bool
+) -> None:
+    """Where they are costly a product is two of them, four of fourth order, but for the first."""
     data, products, runs = batches(count), 12, list[range]()
     backend = backend_of(train(mlp(), data, 20))
 
@@ -107,11 +111,17 @@ def test_the_runs_of_a_product_are_those_that_operators_make(count: int, scheme:
             add_gradient(out, micro_batches)
 
         session.add_gradient = counted  # type: ignore[method-assign]
+        session.costly_runs = costly
         hessian = FiniteDifferenceHessian(session, scheme=scheme)
         first = len(runs)
         lanczos(hessian, draw(0), products, draw)
     found = (len(runs) - first) / products
-    assert expected_evaluations(products, count, scheme).runs == pytest.approx(found, rel=0.3)
+    expected = expected_evaluations(products, count, scheme, costly_runs=costly)
+    assert expected.runs == pytest.approx(found, rel=0.3)
+    evaluated = hessian.cost.gradient_evaluations / products
+    assert expected.gradients == pytest.approx(evaluated, rel=0.3 if count == 1 else 0.2)
+    later = runs[-2 * len(hessian.scheme.nodes) :]
+    assert not costly or all(each == range(count) for each in later)
 
 
 @pytest.mark.parametrize("count", cells([8, 16, 32], [16]))
@@ -138,10 +148,10 @@ def test_every_run_of_a_product_waits_for_the_stages_of_a_pipeline() -> None:
     config = HessianConfig(num_micro_batches=8)
     job = Job(1000, 8, mesh=Mesh(pipeline=4, virtual=2, tensor=2), dtype="fp32")
     run = timing.run_of(job, FREE)
-    assert run == timing.Run(0.0, 3 / 2, 4)
+    assert run == timing.Run(0.0, 3 / 2, 4, costly=True)
     gradient = run.over(8, 2.0)
     assert gradient == (8 + 3 / 2) * 2.0
-    evaluated = expected_evaluations(30, 2)  # of groups of four micro-batches
+    evaluated = expected_evaluations(30, 2, costly_runs=True)  # of groups of four micro-batches
     plan = timing.plan_time(gradient, job.share, FREE, config, 30, run)
     assert plan.waiting == pytest.approx(evaluated.runs * 3 / 2 * 2.0)
     assert plan.product == pytest.approx(evaluated.gradients * 16.0 + plan.waiting)
@@ -155,7 +165,12 @@ def test_what_every_run_sends_is_counted_for_every_run() -> None:
     assert run.seconds == 2 * 0.25 + 1000 * 8 / 2 / 1e3
     config = HessianConfig(num_micro_batches=8)
     plan = timing.plan_time(run.over(8, 1.0), job.share, machine, config, 30, run)
-    assert plan.running == pytest.approx(expected_evaluations(30, 8).runs * run.seconds)
+    evaluated = expected_evaluations(30, 8, costly_runs=True)
+    assert plan.running == pytest.approx(evaluated.runs * run.seconds)
+    alone = timing.run_of(Job(1000, 1, mesh=Mesh(tensor=1), dtype="fp32"), machine)
+    assert not alone.costly
+    stages = [timing.run_of(Job(1000, 2, stage=s, dtype="fp32"), machine) for s in range(4)]
+    assert [run.costly for run in stages] == [True, True, False, False]
 
 
 def test_micro_batches_that_an_interleaved_pipeline_cannot_run_are_refused() -> None:

@@ -152,6 +152,7 @@ class ShardedSession:
         num_micro_batches: Units that can be evaluated alone.
         head: The outputs of the model.
         roundoff: Unit roundoff of the passes.
+        costly_runs: Whether calls of `add_gradient` cost more than their units.
     """
 
     def __init__(
@@ -161,7 +162,9 @@ class ShardedSession:
         num_micro_batches: int,
         head: Head,
         roundoff: float,
+        costly_runs: bool,
     ) -> None:
+        self.costly_runs = costly_runs
         self.weights, self.layout, self.space = weights, weights.layout, weights.space
         self.num_micro_batches, self.head, self.unit_roundoff = num_micro_batches, head, roundoff
         self.gradient_scale: float | None = None

@@ -14,7 +14,7 @@ from ds_hessian.operators.displacement.witnesses import (
     products_of_a_third,
     products_of_a_trial_above,
 )
-from ds_hessian.operators.finite_difference import pilot_of
+from ds_hessian.operators.finite_difference import SEARCHED, pilot_of
 from ds_hessian.operators.outputs.residual import MEASURED, OF_ROUNDING
 
 FIRST = {"auto": 4.0, "fixed": 2.5}
@@ -45,8 +45,9 @@ class Evaluations:
 
     Attributes:
         gradients: Gradients, of all micro-batches.
-        runs: Runs of the host over some of them: of the pilot and of the rest, at each point. Each
-            has a reduction of its own, and in a pipeline waits for its stages.
+        runs: Runs of the host over some of them: of the pilot and of the rest, at each point, or
+            one at each point where runs are costly. Each has a reduction of its own, and in a
+            pipeline waits for its stages.
     """
 
     gradients: float
@@ -62,11 +63,13 @@ def expected_evaluations(
     *,
     one_sided: bool = False,
     narrow: bool = False,
+    costly_runs: bool = False,
 ) -> Evaluations:
     """Return what a product evaluates on average.
 
     With `one_sided`, as for a tolerance that one-sided differences reach; where they do not, a
-    product takes those of central ones, as it does with `narrow`, for passes in 16 bits.
+    product takes those of central ones, as it does with `narrow`, for passes in 16 bits. With
+    `costly_runs`, those of a host of which products make few (`Session.costly_runs`).
 
     The averages are those of small nets (tests/test_timing.py) and of benchmarks/plan.py; a net
     whose curvature changes much from vector to vector takes more.
@@ -78,6 +81,16 @@ def expected_evaluations(
         return Evaluations(gradients, gradients * count)  # one micro-batch after another
     formula = SCHEMES[scheme]
     nodes, pilot = len(formula.nodes), pilot_of(count) / count
+    few = costly_runs and not (one_sided or narrow or formula.one_sided)
+    if few and pilot < 1 and num_products > SEARCHED:
+        # The first ones as ever; the others as if all micro-batches were one.
+        first = expected_evaluations(SEARCHED, count, scheme, displacement, operator)
+        every = products_of_a_third(1.0) if has_thirds(formula.order, narrow) else math.inf
+        other = nodes * (1 + OTHERS) + 1 / every
+        share = SEARCHED / num_products
+        return Evaluations(
+            share * first.gradients + (1 - share) * other, share * first.runs + (1 - share) * other
+        )
     parts = 2 if pilot < 1 else 1
 
     def evaluations(whole: float, pilots: float) -> Evaluations:

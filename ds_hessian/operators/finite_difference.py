@@ -7,8 +7,10 @@
 Cost of a product, in gradients over all micro-batches: 2 (forward 1, fourth_order 4) and, for
 trials of the displacement on a *pilot* of one micro-batch in eight, some 0.2 - 0.4 more; one for
 the third difference of the first product; rarely a second product, where the pilot turns out to
-differ from the rest. Each trial costs three small all-reduces, in 16 bits four until it is known
-what steps lack, a third difference of the pilot one, a product four. Memory per rank, in vectors of
+differ from the rest. Where runs of the host are costly (`Session.costly_runs`), trials are of all
+micro-batches from the third product on: 2.3 - 2.5 gradients in as many runs, for 2.2 in five. Each
+trial costs three small all-reduces, in 16 bits four until it is known what steps lack, a third
+difference of the pilot one, a product four. Memory per rank, in vectors of
 `n_local` fp32: one for each gradient of a trial, two for those at w (of all micro-batches and of
 the pilot) and two for the products of trials, or one of them and a third difference: forward and
 central 6, fourth_order 8, which has one more for a moment in each trial. A finished product
@@ -56,6 +58,10 @@ from ds_hessian.operators.protocol import Form, OperatorCost, Product
 
 PILOT = 8
 """The pilot has one in PILOT micro-batches, rounded up."""
+
+
+SEARCHED = 2
+"""Vectors whose displacement is searched for: a random one, and the next, rich in outliers."""
 
 
 def pilot_of(count: int) -> int:
@@ -180,7 +186,7 @@ class FiniteDifferenceHessian:
         """Return what spares trials in the next measurement of the run; None for nothing."""
         first, *_ = self._controllers.values()
         learnt = first.lessons()
-        return learnt and learnt | {"whole": first.whole}
+        return learnt and learnt | {"whole": first.whole and first.of_pilot is None}
 
     def begin(self, lessons: dict[str, Any]) -> None:
         """Begin with the `lessons` of the same Hessian at other weights of the run."""
@@ -214,6 +220,7 @@ class FiniteDifferenceHessian:
         """
         if not trials:
             self._change_formula()
+            self._make_few_runs()
         h = self._search(line, trials)
         self._evaluate(line, h, self._rest, self._points)
         raw = self._assemble(line, h, self.scheme)
@@ -285,10 +292,26 @@ class FiniteDifferenceHessian:
         slope = self.space.norm(gradient.sub_(self._pilot_gradient)) * self.scale / (share * step)
         return slope if math.isfinite(slope) else math.inf, length / line.length
 
-    def _try_all(self) -> None:
-        """Make trials on all micro-batches from now on, and learn anew."""
+    def _make_few_runs(self) -> None:
+        """Where runs are costly, make trials of all micro-batches from the third vector on: then it
+        is known where, and nearly each trial is the product.
+
+        In 16 bits, where only trials above h show truncation, those of a pilot are worth their
+        runs; and with a tolerance one of a pilot decides whether all need a second side.
+        """
+        control, seldom = self._controller, self._sides is None and not self.scheme.one_sided
+        suits = seldom and not control.narrow and self.session.costly_runs
+        if suits and control.products >= SEARCHED and not control.whole:
+            self._take_slice()
+            control.take_slice()
+
+    def _take_slice(self) -> None:
         self._pilot, self._rest = self._all, range(0)
         self._pilot_gradient = self.gradient
+
+    def _try_all(self) -> None:
+        """Make trials on all micro-batches from now on, and learn anew."""
+        self._take_slice()
         self._controllers.clear()
         self._take(self._scheme)
         if self._sides is not None:

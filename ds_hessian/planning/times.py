@@ -27,6 +27,7 @@ import torch
 
 from ds_hessian.config import EXTRAPOLATED, HessianConfig
 from ds_hessian.errors import ConfigError
+from ds_hessian.memory import FP32
 from ds_hessian.operators import expected_evaluations
 from ds_hessian.planning import traffic
 from ds_hessian.planning.job import Job
@@ -54,11 +55,13 @@ class Run:
             gradients.
         bubble: Micro-batches in whose time it waits for the stages of a pipeline.
         group: Micro-batches that can only run together.
+        costly: Whether products make few runs, as `Session.costly_runs` tells them.
     """
 
     seconds: float = 0.0
     bubble: float = 0.0
     group: int = 1
+    costly: bool = False
 
     def over(self, micro_batches: float, each: float) -> float:
         """Return the seconds of a run over micro-batches of `each` seconds."""
@@ -139,7 +142,7 @@ def plan_time(
         config: The settings.
         products: Their number.
         run: What a run takes beside its micro-batches. A product makes more runs than a gradient:
-            the pilot and the rest are runs of their own.
+            one at each point, and where they are not costly the pilot and the rest are two.
 
     Raises:
         ConfigError: the micro-batches are no whole groups.
@@ -158,6 +161,7 @@ def plan_time(
         config.operator,
         one_sided=difference.tolerance is not None and difference.tolerance > EXTRAPOLATED,
         narrow=difference.precision == "model" and share.compute_dtype != torch.float32,
+        costly_runs=run.costly,
     )
     each = run.each(count, gradient)
     waiting, running = evaluations.runs * run.bubble * each, evaluations.runs * run.seconds
@@ -196,10 +200,12 @@ def run_of(job: Job, machine: Machine) -> Run:
     Reductions wait for all micro-batches, and nothing of a run overlaps.
     """
     if job.mesh is None:
-        return Run(traffic.of_run(job).seconds(machine))
+        costly = job.world_size > 1 and job.stage < 2 and job.weight_bytes == FP32
+        return Run(traffic.of_run(job).seconds(machine), costly=costly)
     stages = range(job.mesh.pipeline)
     seconds = max(traffic.of_run(job, stage).seconds(machine) for stage in stages)
-    return Run(seconds, job.mesh.bubble, job.mesh.group)
+    costly = job.mesh.pipeline > 1 or job.mesh.data(job.world_size) > 1
+    return Run(seconds, job.mesh.bubble, job.mesh.group, costly)
 
 
 def operations(job: Job, tokens: int, stage: int = 0) -> float:

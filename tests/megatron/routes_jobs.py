@@ -56,6 +56,26 @@ def automatic(job: Job, context: str = "") -> tuple[Stored, Stored, float, tuple
         return *of, product.error, (cost.choices, cost.flips), forwards[0] / evaluations
 
 
+def runs_of_products(job: Job, products: int) -> list[tuple[int, int, int]]:
+    """How many runs of the schedule, reductions and gathers each of some products makes."""
+    from ds_hessian.backends.megatron import host
+
+    with running(job) as chunks:
+        hessian, found = hessian_of(chunks, job), list[tuple[int, int, int]]()
+        vectors = [hessian.random_vector(seed=seed) for seed in range(products)]
+        with hessian.measuring(), contextlib.ExitStack() as stack:
+            calls = [
+                stack.enter_context(mock.patch.object(host, name, wraps=getattr(host, name)))
+                for name in ("run_schedule", "reduce_gradients", "gather_parameters")
+            ]
+            for v in vectors:
+                before = [call.call_count for call in calls]
+                hessian.matvec(v)
+                made = (call.call_count - b for call, b in zip(calls, before, strict=True))
+                found.append(tuple(made))  # type: ignore[arg-type]
+        return found
+
+
 def choices_in_bf16(job: Job) -> tuple[int, float, bool]:
     """Held choices, how many would have flipped, and whether the products are symmetric."""
     with running(job) as chunks:

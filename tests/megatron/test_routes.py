@@ -156,6 +156,19 @@ def test_adapters_whose_gradient_a_recomputation_loses_are_refused(megatron_rank
         assert "let the embedding's output require gradients" in message
 
 
+@pytest.mark.parametrize(
+    "layout", cells([{"pp": 2}, {}, {"pp": 2, "vpp": 2, "layers": 4}], [{"pp": 2}])
+)
+def test_a_product_is_two_runs_of_the_schedule_after_the_first_two(
+    megatron_ranks: Ranks, layout: dict[str, Any]
+) -> None:
+    """And one with a third difference: two reductions, two gathers, two waits for the stages."""
+    for found in megatron_ranks(2).run(routes_jobs.runs_of_products, Job(**layout), 8):
+        later = found[2:]
+        assert sum(made == (2, 2, 2) for made in later) >= 3, found
+        assert all(made in ((2, 2, 2), (3, 3, 3)) for made in later), found
+
+
 @pytest.mark.full
 def test_dropped_tokens_are_the_same_in_each_evaluation(megatron_ranks: Ranks) -> None:
     layout: dict[str, Any] = {**MOE, "dispatcher": "alltoall", "capacity": 1.0}

@@ -61,6 +61,33 @@ def test_what_the_pilot_does_not_tell_all_micro_batches_do(name: str, count: int
     assert operator.cost.gradient_evaluations < 6 * (2 + 3), operator.cost
 
 
+def test_where_runs_are_costly_products_are_of_one_at_each_point_after_two() -> None:
+    """They are exact, say so, and go on in a state; the next measurement begins with pilots."""
+    data = batches(16)
+    backend, given = backend_of(net := train(mlp(), data, 40)), Exact(net, data)
+    vectors = list(given.krylov(backend, 8))
+    with measuring(backend, data) as session:
+        session.costly_runs = True
+        operator = FiniteDifferenceHessian(session)
+        for v, truth in vectors[:-1]:
+            product = operator.matvec(v)
+            error = relative(product.vector, truth)
+            assert product.error is not None
+            assert error < 2e-4 and 1 / 3 < product.error / error < 5
+        state, lessons = (
+            json.loads(json.dumps(f)) for f in (operator.state_dict(), operator.lessons())
+        )
+        resumed = FiniteDifferenceHessian(session)
+        resumed.load_state_dict(state)
+        last = vectors[-1][0]
+        assert resumed.matvec(last).vector.equal(operator.matvec(last).vector)
+        next_one, before = FiniteDifferenceHessian(session), operator.cost.gradient_evaluations
+        next_one.begin(lessons)
+        next_one.matvec(vectors[0][0])
+    assert before < 8 * 3.0 + 1
+    assert next_one.cost.gradient_evaluations < 2 * 1.5, next_one.cost
+
+
 def test_trials_of_all_micro_batches_are_kept_by_states_and_lessons() -> None:
     net, data, exact = unlike("masked", 8)
     backend = backend_of(net)

@@ -278,7 +278,7 @@ def test_what_a_product_has_shown_is_not_asked_of_the_product_made_again() -> No
 def test_third_differences_of_noise_leave_the_estimate_of_noise_where_it_is() -> None:
     """Also where they are above it and below it by turns, as rounding is."""
     controller, h = taught(1), H / 2
-    controller.whole = True
+    controller.pilot = controller.num_micro_batches
     for number in range(20):
         controller.h = h
         noisy = NOISE / h * math.sqrt(20 / 18) * (1.3 if number % 2 else 1 / 1.3)

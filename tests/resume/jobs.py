@@ -81,6 +81,7 @@ class ShardedSession:
         self.backend, self.whole = backend, whole
         self.layout, self.space = backend.layout, backend.space
         self.num_micro_batches, self.unit_roundoff = whole.num_micro_batches, whole.unit_roundoff
+        self.costly_runs = whole.costly_runs
 
     @property
     def gradient_scale(self) -> float | None:

@@ -295,7 +295,8 @@ class MegatronSession(ShardedSession):
             dtype = torch.float32
         roundoff = torch.finfo(dtype).eps / 2
         head = host.head(backend.chunks, backend.group)
-        super().__init__(weights, forward.function, units, head, roundoff)
+        costly = any(host.mesh().get(axis, 1) > 1 for axis in ("DP", "PP"))
+        super().__init__(weights, forward.function, units, head, roundoff, costly)
         self._backend, self._objective = backend, objective
         self._forward, self._finalize, self._lockstep = forward, finalize, lockstep
         self._evaluated: set[int] = set()

@@ -263,7 +263,8 @@ class ModuleSession(ShardedSession):
     ) -> None:
         roundoff = max(torch.finfo(p.dtype).eps / 2 for p in trained)
         head = Head(backend.modules)
-        super().__init__(weights, guard.function, objective.num_micro_batches, head, roundoff)
+        units, reduces = objective.num_micro_batches, backend.space.distributed
+        super().__init__(weights, guard.function, units, head, roundoff, reduces)
         self._backend, self._objective, self._guard = backend, objective, guard
         self._trained = trained
         self._lockstep, self._widen = lockstep, widen

@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from ds_hessian.operators.displacement.belief import (
     LARGEST,
@@ -114,14 +115,22 @@ class StepController(Estimates):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._begin()
-        counts = self.pilot, self.num_micro_batches
-        self.interval = products_of_a_trial_above(self.order, self.narrow, *counts)
-        self.thirds = products_of_a_third(self.pilot / self.num_micro_batches)
+        self._share_witnesses()
         self.expected = 0.0  # error of the accepted trial before its third difference
         self.accepted: Trial | None = None
         self.seen = 0.0  # the largest |D| of its trials that are not lost
         self.belief: Belief | None = None
         self.outlook: Outlook | None = None  # of the last product
+
+    def _share_witnesses(self) -> None:
+        counts = self.pilot, self.num_micro_batches
+        self.interval = products_of_a_trial_above(self.order, self.narrow, *counts)
+        self.thirds = products_of_a_third(self.pilot / self.num_micro_batches)
+
+    @override
+    def take_slice(self) -> None:
+        super().take_slice()
+        self._share_witnesses()
 
     # ---- trials of a vector
 

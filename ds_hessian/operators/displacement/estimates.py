@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import asdict
 from typing import Any
 
-from ds_hessian.operators.displacement.belief import UNLIKE, Belief, Estimate
+from ds_hessian.operators.displacement.belief import LARGER, UNLIKE, Belief, Estimate
 from ds_hessian.operators.displacement.priors import (
     AFTER_PROBE,
     BEND,
@@ -48,7 +48,7 @@ that the pilot has not."""
 LEARNT = (
     *("h", "largest", "products", "size", "bend_unlike", "size_unlike"),
     *("hidden", "blind", "rough", "next_third", "cleared", "firsts", "taught"),
-    *("least", "lacking"),
+    *("least", "lacking", "of_pilot"),
 )
 ESTIMATES = ("noise", "bend", "kappa")
 """Attributes that change from product to product."""
@@ -88,8 +88,6 @@ class Estimates:
         self.h = fixed or unit_roundoff ** (1 / (scheme.order + 1)) * scale
         self.smallest, self.largest = least_displacement(scale), scale
         self.pilot, self.num_micro_batches = pilot, num_micro_batches
-        self.whole = pilot == num_micro_batches
-        self.quiet = (pilot / num_micro_batches) ** (SHARED / 2)
         self.roundoff = unit_roundoff
         self.noise: Estimate | None = None
         self.bend = Estimate(BEND.mean - math.log(scale), BEND.spread)
@@ -103,6 +101,7 @@ class Estimates:
         self.cleared = 0.0  # the largest ratio of the slice's r to the pilot's that was no kink
         self.firsts = list[list[float]]()  # of the first two vectors: ln b, its spread, and |D|
         self.taught: dict[str, Any] | None = None
+        self.of_pilot: dict[str, Any] | None = None  # what was learnt when it gave way to the slice
         self.least = math.inf  # the smallest |Hv| of the slice
         # |Hd| of the unit vector d along which a step lacked a part of v, once it was evaluated
         self.lacking: float | None = None
@@ -111,6 +110,26 @@ class Estimates:
     def narrow(self) -> bool:
         """True if the passes have less than 24 bits."""
         return self.roundoff > ROUNDOFF
+
+    @property
+    def whole(self) -> bool:
+        """True if trials are of all micro-batches."""
+        return self.pilot == self.num_micro_batches
+
+    @property
+    def quiet(self) -> float:
+        """The ratio of the slice's noise to the pilot's."""
+        return float((self.pilot / self.num_micro_batches) ** (SHARED / 2))
+
+    def take_slice(self) -> None:
+        """Make trials of all micro-batches, by what those of the pilot have taught."""
+        self.of_pilot = self.lessons()
+        if self.noise is not None:
+            self.noise = Estimate(self.noise.mean + math.log(self.quiet), self.noise.spread)
+        self.kappa = Estimate(self.kappa.mean + math.log(LARGER), self.kappa.spread)
+        self.size *= math.exp(self.size_unlike)
+        self.pilot = self.num_micro_batches
+        self.bend_unlike = self.size_unlike = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the estimates from the products so far, as JSON values."""
@@ -150,6 +169,8 @@ class Estimates:
         """Return, as JSON values, what spares trials of the first two vectors of a like measurement
         at other weights of the run; None where nothing was learnt.
         """
+        if self.of_pilot is not None:
+            return self.of_pilot
         if self.fixed is not None or self.noise is None or len(self.firsts) < 2:
             return None
         return {
