@@ -115,7 +115,7 @@ def _stand_in(p: Any, place: Tensor | None) -> nn.Parameter:
 def _accumulate(p: Any) -> None:
     """Add a gradient to Megatron's buffer, unless a fused kernel already has; as DDP's hook."""
     added = getattr(p, "grad_added_to_main_grad", False)
-    if not added or getattr(p, "zero_out_wgrad", False):
+    if p.grad is not None and (not added or getattr(p, "zero_out_wgrad", False)):
         p.main_grad.add_(p.grad)
     p.grad, p.grad_added_to_main_grad = None, False
 
