@@ -108,6 +108,24 @@ def figures(found: Iterator[tuple[float, float]]) -> tuple[np.ndarray, np.ndarra
     return errors, estimates / errors
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_weights_a_billion_times_smaller_than_others_are_displaced_by_their_size(
+    count: int,
+) -> None:
+    """Products were 0 with errors of twice that, where |Hv| is 1e11, and bars of spectra missed."""
+    torch.manual_seed(0)
+    net = nn.Sequential(Scaled(10, 20, 1e-6), nn.GELU(), Scaled(20, 3, 1e3))
+    data = batches(count)
+    backend, exact = backend_of(net), Exact(net, data)
+    with measuring(backend, data) as session:
+        operator = FiniteDifferenceHessian(session)
+        for v, truth in exact.krylov(backend, 5):
+            product = operator.matvec(v)
+            error = relative(product.vector, truth)
+            assert product.error is not None and product.displacement < 1e-4
+            assert error * float(truth.norm()) < 3 * product.error * product.norm
+
+
 @pytest.mark.parametrize("count", [1, pytest.param(4, marks=FULL), 16])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_a_loss_without_third_derivative_is_measured_and_not_averaged(

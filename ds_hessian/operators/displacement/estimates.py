@@ -46,7 +46,7 @@ KINKED, FEW = 0.1, 4
 that the pilot has not."""
 
 LEARNT = (
-    *("h", "largest", "products", "size", "bend_unlike", "size_unlike"),
+    *("h", "smallest", "largest", "products", "size", "bend_unlike", "size_unlike"),
     *("hidden", "blind", "rough", "next_third", "cleared", "firsts", "taught"),
     *("least", "lacking", "of_pilot"),
 )
@@ -181,6 +181,7 @@ class Estimates:
             "bend_unlike": self.bend_unlike,
             "size_unlike": self.size_unlike,
             "cleared": self.cleared,
+            "smallest": self.smallest,
         }
 
     def begin(self, lessons: dict[str, Any]) -> None:
@@ -192,6 +193,7 @@ class Estimates:
         self.kappa = Estimate(**lessons["kappa"])
         self.bend_unlike, self.size_unlike = lessons["bend_unlike"], lessons["size_unlike"]
         self.cleared = lessons.get("cleared", 0.0)  # not in those of an older version
+        self.smallest = lessons.get("smallest", self.smallest)
         (bend, spread, size), _ = lessons["firsts"]
         self.bend = Estimate(bend, spread).widened(BEND_DRIFT)
         self.h = self.foreseen(size)[0]
