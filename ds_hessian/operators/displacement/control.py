@@ -92,6 +92,10 @@ ROUNDED = 2.0
 that are opposite round alike, and their differences show none of it: products of even losses were
 3 - 10 roundoffs off."""
 
+NEAR = 3
+"""Trials that a scan has within a decade of each other; each one after them, where neither rounding
+nor saturation was found to end, goes a decade farther than the one before."""
+
 APART = 0.4
 """Least distance between the trials of a vector, in ln h."""
 
@@ -182,9 +186,13 @@ class StepController(Estimates):
             self.expected = outlook.error
             if any(trial.h == last.h for trial in trials[:-1]):
                 return Advice(last.h, True)  # returned to, when all that it tells was known
-        lower = min(trial.h for trial in trials) / DECADE
-        scan = self.products == 0 and len(trials) > 1 and lower > self.floor and not final
+        farther = 1 if self.narrow else max(1, len(trials) - NEAR)
+        lower = min(trial.h for trial in trials) / DECADE**farther
+        free = lower > self.floor or self.floor == self.smallest  # which no step has raised
+        scan = self.products == 0 and len(trials) > 1 and free and not final
         if scan and min(t.nonlinearity for t in trials if t.usable and not t.lost) > SATURATING:
+            if lower < self.floor:
+                self.floor = self.smallest = lower
             return Advice(lower, False)  # r is noise or saturated: no trial tells which
         if self._first and not final and not belief.blind:
             regret, telling = belief.search(last, self._displacements())
