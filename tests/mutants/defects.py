@@ -654,6 +654,18 @@ OPERATORS = (
         ("operators/test_finite_difference.py",),
     ),
     Defect(
+        "self.noise = Estimate(self.noise.mean + math.log(self.quiet), self.noise.spread)",
+        "self.noise = Estimate(self.noise.mean - math.log(self.quiet), self.noise.spread)",
+        "where runs are costly, all micro-batches are taken to have more noise than the pilot",
+        ("operators/test_pilots.py",),
+    ),
+    Defect(
+        "suits = seldom and not control.narrow and self.session.costly_runs",
+        "suits = seldom and not control.narrow and not self.session.costly_runs",
+        "where runs are costly, products are still of pilots",
+        ("test_timing.py",),
+    ),
+    Defect(
         "math.copysign(1.0, position - start)",
         "1.0",
         "the fidelity has the wrong sign where the step runs backwards",
