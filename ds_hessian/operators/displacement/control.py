@@ -77,8 +77,8 @@ KNOWN = 0.08
 
 WORTH = 0.6
 """Loss in ln(error) for which a product is made again, or a trial with a third difference, which
-the next one would need too; half of it for other trials of all micro-batches, by a kappa that may
-be off by 3, and a third of it for those of a pilot, which cost less."""
+the next one would need too, or one of all micro-batches after those of a pilot; half of it for
+others of all, by a kappa that may be off by 3, and a third of it for a pilot's, which cost less."""
 
 DOUBTFUL = math.exp(2 * UNLIKE)
 """Smooth micro-batches bend more than the pilot by this factor in 1 of 40 products, if the ln b of
@@ -203,7 +203,8 @@ class StepController(Estimates):
             apart = abs(math.log(outlook.h / last.h))
             below = last.h / AMPLIFY ** (1 / self.order)
             return Advice(outlook.h if apart > APART else below, False)
-        enough = WORTH if last.third is not None else WORTH / (2 if self.whole else 3)
+        share = 3 if not self.whole else 2 if self.of_pilot is None else 1
+        enough = WORTH if last.third is not None else WORTH / share
         if last.third is None and belief.shows_noise(last):
             enough = KNOWN
         best = last.h if outlook.excess < enough or len(trials) > MAX_TRIALS else outlook.h
