@@ -299,9 +299,10 @@ class FiniteDifferenceHessian:
         In 16 bits, where only trials above h show truncation, those of a pilot are worth their
         runs; and with a tolerance one of a pilot decides whether all need a second side.
         """
-        control, seldom = self._controller, self._sides is None and not self.scheme.one_sided
-        suits = seldom and not control.narrow and self.session.costly_runs
-        if suits and control.products >= SEARCHED and not control.whole:
+        control = self._controller
+        needed = control.narrow or self.scheme.one_sided or self._sides is not None
+        taught = control.products >= SEARCHED and not control.whole
+        if self.session.costly_runs and taught and not needed:
             self._take_slice()
             control.take_slice()
 

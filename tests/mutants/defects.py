@@ -660,9 +660,9 @@ OPERATORS = (
         ("operators/test_pilots.py",),
     ),
     Defect(
-        "suits = seldom and not control.narrow and self.session.costly_runs",
-        "suits = seldom and not control.narrow and not self.session.costly_runs",
-        "where runs are costly, products are still of pilots",
+        "if self.session.costly_runs and taught and not needed:",
+        "if taught and not needed:",
+        "products are of all micro-batches where runs are cheap, too",
         ("test_timing.py",),
     ),
     Defect(
