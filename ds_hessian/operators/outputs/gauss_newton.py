@@ -31,7 +31,7 @@ from ds_hessian.config import OutputMatrix
 from ds_hessian.errors import NumericsError, UnsupportedError
 from ds_hessian.memory import FP32
 from ds_hessian.operators.checks import in_units, measurable, require_finite, require_step
-from ds_hessian.operators.outputs.forms import Ladder
+from ds_hessian.operators.outputs.forms import SAMPLE, Ladder
 from ds_hessian.operators.outputs.passes import OutputProduct, Passes, Sums
 from ds_hessian.operators.outputs.reading import Reading
 from ds_hessian.operators.outputs.steps import LADDER, UNEXPECTED, OutputSteps, Trial
@@ -106,6 +106,8 @@ class GaussNewton:
         count = session.num_micro_batches
         one, self._count = reading.pilot, count
         self._pilot, self._rest = range(one, one + 1), [range(one), range(one + 1, count)]
+        start = min(one, max(count - SAMPLE, 0))
+        self._beside = range(start, min(start + SAMPLE, count))
         self._passes = Passes(
             session,
             reading.tap,
@@ -126,6 +128,7 @@ class GaussNewton:
             session.unit_roundoff,
             session.weight_norm(),
             1 / count,
+            0 if self.cost.kinks_crossed is not None else len(self._beside) - 1,
             None if displacement == "auto" else float(displacement),
         )
 
@@ -185,12 +188,13 @@ class GaussNewton:
         """
         started, (v, length, unit) = time.perf_counter(), measurable(v, self.space)
         h, out, sums, trials = self._search(v, length)
-        found = self._finish(v, length, h, out, sums)
+        bent = self._beside if self._steps.doubts_outputs else range(0)
+        found = self._finish(v, length, h, out, sums, bent)
         (better,) = self.space.of_rank_0(self._steps.judge(found.trial))
         if self._narrow(found.trial.values) or better != h:
             out = self.space.zeros()
             sums = self._evaluate(out, v, better / length, self._pilot, True)
-            found = self._finish(v, length, better, out, sums)
+            found = self._finish(v, length, better, out, sums, bent)
             self._steps.judge(found.trial)
         doubt = abs(found.along - found.trial.form)
         if self.cost.kinks_crossed is not None:  # the error is of first order in h, as r is
@@ -327,17 +331,28 @@ class GaussNewton:
         some: range,
         first: bool,
         doubted: bool = False,
+        bent: range = range(0),
     ) -> Sums:
-        sums = self._passes.evaluate(out, v, step, some, first, doubted)
+        sums = self._passes.evaluate(out, v, step, some, first, doubted, bent)
         if self._around is not None:
             out.sub_(self._around[some])
-        self.cost.gradient_evaluations += self._passes.gradients * len(some) / self._count
+        passes = self._passes.gradients * len(some) + len(set(some) & set(bent)) / 3
+        self.cost.gradient_evaluations += passes / self._count
         return sums
 
-    def _finish(self, v: Tensor, length: float, h: float, out: Tensor, sums: Sums) -> _Figures:
+    def _finish(
+        self,
+        v: Tensor,
+        length: float,
+        h: float,
+        out: Tensor,
+        sums: Sums,
+        bent: range = range(0),
+    ) -> _Figures:
         """Add the other micro-batches to the pilot's product; return the figures of all."""
         for some in filter(len, self._rest):
-            more = self._evaluate(out, v, h / length, some, False)
+            more = self._evaluate(out, v, h / length, some, False, bent=bent)
+            sums.thirds += more.thirds
             sums.squares += more.squares
             sums.form += more.form
             sums.choices += more.choices
@@ -364,10 +379,11 @@ class GaussNewton:
             pairs += [(self._before.vector, self._before.vector), (self._before.vector, out)]
         dots = ops.dots(pairs, self.space.n_owned).cpu()
         form = torch.tensor([sums.form], dtype=torch.float64)
-        parts = [sums.squares, form, sums.change, sums.choices, sums.values, dots]
+        parts = [sums.squares, form, sums.change, sums.choices, sums.values, sums.thirds, dots]
         figures = self.space.reduce(torch.cat(parts)).tolist()
         _, count, first, second, whole, q, along, moved, *figures = figures
-        decided, (values, bent, square, dot, *before) = figures[:4], figures[4:]
+        decided, (values, bent), thirds = figures[:4], figures[4:6], figures[6:9]
+        square, dot, *before = figures[9:]
         unit, kappa, change = self._unit(h, length) / share, self._passes.kappa, math.inf
         if before and self._before is not None:
             other = self._before.unit
@@ -382,6 +398,8 @@ class GaussNewton:
             form=q * self.scale / (share * (2 * _stepped(h, length) * kappa) ** 2),
             change=change,
             values=_nonlinearity(values, bent) ** (2 if self._smooth else 1),
+            third=math.sqrt(_ratio(thirds[2], thirds[0], nothing=0.0)),
+            beside=_nonlinearity(*thirds[:2]),
         )
         fidelity = -_ratio(along, math.sqrt(moved) * length, nothing=0.0)
         return _Figures(trial, dot * unit / length, fidelity, decided)

@@ -40,6 +40,8 @@ class Sums:
         choices: `(4,)` fp64: `Session.choices` of the forwards at `w - h v`.
         values: `(2,)` fp64: the squares of the first and of the second differences of a sample of
             the cotangents, where `Passes.cotangents` has them at the weights.
+        thirds: `(3,)` fp64: the squares of the first and second differences of a sample of the
+            outputs and of a third of their third ones, of micro-batches that have these.
     """
 
     squares: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
@@ -47,18 +49,20 @@ class Sums:
     change: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
     choices: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
     values: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+    thirds: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
 
 
 class _Recorder:
-    """Keeps the outputs of a pass."""
+    """Keeps the outputs of a pass, or a part of them."""
 
     reads = False
 
-    def __init__(self) -> None:
-        self.found: dict[int, Tensor] = {}
+    def __init__(self, part: Callable[[Tensor], Tensor] = lambda f: f) -> None:
+        self.part, self.found = part, dict[int, Tensor]()
 
     def outputs(self, index: int, f: Tensor) -> None:
-        self.found[index] = f.to(torch.float32, copy=True)  # what follows may write into f
+        # A copy: what follows may write into f.
+        self.found[index] = self.part(f).to(torch.float32, copy=True)
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> None:
         raise AssertionError("a forward without a graph has no cotangent")
@@ -171,10 +175,14 @@ class Group:
         differences: `{micro-batch: difference}`, fp32.
         factors: kappa over that of each micro-batch.
         middles: A sample of `f(w + h v) + f(w - h v)`, for the second difference.
+        beyond: A sample of `f(w + 2 h v) - 2 f(w + h v)` of some of them, for the third one.
         cotangents: A sample of those at `f + rho kappa delta`, of micro-batches that have had it.
     """
 
-    def __init__(self, above: dict[int, Tensor], below: dict[int, Tensor]) -> None:
+    def __init__(
+        self, above: dict[int, Tensor], below: dict[int, Tensor], beyond: dict[int, Tensor]
+    ) -> None:
+        self.beyond = {i: f - 2 * sample(above[i]) for i, f in beyond.items()}
         self.middles = {i: sample(f) + sample(below[i]) for i, f in above.items()}
         self.differences = {i: f.sub_(below.pop(i)) for i, f in above.items()}
         self._first = {i: _square(sample(d)) for i, d in self.differences.items()}
@@ -188,8 +196,12 @@ class Group:
     def bend(self, index: int, f: Tensor, sums: Sums) -> None:
         """Add the squares of the second difference, and of the outputs at w."""
         here = sample(f.float())
-        sums.squares[3] += _square(self.middles[index] - 2 * here)
+        second = _square(self.middles[index] - 2 * here)
+        sums.squares[3] += second
         sums.squares[4] += _square(here)
+        if index in self.beyond:
+            third = self.beyond[index] - self.middles[index] + 3 * here
+            sums.thirds += torch.tensor([self._first[index], second, _square(third) / 9])
 
     def scale(self, kappa: float, each: dict[int, float]) -> None:
         """Multiply the differences, where a micro-batch has a kappa of its own by that."""
@@ -254,6 +266,7 @@ class Passes:
         micro_batches: range,
         first: bool,
         doubted: bool = False,
+        bent: range = range(0),
     ) -> Sums:
         """Add `factor J' H_out kappa delta` of these micro-batches to `out`; return their sums.
 
@@ -264,12 +277,14 @@ class Passes:
             micro_batches: The micro-batches.
             first: Whether kappa is chosen, which makes the rms of `kappa delta` about 1.
             doubted: Whether a `third` of these micro-batches may follow.
+            bent: Micro-batches of which those among these have a third difference of the outputs: a
+                forward more.
 
         Collective.
         """
         sums = Sums()
         for some in self._groups(micro_batches):
-            group = self.differences(v, step, some, sums)
+            group = self.differences(v, step, some, sums, bent)
             if first:
                 self.kappa = self._chosen(sums.squares[None, :2])[0] or 1.0
                 first = False
@@ -325,9 +340,13 @@ class Passes:
         with self.tap.listening(some, listener):
             self.session.add_gradient(out, some)
 
-    def differences(self, v: Tensor, step: float, micro_batches: range, sums: Sums) -> Group:
+    def differences(
+        self, v: Tensor, step: float, micro_batches: range, sums: Sums, bent: range
+    ) -> Group:
         """Return the differences of the outputs, not scaled yet."""
-        group = Group(*self._ends(v, step, micro_batches, sums))
+        some = range(max(micro_batches.start, bent.start), min(micro_batches.stop, bent.stop))
+        beyond = self._outputs(v, 2 * step, some, sample)[0] if some else {}
+        group = Group(*self._ends(v, step, micro_batches, sums), beyond)
         group.sizes(sums)
         return group
 
@@ -335,16 +354,20 @@ class Passes:
         self, v: Tensor, step: float, micro_batches: range, sums: Sums
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """Return the outputs at `w + step v` and at `w - step v`."""
-        ends = []
-        for sign in (1.0, -1.0):
-            change = self.session.displace(v, sign * step)
-            recorder = _Recorder()
-            with self.tap.listening(micro_batches, recorder):
-                self.session.forward(micro_batches)
-            ends.append(recorder.found)
+        above, _ = self._outputs(v, step, micro_batches)
+        below, change = self._outputs(v, -step, micro_batches)
         sums.change = change.double().cpu()
         sums.choices += self.session.choices(micro_batches).cpu()
-        return ends[0], ends[1]
+        return above, below
+
+    def _outputs(
+        self, v: Tensor, step: float, micro_batches: range, *part: Callable[[Tensor], Tensor]
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        """Return the outputs, or a part of them, at `w + step v`, and what `displace` did."""
+        change, recorder = self.session.displace(v, step), _Recorder(*part)
+        with self.tap.listening(micro_batches, recorder):
+            self.session.forward(micro_batches)
+        return recorder.found, change
 
     def _each(self, group: Group, some: range) -> dict[int, float]:
         """Return the kappa of each micro-batch, of all ranks: the loss bends within lengths of the
