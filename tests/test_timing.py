@@ -169,8 +169,6 @@ def test_what_every_run_sends_is_counted_for_every_run() -> None:
     assert plan.running == pytest.approx(evaluated.runs * run.seconds)
     alone = timing.run_of(Job(1000, 1, mesh=Mesh(tensor=1), dtype="fp32"), machine)
     assert not alone.costly
-    stages = [timing.run_of(Job(1000, 2, stage=s, dtype="fp32"), machine) for s in range(4)]
-    assert [run.costly for run in stages] == [True, True, False, False]
 
 
 def test_micro_batches_that_an_interleaved_pipeline_cannot_run_are_refused() -> None:

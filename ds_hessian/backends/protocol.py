@@ -188,9 +188,8 @@ class Session(Protocol):
         num_micro_batches: The number of units of the objective that can be evaluated alone, the
             same on every rank. Where a schedule runs groups of micro-batches, a unit is a group.
         unit_roundoff: Half of `torch.finfo(dtype).eps`, with the dtype in which the passes compute.
-        costly_runs: Whether a call of `add_gradient` costs more than its units do, because it waits
-            for the stages of a pipeline, or reduces the gradients once for all of them. Products
-            then make few calls.
+        costly_runs: Whether a call of `add_gradient` costs much more than its units do, as where it
+            waits for the stages of a pipeline. Products then make few calls.
         gradient_scale: The factor from the sum of the terms of `add_gradient` to the gradient of
             the loss; None until every unit has been evaluated once.
         loss: The mean loss at the weights; NaN until every unit has been evaluated once.

@@ -162,7 +162,7 @@ class ShardedSession:
         num_micro_batches: int,
         head: Head,
         roundoff: float,
-        costly_runs: bool,
+        costly_runs: bool = False,
     ) -> None:
         self.costly_runs = costly_runs
         self.weights, self.layout, self.space = weights, weights.layout, weights.space

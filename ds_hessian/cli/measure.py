@@ -294,12 +294,11 @@ def _announce(work: Work, hessian: Hessian) -> None:
     for _ in range(2):  # the first one in a process is slow, and would be off by much
         with hessian.measuring() as operator:
             gradient = operator.cost.gradient_seconds
-            run = times.Run(costly=operator.session.costly_runs)
     parts: list[str] = [plan_here(analysis, backend, config).table()]
     machine = CPU if share.tier == "host" else ACCELERATOR
     try:
         count = analysis.products(config)
-        parts.append(times.plan_time(gradient, share, machine, config, count, run).table())
+        parts.append(times.plan_time(gradient, share, machine, config, count).table())
     except ConfigError:  # the number of products depends on the model
         parts.append(
             f"time: {times.spelled(gradient)} for one gradient; two and more for a product"

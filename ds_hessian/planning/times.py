@@ -27,7 +27,6 @@ import torch
 
 from ds_hessian.config import EXTRAPOLATED, HessianConfig
 from ds_hessian.errors import ConfigError
-from ds_hessian.memory import FP32
 from ds_hessian.operators import expected_evaluations
 from ds_hessian.planning import traffic
 from ds_hessian.planning.job import Job
@@ -200,8 +199,7 @@ def run_of(job: Job, machine: Machine) -> Run:
     Reductions wait for all micro-batches, and nothing of a run overlaps.
     """
     if job.mesh is None:
-        costly = job.world_size > 1 and job.stage < 2 and job.weight_bytes == FP32
-        return Run(traffic.of_run(job).seconds(machine), costly=costly)
+        return Run(traffic.of_run(job).seconds(machine))
     stages = range(job.mesh.pipeline)
     seconds = max(traffic.of_run(job, stage).seconds(machine) for stage in stages)
     costly = job.mesh.pipeline > 1 or job.mesh.data(job.world_size) > 1

@@ -263,8 +263,7 @@ class ModuleSession(ShardedSession):
     ) -> None:
         roundoff = max(torch.finfo(p.dtype).eps / 2 for p in trained)
         head = Head(backend.modules)
-        units, reduces = objective.num_micro_batches, backend.space.world_size > 1
-        super().__init__(weights, guard.function, units, head, roundoff, reduces)
+        super().__init__(weights, guard.function, objective.num_micro_batches, head, roundoff)
         self._backend, self._objective, self._guard = backend, objective, guard
         self._trained = trained
         self._lockstep, self._widen = lockstep, widen

@@ -309,10 +309,7 @@ class ZeroSession(ShardedSession):
     ) -> None:
         head = Head(() if backend.tensor_ranks > 1 else backend.modules)
         roundoff = torch.finfo(dtype).eps / 2
-        units, stage = objective.num_micro_batches, backend.engine.zero_optimization_stage()
-        # Stage 3 gathers weights and scatters gradients in each micro-batch.
-        once = stage < 3 and backend.shards.accumulates and backend.space.world_size > 1
-        super().__init__(weights, guard.function, units, head, roundoff, once)
+        super().__init__(weights, guard.function, objective.num_micro_batches, head, roundoff)
         self._backend, self._objective, self._guard = backend, objective, guard
         self._lockstep, self._widen = lockstep, widen
         self._states = [guard.initial]  # before micro-batch 0, 1, ...
