@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ds_hessian.backends.megatron import host
 from ds_hessian.megatron import MegatronHessian
+from ds_hessian.operators.finite_difference import SEARCHED
 from ds_hessian.planning import Mesh
 
 WHOLE = {"distributed_optimizer": False}
@@ -35,7 +36,7 @@ CASES = {
     "DP 2, 8 micro-batches": megatron.Case(Mesh(**WHOLE), 8),
     "DP 2, distributed optimizer, 8 micro-batches": megatron.Case(Mesh(), 8),
 }
-PRODUCTS, SEARCHED = 12, 2
+PRODUCTS = 12
 
 
 @dataclass

@@ -167,6 +167,10 @@ def test_what_every_run_sends_is_counted_for_every_run() -> None:
     plan = timing.plan_time(run.over(8, 1.0), job.share, machine, config, 30, run)
     evaluated = expected_evaluations(30, 8, costly_runs=True)
     assert plan.running == pytest.approx(evaluated.runs * run.seconds)
+    close = config.with_overrides(tolerance=1e-5)  # with which products keep their pilots
+    plan = timing.plan_time(run.over(8, 1.0), job.share, machine, close, 30, run)
+    evaluated = expected_evaluations(30, 8, close.finite_difference.formula)
+    assert plan.running == pytest.approx(evaluated.runs * run.seconds)
     alone = timing.run_of(Job(1000, 1, mesh=Mesh(tensor=1), dtype="fp32"), machine)
     assert not alone.costly
 

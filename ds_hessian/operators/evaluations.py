@@ -11,6 +11,7 @@ from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
 from ds_hessian.operators.displacement.sides import CHECKED
 from ds_hessian.operators.displacement.witnesses import (
     has_thirds,
+    keeps_pilots,
     products_of_a_third,
     products_of_a_trial_above,
 )
@@ -81,7 +82,7 @@ def expected_evaluations(
         return Evaluations(gradients, gradients * count)  # one micro-batch after another
     formula = SCHEMES[scheme]
     nodes, pilot = len(formula.nodes), pilot_of(count) / count
-    few = costly_runs and not (one_sided or narrow or formula.one_sided)
+    few = costly_runs and not keeps_pilots(formula.one_sided, narrow, one_sided)
     if few and pilot < 1 and num_products > SEARCHED:
         # The first ones as ever; the others as if all micro-batches were one.
         first = expected_evaluations(SEARCHED, count, scheme, displacement, operator)

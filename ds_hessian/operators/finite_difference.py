@@ -54,6 +54,7 @@ from ds_hessian.operators.displacement.schemes import SCHEMES, Scheme, SchemeNam
 from ds_hessian.operators.displacement.sides import BOTH, DOUBTED, Sides
 from ds_hessian.operators.displacement.steps import DECADE
 from ds_hessian.operators.displacement.trials import Trial
+from ds_hessian.operators.displacement.witnesses import keeps_pilots
 from ds_hessian.operators.protocol import Form, OperatorCost, Product
 
 PILOT = 8
@@ -295,14 +296,11 @@ class FiniteDifferenceHessian:
     def _make_few_runs(self) -> None:
         """Where runs are costly, make trials of all micro-batches from the third vector on: then it
         is known where, and nearly each trial is the product.
-
-        In 16 bits, where only trials above h show truncation, those of a pilot are worth their
-        runs; and with a tolerance one of a pilot decides whether all need a second side.
         """
         control = self._controller
-        needed = control.narrow or self.scheme.one_sided or self._sides is not None
+        kept = keeps_pilots(self.scheme.one_sided, control.narrow, self._sides is not None)
         taught = control.products >= SEARCHED and not control.whole
-        if self.session.costly_runs and taught and not needed:
+        if self.session.costly_runs and taught and not kept:
             self._take_slice()
             control.take_slice()
 

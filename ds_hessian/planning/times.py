@@ -160,7 +160,7 @@ def plan_time(
         config.operator,
         one_sided=difference.tolerance is not None and difference.tolerance > EXTRAPOLATED,
         narrow=difference.precision == "model" and share.compute_dtype != torch.float32,
-        costly_runs=run.costly,
+        costly_runs=run.costly and difference.tolerance is None,
     )
     each = run.each(count, gradient)
     waiting, running = evaluations.runs * run.bubble * each, evaluations.runs * run.seconds

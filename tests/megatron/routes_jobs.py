@@ -71,8 +71,10 @@ def runs_of_products(job: Job, products: int) -> list[tuple[int, int, int]]:
             for v in vectors:
                 before = [call.call_count for call in calls]
                 hessian.matvec(v)
-                made = (call.call_count - b for call, b in zip(calls, before, strict=True))
-                found.append(tuple(made))  # type: ignore[arg-type]
+                runs, reduced, gathered = (
+                    call.call_count - b for call, b in zip(calls, before, strict=True)
+                )
+                found.append((runs, reduced, gathered))
         return found
 
 

@@ -364,8 +364,8 @@ ZERO = (
         ),
     ),
     Defect(
-        "return optimizer.fp32_groups_flat[group], before + piece.start, group",
-        "return optimizer.fp32_groups_flat[group], piece.start, group",
+        "return master, before + piece.start, group",
+        "return master, piece.start, group",
         "Adam's moments of stage 0 in fp16 are those of the group's first parameter",
         (
             "backends/test_sharpness.py::"
@@ -660,8 +660,8 @@ OPERATORS = (
         ("operators/test_pilots.py",),
     ),
     Defect(
-        "if self.session.costly_runs and taught and not needed:",
-        "if taught and not needed:",
+        "if self.session.costly_runs and taught and not kept:",
+        "if taught and not kept:",
         "products are of all micro-batches where runs are cheap, too",
         ("test_timing.py",),
     ),

@@ -82,27 +82,34 @@ class ReplicatedShards(Shards):
 
     @override
     def stepped(self, piece: Piece) -> tuple[Tensor, int, int]:
-        optimizer, p = self.optimizer, piece.parameter
-        for group, params in enumerate(getattr(optimizer, "fp16_groups", [])):
-            numbers = [i for i, other in enumerate(params) if other is p]
-            if numbers and hasattr(optimizer, "fp32_groups"):
-                return optimizer.fp32_groups[group][numbers[0]], piece.start, group
-            if numbers:
-                before = sum(q.numel() for q in params[: numbers[0]])
-                return optimizer.fp32_groups_flat[group], before + piece.start, group
-        groups = getattr(optimizer, "param_groups", [])
+        p = piece.parameter
+        found = self._in_masters(p)
+        if found is not None:
+            master, before, group = found
+            return master, before + piece.start, group
+        groups = getattr(self.optimizer, "param_groups", [])
         group = next(i for i, g in enumerate(groups) if any(q is p for q in g["params"]))
         return p, piece.start, group
 
     @override
     def whole_master(self, p: Tensor) -> Tensor | None:
+        found = self._in_masters(p)
+        return None if found is None or found[0].shape != p.shape else found[0]
+
+    def _in_masters(self, p: Tensor) -> tuple[Tensor, int, int] | None:
+        """Return the master that has a parameter, where in it this begins, and the number of its
+        group; None where the weights are their own.
+
+        A fused optimizer has a flat one for each group, another one for each parameter.
+        """
         optimizer = self.optimizer
-        groups = getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ())
-        for params, masters in zip(*groups, strict=False):  # there are such where it is unfused
-            for other, master in zip(params, masters, strict=True):
-                if other is p:
-                    assert isinstance(master, Tensor)
-                    return master
+        for group, params in enumerate(getattr(optimizer, "fp16_groups", [])):
+            numbers = [i for i, other in enumerate(params) if other is p]
+            if numbers and hasattr(optimizer, "fp32_groups"):
+                return optimizer.fp32_groups[group][numbers[0]], 0, group
+            if numbers:
+                before = sum(q.numel() for q in params[: numbers[0]])
+                return optimizer.fp32_groups_flat[group], before, group
         return None
 
     def publish(self) -> None:

@@ -28,6 +28,16 @@ def has_thirds(order: int, narrow: bool) -> bool:
     return order == 2 and not narrow
 
 
+def keeps_pilots(one_sided: bool, narrow: bool, tolerated: bool) -> bool:
+    """Return whether trials stay those of a pilot where runs are costly.
+
+    In 16 bits only trials above h show truncation, and those of a pilot are worth their runs. With
+    a tolerance (`tolerated`) one of a pilot decides whether all need a second side, and of a
+    one-sided formula the far side is no part of the product.
+    """
+    return one_sided or narrow or tolerated
+
+
 def products_of_a_trial_above(order: int, narrow: bool, pilot: int, num_micro_batches: int) -> int:
     """Return how many products share a trial above h."""
     # What extrapolation removes tells more in each trial, and third differences tell as much.

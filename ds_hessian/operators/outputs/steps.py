@@ -65,10 +65,10 @@ THIRDS = 2 * SELDOM
 """One vector in so many, the second first, and the first one of all have third differences of the
 outputs of some micro-batches beside the pilot."""
 
-ROUNDED = math.sqrt(1 + 4 + 1)
+OF_SECOND = math.sqrt(1 + 4 + 1)
 """Noise of the second difference of outputs that are rounded once, in units of their roundoff."""
 
-OF_THIRD = math.sqrt(1 + 9 + 9 + 1) / 3 / ROUNDED
+OF_THIRD = math.sqrt(1 + 9 + 9 + 1) / 3 / OF_SECOND
 """Noise of a third of the third difference of the outputs in units of that of the second."""
 
 ABOVE = 2.5
@@ -520,7 +520,7 @@ class OutputSteps:
 
     def _kappa_beside(self, product: Trial) -> float | None:
         """Return the kappa that third differences show, or None."""
-        noise = max(self._noise_of_ratio(product), ROUNDED * product.roundoff)
+        noise = max(self._noise_of_ratio(product), OF_SECOND * product.roundoff)
         if not math.inf > product.third > UNEXPECTED * OF_THIRD * noise:
             return None
         if not UNEXPECTED * noise < product.beside <= BENT:
