@@ -94,6 +94,15 @@ void combine(const BasisTuple& basis, Address coefficients, int64_t k, Address o
                    n, Where(place));
 }
 
+#ifdef DS_HESSIAN_CPU
+// x: (address, rows, columns, stride of rows, stride of columns)
+void add_square(Address pieces, int64_t piece, const std::array<int64_t, 5>& x, float alpha,
+                const Place& place) {
+  const Matrix matrix{at<const float>(static_cast<Address>(x[0])), x[1], x[2], x[3], x[4]};
+  backend::add_square(at<float>(pieces), piece, matrix, alpha, Where(place));
+}
+#endif
+
 void gaussian(Address out, int64_t n, uint64_t key, uint64_t stream, int64_t start,
               const Place& place) {
   backend::gaussian(at<float>(out), n, key, stream, start, Where(place));
@@ -140,6 +149,9 @@ PYBIND11_MODULE(DS_HESSIAN_MODULE, m) {
   m.def("subtract", &subtract, Release());
   m.def("subtract_project", &subtract_project, Release());
   m.def("combine", &combine, Release());
+#ifdef DS_HESSIAN_CPU
+  m.def("add_square", &add_square, Release());
+#endif
   m.def("gaussian", &gaussian, Release());
   m.def("rademacher", &rademacher, Release());
   m.def("copy", &copy, Release());

@@ -53,6 +53,11 @@ struct Basis {
   Dtype dtype;
 };
 
+struct Matrix {
+  const float* data;
+  int64_t rows, columns, row_stride, column_stride;
+};
+
 struct Pair {
   const float* a;
   const float* b;
@@ -121,4 +126,13 @@ void rademacher(float* out, int64_t n, uint64_t key, uint64_t stream, int64_t st
 void copy(void* to, const void* from, int64_t bytes, const Launch& launch);
 
 }  // namespace DS_HESSIAN_BACKEND
+
+namespace cpu {
+
+// pieces += alpha x' x on and below the diagonal, in fp32: pieces of `piece` columns (a multiple of
+// 48), each contiguous with the rows from its first column on. Of a GPU the libraries' matrix
+// products are as fast as there is.
+void add_square(float* pieces, int64_t piece, const Matrix& x, float alpha, const Launch& launch);
+
+}  // namespace cpu
 }  // namespace ds_hessian

@@ -2,6 +2,7 @@
 
 from ds_hessian.ops.dispatch import (
     Shards,
+    add_square,
     combine,
     curvature_ratio,
     difference,
@@ -20,6 +21,7 @@ from ds_hessian.ops.report import report
 
 __all__ = [
     "Shards",
+    "add_square",
     "combine",
     "curvature_ratio",
     "difference",

@@ -118,6 +118,26 @@ def matrix(
     return tensor
 
 
+def plane(kernel: str, name: str, tensor: object) -> Tensor:
+    """Require a tensor of two dims in fp32, of any strides."""
+    if not isinstance(tensor, Tensor):
+        raise refuse(kernel, name, "a tensor", f"is a {type(tensor).__name__}", "pass a tensor")
+    if tensor.dtype != torch.float32:
+        raise _wrong_dtype(kernel, name, tensor, (torch.float32,))
+    if tensor.dim() != 2:
+        came = f"has shape {tuple(tensor.shape)}"
+        raise refuse(kernel, name, "of shape (tokens, n)", came, "flatten all dims but the last")
+    return tensor
+
+
+def multiple(kernel: str, name: str, value: object, of: int) -> None:
+    """Require a positive multiple of a number."""
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0 or value % of:
+        raise refuse(
+            kernel, name, f"a positive multiple of {of}", f"is {value!r}", "round it up to one"
+        )
+
+
 def coefficients(kernel: str, tensor: object, shape: tuple[int | None, int]) -> Tensor:
     """Require floating-point coefficients of this shape (None: any size), on any device."""
     text = str(tuple("k" if size is None else size for size in shape if size != -1))

@@ -362,6 +362,29 @@ def combine(basis: Tensor, coefficients: Tensor, out: Tensor) -> None:
     return None
 
 
+@torch.no_grad()
+def add_square(pieces: Tensor, columns: int, x: Tensor, alpha: float = 1.0) -> None:
+    """`s <- s + alpha x' x` with x `(T, n)` fp32, on and below the diagonal of s `(n, n)`.
+
+    `pieces` has its columns, `columns` at a time (a multiple of 48), in the rows from the first of
+    them on, each piece contiguous. What it has above the diagonal means nothing. Entries are added
+    up in fp32, in chains of up to 256 tokens on a CPU; a GPU multiplies matrices, piece by piece.
+    """
+    n = checks.plane("add_square", "x", x).shape[1]
+    checks.multiple("add_square", "columns", columns, 48)
+    length = sum((n - start) * min(columns, n - start) for start in range(0, n, columns))
+    checks.vector("add_square", "pieces", pieces, length, x.device)
+    checks.apart("add_square", [("pieces", pieces)], [("x", x)])
+    module = _module(x.device)
+    kernel = getattr(module, "add_square", None)
+    if kernel is None:
+        return reference.add_square(pieces, columns, x, alpha)
+    call = _Call(module, x.device, 0)
+    kernel(pieces.data_ptr(), columns, (x.data_ptr(), *x.shape, *x.stride()), alpha, call.context)
+    call.wrote(pieces)
+    return None
+
+
 def fill_gaussian(out: Tensor, key: int, stream: int, start: int = 0) -> Tensor:
     """`out[i] <- ` standard normal variate number `start + i` of (key, stream), `(n,)` fp32.
 

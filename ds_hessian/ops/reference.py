@@ -185,3 +185,17 @@ def combine(basis: Tensor, coefficients: Tensor, out: Tensor) -> None:
     for start in range(0, basis.shape[1], chunk):
         part = slice(start, start + chunk)
         out[:, part] = coefficients.double() @ basis[:, part].double()
+
+
+def add_square(pieces: Tensor, columns: int, x: Tensor, alpha: float) -> None:
+    """`s <- s + alpha x' x` with x `(T, n)` fp32, on and below the diagonal of s `(n, n)`.
+
+    `pieces` has its columns, `columns` at a time, in the rows from the first of them on. A matrix
+    product of each also writes what is above the diagonal there.
+    """
+    n, at = x.shape[1], 0
+    for start in range(0, n, columns):
+        rows, width = n - start, min(columns, n - start)
+        piece = pieces[at : at + rows * width].view(rows, width)
+        piece.addmm_(x[:, start:].T, x[:, start : start + width], alpha=alpha)
+        at += rows * width

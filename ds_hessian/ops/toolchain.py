@@ -168,7 +168,10 @@ def _compiles(
 
 def bindings(compiler: str, backend: str) -> tuple[str, ...]:
     """Return the command that compiles `bindings.cpp`."""
-    defines = (f"-DDS_HESSIAN_BACKEND={backend}", f"-DDS_HESSIAN_MODULE=_native_{backend}")
+    defines = (
+        *(f"-DDS_HESSIAN_BACKEND={backend}", f"-DDS_HESSIAN_{backend.upper()}"),
+        f"-DDS_HESSIAN_MODULE=_native_{backend}",
+    )
     includes = ("-isystem", find_pybind11(), "-isystem", sysconfig.get_path("include"))
     return (compiler, *COMMON, *BINDINGS, *defines, *includes)
 

@@ -42,8 +42,10 @@ def everything(device: str) -> list[Tensor]:
         ops.normalize_store(a, 0.7, e, row, owned),
     ]
     ops.combine(basis, weights, out)
+    square = torch.zeros(200 * 96 + 104 * 96 + 8 * 8, device=device)
+    ops.add_square(square, 96, a[:180_000].view(900, 200))
     probes = [ops.fill_gaussian(c, 1, 2, 3), ops.fill_rademacher(d, 1, 2, 3)]
-    return [*results, a, e, w, row, out, *probes]
+    return [*results, a, e, w, row, out, square, *probes]
 
 
 def test_the_bits_depend_on_neither_the_run_nor_the_threads(device, threads) -> None:

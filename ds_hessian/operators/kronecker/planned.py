@@ -7,16 +7,20 @@ from collections.abc import Collection, Sequence
 from ds_hessian.memory import FP32, FP64, Item, Tier
 
 PIECES, COLUMNS = 16, 96
-"""Pieces of columns in which one triangle of a symmetric product is added, each a call of a matrix
-product, at most, and the unit of their size: with p pieces (p + 1) / 2 p of the operations of the
-whole remain. Kernels of AVX-512 take 48 columns at a time: on one core 256 tokens take 0.71 of the
-time of the whole at 256 columns, 0.54 at 768, 0.59 at 1024, where pieces of 128 take 0.74, 0.58 and
-0.61, and pieces of 64 more than these."""
+"""Pieces of columns in which one triangle of a symmetric matrix is kept, at most, and the unit of
+their size, a multiple of that of `ops.add_square`. Where each piece is a matrix product, as on a
+GPU, p pieces make (p + 1) / 2 p of the operations of the whole.
+"""
+
+
+def columns(n: int) -> int:
+    """Return the number of columns of the pieces of a symmetric matrix of order n."""
+    return COLUMNS * max(1, -(-n // (PIECES * COLUMNS)))
 
 
 def spans(n: int) -> list[tuple[int, int]]:
     """Return the columns of each piece of a symmetric matrix of order n."""
-    size = COLUMNS * -(-n // (PIECES * COLUMNS))
+    size = columns(n)
     return [(start, min(start + size, n)) for start in range(0, n, size)]
 
 

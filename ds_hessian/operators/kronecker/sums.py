@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ds_hessian.operators.kronecker.planned import size_of_square, spans
+from ds_hessian import ops
+from ds_hessian.operators.kronecker.planned import columns, size_of_square, spans
 
 SKETCH = 32
 """Columns of random signs by whose products `sum c a'` and the job's gradient are compared: the
@@ -65,23 +66,21 @@ class Square:
     """A sum of `x' x` over tensors x `(T, n)`: its pieces of columns from the diagonal downward."""
 
     def __init__(self, n: int, device: torch.device) -> None:
-        self.n, self._spans = n, spans(n)
+        self.n, self._spans, self._columns = n, spans(n), columns(n)
         self.flat = torch.zeros(size_of_square(n), device=device)
-        self._pieces = self._cut(self.flat)
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
         shapes = [(self.n - start, end - start) for start, end in self._spans]
-        parts = flat.split([rows * columns for rows, columns in shapes])
+        parts = flat.split([rows * width for rows, width in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def add(self, x: Tensor, alpha: float = 1.0) -> None:
         """Add `alpha x' x`."""
-        for (start, end), piece in zip(self._spans, self._pieces, strict=True):
-            piece.addmm_(x[:, start:].T, x[:, start:end], alpha=alpha)
+        ops.add_square(self.flat, self._columns, x, alpha)
 
     def triangle(self, flat: Tensor) -> Tensor:
-        """Return the matrix `(n, n)`, fp64, from pieces in the order of `flat`; above its diagonal
-        there are zeros, or entries of the matrix.
+        """Return the matrix `(n, n)`, fp64, from pieces in the order of `flat`; what is above its
+        diagonal means nothing.
         """
         found = flat.new_zeros(self.n, self.n, dtype=torch.float64)
         for (start, end), piece in zip(self._spans, self._cut(flat), strict=True):
@@ -92,6 +91,8 @@ class Square:
         """Return the matrix `(n, n)`, fp64, from pieces in the order of `flat`."""
         found = self.triangle(flat)
         for start, end in self._spans:
+            square = found[start:end, start:end]
+            square.copy_(square.tril() + square.tril(-1).T)
             found[start:end, end:] = found[end:, start:end].T
         return found
 
