@@ -59,7 +59,7 @@ from ds_hessian.backends.choices import (
 )
 from ds_hessian.backends.constants import Constants, leaves, refuse_lost, refuse_solves
 from ds_hessian.backends.dropping import PROBABILITIES, drops
-from ds_hessian.backends.in_python import COMPOSED, is_composed, undispatched
+from ds_hessian.backends.in_python import COMPOSED, INERT, is_composed, undispatched
 from ds_hessian.backends.kinks import argument, with_argument
 from ds_hessian.backends.pieces import Kinked
 from ds_hessian.backends.state import STATISTICS, State, is_a_hosts, tensors_in, written_by
@@ -237,6 +237,8 @@ class FixedFunction(TorchFunctionMode):
     ) -> Any:
         """Make a call of one of torch's functions."""
         kwargs, state = kwargs or {}, self.state
+        if func in INERT:
+            return func(*args, **kwargs)
         if self._learning and func is torch.autograd.backward and _in_backward():
             for output in tensors_in((*args, *kwargs.values())):
                 self.note_graph(output)

@@ -1,4 +1,5 @@
-"""Functions of torch's in Python, which call others that a mode is to see.
+"""Functions of torch's that a mode need not see, and those in Python, which call others that it is
+to see.
 
 While torch calls what it has handed to a mode, the mode is off.
 """
@@ -15,6 +16,16 @@ from torch import Tensor, nn
 COMPOSED = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _IN_PYTHON = ("torch.nn.functional", "torch.functional")
 """Functions in Python, and modules of them, in which others are called."""
+
+_DESCRIBING = (
+    *("shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn"),
+    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized"),
+)
+INERT = {getattr(Tensor, name).__get__ for name in _DESCRIBING}
+INERT |= {Tensor.numel, Tensor.dim, Tensor.size, Tensor.stride, Tensor.element_size}
+INERT |= {Tensor.is_contiguous, Tensor.is_floating_point, torch.is_floating_point}
+INERT |= {torch._C._set_grad_enabled}
+"""Functions that neither read nor make values of tensors: most calls of a host's own code."""
 
 
 def is_composed(func: Any, types: Iterable[type]) -> bool:

@@ -67,6 +67,33 @@ def test_sums_of_integers_and_elementwise_maxima_are_no_choices() -> None:
     assert function.choices([0]).tolist() == [0.0] * 4
 
 
+def test_what_describes_tensors_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is most of what a host calls in its own code: under ZeRO-3 three calls of five."""
+    function, followed = FixedFunction(dropout=False), []
+    inner = function._followed
+
+    def note(func: Any, *args: Any) -> Any:
+        followed.append(func.__name__)
+        return inner(func, *args)
+
+    monkeypatch.setattr(function, "_followed", note)
+    x = A.clone().requires_grad_()
+    with function.evaluating(0):
+        with torch.no_grad():
+            described = (
+                x.shape,
+                x.numel(),
+                x.dim(),
+                x.device,
+                x.requires_grad,
+                x.is_floating_point(),
+            )
+        y = x.detach() * x
+        assert y.grad_fn is not None
+    assert described == (A.shape, A.numel(), A.dim(), A.device, True, True)
+    assert followed == ["detach", "mul"]
+
+
 def test_a_micro_batch_has_its_own_choices_in_any_order_of_evaluations() -> None:
     function = FixedFunction(dropout=False)
     inputs = {0: A, 1: B}
