@@ -224,7 +224,12 @@ class FiniteDifferenceHessian:
             self._make_few_runs()
         h = self._search(line, trials)
         self._evaluate(line, h, self._rest, self._points)
-        raw = self._assemble(line, h, self.scheme)
+        try:
+            raw = self._assemble(line, h, self.scheme)
+        except NumericsError:  # on every rank; the pilot alone is finite here
+            if self.displacement != "auto" or not self._rest:
+                raise
+            return self._of_all(line, trials)
         outcome = self._outcome(raw)
         better = h
         (unlike,) = self.space.of_rank_0(self._controller.is_unlike(trials[-1], outcome))
@@ -234,9 +239,7 @@ class FiniteDifferenceHessian:
                 (unlike,) = self.space.of_rank_0(self._controller.is_unlike(trials[-1], outcome))
         if unlike:
             del raw
-            self.cost.trials += len(trials)
-            self._try_all()
-            return self._on_all_sides(line, [])
+            return self._of_all(line, trials)
         if better != h:
             del raw  # its vector, before that of another displacement
             trials.append(self._try(line, better, self._trial_points))
@@ -271,6 +274,12 @@ class FiniteDifferenceHessian:
                 self.cost.trials += len(trials)
                 return self._on_all_sides(line, [])
         return replace(raw, noise=noise, error=error, trials=len(trials) - 1)
+
+    def _of_all(self, line: Line, trials: list[Trial]) -> Product:
+        """Return the product after trials of all micro-batches: those of the pilot tell nothing."""
+        self.cost.trials += len(trials)
+        self._try_all()
+        return self._on_all_sides(line, [])
 
     def _slope_of_lacking(self, line: Line, h: float) -> tuple[float, float]:
         """Return |Hd| of the pilot, where d is the unit vector along what the steps from w - hv to
@@ -636,7 +645,8 @@ class FiniteDifferenceHessian:
         if not (math.isfinite(square) and math.isfinite(second)):
             raise NumericsError(
                 f"the product at displacement {h:.3e} is not finite: the loss is not finite there; "
-                'use a smaller displacement, or "auto"'
+                "use a smaller displacement"
+                + (', or "auto"' if self.displacement != "auto" else "")
             )
         first = 2 * h * math.sqrt(figures["inner"]) / (weight * self.scale * length)
         moved = math.sqrt(figures["moved"]) * length

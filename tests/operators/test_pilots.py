@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import pytest
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
+from ds_hessian.errors import NumericsError
 from ds_hessian.operators import FiniteDifferenceHessian
 from tests.operators.nets import Batch, Exact, backend_of, batches, measuring, mlp, relative, train
 from tests.operators.nets import loss_of as plain
@@ -59,6 +61,29 @@ def test_what_the_pilot_does_not_tell_all_micro_batches_do(name: str, count: int
             assert product.error * product.norm > error * size / 5, (i, product.error, error)
             assert error < 1e-3, i
     assert operator.cost.gradient_evaluations < 6 * (2 + 3), operator.cost
+
+
+def test_a_displacement_at_which_only_others_than_the_pilot_are_not_finite_is_given_up() -> None:
+    """The losses of all micro-batches but the first end at a distance of 1e-3."""
+    net = train(mlp(), data := batches(4), 60)
+    weights = parameters_to_vector(net.parameters()).detach()
+
+    def bounded(net: nn.Module, given: Weighted) -> Tensor:
+        edge, batch = given
+        off = (parameters_to_vector(net.parameters()) - weights).square().sum()
+        return plain(net, batch) + (1e-4 * (edge**2 - off).sqrt() if edge else 0.0)
+
+    given = [(1e-3 * (i > 0), batch) for i, batch in enumerate(data)]
+    exact, backend = Exact(net, given, bounded), backend_of(net)
+    with measuring(backend, given, bounded) as session:
+        operator = FiniteDifferenceHessian(session)
+        for v, truth in exact.krylov(backend, 3):
+            product = operator.matvec(v)
+            error = relative(product.vector, truth)
+            assert product.error is not None
+            assert error < 0.03 and error < 3 * product.error, (error, product)
+        with pytest.raises(NumericsError, match=r"use a smaller displacement, or \"auto\""):
+            FiniteDifferenceHessian(session, 1e-2).matvec(v)
 
 
 def test_where_runs_are_costly_products_are_of_one_at_each_point_after_two() -> None:
