@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ds_hessian.krylov.lanczos import LanczosOptions, LanczosState, lanczos
 from ds_hessian.krylov.records import Array, LanczosRun, RitzDecomposition
+from ds_hessian.krylov.traces import error_of_forms
 from ds_hessian.operators import LinearOperator
 from ds_hessian.vectors import Layout, ProbeKind, random_vector
 
@@ -93,10 +94,9 @@ def trace_estimate(
     error = n * math.sqrt(2 / (n + 2) * max(float(second) - mean**2, 0.0) / len(runs))
     if len(runs) > 1:
         error = max(error, n * float(first.std(ddof=1)) / math.sqrt(len(runs)))
-    relative = [
-        r.product_errors[0] / math.hypot(r.alphas[0], r.betas[0]) for r in runs if r.betas[0]
-    ]
-    return n * mean, math.hypot(error, n * abs(mean) * float(np.mean(relative or [0.0])))
+    norms = np.array([math.hypot(run.alphas[0], run.betas[0]) for run in runs])
+    errors = np.array([run.product_errors[0] for run in runs])
+    return n * mean, math.hypot(error, error_of_forms(n * first, norms, errors, n))
 
 
 def _second_moment(run: LanczosRun, pairs: RitzDecomposition, n: int) -> float:

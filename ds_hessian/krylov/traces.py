@@ -13,7 +13,7 @@ Tropp, Webber, SIAM J. Matrix Anal. 45 (2024), section 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,6 +30,8 @@ from ds_hessian.vectors import Partition
 Draw = Callable[[int], Tensor]
 Method = Literal["hutchinson", "hutch++", "xtrace"]
 
+Floats = Sequence[float] | Array
+
 CONFIDENCE = 0.99
 
 
@@ -45,7 +47,7 @@ class TraceEstimate:
         frobenius: Estimated Frobenius norm and its standard error; None but for Hutchinson.
         blocks: Names of the blocks of parameters; empty if none were asked for.
         block_values: `(B,)` trace of each diagonal block.
-        block_errors: `(B,)` their standard errors.
+        block_errors: `(B,)` their standard errors, the products' errors included.
         method: The estimator.
         num_matvecs: Products made.
     """
@@ -81,7 +83,7 @@ def hutchinson(
     Collective.
     """
     _require(num_matvecs, 2, "a standard error")
-    n, traces, squares, blocks, relative = operator.space.n, [], [], [], []
+    n, traces, squares, blocks, norms, errors = operator.space.n, [], [], [], [], []
     for p in range(num_matvecs):
         v = draw(p)
         product = operator.matvec(v)
@@ -94,22 +96,27 @@ def hutchinson(
             along, square = operator.space.dots([(v, w), (w, w)]).tolist()
         traces.append(n * along)
         squares.append(n * square)
-        relative.append(absolute_error(product) / max(product.norm, 1e-300))
+        norms.append(product.norm)
+        errors.append(absolute_error(product))
         del product, w  # their memory, before the next one is made
     samples = np.array(traces)
-    of_products = float(np.mean(relative) * np.mean(abs(samples)))
     square, square_error = _mean(np.array(squares))
     norm = math.sqrt(square)
     inside = np.array(blocks).reshape(num_matvecs, -1)
+    sizes = np.zeros(0) if partition is None else partition.sizes
+    of_blocks = [
+        error_of_forms(forms, norms, errors, n, size)
+        for forms, size in zip(inside.T, sizes, strict=True)
+    ]
     return _estimate(
         "hutchinson",
         num_matvecs,
         samples,
-        of_products,
+        error_of_forms(samples, norms, errors, n),
         frobenius=(norm, square_error / (2 * norm) if norm else 0.0),
         blocks=tuple(partition.names) if partition is not None else (),
         block_values=inside.mean(0),
-        block_errors=inside.std(0, ddof=1) / math.sqrt(num_matvecs),
+        block_errors=np.hypot(inside.std(0, ddof=1) / math.sqrt(num_matvecs), of_blocks),
     )
 
 
@@ -133,7 +140,7 @@ def hutch_plus_plus(
     _require(num_matvecs, 4, "Hutch++ with a standard error")
     space = operator.space
     third = min(num_matvecs // 3, max(space.n - 1, 1))
-    basis, _, _, count = _range(operator, draw, third, storage)
+    basis, _, _, _, count = _range(operator, draw, third, storage)
     exact, errors = 0.0, []
     for i in range(count):
         q = basis.vector(i)
@@ -143,14 +150,17 @@ def hutch_plus_plus(
         del q, product
     if count == space.n:  # nothing is left to estimate
         return _estimate("hutch++", third + count, np.array([exact, exact]), _norm(errors))
-    samples = []
+    forms, norms, of_rest = [], [], []
     for p in range(third, num_matvecs - count):
         v = draw(p)
-        basis.orthogonalize(v, count)
+        _, length = basis.orthogonalize(v, count)
         product = operator.matvec(v)
-        samples.append(exact + space.n * space.dot(v, product.vector))
+        forms.append(space.n * space.dot(v, product.vector))
+        norms.append(length * product.norm)
+        of_rest.append(length * absolute_error(product))
         del v, product
-    return _estimate("hutch++", num_matvecs, np.array(samples), _norm(errors))
+    of_products = math.hypot(_norm(errors), error_of_forms(forms, norms, of_rest, space.n))
+    return _estimate("hutch++", num_matvecs, exact + np.array(forms), of_products)
 
 
 def xtrace(
@@ -175,7 +185,7 @@ def xtrace(
     """
     _require(num_matvecs, 4, "XTrace with a standard error")
     space, m = operator.space, min(num_matvecs // 2, operator.space.n)
-    basis, triangle, along, count = _range(operator, draw, m, storage)
+    basis, triangle, along, of_tests, count = _range(operator, draw, m, storage)
     unit = np.sqrt(basis.inverse_squares[:count])
     inner, projected, errors = np.zeros((count, count)), np.zeros((count, m)), []
     for i in range(m):
@@ -194,7 +204,8 @@ def xtrace(
     # Nothing is left out: a basis of the whole space, or of one that is all of H, has the trace.
     if count == space.n or m == 1:
         samples = [float(np.trace(inner))] * max(m, 2)
-    return _estimate("xtrace", m + count, np.array(samples), _norm(errors))
+    of_products = math.hypot(_norm(errors), of_tests)
+    return _estimate("xtrace", m + count, np.array(samples), of_products)
 
 
 def _left_out(
@@ -212,31 +223,53 @@ def _left_out(
 
 def _range(
     operator: LinearOperator, draw: Draw, m: int, storage: Storage | None
-) -> tuple[Basis, Array, Array, int]:
+) -> tuple[Basis, Array, Array, float, int]:
     """Return an orthonormal basis of the products with m random vectors of length sqrt(n).
 
-    Returns the basis Q, R `(m, m)` with H W = Q R, w_i' H w_i `(m,)`, and the number of rows; less
-    than m where products depend on each other.
+    Returns the basis Q, R `(m, m)` with H W = Q R, w_i' H w_i `(m,)`, their `error_of_forms`, and
+    the number of rows; less than m where products depend on each other.
     """
     space = operator.space
     basis, count = Basis(space, m, storage), 0
-    triangle, along, largest = np.zeros((m, m)), np.zeros(m), 0.0
+    triangle, along, norms, errors = np.zeros((m, m)), np.zeros(m), np.zeros(m), np.zeros(m)
     length = math.sqrt(space.n)
     for i in range(m):
         v = draw(i)
         product = operator.matvec(v)
         w = product.vector
-        along[i] = space.n * space.dot(v, w)
+        along[i], norms[i] = space.n * space.dot(v, w), product.norm
+        errors[i] = absolute_error(product)
         coefficients, norm = basis.orthogonalize(w, count)
         triangle[:count, i] = length * coefficients
-        largest = max(largest, product.norm)
-        if norm > BREAKDOWN * largest:
+        if norm > BREAKDOWN * norms.max():
             triangle[count, i] = length * norm
             stored = basis.store(count, w, 1 / norm)
             basis.settle(count, basis.reduce(stored) if len(stored) else stored)
             count += 1
         del v, product, w
-    return basis, triangle, along, count
+    return basis, triangle, along, error_of_forms(along, norms, errors, space.n), count
+
+
+def error_of_forms(
+    forms: Floats, norms: Floats, errors: Floats, n: int, size: int | None = None
+) -> float:
+    """Return what the errors of products are in the mean of n v'Hv over random unit vectors v.
+
+    Truncation lies along Hv. Of noise, which has any direction, v sees a part of `1 / sqrt(n)`. A
+    product that is no larger than its error may miss all of Hv, wherever that lies.
+
+    Args:
+        forms: `(k,)` n v'Hv, or the part of it in a block.
+        norms: `(k,)` |Hv|.
+        errors: `(k,)` their errors.
+        n: The dimension.
+        size: Coordinates of the block; None for all.
+    """
+    along, lengths, of = (np.asarray(figures, np.float64) for figures in (forms, norms, errors))
+    relative = of / np.maximum(lengths, 1e-300)
+    size = n if size is None else size
+    known = np.hypot(relative * along, math.sqrt(size) * of)
+    return float(np.where(relative < 1, known, math.sqrt(n) * math.sqrt(size) * of).mean())
 
 
 def _require(num_matvecs: int, least: int, what: str) -> None:
