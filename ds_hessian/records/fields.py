@@ -215,7 +215,7 @@ def read_value(hint: Any, stored: object, name: str) -> Any:
     """
     origin, options = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return _read_any(options, stored, name)
+        return _read_any(hint, stored, name)
     if origin is Literal and stored in options:
         return stored
     if hint is type(None) and stored is None:
@@ -252,14 +252,22 @@ def _number(stored: object, name: str) -> float:
     raise _mistyped(float, stored, name)
 
 
-def _read_any(options: tuple[object, ...], stored: object, name: str) -> Any:
-    for option in options:
+def _read_any(hint: Any, stored: object, name: str) -> Any:
+    for option in get_args(hint):
         try:
             return read_value(option, stored, name)
         except ResultError:
             continue
-    raise _mistyped(" or ".join(getattr(o, "__name__", str(o)) for o in options), stored, name)
+    raise _mistyped(hint, stored, name)
 
 
 def _mistyped(hint: object, stored: object, name: str) -> ResultError:
-    return ResultError(f"{name} must be {getattr(hint, '__name__', hint)}, got {stored!a:.60}")
+    return ResultError(f"{name} must be {_in_words(hint)}, got {stored!a:.60}")
+
+
+def _in_words(hint: object) -> str:
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(map(_in_words, get_args(hint)))
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, get_args(hint)))
+    return str(getattr(hint, "__name__", hint))

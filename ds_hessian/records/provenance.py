@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
+from ds_hessian.config import OperatorName
 from ds_hessian.optimizer import Optimizer
 
 SCHEMA_VERSION = 1
@@ -139,7 +140,7 @@ class Provenance:
     world_size: int
     model_dtype: str
     data_fingerprint: str
-    operator: str = "hessian"
+    operator: OperatorName = "hessian"
     outputs: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     ds_hessian_version: str

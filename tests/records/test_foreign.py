@@ -235,6 +235,7 @@ FOREIGN = (
     changed_field(["provenance"], [], "provenance must be Provenance"),
     changed_field(["provenance", "layout"], "\x1b[31mZeRO", "must be printable text"),
     changed_field(["provenance", "layout"], "\ud800", "must be printable text"),
+    changed_field(["provenance", "operator"], "x", "operator must be 'hessian' or 'ggn' or"),
     changed_field(["provenance", "versions"], {"torch": 1}, "versions.torch must be str"),
     changed_field(["trace", "value"], "nan", "must be finite"),
     changed_field(["trace", "value"], "1.5", "trace.value must be float"),
