@@ -40,13 +40,13 @@ def require_same(attached: Sequence[str], here: Sequence[str]) -> None:
         here: Those of now.
 
     Raises:
-        ConfigError: a parameter has been frozen, unfrozen, added or removed.
+        ConfigError: a parameter has been frozen, unfrozen, added, removed or renamed.
     """
     if list(here) != list(attached):
         different = sorted(set(here) ^ set(attached))
         raise ConfigError(
             "the trainable parameters have changed since attach(): "
-            f"{', '.join(different[:5]) or 'their order'}; attach again"
+            f"{', '.join(different[:5]) or 'their order'}; freeze and wrap before you attach"
         )
 
 

@@ -610,6 +610,25 @@ def frozen_since(stage: int) -> str:
     return "measured"
 
 
+def schedule_of_dropped_tokens(stage: int) -> tuple[Any, Any]:
+    """The state of random-LTD's schedule after a step, and after a product then."""
+    schedule = {"min_value": 2, "max_value": 6, "schedule_type": "fixed_linear"}
+    schedule["schedule_config"] = {"require_steps": 4, "seq_per_step": 1}
+    layers = {"total_layer_num": 2, "random_ltd_layer_num": 1, "random_ltd_layer_id": [0]}
+    kind = {"model_mask_name": None, "model_type": "decoder", "hidden_state_order": "batch_seq_dim"}
+    ltd = {"enabled": True, **layers, **kind, "random_ltd_schedule": schedule}
+    routing = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": ltd}}
+    engine = make_engine(zero={"stage": stage}, hessian=QUIET, data_efficiency=routing)
+    engine.backward(engine(*batch(0, dist.get_rank())))
+    engine.step()
+    before = dict(engine.random_ltd_scheduler.state)
+    hessian = engine.hessian.use(my_batches())
+    hessian.matvec(hessian.random_vector(seed=5))
+    after = dict(engine.random_ltd_scheduler.state)
+    engine.destroy()
+    return before, after
+
+
 def frozen_before_attaching(stage: int) -> Any:
     """A product where a parameter was frozen after, and one where it was before the engine."""
     found = []

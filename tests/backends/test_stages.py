@@ -209,6 +209,12 @@ def test_a_parameter_frozen_since_is_refused_on_all_ranks(ranks: Ranks, stage: i
         assert "trainable parameters have changed since attach()" in text
 
 
+@pytest.mark.parametrize("stage", cells((0, 2), (2,)))
+def test_the_schedule_of_dropped_tokens_counts_those_of_training(ranks: Ranks, stage: int) -> None:
+    for before, after in ranks(2).run(jobs.schedule_of_dropped_tokens, stage):
+        assert before == after
+
+
 def test_contiguous_checkpoints_are_empty_after_a_forward_alone(ranks: Ranks) -> None:
     for message, trains in ranks(2).run(jobs.training_on_after_a_failure_among_checkpoints):
         assert "after its forward" in message and trains

@@ -177,6 +177,9 @@ def quiet(engine: Engine, attributes: Attributes) -> None:
         attributes.keep(layer, "l_aux", "exp_counts")  # of training's last forward
         for timed in (layer, layer.gate):
             attributes.set(timed, "wall_clock_breakdown", False)
+    dropping = getattr(engine, "random_ltd_scheduler", None)
+    if dropping is not None:  # it counts tokens in the first forward of a step
+        attributes.set(dropping, "state", dict(dropping.state))
     for owner in (optimizer, *engine.module.parameters()):
         if getattr(owner, "use_muon", False):  # ZeRO would give Muon's update for the gradient
             attributes.set(owner, "use_muon", False)
