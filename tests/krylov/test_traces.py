@@ -81,6 +81,20 @@ def test_bounds_hold_in_95_of_100_cases(method: str, kind: str) -> None:
     assert np.mean(held) >= 0.95
 
 
+def test_standard_errors_of_xtrace_are_not_too_small_where_the_spectrum_decays() -> None:
+    """Its estimates share vectors: as independent ones they would say two thirds of the error."""
+    values = 0.8 ** np.arange(75)
+    off, said, held = [], [], []
+    for seed in range(40):
+        operator = Matrix.of(values, basis=seed % 5)
+        found = xtrace(operator, operator.fresh(seed), 20)
+        off.append(found.value - values.sum())
+        said.append(found.error)
+        held.append(abs(off[-1]) <= found.bound)
+    assert np.mean(np.square(off)) < np.mean(np.square(said)) < 10 * np.mean(np.square(off))
+    assert all(held)
+
+
 class Lost(Matrix):
     """Products of which a twentieth of the length is left, in any direction, which they state."""
 
