@@ -22,7 +22,7 @@ from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.krylov import lanczos
 from ds_hessian.operators import Curvature, FiniteDifferenceHessian, curvature
 from ds_hessian.operators.outputs.losses import read_cross_entropy
-from ds_hessian.operators.outputs.steps import OutputSteps
+from ds_hessian.operators.outputs.steps import OutputSteps, Trial
 from ds_hessian.vectors import random_vector
 from tests.nets import TinyGPT, batch
 from tests.operators.gauss_newton import ExactGaussNewton
@@ -583,6 +583,21 @@ def test_the_displacement_is_the_best_one_of_all_micro_batches(pilot: float, nor
     heights = np.geomspace(1e-3, 1, 400)
     errors = [steps.error(float(h), 1.0, steps.quiet) for h in heights]
     assert steps.error(steps._best(1.0), 1.0, steps.quiet) < 1.001 * min(errors)
+
+
+def test_truncation_that_the_witness_shows_makes_displacements_smaller() -> None:
+    """v'(Gv) by the backward and by the outputs alone are apart by 50 times what kappa expects."""
+
+    def next_h(apart: float) -> float:
+        steps = OutputSteps(2.0**-8, 1.0, 1.0, 0, None)
+        steps._bend, steps._kappa, steps._noise, steps.learnt.products = 1.0, 0.1, 1e-5, 2
+        product = Trial(0.1, 1.0, nonlinearity=0.1, roundoff=0, spread=1, form=1, apart=apart)
+        steps.judge(product)
+        steps.conclude(product, apart)
+        return steps.learnt.h
+
+    assert next_h(4e-3) == next_h(0.0)  # of rounding
+    assert next_h(0.05) == pytest.approx(next_h(0.0) * 50 ** (-1 / 3), rel=1e-3)
 
 
 def _of_inputs(*sizes: float) -> list[tuple[Tensor, Tensor]]:

@@ -44,13 +44,11 @@ class _Figures:
 
     Attributes:
         trial: The product.
-        along: `v'P` by the backward.
         fidelity: Cosine between the realised displacement and v.
         choices: `Session.choices` at the displaced weights, of all ranks.
     """
 
     trial: Trial
-    along: float
     fidelity: float
     choices: Sequence[float]
 
@@ -196,7 +194,7 @@ class GaussNewton:
             sums = self._evaluate(out, v, better / length, self._pilot, True)
             found = self._finish(v, length, better, out, sums, bent)
             self._steps.judge(found.trial)
-        doubt = abs(found.along - found.trial.form)
+        doubt = found.trial.apart
         if self.cost.kinks_crossed is not None:  # the error is of first order in h, as r is
             doubt = max(doubt, found.trial.nonlinearity * found.trial.size)
         noise, error = self._steps.conclude(found.trial, doubt)
@@ -378,13 +376,14 @@ class GaussNewton:
         if self._before is not None:
             pairs += [(self._before.vector, self._before.vector), (self._before.vector, out)]
         dots = ops.dots(pairs, self.space.n_owned).cpu()
-        form = torch.tensor([sums.form], dtype=torch.float64)
-        parts = [sums.squares, form, sums.change, sums.choices, sums.values, sums.thirds, dots]
+        mine = torch.tensor([sums.form], dtype=torch.float64)
+        parts = [sums.squares, mine, sums.change, sums.choices, sums.values, sums.thirds, dots]
         figures = self.space.reduce(torch.cat(parts)).tolist()
         _, count, first, second, whole, q, along, moved, *figures = figures
         decided, (values, bent), thirds = figures[:4], figures[4:6], figures[6:9]
         square, dot, *before = figures[9:]
         unit, kappa, change = self._unit(h, length) / share, self._passes.kappa, math.inf
+        form = q * self.scale / (share * (2 * _stepped(h, length) * kappa) ** 2)
         if before and self._before is not None:
             other = self._before.unit
             apart = unit**2 * square + other**2 * before[0] - 2 * unit * other * before[1]
@@ -395,14 +394,15 @@ class GaussNewton:
             nonlinearity=_nonlinearity(first, second),
             roundoff=self.session.unit_roundoff * math.sqrt(whole / first) if first > 0 else 0.0,
             spread=math.sqrt(first / count) / (2 * h) if first > 0 else 0.0,
-            form=q * self.scale / (share * (2 * _stepped(h, length) * kappa) ** 2),
+            form=form,
             change=change,
             values=_nonlinearity(values, bent) ** (2 if self._smooth else 1),
             third=math.sqrt(_ratio(thirds[2], thirds[0], nothing=0.0)),
             beside=_nonlinearity(*thirds[:2]),
+            apart=abs(dot * unit / length - form),
         )
         fidelity = -_ratio(along, math.sqrt(moved) * length, nothing=0.0)
-        return _Figures(trial, dot * unit / length, fidelity, decided)
+        return _Figures(trial, fidelity, decided)
 
     # ---- trials
 

@@ -22,7 +22,8 @@ a factor of 0.4 to 4 (nine in ten of 1030 products of 60 families) where r^2 alo
 32. kappa scatters from vector to vector, too: where a vector does not show its own, an estimate has
 the root of the mean square of those that did.
 Every product bears one more witness: v'(Gv) by the backward and by the outputs alone differ by no
-more than the error.
+more than the error. Where they differ by more than noise does, it is by the truncation along v, and
+kappa is no less than what makes that.
 
 The gradient of G at w is zero by construction, so the ratio that judges differences of gradients
 would misjudge its noise.
@@ -114,6 +115,7 @@ class Trial:
         third: A third of the third difference of the outputs over the first one, of micro-batches
             that have it; else 0.
         beside: r of these.
+        apart: How far v'(Gv) by the backward and by the outputs alone are apart.
     """
 
     h: float
@@ -126,6 +128,7 @@ class Trial:
     values: float = 0.0
     third: float = 0.0
     beside: float = 0.0
+    apart: float = 0.0
 
     @property
     def finite(self) -> bool:
@@ -394,6 +397,7 @@ class OutputSteps:
         self._bend = self.learnt.bend
         for trial in trials:
             self._bend = self._bend_of(trial)
+        self._hear(last)
         if len(trials) < 2 or not trials[-2].finite or not self._bend:
             return
         above, below = sorted(trials[-2:], key=lambda t: -t.h)
@@ -513,10 +517,25 @@ class OutputSteps:
         if bend > UNEXPECTED * self._bend:  # kappa is that of the pilot, which bends less
             self._kappa, self._shown = TYPICAL, False
         self._bend = max(self._bend, bend)
+        self._hear(product, self.quiet)
         if self.fixed is not None:
             return product.h
         best = self._best(product.size)
         return best if self._excess(product, best) > REPEAT else product.h
+
+    def _hear(self, trial: Trial, quiet: float = 1.0) -> None:
+        """Raise kappa to what the witness shows of truncation, in 16 bits: third differences are
+        rounding there, and in fp32 they show it, without taking noise that varies for it.
+
+        Rounding of the backward is of all coordinates, and next to none of it along v.
+        """
+        if self.unit_roundoff <= ROUNDOFF:
+            return
+        bent = min(self._bend * trial.h, 1.2) ** 2
+        noise = math.hypot(quiet * self._noise / trial.h, self.least_error * trial.size)
+        if bent > 0 and trial.apart > UNEXPECTED * noise:
+            rest = math.sqrt(trial.apart**2 - noise**2)
+            self._kappa = max(self._kappa, rest / (bent * trial.size))
 
     def _kappa_beside(self, product: Trial) -> float | None:
         """Return the kappa that third differences show, or None."""
