@@ -44,7 +44,8 @@ class TraceEstimate:
         error: Standard error from the probes; of XTrace by the jackknife.
         bound: Half width of the 99 % confidence interval (Student), the products' errors included.
         samples: What was averaged: one estimate of the trace for each probe.
-        frobenius: Estimated Frobenius norm and its standard error; None but for Hutchinson.
+        frobenius: Estimated Frobenius norm and its standard error, the products' errors included;
+            None but for Hutchinson.
         blocks: Names of the blocks of parameters; empty if none were asked for.
         block_values: `(B,)` trace of each diagonal block.
         block_errors: `(B,)` their standard errors, the products' errors included.
@@ -102,6 +103,7 @@ def hutchinson(
     samples = np.array(traces)
     square, square_error = _mean(np.array(squares))
     norm = math.sqrt(square)
+    spread = square_error / (2 * norm) if norm else 0.0
     inside = np.array(blocks).reshape(num_matvecs, -1)
     sizes = np.zeros(0) if partition is None else partition.sizes
     of_blocks = [
@@ -113,7 +115,8 @@ def hutchinson(
         num_matvecs,
         samples,
         error_of_forms(samples, norms, errors, n),
-        frobenius=(norm, square_error / (2 * norm) if norm else 0.0),
+        # By the triangle inequality: `n |e|^2` is that of what the products lack of H.
+        frobenius=(norm, math.hypot(spread, _norm(errors) * math.sqrt(n / num_matvecs))),
         blocks=tuple(partition.names) if partition is not None else (),
         block_values=inside.mean(0),
         block_errors=np.hypot(inside.std(0, ddof=1) / math.sqrt(num_matvecs), of_blocks),

@@ -120,6 +120,8 @@ def test_bounds_hold_where_products_are_their_errors(method: str) -> None:
         diagonals = operator.matrix.diag().split(list(operator.sizes.values()))
         traces = [float(diagonal.sum()) for diagonal in diagonals]
         assert (abs(blocks.block_values - traces) <= 2 * blocks.block_errors).all()
+        assert blocks.frobenius is not None
+        assert abs(blocks.frobenius[0] - np.linalg.norm(values)) <= 2 * blocks.frobenius[1]
 
 
 def test_a_decaying_spectrum_shows_what_the_stored_vectors_buy() -> None:
