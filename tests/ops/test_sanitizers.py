@@ -44,7 +44,7 @@ OPTIONS = {
     "tsan": {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1"},
 }
 
-FILES = ("basis", "determinism", "launches", "misuse", "probes", "streaming")
+FILES = ("basis", "determinism", "launches", "misuse", "probes", "squares", "streaming")
 NOT_HERE = "hundred_million or forked or not_lose_small_terms"
 """A sum of 10^8 terms takes minutes here, and a child of a fork has no threads of a sanitizer."""
 
