@@ -148,6 +148,7 @@ class FiniteDifferenceHessian:
                 len(self._all),
                 None if self.displacement == "auto" else float(self.displacement),
                 self.cost.kinks_crossed is None,
+                self.gradient_norm,
             )
         return self._controllers[scheme]
 

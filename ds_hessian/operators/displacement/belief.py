@@ -108,6 +108,7 @@ class Surroundings:
         blind: Whether r saw no nonlinearity of the last vector.
         roundoff: The unit roundoff of the passes: no ratio, change or error is known to be less,
             even where the rounding at w + hv and at w - hv is opposite.
+        least: The least N of the slice: rounding of its gradients in themselves.
     """
 
     order: int
@@ -118,6 +119,7 @@ class Surroundings:
     hidden: float = 1.0
     blind: bool = False
     roundoff: float = ROUNDOFF
+    least: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -334,7 +336,8 @@ class Belief:
         mixed = self._mixed(bend)
 
         def errors(h: Array) -> tuple[Array, Array]:
-            rounding = np.minimum(around.quiet * noise / (h * signal), LARGEST[0])
+            rounded = np.maximum(around.quiet * noise, around.least)
+            rounding = np.minimum(rounded / (h * signal), LARGEST[0])
             reached = _truncated(mixed * h, around.order)
             known = np.hypot(rounding, around.roundoff)
             return rounding, np.hypot(known, self._kappa_of_slice * reached)

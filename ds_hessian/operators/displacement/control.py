@@ -266,7 +266,7 @@ class StepController(Estimates):
         spread = 0.0 if self.whole else UNLIKE
         unlike = self.bend_unlike, self.size_unlike
         around = Surroundings(
-            self.order, self.quiet, *unlike, spread, self.hidden, self.blind, self.roundoff
+            self.order, self.quiet, *unlike, spread, self.hidden, self.blind, self.roundoff, self.rounded
         )
         return Belief(noise, self.bend, self.kappa.widened(KAPPA_SPREAD), around, trials)
 

@@ -30,6 +30,13 @@ from ds_hessian.operators.displacement.trials import ROUNDOFF, Trial
 SHARED = 0.9
 """The noise of k pilots falls as k^(-SHARED / 2): micro-batches share the rounding of weights."""
 
+ITSELF = 0.3
+"""Rounding of two gradients in themselves, over 2h, in units of u |g| / h, root mean square: their
+coordinates are off by 2u / sqrt(12) of the power of two below them, which they exceed by any factor
+from 1 to 2 alike, in the logarithm. It is the least noise that a product can have. Where the
+gradient at w is not rounded, that of both sides is opposite, and no ratio shows it.
+"""
+
 SMALLER = -0.5
 """Initial logarithm of the ratio of the slice's |Hv| to the pilot's."""
 
@@ -68,6 +75,7 @@ class Estimates:
         fixed: A displacement to use in every product; trials only estimate its error.
         smooth: Whether the loss has no kinks as far as is known; else the ratios of all products
             count as errors.
+        gradient: The norm |g| of the gradient.
     """
 
     def __init__(
@@ -79,6 +87,7 @@ class Estimates:
         num_micro_batches: int,
         fixed: float | None = None,
         smooth: bool = True,
+        gradient: float = 0.0,
     ) -> None:
         self.smooth = smooth
         if not smooth:
@@ -89,6 +98,7 @@ class Estimates:
         self.smallest, self.largest = least_displacement(scale), scale
         self.pilot, self.num_micro_batches = pilot, num_micro_batches
         self.roundoff = unit_roundoff
+        self.rounded = ITSELF * unit_roundoff * gradient / math.sqrt(num_micro_batches)
         self.noise: Estimate | None = None
         self.bend = Estimate(BEND.mean - math.log(scale), BEND.spread)
         self.kappa = Estimate(math.log(scheme.truncation), scheme.truncation_spread)
@@ -158,7 +168,7 @@ class Estimates:
         earlier vectors tell.
         """
         assert self.noise is not None
-        noise = self.quiet * math.exp(self.noise.mean) / size
+        noise = max(self.quiet * math.exp(self.noise.mean), self.rounded) / size
         bent = math.exp(self.kappa.mean + self.order * self.bend.mean)
         h = self._clamp((noise / (math.sqrt(self.order) * bent)) ** (1 / (self.order + 1)))
         return h, math.hypot(noise / h, bent * h**self.order)
