@@ -265,8 +265,9 @@ class StepController(Estimates):
         noise = self.noise or expected_noise([t for t in trials if t.usable], self.rounding)
         spread = 0.0 if self.whole else UNLIKE
         unlike = self.bend_unlike, self.size_unlike
+        seen = self.hidden, self.blind
         around = Surroundings(
-            self.order, self.quiet, *unlike, spread, self.hidden, self.blind, self.roundoff, self.rounded
+            self.order, self.quiet, *unlike, spread, *seen, self.roundoff, self.rounded
         )
         return Belief(noise, self.bend, self.kappa.widened(KAPPA_SPREAD), around, trials)
 
