@@ -244,6 +244,10 @@ class FiniteDifferenceHessian:
         if better != h:
             del raw  # its vector, before that of another displacement
             trials.append(self._try(line, better, self._trial_points))
+            (lost,) = self.space.of_rank_0(trials[-1].lost and self.displacement == "auto")
+            if lost:  # nothing better: all that its step shows is rounding
+                better = h
+                trials.append(self._try(line, better, self._trial_points))
             (doubted,) = self.space.of_rank_0(self._controller.doubts(trials[-1]))
             if doubted:
                 self._witness(line, trials)

@@ -15,6 +15,7 @@ from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.backends.restricted import Restricted
 from ds_hessian.krylov import lanczos, ritz
 from ds_hessian.operators import FiniteDifferenceHessian, Product
+from ds_hessian.operators.displacement.control import StepController
 from ds_hessian.operators.displacement.schemes import SchemeName
 from ds_hessian.vectors import random_vector
 from tests.operators.nets import (
@@ -149,6 +150,16 @@ def test_rounding_that_is_opposite_on_both_sides_is_noise(count: int) -> None:
     data = batches(count)
     errors, told = figures(products(backend_of(net, bf16=True), Exact(net, data), data, count=6))
     assert errors.max() < 0.3 and np.median(errors) < 0.03, errors
+    assert told.min() > 1 / 3, told
+
+
+def test_no_product_is_repeated_where_its_step_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended in an error about a displacement that nobody had given (a vmapped ReLU in bf16)."""
+    judge = StepController.judge
+    monkeypatch.setattr(StepController, "judge", lambda s, p: 1e-9 * judge(s, p))
+    net, data = mlp(), batches(4)
+    errors, told = figures(products(backend_of(net, bf16=True), Exact(net, data), data, count=4))
+    assert errors.max() < 0.1, errors
     assert told.min() > 1 / 3, told
 
 
