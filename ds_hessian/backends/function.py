@@ -282,7 +282,10 @@ class FixedFunction(TorchFunctionMode):
 
     def _apply(self, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call a function with a written backward with the constants of the gradient."""
-        constants, back = self._constants, _in_backward()
+        constants, back, state = self._constants, _in_backward(), self.state
+        if state is not None and state.watching and not back:
+            with torch._C.DisableTorchFunction():
+                state.before(apply, args, {})
         if not self._follows(back):
             return apply(*args)
         with torch._C.DisableTorchFunction():

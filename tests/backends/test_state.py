@@ -107,6 +107,33 @@ def test_what_a_loss_of_its_own_changes_is_as_it_was(way: str) -> None:
     assert (product.vector - expected).norm() < 1e-3 * expected.norm()
 
 
+class Scaled(torch.autograd.Function):
+    """x times a weight, by operations that torch hands to no mode, as a kernel's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        """Scale."""
+        ctx.save_for_backward(x, scale)
+        with torch._C.DisableTorchFunction():
+            return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Of both."""
+        x, scale = ctx.saved_tensors
+        with torch._C.DisableTorchFunction():
+            return gradients[0] * scale, (gradients[0] * x).sum()
+
+
+def test_gradients_of_what_only_a_written_function_reads_are_put_back() -> None:
+    scale = torch.tensor(2.0, requires_grad=True)
+    kept = scale.grad = torch.tensor(5.0)
+    hessian: Any = ds_hessian.attach(Net(), config=QUIET)
+    hessian.use(data()[:1], lambda model, entry: Scaled.apply(model.hidden(entry[0]), scale).mean())
+    hessian.matvec(hessian.random_vector(seed=1))
+    assert scale.grad is kept and float(kept) == 5.0
+
+
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("backward", [Tensor.backward, torch.autograd.backward])
 def test_a_loss_that_runs_a_backward_pass_is_refused_by_name(
