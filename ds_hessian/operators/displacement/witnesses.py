@@ -7,7 +7,7 @@ ALWAYS, SELDOM = 16, 16
 more, of which a trial costs little, where no third difference is a witness and the pilot is few of
 them."""
 
-SPENT = 0.125
+SPENT = 0.25
 """Gradients that a product spends on its third difference on average, at most, while no such
 difference is more than expected."""
 
