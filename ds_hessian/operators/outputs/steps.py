@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_hessian.operators.displacement.belief import VISIBLE
 from ds_hessian.operators.displacement.control import OTHER
 from ds_hessian.operators.displacement.steps import least_displacement
 from ds_hessian.operators.displacement.trials import ROUNDOFF
@@ -538,9 +539,9 @@ class OutputSteps:
             self._kappa = max(self._kappa, rest / (bent * trial.size))
 
     def _kappa_beside(self, product: Trial) -> float | None:
-        """Return the kappa that third differences show, or None."""
+        """Return the kappa that third differences show well above rounding, or None."""
         noise = max(self._noise_of_ratio(product), OF_SECOND * product.roundoff)
-        if not math.inf > product.third > UNEXPECTED * OF_THIRD * noise:
+        if not math.inf > product.third > VISIBLE * OF_THIRD * noise:
             return None
         if not UNEXPECTED * noise < product.beside <= BENT:
             return None
