@@ -211,6 +211,27 @@ def test_a_loss_that_looks_quadratic_or_entropic_at_one_point_is_neither(
     assert abs(largest.value - float(torch.linalg.eigvalsh(exact)[-1])) <= largest.error
 
 
+def test_a_focal_loss_of_nearly_even_probabilities_is_no_cross_entropy_in_16_bits() -> None:
+    """As of a net before its training: the weights of tokens differ by less than their rounding at
+    outputs that are only as far as these are large.
+    """
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 3)).bfloat16()
+    nn.init.normal_(net[2].weight, std=0.03)
+    data = [(x.bfloat16(), y) for x, y in batches(2)]
+
+    def loss(net: nn.Module, b: Any) -> Tensor:
+        f = net(b[0])
+        return _focal(f if f.dtype == torch.float64 else f.float(), b[1])
+
+    exact = ExactGaussNewton(net, "2", loss, data)
+    with operators(net, data, loss, "ggn") as (backend, (g,)):
+        v = random_vector(backend.layout, backend.space, seed=0)
+        product = g.matvec(v)
+    assert product.error is not None and g.outputs == "2: a loss known by its values"
+    assert relative(product.vector, exact(v)) < SLACK * product.error < 0.2
+
+
 def test_fisher_of_another_loss_is_refused(gpt: nn.Module) -> None:
     with (
         pytest.raises(UnsupportedError, match="empirical Fisher matrix of another loss"),

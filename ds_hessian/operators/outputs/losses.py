@@ -189,15 +189,17 @@ def size_of(x: Tensor) -> float:
     return max(float(x.amax()), -float(x.amin())) if x.numel() else 0.0
 
 
-def beside_outputs(f: Tensor) -> Tensor:
-    """Return something as large as the outputs, of entries +-a, to be added to them."""
+def beside_outputs(f: Tensor, least: float = 1e-3) -> Tensor:
+    """Return something as large as the outputs, of entries +-a with a >= `least`, to be added to
+    them.
+    """
     # Signs that alternate, but not with a period of the data.
     last = f.shape[-1]
     parts = (torch.arange(count, device=f.device) for count in (f.numel() // last, last))
     rows, columns = (torch.frac(part * GOLDEN) for part in parts)
     signs = (rows[:, None] + columns).frac_().ge_(0.5).mul_(2).sub_(1)
     size = f.norm(dtype=torch.float32) / math.sqrt(max(f.numel(), 1))
-    return signs.mul_(size.clamp_min(1e-3)).reshape(f.shape)
+    return signs.mul_(size.clamp_min(least)).reshape(f.shape)
 
 
 def keeps_weights(

@@ -42,6 +42,11 @@ from ds_hessian.operators.outputs.tap import sample
 
 Read = TypeVar("Read", Tokens, Squares)
 
+REACH = 2.0
+"""How far outputs go, at least, for a cross entropy to be verified: probabilities change by factors
+there, whose rounding in 16 bits is much less.
+"""
+
 FAR = 2.0**10
 """The farther of the two displacements of the outputs, in units of the nearer one, at most."""
 
@@ -122,7 +127,7 @@ class _Verifier(_Listener):
         self._added: dict[int, tuple[Tensor, float]] = {}
 
     def _addend(self, index: int, f: Tensor) -> Tensor:
-        self._added[index] = beside_outputs(f), torch.finfo(f.dtype).eps / 2
+        self._added[index] = beside_outputs(f, REACH), torch.finfo(f.dtype).eps / 2
         return self._added[index][0]
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
