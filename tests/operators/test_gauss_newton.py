@@ -923,3 +923,24 @@ def test_analyses_take_every_operator(gpt: nn.Module, analysis: str, name: Opera
         for value, error, v in zip(record.values, record.errors, record.vectors, strict=True):
             assert abs(v.double() @ exact(v) - value) < error
         assert np.all(record.sampling_errors > 0)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_vector_that_the_outputs_see_in_second_order_alone_has_a_product_of_zero(
+    smoothing: float,
+) -> None:
+    """All weights are zero: second differences of the outputs over none were taken for overflow."""
+    net = nn.Sequential(nn.Linear(5, 8, bias=False), nn.Linear(8, 3, bias=False))
+    for weight in net.parameters():
+        nn.init.zeros_(weight)
+    data = [(torch.randn(6, 5), torch.arange(6) % 3) for _ in range(2)]
+
+    def loss(model: nn.Module, b: Any) -> Tensor:
+        return functional.cross_entropy(model(b[0]), b[1], label_smoothing=smoothing)
+
+    backend = ModuleBackend(net)
+    with backend.measuring(backend.objective(data, loss)) as session:
+        operator = curvature(session, FiniteDifferenceConfig(), "ggn")
+        product = operator.matvec(random_vector(backend.layout, backend.space, 0))
+    assert product.norm == 0 and not product.vector.any()
+    assert product.nonlinearity is None

@@ -133,8 +133,9 @@ class Trial:
 
     @property
     def finite(self) -> bool:
-        """Whether every figure is."""
-        return all(map(math.isfinite, (self.size, self.nonlinearity, self.form)))
+        """Whether every figure is; r is none of those of a vector that J maps to zero."""
+        r = self.nonlinearity if self.size else 0.0
+        return all(map(math.isfinite, (self.size, r, self.form)))
 
     @property
     def beyond(self) -> bool:
