@@ -205,13 +205,18 @@ class _Calls:
                 "returns what it is of, outputs=..."
             )
         f = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
-        other = self.taken(f)
+        other = self.taken(f, len(parts) > 1)
         if len(parts) == 1:
             return None if other is None else with_tensors(output, {self.places[0]: other})
         return with_tensors(output, dict(zip(self.places, _apart(f, other, parts), strict=True)))
 
-    def taken(self, f: Tensor) -> Tensor | None:
-        """Tell the listener of outputs, and hook their cotangent; return others to go on with."""
+    def taken(self, f: Tensor, joined: bool = False) -> Tensor | None:
+        """Tell the listener of outputs, and hook their cotangent; return others to go on with.
+
+        Args:
+            f: The outputs.
+            joined: Whether they are a copy, of several tensors.
+        """
         if in_backward():
             raise UnsupportedError(
                 f"ds_hessian does not support outputs ({self.name!r}) that are computed again in "
@@ -227,7 +232,8 @@ class _Calls:
         self.count += 1
         added = beside(self.listener.outputs)(index, f.detach())
         if added is not None:
-            f = f.float() + added
+            wide = f.float()
+            f = wide.add_(added) if joined or wide is not f else wide + added
         if f.requires_grad:
             # The loss may write into f.
             seen = f.detach().clone() if self.listener.reads else f.new_empty(0)
