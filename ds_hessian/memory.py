@@ -21,13 +21,14 @@ import torch
 from ds_hessian.table import Table
 
 Tier = Literal["accelerator", "host", "disk", "resume"]
-Moment = Literal["passes", "trials", "orthogonalization", "storing"]
+Moment = Literal["passes", "trials", "orthogonalization", "storing", "figures"]
 
 TIERS: tuple[Tier, ...] = ("accelerator", "host", "disk", "resume")
 """`disk`: a basis' folder, of each node; `resume`: that of runs' states, which all ranks see."""
-MOMENTS: tuple[Moment, ...] = ("passes", "trials", "orthogonalization", "storing")
+MOMENTS: tuple[Moment, ...] = ("passes", "trials", "orthogonalization", "storing", "figures")
 """Moments of a Lanczos step, in order: forward and backward passes, the comparison of two trials of
-the displacement, Gram-Schmidt, and the writing of the next basis vector."""
+the displacement, Gram-Schmidt, and the writing of the next basis vector; and the working out of
+figures, when no product is being made."""
 
 FP32 = 4
 """Bytes of one coordinate of a vector."""

@@ -68,6 +68,8 @@ class Analysis(ABC, Generic[R]):
     """What it measures, in a line, for people."""
     resumes: ClassVar[bool] = True
     """Whether `resume` keeps its state."""
+    operator_stage: ClassVar[str] = ""
+    """The stage that has its operator; none if all have it."""
 
     def __post_init__(self) -> None:
         refuse_impossible(self, self.title)

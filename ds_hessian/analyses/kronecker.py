@@ -18,7 +18,7 @@ from ds_hessian.backends.restricted import Choice, Restricted, RestrictedSession
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.krylov.kronecker import Comparison, Effort, compare
-from ds_hessian.memory import FP32, FP64, Item
+from ds_hessian.memory import FP32, FP64, Item, in_stage
 from ds_hessian.operators import Curvature, OperatorCost
 from ds_hessian.operators.kronecker import (
     KINDS,
@@ -35,6 +35,7 @@ from ds_hessian.operators.kronecker import (
     owners,
 )
 from ds_hessian.operators.kronecker.layers import named
+from ds_hessian.operators.kronecker.planned import STAGE
 from ds_hessian.operators.kronecker.spaces import LayerSpace
 from ds_hessian.planning import Settings as PlanSettings
 from ds_hessian.planning import Share, halves
@@ -42,9 +43,13 @@ from ds_hessian.records import HessianKronecker
 from ds_hessian.records.kronecker import columns
 from ds_hessian.vectors import random_vector
 
-FIGURES = 5
-"""Vectors in fp64 for each one of the basis that the share on the diagonal takes: the basis and its
-products in K's eigenbasis, and three on the way to their sum."""
+OF_BASIS, OF_PROBES = (5, 0), (3, 3)
+"""Vectors in fp64 for each one of the basis, and for each probe, that the share on the diagonal
+takes: the basis and its products in K's eigenbasis and three on the way to their sum; then the
+first three of these, the probes and their products there, and their entries' products."""
+
+PRODUCTS = "products"
+"""The stage of the products with a layer's own block."""
 
 OTHER = "its gradient is not that of one linear layer"
 
@@ -76,6 +81,7 @@ class Kronecker(Analysis[HessianKronecker]):
     title = "kronecker"
     summary = "K-FAC, EK-FAC, Shampoo, KL-Shampoo and Adam beside each weight's own Hessian"
     resumes = False
+    operator_stage = PRODUCTS
 
     kinds: Sequence[Kind] = ("kfac", "ekfac", "shampoo", "klshampoo")
     layers: Choice | None = None
@@ -128,7 +134,7 @@ class Kronecker(Analysis[HessianKronecker]):
         return share.within(
             n,
             min(n, share.n_local),
-            share.vectors("gradient", 1, stage="factors"),
+            share.vectors("gradient at the weights", int(self.draws > 0), stage=STAGE),
             share.vectors("Adam's divisor", int("adam" in self.kinds)),
         )
 
@@ -140,13 +146,20 @@ class Kronecker(Analysis[HessianKronecker]):
         factors = memory_of_factors(
             shapes, tier, self.kinds, self.layers_at_once, self.ranks, self.rank
         )
-        held = FP32 * (4 * (self.basis + self.probes) + 4)  # one by one, and together
-        figures = FP64 * FIGURES * self.basis
-        return [
-            *factors,
-            Item("products of a layer", tier, held * largest, stage="products"),
-            Item("figures of a layer in fp64", tier, figures * largest, stage="products"),
+        pairs, of_extremes = self.basis + self.probes, FP32 * 2 * self.extremes
+        wide = max(a * self.basis + b * self.probes for a, b in (OF_BASIS, OF_PROBES))
+        # Vectors one by one, and together in fp32 and in fp64.
+        figures = max(
+            FP32 * 2 * pairs + FP64 * wide,
+            of_extremes + (FP32 + FP64 * 2) * self.extremes,
+        )
+        products = [
+            Item("gradient of a layer, vector and product", tier, FP32 * 4 * largest),
+            Item("products of a layer", tier, FP32 * 2 * pairs * largest),
+            Item("products for an extreme", tier, of_extremes * largest, ("passes",)),
+            Item("figures of a layer", tier, figures * largest, ("figures",)),
         ]
+        return [*factors, *in_stage(PRODUCTS, products)]
 
     def with_less(self, config: HessianConfig) -> list[PlanSettings]:
         """Return fewer layers in a pass, then fewer products of a layer."""

@@ -21,7 +21,7 @@ import torch
 from ds_hessian.backends.protocol import Precision
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
-from ds_hessian.memory import TIERS, Item, MemoryPlan, Tier, free_on, shown
+from ds_hessian.memory import TIERS, Item, MemoryPlan, Tier, free_on, in_stage, shown
 from ds_hessian.operators import memory_of_operator
 from ds_hessian.planning.share import Share
 from ds_hessian.ranks import count_on_nodes, largest, most_on_a_node
@@ -56,6 +56,11 @@ class Planned(Protocol):
     @property
     def resumes(self) -> bool:
         """True if `resume` keeps its state."""
+        ...
+
+    @property
+    def operator_stage(self) -> str:
+        """The stage that has its operator; none if all have it."""
         ...
 
     def memory(self, share: Share, config: HessianConfig) -> list[Item]:
@@ -127,6 +132,8 @@ def plan(
             items.append(Item(f"state of the run, {count}", "resume", size))
     scheme = config.finite_difference.largest_formula
     operator = memory_of_operator(share.n_local, share.tier, scheme, config.operator, share.outputs)
+    if analysis is not None:
+        operator = in_stage(analysis.operator_stage, operator)
     backend = share.backend(precision_of(config))
     return MemoryPlan.of(backend, kinks, operator, items, passes=passes)
 

@@ -124,6 +124,24 @@ def test_the_outputs_of_a_micro_batch_are_in_the_plan(
         within_a_tenth(cases, found)
 
 
+LAYER: dict[str, Any] = {"kinds": ["kfac"], "layers": ["body.weight"], "probes": 2, "extremes": 0}
+LAYERS = [
+    ("kronecker", {**LAYER, "basis": basis, "operator": name})
+    for basis, name in ((4, "ggn"), (4, "hessian"), (12, "ggn"))
+]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("tokens", [1024, 16])
+def test_factors_and_products_of_one_layer_are_in_the_plan(
+    fresh: Callable[[int], RankPool], tokens: int
+) -> None:
+    """Beside a head of four times its weights."""
+    for found in fresh(2).run(jobs.measured_and_planned, 3, "fp32", LAYERS, tokens, timeout=600):
+        within_a_tenth(LAYERS, found)
+
+
 GATES = [
     ("spectrum", {"num_matvecs": 3}),
     ("spectrum", {"num_matvecs": 3, "kinks": "crossed"}),

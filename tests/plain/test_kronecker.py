@@ -571,6 +571,28 @@ def test_a_plan_knows_the_layers_of_the_job() -> None:
     assert {i.name: i.size for i in solve.items}["Kronecker factors"] == 8 * squares + 16 * own
 
 
+def test_a_plan_has_passes_decompositions_and_figures_at_different_times() -> None:
+    """And the operator with its outputs beside the products of a layer alone."""
+    net = nn.Sequential(nn.Linear(20, 40), nn.Linear(40, 500))
+    data = [(torch.randn(60, 20), torch.arange(60) % 500)]
+    hessian: Any = ds_hessian.attach(net, config=QUIET).use(data, loss_of)
+    settings = {"kinds": ["kfac"], "layers": ["0.weight"], "basis": 4, "probes": 2, "extremes": 0}
+    plan = hessian.memory_plan("kronecker", operator="ggn", precision="model", **settings)
+    items, own = {item.name: item for item in plan.items}, 20 * 40
+    outputs = items["outputs of some micro-batches"]
+    assert (outputs.stage, outputs.moments) == ("products", ("passes",))
+    assert items["tokens being squared"].size == 4 * 256 * 40
+    assert items["a Kronecker factor being decomposed"].moments == ("figures",)
+    figures = items["figures of a layer"]
+    assert (figures.stage, figures.moments) == ("products", ("figures",))
+    assert figures.size == (4 * 12 + 8 * 20) * own
+    # Weights and their gradient, the vector over all parameters and what passes have of the layer.
+    n = sum(p.numel() for p in net.parameters())
+    passes = 3 * 4 * n + outputs.size + items["samples of the cotangents"].size + 3 * 4 * own
+    held = items["Kronecker factors"].size + (4 + 12) * 4 * own
+    assert plan.peak("host") == max(passes + held, figures.size + held + 4 * n + 4 * own)
+
+
 def test_weights_of_other_than_two_dims_are_refused_by_their_dims() -> None:
     """They were said to be no trainable parameters."""
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ds_hessian.memory import FP32, FP64, Item, Tier
+from ds_hessian.memory import FP32, FP64, Item, Tier, in_stage
 
 PIECES, COLUMNS = 16, 96
 """Pieces of columns in which one triangle of a symmetric matrix is kept, at most, and the unit of
@@ -45,6 +45,13 @@ def owners(shapes: Sequence[tuple[int, int]], ranks: int) -> list[int]:
     return found
 
 
+PACKED = 256
+"""Tokens, or rows of a gradient, of which the kernel of `ops.add_square` has a copy on a CPU
+(csrc/cpu/squares.cpp)."""
+
+STAGE = "factors"
+"""The stage of an analysis in which factors are estimated."""
+
 WORK = 2
 """Matrices of the order of a factor, in fp64, that its decomposition takes beside it and its
 eigenvectors (LAPACK's dsyevd: 1 + 6 n + 2 n^2 numbers)."""
@@ -58,7 +65,7 @@ def memory_of_factors(
     ranks: int = 1,
     rank: int | None = None,
 ) -> list[Item]:
-    """Return the sums of one pass, a factor being decomposed, and eigenvectors and eigenvalues
+    """Return the sums of one pass, what is decomposed after it, and eigenvectors and eigenvalues
     that a rank owns.
 
     Args:
@@ -75,7 +82,8 @@ def memory_of_factors(
     in_rounds = bool({"ekfac", "klshampoo"} & {*kinds})  # with eigenvectors, or roots, on all ranks
     # EK-FAC has K-FAC's eigenvectors, Adam none.
     bases = first + len({"shampoo", "klshampoo", "optimizer"} & {*kinds})
-    sums, owned, most, kept = list[int](), [0] * ranks, [0] * ranks, [0] * ranks
+    sums, packed = list[int](), 0
+    owned, most, kept, pieces = ([0] * ranks for _ in range(4))
     for owner, (m, n) in zip(owners(shapes, ranks), shapes, strict=True):
         triangles, squares, own = size_of_square(m) + size_of_square(n), m * m + n * n, m * n
         once = (first + second) * triangles + second * own
@@ -83,13 +91,18 @@ def memory_of_factors(
         sums.append(max(once, again))
         owned[owner] += FP64 * (len(kinds) * own + bases * squares)
         kept[owner] += FP64 * second * squares
+        pieces[owner] += FP32 * first * triangles
         if bases:
             most[owner] = max(most[owner], FP64 * (first * squares + WORK * max(m, n) ** 2))
+        if (first or second) and tier == "host":
+            packed = max(packed, FP32 * PACKED * max(m, n))
     mine = max(range(ranks), key=owned.__getitem__) if rank is None else rank
     passes = FP32 * sum(sorted(sums, reverse=True)[:at_once])
-    return [
-        Item("Kronecker sums of a pass", tier, passes, stage="factors"),
-        Item("a Kronecker factor being decomposed", tier, most[mine], stage="factors"),
-        Item("Shampoo's factors", tier, kept[mine], stage="factors"),
-        Item("Kronecker factors", tier, owned[mine]),
+    estimated = [
+        Item("Kronecker sums of a pass", tier, passes, ("passes",)),
+        Item("tokens being squared", tier, packed, ("passes",)),
+        Item("sums to be decomposed", tier, pieces[mine], ("figures",)),
+        Item("a Kronecker factor being decomposed", tier, most[mine], ("figures",)),
+        Item("Shampoo's factors", tier, kept[mine]),
     ]
+    return [*in_stage(STAGE, estimated), Item("Kronecker factors", tier, owned[mine])]
