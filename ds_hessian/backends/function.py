@@ -236,13 +236,14 @@ class FixedFunction(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Make a call of one of torch's functions."""
-        kwargs, state = kwargs or {}, self.state
+        kwargs = kwargs or {}
         if func in INERT:
             return func(*args, **kwargs)
         if self._learning and func is torch.autograd.backward and _in_backward():
             for output in tensors_in((*args, *kwargs.values())):
                 self.note_graph(output)
-        if state is None or not state.watching or _in_backward():
+        state = self._watching(_in_backward())
+        if state is None:
             return self._followed(func, types, args, kwargs)
         state.before(func, args, kwargs)
         made = self._followed(func, types, args, kwargs)
@@ -280,10 +281,15 @@ class FixedFunction(TorchFunctionMode):
         transformed = torch._C._are_functorch_transforms_active()
         return self._constants.following and not (transformed or derives)
 
+    def _watching(self, back: bool) -> State | None:
+        """Return the state that is watched in the present call; None for none."""
+        state = self.state
+        return state if state is not None and state.watching and not back else None
+
     def _apply(self, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call a function with a written backward with the constants of the gradient."""
-        constants, back, state = self._constants, _in_backward(), self.state
-        if state is not None and state.watching and not back:
+        constants, back = self._constants, _in_backward()
+        if (state := self._watching(back)) is not None:
             with torch._C.DisableTorchFunction():
                 state.before(apply, args, {})
         if not self._follows(back):

@@ -22,7 +22,8 @@ from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.krylov import lanczos
 from ds_hessian.operators import Curvature, FiniteDifferenceHessian, curvature
 from ds_hessian.operators.outputs.losses import read_cross_entropy
-from ds_hessian.operators.outputs.steps import OutputSteps, Trial
+from ds_hessian.operators.outputs.steps import OutputSteps
+from ds_hessian.operators.outputs.trials import Trial
 from ds_hessian.vectors import random_vector
 from tests.nets import TinyGPT, batch
 from tests.operators.gauss_newton import ExactGaussNewton

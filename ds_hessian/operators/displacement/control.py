@@ -263,11 +263,16 @@ class StepController(Estimates):
     def _observe(self, trials: Sequence[Trial]) -> Belief:
         trials = [t for t in trials if self.fixed is not None or not t.lost]
         noise = self.noise or expected_noise([t for t in trials if t.usable], self.rounding)
-        spread = 0.0 if self.whole else UNLIKE
-        unlike = self.bend_unlike, self.size_unlike
-        seen = self.hidden, self.blind
         around = Surroundings(
-            self.order, self.quiet, *unlike, spread, *seen, self.roundoff, self.rounded
+            order=self.order,
+            quiet=self.quiet,
+            bend=self.bend_unlike,
+            size=self.size_unlike,
+            spread=0.0 if self.whole else UNLIKE,
+            hidden=self.hidden,
+            blind=self.blind,
+            roundoff=self.roundoff,
+            least=self.rounded,
         )
         return Belief(noise, self.bend, self.kappa.widened(KAPPA_SPREAD), around, trials)
 

@@ -34,7 +34,8 @@ from ds_hessian.operators.checks import in_units, measurable, require_finite, re
 from ds_hessian.operators.outputs.forms import SAMPLE, Ladder
 from ds_hessian.operators.outputs.passes import OutputProduct, Passes, Sums
 from ds_hessian.operators.outputs.reading import Reading
-from ds_hessian.operators.outputs.steps import LADDER, UNEXPECTED, OutputSteps, Trial
+from ds_hessian.operators.outputs.steps import LADDER, UNEXPECTED, OutputSteps
+from ds_hessian.operators.outputs.trials import Trial
 from ds_hessian.operators.protocol import Form, OperatorCost, Product
 
 

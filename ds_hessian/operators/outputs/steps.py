@@ -39,11 +39,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_hessian.operators.displacement.belief import VISIBLE
+from ds_hessian.operators.displacement.belief import LARGEST, VISIBLE
 from ds_hessian.operators.displacement.control import OTHER
 from ds_hessian.operators.displacement.steps import least_displacement
 from ds_hessian.operators.displacement.trials import ROUNDOFF
 from ds_hessian.operators.displacement.witnesses import has_thirds, products_of_a_third
+from ds_hessian.operators.outputs.trials import BENT, Trial
 
 UNEXPECTED = 2.0
 """Ratio of a change to what is expected of it, above which something else has made it: a kink."""
@@ -84,65 +85,11 @@ INDEPENDENT = 0.25
 to 4 and to 16 of them the exponent was 0.1 to 0.4 on most calibration families of
 benchmarks/families.py (attention, convolution, regression; fp32 and bf16)."""
 
-BENT = 0.5
-"""The nonlinearity ratio above which it does not tell how far the outputs bend."""
-
-GROWN = 32.0
-"""Noise of the outputs in units of their roundoff, at most: that of all layers adds up."""
-
 TINY = 1e-30
 """A square of a change that counts as none."""
 
 TYPICAL = 1.0
 """kappa before it is measured: 2/3 for an exponential, more where curvature is concentrated."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A product of some micro-batches with a unit vector.
-
-    Attributes:
-        h: The displacement.
-        size: `|P|`.
-        nonlinearity: r.
-        roundoff: The roundoff of the outputs, relative to their first difference.
-        spread: Norm of the outputs' derivative, in the units of r's noise.
-        form: `v'Gv` from the outputs alone.
-        change: `|P - P'|` from the trial before; inf for the first.
-        values: The relative error from differencing a loss that is known by its values, by the
-            nonlinearity ratio of its cotangents: that itself, as of any difference among kinks
-            (`ds_hessian.operators.displacement.schemes.Scheme.among_kinks`), and without these
-            `TYPICAL` of its square; else 0.
-        third: A third of the third difference of the outputs over the first one, of micro-batches
-            that have it; else 0.
-        beside: r of these.
-        apart: How far v'(Gv) by the backward and by the outputs alone are apart.
-    """
-
-    h: float
-    size: float
-    nonlinearity: float
-    roundoff: float
-    spread: float
-    form: float
-    change: float = math.inf
-    values: float = 0.0
-    third: float = 0.0
-    beside: float = 0.0
-    apart: float = 0.0
-
-    @property
-    def finite(self) -> bool:
-        """Whether every figure is; r is none of those of a vector that J maps to zero."""
-        r = self.nonlinearity if self.size else 0.0
-        return all(map(math.isfinite, (self.size, r, self.form)))
-
-    @property
-    def beyond(self) -> bool:
-        """Whether the outputs bend so much that no change between such displacements means
-        anything: r is large, and no noise.
-        """
-        return self.nonlinearity > BENT and self.roundoff < BENT / GROWN
 
 
 @dataclass
@@ -450,8 +397,12 @@ class OutputSteps:
 
     def error(self, h: float, size: float, quiet: float = 1.0, kappa: float | None = None) -> float:
         """Return the expected relative error at a displacement, without the backward's."""
-        truncation = (self._kappa if kappa is None else kappa) * min(self._bend * h, 1.2) ** 2
+        truncation = (self._kappa if kappa is None else kappa) * self._square(h)
         return math.hypot(min(quiet * self._noise / (h * size), 2.0), truncation)
+
+    def _square(self, h: float) -> float:
+        """Return (b h)^2, of which kappa is a multiple: as far as it tells."""
+        return min(self._bend * h, LARGEST[1]) ** 2
 
     def _clamp(self, h: float) -> float:
         return min(max(h, self.smallest), self.learnt.largest)
@@ -533,7 +484,7 @@ class OutputSteps:
         """
         if self.unit_roundoff <= ROUNDOFF:
             return
-        bent = min(self._bend * trial.h, 1.2) ** 2
+        bent = self._square(trial.h)
         noise = math.hypot(quiet * self._noise / trial.h, self.least_error * trial.size)
         if bent > 0 and trial.apart > UNEXPECTED * noise:
             rest = math.sqrt(trial.apart**2 - noise**2)

@@ -1,0 +1,60 @@
+"""Trials of Gauss-Newton products: what one of some micro-batches shows at one displacement."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+BENT = 0.5
+"""The nonlinearity ratio above which it does not tell how far the outputs bend."""
+
+GROWN = 32.0
+"""Noise of the outputs in units of their roundoff, at most: that of all layers adds up."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A product of some micro-batches with a unit vector.
+
+    Attributes:
+        h: The displacement.
+        size: `|P|`.
+        nonlinearity: r.
+        roundoff: The roundoff of the outputs, relative to their first difference.
+        spread: Norm of the outputs' derivative, in the units of r's noise.
+        form: `v'Gv` from the outputs alone.
+        change: `|P - P'|` from the trial before; inf for the first.
+        values: The relative error from differencing a loss that is known by its values, by the
+            nonlinearity ratio of its cotangents: that itself, as of any difference among kinks
+            (`ds_hessian.operators.displacement.schemes.Scheme.among_kinks`), and without these
+            `ds_hessian.operators.outputs.steps.TYPICAL` of its square; else 0.
+        third: A third of the third difference of the outputs over the first one, of micro-batches
+            that have it; else 0.
+        beside: r of these.
+        apart: How far v'(Gv) by the backward and by the outputs alone are apart.
+    """
+
+    h: float
+    size: float
+    nonlinearity: float
+    roundoff: float
+    spread: float
+    form: float
+    change: float = math.inf
+    values: float = 0.0
+    third: float = 0.0
+    beside: float = 0.0
+    apart: float = 0.0
+
+    @property
+    def finite(self) -> bool:
+        """Whether every figure is; r is none of those of a vector that J maps to zero."""
+        r = self.nonlinearity if self.size else 0.0
+        return all(map(math.isfinite, (self.size, r, self.form)))
+
+    @property
+    def beyond(self) -> bool:
+        """Whether the outputs bend so much that no change between such displacements means
+        anything: r is large, and no noise.
+        """
+        return self.nonlinearity > BENT and self.roundoff < BENT / GROWN
