@@ -1,16 +1,22 @@
-"""Calls of functions with a written backward (`torch.autograd.Function`), which torch hands to no
-mode.
+"""Which calls a mode sees: also those of functions with a written backward
+(`torch.autograd.Function`), which torch hands to none, and none of a host's that only move tensors.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+)
 
+T = TypeVar("T")
 _CALLED: Any = torch.autograd.function._SingleLevelFunction
 """The class whose `apply` each function's own ends in, also one that was bound before the body."""
 
@@ -37,3 +43,21 @@ def applying(mode: TorchFunctionMode, call: Call) -> Iterator[None]:
             del _CALLED.apply
         else:
             _CALLED.apply = before
+
+
+def outside(mode: TorchFunctionMode, call: Callable[..., T]) -> Callable[..., T]:
+    """Return a function that leaves a mode, where that is the innermost one, for its own calls of
+    torch: a host's that moves tensors, and computes nothing of the model.
+    """
+
+    @functools.wraps(call)
+    def called(*args: Any, **kwargs: Any) -> T:
+        if _get_current_function_mode() is not mode:
+            return call(*args, **kwargs)
+        mode.__exit__(None, None, None)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            mode.__enter__()
+
+    return called

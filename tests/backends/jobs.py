@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ds_hessian
+from ds_hessian.backends.function import FixedFunction
 from ds_hessian.backends.zero import ZeroBackend
 from ds_hessian.errors import HessianError
 from ds_hessian.records import HessianEigenpairs, HessianSolution
@@ -864,6 +867,28 @@ def self_tests(module: nn.Module | None, config: dict[str, Any], overrides: dict
     verdict = engine.hessian.self_test(my_batches(), **overrides)
     engine.destroy()
     return verdict
+
+
+def followed_callers(stage: int) -> dict[str, int]:
+    """How often each of DeepSpeed's files calls torch under the mode in the first gradient."""
+    engine, called = make_engine(zero_optimization={"stage": stage}), Counter[str]()
+    follow = FixedFunction.__torch_function__
+
+    def noting(self: Any, func: Any, *rest: Any) -> Any:
+        frame: Any = sys._getframe(1)
+        while "/torch/" in frame.f_code.co_filename:
+            frame = frame.f_back
+        called[frame.f_code.co_filename.partition("/deepspeed/")[2]] += 1
+        return follow(self, func, *rest)
+
+    backend = ZeroBackend(engine)
+    with (
+        mock.patch.object(FixedFunction, "__torch_function__", noting),
+        backend.measuring(backend.objective(my_batches())) as session,
+    ):
+        session.add_gradient(session.space.zeros(), range(session.num_micro_batches))
+    engine.destroy()
+    return dict(called)
 
 
 def measured_at(accumulation: int) -> list[int]:

@@ -81,6 +81,17 @@ def test_all_ranks_take_the_same_step_though_they_computed_different_ones(ranks:
     assert relative(dense.flat(product), dense.matvec(dense.flat(v))) < 2e-4
 
 
+TRANSPORT = ("runtime/zero/stage", "runtime/zero/partition", "runtime/comm")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_transport_of_shards_is_not_followed(ranks: Ranks, stage: int) -> None:
+    """Most calls of torch under ZeRO are not the model's."""
+    for called in ranks(2).run(jobs.followed_callers, stage):
+        moving = sum(n for name, n in called.items() if name.startswith(TRANSPORT))
+        assert moving < 0.1 * called[""], called
+
+
 def test_figures_of_rank_0_are_those_of_all_ranks(ranks: Ranks) -> None:
     assert ranks(2).run(jobs.of_rank_0) == 2 * [[1.5, -2.0]]
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hessian.backends.adam import collect
+from ds_hessian.backends.applied import outside
 from ds_hessian.backends.guard import Guard, guarded
 from ds_hessian.backends.names import require_same, require_same_parameters, trained, trained_names
 from ds_hessian.backends.objective import (
@@ -185,6 +186,9 @@ class ZeroBackend:
                 )
                 guard.state.left_alone |= host.OF_HOOKS
                 host.quiet(engine, guard.attributes)
+                for owner, name in host.transport(engine):
+                    moving = outside(guard.function, getattr(owner, name))
+                    guard.attributes.set(owner, name, moving)
                 refuse_methods(engine, host.WRITES_WEIGHTS, guard.attributes)
                 masters = [m for m in map(shards.master, self.pieces) if m is not None]
                 stack.enter_context(training_refused(self.modules, masters))

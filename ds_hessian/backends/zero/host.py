@@ -6,7 +6,7 @@ is probed with `hasattr` where versions differ, and a version without it is refu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -189,6 +189,28 @@ def quiet(engine: Engine, attributes: Attributes) -> None:
     if timers.micro_timers or timers.global_timers:  # wall_clock_breakdown
         off = type(timers)(enable_micro_timers=False, enable_global_timers=False)
         attributes.set(engine, "engine_timers", off)
+
+
+def transport(engine: Engine) -> list[tuple[object, str]]:
+    """Return `(owner, name)` of the functions by which hooks gather weights and reduce gradients:
+    most calls of torch in a pass are theirs.
+    """
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    optimizer = engine.optimizer
+    offload = getattr(optimizer, "parameter_offload", None)
+    sub_module = [
+        f"{when}_sub_module_{which}_function"
+        for when in ("pre", "post")
+        for which in ("forward", "backward")
+    ]
+    owners: list[tuple[object, Sequence[str]]] = [
+        *((module, ["count_used_parameters_in_backward"]) for module in (stage3, stage_1_and_2)),
+        (optimizer, ["reduce_ready_partitions_and_remove_grads"]),
+        (optimizer, ["overlapping_partition_gradients_reduce_epilogue"]),
+        (offload, sub_module),
+    ]
+    return [(owner, name) for owner, names in owners for name in names if hasattr(owner, name)]
 
 
 @contextmanager
