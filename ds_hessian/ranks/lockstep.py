@@ -55,6 +55,7 @@ from ds_hessian.ranks.agreement import (
     text_of,
     together,
 )
+from ds_hessian.ranks.between import Between
 from ds_hessian.ranks.collectives import (
     COLLECTIVES,
     OTHERS,
@@ -126,6 +127,7 @@ class Lockstep(Follower):
         self._paused = False  # while another lockstep in its body is entered
         self._ended: BaseException | None = None  # by which all ranks have left that one
         self._last = 0  # number of the last pass before the end
+        self._between: Between | None = None  # in `again`, outside of its segments
         # Why this rank cannot go on with the others, who wait until it has left the job.
         self._lost: LockstepError | None = None
         if self.world_size == 1:
@@ -343,11 +345,14 @@ class Lockstep(Follower):
         current.end(finished=True)
         current.begin()
         error: BaseException | None = None
+        around, self._between = self._between, None
         try:
             with self._interrupts.let():
                 yield
         except BaseException as caught:
             error = caught  # raised at the next meeting
+        finally:
+            self._between = around
         current.end(finished=error is None)
         self._progress(current)
         if error is not None:
@@ -359,29 +364,39 @@ class Lockstep(Follower):
     @contextmanager
     def between_segments(self) -> Iterator[None]:
         """Hold signals back until the next segment: between segments, stages exchange what a rank
-        that leaves would keep from others.
+        that leaves would keep from others. What this one exchanges is noted, for `again`.
         """
-        with self._interrupts.held():
-            yield
+        self._between = Between() if self.world_size > 1 else None
+        try:
+            with self._interrupts.held():
+                yield
+        finally:
+            self._between = None
 
-    def again(self, make: Callable[[], T], *where: int) -> T:
-        """Make a call between segments, and once more if it has failed before the first segment or
-        collective in it: out of memory, say, which the first attempt has freed. Its error is raised
-        at the next meeting.
+    def again(self, make: Callable[[], T], where: Callable[[], tuple[int, ...]]) -> T:
+        """Make a call that has segments, and once more if it fails between them.
+
+        What the first attempt has sent and received there is passed over in the second one, which
+        has to pass over the segments of the first one. Its error is raised at the next meeting.
 
         Args:
-            make: The call.
-            where: The key by which failures are ordered, as in `segment`.
+            make: The call, in `between_segments`; it sends and receives the same in each attempt.
+            where: Returns the key by which failures are ordered, as in `segment`.
+
+        Raises:
+            BaseException: the second attempt has failed too, or the first one in a collective.
         """
-        current = self._pass
-        before = len(current.segments), len(current.segment.log)
+        between = self._between
         try:
             return make()
+        except LockstepError:
+            raise
         except BaseException as error:
-            if self.world_size == 1 or before != (len(current.segments), len(current.segment.log)):
+            if between is None or not between.known:
                 raise
+            between.rewind()
             traceback.clear_frames(error.__traceback__)
-            current.error = current.error or (error, where)
+            self._pass.error = self._pass.error or (error, where())
         return make()
 
     def raise_if_failed(self) -> None:
@@ -488,7 +503,11 @@ class Lockstep(Follower):
             if not self._records():
                 return method(group, *args, **kwargs)
             line = written_down(name, group, args, kwargs)
-            return self._made(line, lambda: method(group, *args, **kwargs))
+
+            def make() -> T:
+                return self._made(line, lambda: method(group, *args, **kwargs))
+
+            return make() if self._between is None else self._between.make(line, args, make)
 
         return call
 

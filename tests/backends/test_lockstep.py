@@ -14,6 +14,7 @@ from unittest.mock import DEFAULT, MagicMock, patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import all_reduce as taken_by_name
 
 from ds_hessian.backends.zero.host import communication
@@ -172,6 +173,64 @@ def test_of_ranks_that_leave_one_segment_the_first_to_leave_is_named(ranks: Rank
     """By the collectives that each had made: the later failure may follow from zeros."""
     said = ranks(2).run(leave_in_a_segment, [3, 1], timeout=60)
     assert said == ["while trying, rank 1: ValueError: left at 1"] * 2
+
+
+def leave_between(failing: int, places: list[int]) -> list[str]:
+    """Exchange with another stage, between segments, sizes and what has them; rank `failing` leaves
+    after so many sends, receipts and waits. Returns the error for each of `places`.
+    """
+    return [_leave_between(dist.get_rank() == failing, place) for place in places]
+
+
+def _leave_between(fails: bool, place: int) -> str:
+    rank, other = dist.get_rank(), 1 - dist.get_rank()
+    passed = segments = 0
+
+    def reach(result: Any) -> Any:
+        nonlocal passed
+        passed += 1
+        if fails and passed == place:
+            raise ValueError(f"left at {place}")
+        return result
+
+    def exchange(sent: Tensor, received: Tensor) -> Tensor:
+        works = [reach(dist.isend(sent, other)), reach(dist.irecv(received, other))]
+        for work in works:
+            reach(work.wait())
+        return received
+
+    def schedule() -> None:
+        nonlocal segments
+        for step in range(3):
+            if step == segments:
+                segments += 1
+                with lockstep.segment(step):
+                    lockstep.raise_if_failed()
+            size = exchange(torch.tensor([2 + rank + step]), torch.zeros(1, dtype=torch.int64))
+            assert int(size) == 2 + other + step
+            exchange(torch.ones(2 + rank + step), torch.empty(int(size)))
+
+    try:
+        with (
+            Lockstep(torch.device("cpu"), peers=[rank]) as lockstep,
+            lockstep.together("trying"),
+            lockstep.between_segments(),
+        ):
+            lockstep.again(schedule, lambda: (0,))
+    except HessianError as caught:
+        return str(caught)
+    return "no error"
+
+
+@pytest.mark.parametrize("failing", cells([0, 1], [1]))
+def test_a_rank_that_fails_amid_what_stages_exchange_sends_and_receives_the_rest(
+    ranks: Ranks, failing: int
+) -> None:
+    """Whatever it has sent before, and whatever is in flight: here at every fifth place."""
+    places = [*range(1, 25, 5), 25]
+    expected = [f"while trying, rank {failing}: ValueError: left at {p}" for p in places[:-1]]
+    said = ranks(2).run(leave_between, failing, places, timeout=60)
+    assert said == [[*expected, "no error"]] * 2
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,10 @@ from ds_hessian.ranks.lockstep import Lockstep
 HOME = str(Path(ds_hessian.__file__).parent)
 MACHINERY = tuple(
     f"{HOME}/ranks/{name}.py"
-    for name in ("lockstep", "log", "following", "collectives", "interrupts", "passes", "calls")
+    for name in (
+        *("lockstep", "log", "following", "collectives", "interrupts", "passes", "calls"),
+        "between",
+    )
 )
 """What brings the ranks together, which is not failed itself."""
 

@@ -34,6 +34,7 @@ class Job:
     vpp: int = 1
     layers: int = 2  # at least one for each stage and chunk
     stages: str | None = None  # what each of them has, where they differ
+    varies: bool = False  # whether stages tell each other the shapes of what they send
     ep: int = 1
     etp: int = 1
     sequence_parallel: bool = False
@@ -111,7 +112,6 @@ def model_config(job: Job) -> Any:
             "moe_router_topk": 2,
             "moe_layer_freq": [int(i >= job.dense) for i in range(job.layers)],
             "moe_ffn_hidden_size": 12,
-            "moe_token_dispatcher_type": job.dispatcher,
             "moe_z_loss_coeff": job.z_loss or None,
             "moe_expert_capacity_factor": job.capacity,
             "moe_shared_expert_intermediate_size": job.shared or None,
@@ -157,6 +157,8 @@ def model_config(job: Job) -> Any:
         pipeline_model_parallel_size=job.pp,
         virtual_pipeline_model_parallel_size=job.vpp if job.vpp > 1 else None,
         pipeline_model_parallel_layout=job.stages,
+        variable_seq_lengths=job.varies,
+        moe_token_dispatcher_type=job.dispatcher,
         sequence_parallel=job.sequence_parallel,
         # With PP=2 interleaved, previous and next stage are one rank: batched sends would be
         # matched in posting order. On gloo, a send then races with the freeing of its tensor.
@@ -679,8 +681,9 @@ def train(job: Job, measure: str = "", steps: int = 2, config: dict[str, Any] | 
         measure: "" for none, "spectrum" or "kronecker" after every step, or where one after step 0
             fails on one rank alone: "batch" (before the model is called), "forward" (after it),
             "loss", "backward", "layer" and "experts" (inside of the model), "layer backward",
-            "experts backward", "iterator" (a batch is given out) and "finalize" (gradients are
-            reduced); on the last rank, or with " on 0" after it on rank 0.
+            "experts backward", "iterator" (a batch is given out), "receive" and "received" (before
+            and after stages exchange something), "exchange" (amid of it) and "finalize" (gradients
+            are reduced); on the last rank, or with " on 0" after it on rank 0.
         steps: Optimizer steps.
         config: Of the measurements.
 
@@ -758,6 +761,7 @@ def failing_spectrum(chunks: list[Any], job: Job, stage: str) -> str:
     """
     import torch.distributed as dist
     from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import p2p_communication
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     import ds_hessian
@@ -834,9 +838,13 @@ def failing_spectrum(chunks: list[Any], job: Job, stage: str) -> str:
                 function = config.finalize_model_grads_func or finalize_model_grads
                 failing = failing_second(function)
                 stack.enter_context(mock.patch.object(config, "finalize_model_grads_func", failing))
-            if stage == "receive":  # as where there is no memory for what comes
-                failing = failing_second(P2PCommunicator._communicate)
+            if stage in ("receive", "received"):  # the former: as without memory for it
+                failing = failing_second(P2PCommunicator._communicate, after=stage == "received")
                 stack.enter_context(mock.patch.object(P2PCommunicator, "_communicate", failing))
+            if stage == "exchange":  # which is in flight
+                name = "_p2p_ops" if job.vpp > 1 else "_batched_p2p_ops"
+                failing = failing_second(getattr(p2p_communication, name), after=True)
+                stack.enter_context(mock.patch.object(p2p_communication, name, failing))
             if stage.endswith("embedding"):  # of which two stages sum their gradients
                 name = "_allreduce_word_embedding_grads"
                 module = inspect.getmodule(finalize_model_grads)

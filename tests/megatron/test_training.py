@@ -84,7 +84,9 @@ def test_gradients_right_after_a_step_are_the_same_with_and_without_sharded_opti
     assert sharded and all(norms == pytest.approx(plain, rel=1e-5) for norms in sharded)
 
 
+PLACES = ["receive", "received", "exchange"]  # between the steps of a schedule
 INSIDE, AROUND = ["layer", "layer backward"], ["iterator", "finalize"]
+BETWEEN = [f"{place}{rank}" for place in PLACES for rank in ("", " on 0")]
 ACROSS = [  # stages, which wait for each other
     *("finalize", "finalize on 0", "embedding", "embedding on 0"),
     *("after embedding", "after embedding on 0"),
@@ -111,11 +113,18 @@ FAILURES: dict[str, tuple[int, dict[str, Any], list[str]]] = {
             "iterator",
             "layer backward on 0",
             "displace on 0",
+            *BETWEEN,
         ],
     ),
     "PP interleaved": (2, {"pp": 2, "vpp": 2, "layers": 4}, ["layer on 0", *INSIDE]),
+    "PP interleaved, between steps": (2, {"pp": 2, "vpp": 2, "layers": 4}, BETWEEN),
     "PP, across stages": (2, {"pp": 2}, ACROSS),
-    "TP x PP": (4, {"tp": 2, "pp": 2}, ["batch on 0", "layer on 2", *INSIDE]),
+    "TP x PP": (4, {"tp": 2, "pp": 2}, ["batch on 0", "layer on 2", *INSIDE, *BETWEEN]),
+    "PP, shapes that stages tell": (
+        2,
+        {"pp": 2, "varies": True, "dispatcher": "alltoall"},  # which it needs
+        ["layer on 0", *BETWEEN],
+    ),
     "TP x DP": (4, {"tp": 2, "distributed": True}, ["layer on 0", *INSIDE]),
     "EP": (2, {"ep": 2, **MOE}, ["layer on 0", "experts", "experts backward"]),
     "TP x EP": (

@@ -408,11 +408,7 @@ def run_schedule(
 
     Collective.
     """
-    from megatron.core.pipeline_parallel import (
-        get_forward_backward_func,
-        p2p_communication,
-        schedules,
-    )
+    from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
     config = model_config(chunks[0])
     length = seq_length // (mesh().get("TP", 1) if config.sequence_parallel else 1)
@@ -425,8 +421,6 @@ def run_schedule(
         varies=getattr(config, "variable_seq_lengths", False),
         dtype=config.pipeline_dtype or config.params_dtype,
         device=device(chunks),
-        # A class since megatron-core 0.15, and functions of the module before.
-        exchange=(getattr(p2p_communication, "P2PCommunicator", p2p_communication), "_communicate"),
         last=chunks[-1] if stage == stages - 1 else None,
     )
     interleaved = len(chunks) > 1

@@ -8,7 +8,6 @@ right shape to send. All later steps of the rank do the same, until all ranks me
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -33,8 +32,9 @@ class Steps:
     """The forward and backward step of one run of a schedule.
 
     Between the steps, a rank cannot leave: others wait for what it sends. Signals wait for the next
-    step there. A call that fails before it has sent or received anything, as where it allocates
-    what it will receive, is made once more; any other failure ends the job.
+    step there. A schedule that fails there, as where it allocates what it will receive, is run once
+    more, past the steps and exchanges that it has made, to the end; if it fails there again, the
+    job ends.
 
     Failures are ordered by what may follow from what: a forward of a later stage from that of an
     earlier one, a backward of an earlier stage from that of a later one.
@@ -47,7 +47,6 @@ class Steps:
         varies: Whether stages tell each other another shape.
         dtype: Their dtype.
         device: Their device.
-        exchange: `(owner, name)` of the function with which stages send and receive.
         last: The model chunk whose output is not sent, but given to `loss_func`; None on the stages
             before the last.
     """
@@ -61,14 +60,13 @@ class Steps:
         varies: bool,
         dtype: torch.dtype,
         device: torch.device,
-        exchange: tuple[object, str],
         last: object,
     ) -> None:
         self.lockstep, self.stage = lockstep, stage
         self._schedules, self._counts = schedules, [0, 0]
         self._forward, self._backward = schedules.forward_step, schedules.backward_step
         self._output, self._varies, self._last_chunk = (shape, dtype, device), varies, last
-        self._exchange = exchange
+        self._begun = 0  # steps, in all attempts
         self._last: tuple[int, ...] = (FORWARD, 0, stage)
 
     def run(self, schedule: Callable[[], object]) -> None:
@@ -76,27 +74,23 @@ class Steps:
         with ExitStack() as stack:
             swap(stack, self._schedules, "forward_step", self.forward)
             swap(stack, self._schedules, "backward_step", self.backward)
-            owner, name = self._exchange
-            swap(stack, owner, name, self._exchanging(getattr(owner, name)))
             stack.enter_context(self.lockstep.between_segments())
-            self.lockstep.again(schedule, *self._last)
+            self.lockstep.again(lambda: self._attempt(schedule), lambda: (*self._last, sys.maxsize))
 
-    def _exchanging(self, exchange: Callable[..., object]) -> Callable[..., object]:
-        @functools.wraps(exchange)
-        def call(*args: object, **kwargs: object) -> object:
-            return self.lockstep.again(lambda: exchange(*args, **kwargs), *self._last, sys.maxsize)
-
-        return call
+    def _attempt(self, schedule: Callable[[], object]) -> None:
+        self._counts = [0, 0]
+        schedule()
 
     def forward(self, *args: object, **kwargs: object) -> tuple[Activations, Tensor]:
         """Run `forward_step` of the schedules; return `(output or outputs, number of tokens)`."""
-        with self.lockstep.segment(*self._where(FORWARD)):
-            self.lockstep.raise_if_failed()
-            result: tuple[Activations, Tensor] = self._forward(*args, **kwargs)
-            model = _argument(self._forward, "model", args, kwargs)
-            if model is not self._last_chunk:
-                self._require_sendable(result[0], model)
-            return result
+        if self._begins(FORWARD):
+            with self.lockstep.segment(*self._last):
+                self.lockstep.raise_if_failed()
+                result: tuple[Activations, Tensor] = self._forward(*args, **kwargs)
+                model = _argument(self._forward, "model", args, kwargs)
+                if model is not self._last_chunk:
+                    self._require_sendable(result[0], model)
+                return result
         shape, dtype, device = self._output
         output = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
         listed = isinstance(_argument(self._forward, "input_tensor", args, kwargs), list)
@@ -104,10 +98,11 @@ class Steps:
 
     def backward(self, *args: object, **kwargs: object) -> Activations:
         """Run `backward_step` of the schedules; return the gradient of the input or inputs."""
-        with self.lockstep.segment(*self._where(BACKWARD)):
-            self.lockstep.raise_if_failed()
-            gradient: Activations = self._backward(*args, **kwargs)
-            return gradient
+        if self._begins(BACKWARD):
+            with self.lockstep.segment(*self._last):
+                self.lockstep.raise_if_failed()
+                gradient: Activations = self._backward(*args, **kwargs)
+                return gradient
         return _zeros(_argument(self._backward, "input_tensor", args, kwargs))
 
     def _require_sendable(self, output: Activations, model: nn.Module) -> None:
@@ -137,11 +132,13 @@ class Steps:
             "the sizes that the micro-batches have"
         )
 
-    def _where(self, direction: int) -> tuple[int, ...]:
+    def _begins(self, direction: int) -> bool:
+        """Begin the attempt's next step; return whether no attempt before has made it."""
         self._counts[direction] += 1
         later = self.stage if direction == FORWARD else -self.stage
         self._last = direction, self._counts[direction], later
-        return self._last
+        before, self._begun = self._begun, max(self._begun, sum(self._counts))
+        return self._begun > before
 
 
 def _argument(
