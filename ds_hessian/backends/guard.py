@@ -26,6 +26,7 @@ from torch.overrides import _len_torch_function_stack, _pop_mode
 from ds_hessian.backends.function import FixedFunction
 from ds_hessian.backends.protocol import Passes
 from ds_hessian.backends.state import (
+    HOSTS,
     Generator,
     GeneratorState,
     State,
@@ -284,6 +285,26 @@ def refuse_context(device: torch.device) -> None:
 
 
 @contextmanager
+def without_parameter_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Run the body without hooks of parameters: what training makes of a gradient (a mask, a scale,
+    a step of an optimizer) is no part of the loss. Those of the hosts, which reduce it, do run.
+    """
+    with ExitStack() as stack:
+        for p in (p for module in modules for p in module.parameters()):
+            for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                hooks: dict[Any, Any] = getattr(p, name, None) or {}
+                for key, hook in hooks.items():
+                    if str(getattr(hook, "__module__", "")).split(".")[0] not in HOSTS:
+                        stack.callback(hooks.__setitem__, key, hook)
+                        hooks[key] = _nothing
+        yield
+
+
+def _nothing(_: Tensor) -> None:
+    """Be a hook that does nothing."""
+
+
+@contextmanager
 def eager(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Run the body without `torch.compile`: compiled code calls no functions that could be held."""
     compiler: Any = torch.compiler
@@ -433,6 +454,7 @@ def guarded(
                 without_dropout(module, guard.attributes)
         guard.enter_context(torch.enable_grad())
         guard.enter_context(eager(modules))
+        guard.enter_context(without_parameter_hooks(modules))
         if passes.precision == "fp32":
             guard.enter_context(full_fp32())
         yield guard

@@ -4,7 +4,8 @@ A model may count its calls in an attribute, keep its last hidden state, append 
 tensor that is no buffer, a frozen parameter (a momentum encoder), a teacher that its loss refers
 to, or the micro-batch itself. Training would go on from what displaced weights have left there, and
 the next evaluation would be one of another function. So the first forward of each micro-batch is
-watched: what it changes is noted, put back before each further forward, and at the end.
+watched: what it changes is noted, put back before each further forward, and at the end. So are
+attributes that hooks have changed in a backward before the next forward.
 
 Watched are the attributes of all modules, with the lists, dictionaries, sets, deques and arrays in
 them, hooks that it registers, and writes of torch's functions into memory that was there before: of
@@ -52,6 +53,11 @@ _BETWEEN = tuple(
     str(Path(__file__).parent / name) for name in ("state.py", "function.py", "constants.py")
 )
 
+_Owned = Sequence[tuple[dict[str, Any], dict[str, Any]]]
+"""The attributes of each owner now, and as they were."""
+_Contents = Mapping[int, tuple[Any, Any]]
+"""What `_contents` returns."""
+
 
 class State:
     """What forwards of a measurement change, and how it was before.
@@ -87,6 +93,7 @@ class State:
         self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._attributes: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self._contents: dict[int, tuple[Any, Any]] = {}
+        self._latest: tuple[_Owned, _Contents] | None = None  # before the latest watched forward
         self._hooks = list[tuple[dict[int, Any], int]]()  # that forwards have added
         self._hooked = list[dict[int, Any]]()
 
@@ -120,18 +127,18 @@ class State:
         self._made = {_place(b) for m in inside for b in m._buffers.values() if b is not None}
         before = [(vars(owner), _attributes(owner, self.left_alone)) for owner in self._owners]
         contents = _contents(value for _, each in before for value in each.values())
+        self._latest = before, contents  # to be noted once its backward has run, too
         self.watching = True
         try:
             yield
         finally:
             self.watching = False
-            self._note(before, contents)
             self._made.clear()
 
     def _note(
         self,
-        before: Sequence[tuple[dict[str, Any], dict[str, Any]]],
-        contents: Mapping[int, tuple[Any, Any]],
+        before: _Owned,
+        contents: _Contents,
     ) -> None:
         for owner, values in before:
             new = {k: _GONE for k in owner if k not in values and k not in self.left_alone}
@@ -143,7 +150,12 @@ class State:
                 self._contents[key] = value, content
 
     def put_back(self) -> None:
-        """Put everything back that watched forwards have changed, but for gradients."""
+        """Put everything back that watched forwards, and backwards since, have changed, but for
+        gradients.
+        """
+        if self._latest is not None:
+            self._note(*self._latest)
+            self._latest = None
         for owner, name, value in self._attributes.values():
             if value is _GONE:
                 owner.pop(name, None)

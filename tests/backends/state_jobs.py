@@ -145,6 +145,31 @@ class Spoils(Net):
         return self.loss(hidden, y) + slope.square().mean()
 
 
+class Listens(Net):
+    """Hooks of gradients: of a module, whose count the loss reads; of parameters, one of which
+    counts too, and one halves what training has accumulated.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(heard=0)
+        self.b.register_full_backward_hook(self.hear)
+        self.b.weight.register_hook(self.hear)
+        self.a.weight.register_post_accumulate_grad_hook(self.halve)
+
+    def hear(self, *_: Any) -> None:
+        """Count."""
+        self.heard += 1
+
+    def halve(self, parameter: Tensor) -> None:
+        """Halve the gradient."""
+        if parameter.grad is not None:
+            parameter.grad *= 0.5
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Scalar loss."""
+        return self.loss(self.hidden(x), y, 1 + self.heard)
+
+
 def frozen(value: Tensor) -> nn.Parameter:
     return nn.Parameter(value, requires_grad=False)
 
@@ -171,6 +196,7 @@ MODELS: dict[str, Callable[[], Net]] = {
         many=[np.random.RandomState(4)],
     ),
     "inputs": Spoils,
+    "hooks of gradients": Listens,
 }
 
 

@@ -201,7 +201,10 @@ def test_a_forward_that_binds_weights_to_what_they_are_writes_nothing() -> None:
     ("stage", "name"),
     cells(
         [(stage, name) for stage in range(4) for name in MODELS],
-        [(3, "a number of calls"), (3, "containers"), (1, "tensors"), (3, "buffers")],
+        [
+            *[(3, "a number of calls"), (3, "containers"), (1, "tensors"), (3, "buffers")],
+            (1, "hooks of gradients"),
+        ],
     ),
 )
 def test_engines_too(ranks: Ranks, stage: int, name: str) -> None:
