@@ -153,6 +153,8 @@ class FixedFunction(TorchFunctionMode):
             FixedFunction._evaluating -= 1
             self._inputs.clear()
             self._known.clear()
+            if self.state is not None:  # before anything else of the measurement is undone
+                self.state.settle()
 
     @contextmanager
     def _on(self) -> Iterator[None]:

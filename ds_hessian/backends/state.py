@@ -149,13 +149,17 @@ class State:
             if key not in self._contents and not _same(value, content):
                 self._contents[key] = value, content
 
-    def put_back(self) -> None:
-        """Put everything back that watched forwards, and backwards since, have changed, but for
-        gradients.
-        """
+    def settle(self) -> None:
+        """Note what the latest watched forward has changed, and since then its backward."""
         if self._latest is not None:
             self._note(*self._latest)
             self._latest = None
+
+    def put_back(self) -> None:
+        """Put everything back that watched forwards and their backwards have changed, but for
+        gradients.
+        """
+        self.settle()
         for owner, name, value in self._attributes.values():
             if value is _GONE:
                 owner.pop(name, None)

@@ -151,7 +151,7 @@ class Listens(Net):
     """
 
     def __init__(self) -> None:
-        super().__init__(heard=0)
+        super().__init__(heard=0, dropout=0.1)  # which measurements switch
         self.b.register_full_backward_hook(self.hear)
         self.b.weight.register_hook(self.hear)
         self.a.weight.register_post_accumulate_grad_hook(self.halve)
