@@ -6,14 +6,15 @@
 
 Prints, for a GPT of about 5 million parameters under ZeRO-3: a plain gradient evaluation (forward
 and backward of the engine on the same micro-batches, nothing of ds_hessian in between), a product
-averaged over 20 Lanczos vectors with all trials, Lanczos' own part of its steps and all that is
-outside of products (what a measurement takes once included), as shares of these, and the peak
-memory of each rank over that of training. Of the Gauss-Newton matrix also v'Gv by forwards alone,
-and Kronecker factors of all layers: K-FAC and Shampoo in one pass, EK-FAC in one more; of these
-also the sums alone, without the eigendecompositions, which each owner makes once however many
-micro-batches there are. Gradients and measurements take turns, since a machine's speed changes from
-minute to minute. On a machine with other work, `--processor` takes rank 0's processor time in place
-of the clock, which leaves out what ranks wait for each other.
+averaged over 20 Lanczos vectors with all trials, a whole step once the trials of the first two
+vectors are done, Lanczos' own part of its steps and all that is outside of products (what a
+measurement takes once included), as shares of these, and the peak memory of each rank over that of
+training. Of the Gauss-Newton matrix also v'Gv by forwards alone, and Kronecker factors of all
+layers: K-FAC and Shampoo in one pass, EK-FAC in one more; of these also the sums alone, without the
+eigendecompositions, which each owner makes once however many micro-batches there are. Gradients and
+measurements take turns, since a machine's speed changes from minute to minute. On a machine with
+other work, `--processor` takes rank 0's processor time in place of the clock, which leaves out what
+ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -178,11 +179,14 @@ def report(
     vectors = extra * 2**20 / (4 * n_local)
     if dist.get_rank() > 0:
         return
+    later = [s for number, s in enumerate(steps) if number % len(spectrum.alphas[0]) >= 2]
     lines = [
         f"{spectrum.n:,} parameters, {spectrum.provenance.layout}, 8 micro-batches",
         f"gradient (mean of {len(gradients)})             {gradient:8.3f} s",
         f"product (mean of {products})              {product:8.3f} s"
         f"  = {product / gradient:.3f} gradients",
+        f"a step, from the third on         {fmean(later):8.3f} s"
+        f"  = {fmean(later) / gradient:.3f} gradients",
         f"gradients evaluated per product   {spectrum.cost.gradients_per_product:8.3f}",
         "Lanczos' own part                 "
         f"{100 * (sum(steps) / (products * product) - 1):8.2f} % of the products",

@@ -381,12 +381,10 @@ class ZeroSession(ShardedSession):
             buffers.restore()
         shards = self._backend.shards
         try:
-            with (
-                self._lockstep.together(f"evaluating micro-batch {index}"),
-                self._guard.function.evaluating(index),
-            ):
+            with self._lockstep.together(f"evaluating micro-batch {index}"):
                 shards.prepare()
-                yield
+                with self._guard.function.evaluating(index):
+                    yield
         except HessianError:
             shards.abandon()
             raise
