@@ -153,6 +153,17 @@ def test_rounding_that_is_opposite_on_both_sides_is_noise(count: int) -> None:
     assert told.min() > 1 / 3, told
 
 
+def test_a_product_of_which_no_bit_changes_is_made_with_a_longer_step() -> None:
+    """All tokens have the same probabilities, which round alike: it was 0 without an error."""
+    net = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 3))
+    for parameter in net.parameters():
+        nn.init.zeros_(parameter)
+    data = batches(4)
+    errors, told = figures(products(backend_of(net, bf16=True), Exact(net, data), data, count=4))
+    assert np.median(errors) < 0.3, errors
+    assert told.min() > 1 / 5, told
+
+
 def test_no_product_is_repeated_where_its_step_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended in an error about a displacement that nobody had given (a vmapped ReLU in bf16)."""
     judge = StepController.judge

@@ -164,7 +164,7 @@ class StepController(Estimates):
     def advise(self, trials: list[Trial]) -> Advice:
         """Judge the trials made for the current vector so far."""
         if self.fixed is None:
-            trials[:] = marked(trials)
+            trials[:] = marked(trials, self.narrow)
             self.floor = min(max(self.floor, 2 * longest_step(trials)), self.largest)
         last, final = trials[-1], len(trials) >= MAX_TRIALS
         if last.lost and self.fixed is None:

@@ -123,9 +123,13 @@ def beyond(trials: Sequence[Trial]) -> float | None:
     return None
 
 
-def marked(trials: Sequence[Trial]) -> list[Trial]:
-    """Return the trials, with those marked that stay on a step."""
+def marked(trials: Sequence[Trial], narrow: bool) -> list[Trial]:
+    """Return the trials, with those marked that stay on a step.
+
+    Where no bit of a gradient in 16 bits (`narrow`) changes, all of it does.
+    """
     found = [pair.below for pair in _differences(trials) if any(pair.of_step(t) for t in trials)]
+    found += [trial for trial in trials if narrow and trial.size == 0]
     longest = longest_step([*trials, *(replace(trial, stepped=True) for trial in found)])
     return [replace(trial, stepped=trial.h <= longest) for trial in trials]
 
