@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hessian.backends.protocol import Head
+from ds_hessian.operators.displacement.trials import ROUNDOFF
 
 ROUNDING = 32.0
 """The cotangent of cross entropy is within this many roundings of omega (p - y): measured 1 - 13,
@@ -55,6 +56,7 @@ class Tokens:
         dim: The dimension of the outputs along which the classes are.
         group: The ranks over which these are split; None if they are not.
         steepest: The largest entry of the cotangents on this rank, as they were seen.
+        roundoff: That of the outputs and cotangents, as they were seen.
     """
 
     weights: Tensor
@@ -63,6 +65,7 @@ class Tokens:
     dim: int
     group: dist.ProcessGroup | None
     steepest: float = 0.0
+    roundoff: float = ROUNDOFF
 
     def scaled(self, factor: float) -> Tokens:
         """Return the same with weights times a factor."""
@@ -202,9 +205,7 @@ def beside_outputs(f: Tensor, least: float = 1e-3) -> Tensor:
     return signs.mul_(size.clamp_min(least)).reshape(f.shape)
 
 
-def keeps_weights(
-    tokens: Tokens, f: Tensor, c: Tensor, scale: float, added: Tensor, roundoff: float
-) -> bool:
+def keeps_weights(tokens: Tokens, f: Tensor, c: Tensor, scale: float, added: Tensor) -> bool:
     """Return whether the weights of tokens are the same at other outputs.
 
     Those of a loss of the label's probability that is no cross entropy (focal loss) are functions
@@ -216,11 +217,11 @@ def keeps_weights(
         c: The cotangent there.
         scale: The factor from its units to those of the weights.
         added: What was added to the outputs.
-        roundoff: That of the outputs as they were read.
 
     Collective in the group.
     """
     dim, group, weights = tokens.dim, tokens.group, tokens.weights
+    roundoff = max(tokens.roundoff, _roundoff(f, c))
     given = _rows(c, dim)
     here = _Classes(f, dim, group, tokens.labels)
     before = _Classes(f, dim, group, tokens.labels, less=added)
@@ -239,7 +240,7 @@ def keeps_weights(
 
 
 def _read(f: Tensor, c: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tokens | None:
-    roundoff = max(torch.finfo(t.dtype).eps / 2 for t in (f, c))
+    roundoff = _roundoff(f, c)
     given, classes = _rows(c, dim), _Classes(f, dim, group)
     counts, highest = torch.zeros(2, len(given), device=f.device), classes.highest()
     lowest = torch.empty_like(highest)
@@ -280,7 +281,7 @@ def _read(f: Tensor, c: Tensor, dim: int, group: dist.ProcessGroup | None) -> To
     if bool(ROUNDING * total.sum().abs() > allowed):
         return None  # such as a z-loss, which is lost in the rounding of one token
     kept = torch.where(read, weights, torch.where(seen > 0, largest, 0.0))
-    return Tokens(kept, labels, read, dim, group, size_of(c))
+    return Tokens(kept, labels, read, dim, group, size_of(c), roundoff)
 
 
 class _Classes:
@@ -413,7 +414,7 @@ class Secant:
     @classmethod
     def of(cls, before: Tensor, after: Tensor, added: Tensor) -> Secant:
         """Return the slope of two cotangents, where `added`, of entries +-a, lies between them."""
-        roundoff = max(torch.finfo(t.dtype).eps / 2 for t in (before, after))
+        roundoff = _roundoff(before, after)
         scale = (size_of(before) + size_of(after)) / float(added.flatten()[0].abs())
         parts = list[tuple[Tensor, ...]]()
         rows = [_rows(x, x.ndim - 1) for x in (before, after, added)]
@@ -452,6 +453,10 @@ def read_squares(near: Secant, far: Secant) -> Squares | None:
         if not known or not secant.apart(weights) <= secant.doubt + far.doubt:
             return None
     return Squares(weights) if bool((weights >= 0).all()) else None
+
+
+def _roundoff(*tensors: Tensor) -> float:
+    return max(torch.finfo(x.dtype).eps / 2 for x in tensors)
 
 
 def _rows(x: Tensor, dim: int) -> Tensor:

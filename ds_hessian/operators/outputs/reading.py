@@ -1,11 +1,12 @@
 """What a Gauss-Newton operator reads in the gradient at the weights: outputs and loss.
 
-Outputs and loss are read in the one gradient that an operator needs anyway. Beside it, the first
+Outputs and loss are read in the one gradient that an operator needs anyway. Beside it, one
 micro-batch of a cross entropy is evaluated once more, with something added to the outputs, since a
 cotangent like that of a cross entropy may be one of a loss whose weights of tokens depend on the
-outputs (focal loss). Where the loss is no cross entropy, each micro-batch is evaluated twice more
-with something added to the outputs, to see whether the loss is quadratic in them, and the first one
-once more as it is where the outputs had to be found; none is after one that shows that it is not.
+outputs (focal loss); where these are in 16 bits, as it is in fp32, too. Where the loss is no cross
+entropy, each micro-batch is evaluated twice more with something added to the outputs, to see
+whether the loss is quadratic in them, and the first one once more as it is where the outputs had to
+be found; none is after one that shows that it is not.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ds_hessian.backends.protocol import Session
 from ds_hessian.memory import FP32, NARROW
 from ds_hessian.operators.checks import kinks_crossed
 from ds_hessian.operators.clock import add_gradient
+from ds_hessian.operators.displacement.trials import ROUNDOFF
 from ds_hessian.operators.outputs.find import find_outputs, known_outputs
 from ds_hessian.operators.outputs.losses import (
     Secant,
@@ -86,6 +88,9 @@ class _Listener:
     def _addend(self, index: int, f: Tensor) -> Tensor | None:
         return None
 
+    def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor | None:
+        raise NotImplementedError
+
 
 class _Reader(_Listener):
     """Reads cross entropies, in units of the cotangents.
@@ -119,21 +124,32 @@ class _Verifier(_Listener):
     nearly even probabilities is a cross entropy of smaller weights there.
 
     Only the gradient that does not pass the outputs goes on into the model.
+
+    Attributes:
+        widens: Whether weights are read anew at the outputs as they are, where these are in 16
+            bits: a twentieth of a weight is lost in them.
     """
 
-    def __init__(self, session: Session, tokens: dict[int, Tokens]) -> None:
+    def __init__(self, session: Session, tokens: Mapping[int, Tokens]) -> None:
         super().__init__()
-        self.session, self.tokens = session, tokens
-        self._added: dict[int, tuple[Tensor, float]] = {}
+        self.session, self.tokens, self.widens = session, dict(tokens), False
+        self._added: dict[int, Tensor] = {}
 
     def _addend(self, index: int, f: Tensor) -> Tensor:
-        self._added[index] = beside_outputs(f, REACH), torch.finfo(f.dtype).eps / 2
-        return self._added[index][0]
+        if self.widens:
+            return torch.zeros((), device=f.device)
+        self._added[index] = beside_outputs(f, REACH)
+        return self._added[index]
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
-        scale, added = self.session.cotangent_scale, self._added.pop(index)
-        known = read_cross_entropy(f, c, self.tokens[index].group) is not None
-        self.failed += not (keeps_weights(self.tokens[index], f, c, scale, *added) and known)
+        scale, known = self.session.cotangent_scale, self.tokens.get(index)
+        found = read_cross_entropy(f, c, group_of(f, self.session.head))
+        if known is None or found is None:
+            self.failed += 1
+        elif self.widens:
+            self.tokens[index] = found.scaled(scale)
+        else:
+            self.failed += not keeps_weights(known, f, c, scale, self._added.pop(index))
         return torch.zeros_like(c)
 
 
@@ -240,20 +256,19 @@ class Reading:
         reader, every = _Reader(session), range(session.num_micro_batches)
         found = self._read_first(outputs, reader)
         others, reader.others = reader.others, None
-        if self._failed(reader):
-            done, entropic = self._probe(every, others or {}), False
+        done, entropic = 1, not self._failed(reader)
+        if not entropic:
+            done = self._probe(every, others or {})
             if found and self.kind == "squares":
                 curved = any(bool(each.weights.any()) for each in self.squares.values())
                 require_curved(session, self.tap, bool(self._told), curved)
-        else:
-            done, entropic = 1, self._verify(reader)
         self.seconds += self._pass(reader, self.gradient, every[done:])
         self._scale(reader.tokens, every[done:], reader.scales)
-        if entropic and not self._failed(reader):
-            self.tokens, self.kind = reader.tokens, "cross entropy"
         units = [float(bool(self._told & set(self.tap.calls(every[i : i + 1])))) for i in every]
         told = self.space.reduce(torch.tensor(units, dtype=torch.float64))
         self.pilot = int(told.argmax())
+        if entropic and self._verify(reader) and not self._failed(reader):
+            self.tokens, self.kind = reader.tokens, "cross entropy"
         self.passes_by = self._partial and self.kind is not None
         self.kinks_crossed = kinks_crossed(session)
         self.kinked = self.kinks_crossed is not None and self.kind is None
@@ -276,9 +291,16 @@ class Reading:
         return known is None and outputs is None
 
     def _verify(self, reader: _Reader) -> bool:
-        """Return whether the first micro-batch has a cross entropy at other outputs, too."""
+        """Return whether the pilot has a cross entropy at other outputs, too: a micro-batch without
+        a loss has any.
+        """
         verifier, waste = _Verifier(self.session, reader.tokens), self.space.zeros()
-        self.seconds += self._pass(verifier, waste, range(1))
+        one = range(self.pilot, self.pilot + 1)
+        if self._anywhere(any(tokens.roundoff > ROUNDOFF for tokens in reader.tokens.values())):
+            verifier.widens = True
+            self._pass(verifier, self.space.zeros(), one)
+            verifier.widens = False
+        self.seconds += self._pass(verifier, waste, one)
         self._partial = bool(self.space.norm(waste))
         if self._partial:
             require_one_head(self.session, self.tap)
@@ -319,7 +341,7 @@ class Reading:
         self.squares, self.kind = prober.squares, "squares"
         return len(every)
 
-    def _pass(self, listener: _Reader | _Verifier | _Prober, out: Tensor, some: range) -> float:
+    def _pass(self, listener: _Listener, out: Tensor, some: range) -> float:
         """Add the gradient of some units to `out` with a listener; return the seconds."""
         with self.tap.listening(some, listener):
             seconds = add_gradient(self.session, out, some)
