@@ -212,9 +212,30 @@ def test_a_loss_that_looks_quadratic_or_entropic_at_one_point_is_neither(
     assert abs(largest.value - float(torch.linalg.eigvalsh(exact)[-1])) <= largest.error
 
 
-def test_a_focal_loss_of_nearly_even_probabilities_is_no_cross_entropy_in_16_bits() -> None:
-    """As of a net before its training: the weights of tokens differ by less than their rounding at
-    outputs that are only as far as these are large.
+def _poly(f: Tensor, y: Tensor) -> Tensor:
+    likelihood = f.log_softmax(-1).gather(-1, y[:, None])
+    return (0.3 * (1 - likelihood.exp()) - likelihood).mean()
+
+
+def _log_cosh(f: Tensor, y: Tensor) -> Tensor:
+    return (f - functional.one_hot(y, f.shape[-1])).cosh().log().mean()
+
+
+def _unlikely(f: Tensor, y: Tensor) -> Tensor:
+    return (1 - f.softmax(-1).gather(-1, y[:, None])).mean()
+
+
+@pytest.mark.parametrize(
+    "outer",
+    cells([_focal, _poly, _log_cosh, _unlikely], [_poly, _unlikely]),
+    ids=lambda f: f.__name__.strip("_"),
+)
+def test_losses_of_small_outputs_in_16_bits_are_as_exact_as_a_cross_entropy(
+    outer: Callable[..., Tensor],
+) -> None:
+    """Of nearly even probabilities, as before training, the weights of tokens of a focal or a
+    poly-1 loss differ by less than 16 bits tell at once; and differences of cotangents are not
+    those of rounded ones. Where H_out has both signs, noise of a product is not as v'Gv.
     """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 3)).bfloat16()
@@ -223,14 +244,17 @@ def test_a_focal_loss_of_nearly_even_probabilities_is_no_cross_entropy_in_16_bit
 
     def loss(net: nn.Module, b: Any) -> Tensor:
         f = net(b[0])
-        return _focal(f if f.dtype == torch.float64 else f.float(), b[1])
+        return outer(f if f.dtype == torch.float64 else f.float(), b[1])
 
     exact = ExactGaussNewton(net, "2", loss, data)
     with operators(net, data, loss, "ggn") as (backend, (g,)):
-        v = random_vector(backend.layout, backend.space, seed=0)
-        product = g.matvec(v)
-    assert product.error is not None and g.outputs == "2: a loss known by its values"
-    assert relative(product.vector, exact(v)) < SLACK * product.error < 0.2
+        assert g.outputs is not None and g.outputs.endswith("a loss known by its values")
+        for k, (v, truth) in enumerate(krylov(backend, exact, 4)):
+            product = g.matvec(v)
+            error = relative(product.vector, truth)
+            print(f"error {error:.1e}, estimate {product.error:.1e}")
+            assert product.error is not None and error < SLACK * product.error
+            assert error < (2e-2 if k == 0 else 8e-3)
 
 
 def test_fisher_of_another_loss_is_refused(gpt: nn.Module) -> None:
@@ -613,7 +637,9 @@ def test_truncation_that_the_witness_shows_makes_displacements_smaller() -> None
     def next_h(apart: float) -> float:
         steps = OutputSteps(2.0**-8, 1.0, 1.0, 0, None)
         steps._bend, steps._kappa, steps._noise, steps.learnt.products = 1.0, 0.1, 1e-5, 2
-        product = Trial(0.1, 1.0, nonlinearity=0.1, roundoff=0, spread=1, form=1, apart=apart)
+        product = Trial(
+            0.1, 1.0, nonlinearity=0.1, roundoff=0, spread=1, form=1, back=1, apart=apart
+        )
         steps.judge(product)
         steps.conclude(product, apart)
         return steps.learnt.h

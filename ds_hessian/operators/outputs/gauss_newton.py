@@ -31,6 +31,7 @@ from ds_hessian.config import OutputMatrix
 from ds_hessian.errors import NumericsError, UnsupportedError
 from ds_hessian.memory import FP32
 from ds_hessian.operators.checks import in_units, measurable, require_finite, require_step
+from ds_hessian.operators.displacement.trials import ROUNDOFF
 from ds_hessian.operators.outputs.forms import SAMPLE, Ladder
 from ds_hessian.operators.outputs.passes import OutputProduct, Passes, Sums
 from ds_hessian.operators.outputs.reading import Reading
@@ -111,7 +112,7 @@ class GaussNewton:
             session,
             reading.tap,
             self._product_of(reading, matrix),
-            session.unit_roundoff ** (1 / (2 if reading.kinked else 3)),
+            ROUNDOFF ** (1 / (2 if reading.kinked else 3)),
             *self._room(reading.largest),
             reading.cotangents,
             self._pilot,
@@ -354,6 +355,7 @@ class GaussNewton:
             sums.thirds += more.thirds
             sums.squares += more.squares
             sums.form += more.form
+            sums.back += more.back
             sums.choices += more.choices
             sums.values += more.values
         found = self._figures(v, length, h, out, sums, 1.0)
@@ -367,7 +369,7 @@ class GaussNewton:
 
     def _unit(self, h: float, length: float) -> float:
         """Return the factor from what an evaluation adds to `G v` of a unit vector."""
-        return self.scale / (2 * _stepped(h, length) * self._passes.kappa * self._passes.factor)
+        return self.scale / (2 * _stepped(h, length) * self._passes.kappa)
 
     def _figures(
         self, v: Tensor, length: float, h: float, out: Tensor, sums: Sums, share: float
@@ -377,10 +379,10 @@ class GaussNewton:
         if self._before is not None:
             pairs += [(self._before.vector, self._before.vector), (self._before.vector, out)]
         dots = ops.dots(pairs, self.space.n_owned).cpu()
-        mine = torch.tensor([sums.form], dtype=torch.float64)
+        mine = torch.tensor([sums.form, sums.back], dtype=torch.float64)
         parts = [sums.squares, mine, sums.change, sums.choices, sums.values, sums.thirds, dots]
         figures = self.space.reduce(torch.cat(parts)).tolist()
-        _, count, first, second, whole, q, along, moved, *figures = figures
+        _, count, first, second, whole, q, back, along, moved, *figures = figures
         decided, (values, bent), thirds = figures[:4], figures[4:6], figures[6:9]
         square, dot, *before = figures[9:]
         unit, kappa, change = self._unit(h, length) / share, self._passes.kappa, math.inf
@@ -396,6 +398,7 @@ class GaussNewton:
             roundoff=self.session.unit_roundoff * math.sqrt(whole / first) if first > 0 else 0.0,
             spread=math.sqrt(first / count) / (2 * h) if first > 0 else 0.0,
             form=form,
+            back=unit * math.sqrt(share * back) if back >= 0 else math.inf,
             change=change,
             values=_nonlinearity(values, bent) ** (2 if self._smooth else 1),
             third=math.sqrt(_ratio(thirds[2], thirds[0], nothing=0.0)),
@@ -474,8 +477,12 @@ class GaussNewton:
                 break
             if relative < best:
                 found.rho, best = rho, relative
-                found.loss_roundoff = max(relative, bent) * rho
+            noise = max(relative, bent) * rho
+            found.loss_roundoff = min(noise, found.loss_roundoff or noise)
             last = relative
+        if found.loss_roundoff:
+            (between,) = self.space.of_rank_0(self._steps.balanced(best))
+            found.rho = min(found.rho, between)
         passes.rho = found.rho
 
     def _differenced(self, v: Tensor, length: float, h: float, rho: float) -> tuple[float, float]:

@@ -3,12 +3,14 @@
     delta = f(w + h v) - f(w - h v)                             two forwards, no graph
     J' H_out delta                                              one forward and backward at w
 
-with `H_out delta` in place of the cotangent where the loss in the outputs is known; else from the
-job's own loss at `f +- rho delta`, two forwards and backwards at w.
+with `H_out delta` in place of the cotangent where the loss in the outputs is known; else, of the
+job's own loss, with `(c(f + rho delta) - c(f - rho delta)) / 2 rho`, of two forwards and backwards
+at w, of which the first one ends at the outputs. They are differenced there, in fp32: passes in 16
+bits would round each of the two.
 
 Memory: the differences of a group of micro-batches, fp32: as many as fit into one vector, and one
-at least; where the loss is known by its values, a sample of the cotangents of each micro-batch
-(`tap.SAMPLES`), and those of one now and then.
+at least; where the loss is known by its values, the cotangents of the group as well, and a sample
+of those of each micro-batch (`tap.SAMPLES`).
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ class Sums:
         squares: `(5,)` fp64: the squares of delta and their number; of a sample, those of the first
             and of the second differences, and of the outputs themselves.
         form: `<kappa delta, H_out kappa delta>`.
+        back: The square of `H_out kappa delta`, which goes back into the model.
         change: `(2,)`: what `displace` returned for the way from `w + h v` to `w - h v`.
         choices: `(4,)` fp64: `Session.choices` of the forwards at `w - h v`.
         values: `(2,)` fp64: the squares of the first and of the second differences of a sample of
@@ -46,6 +49,7 @@ class Sums:
 
     squares: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
     form: float = 0.0
+    back: float = 0.0
     change: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
     choices: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
     values: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
@@ -83,11 +87,13 @@ class _Known:
         u = self.group.differences[index]
         found = self.product(index, f, u)
         self.sums.form += _dot(found, u)
+        self.sums.back += _square(found)
         return found.div_(self.session.cotangent_scale).to(c.dtype)
 
 
 class _Shifted:
-    """Lets the job's loss run at `f + rho delta`; keeps the cotangents' part of their third
+    """Lets the job's loss run at `f + rho delta` and keeps its cotangents, which go no farther; at
+    the other side (rho < 0) their difference goes on in place of them. Keeps their part of a third
     difference, where there is to be one.
     """
 
@@ -115,19 +121,23 @@ class _Shifted:
             if index not in self.third:
                 self.third[index] = torch.zeros_like(c, dtype=torch.float32)
             self.third[index].add_(c, alpha=-3.0 if self.rho > 0 else -1.0)
-        factor, scale = self.group.factors[index], self.session.cotangent_scale
-        along = _dot(c.float(), self.group.differences[index])
-        self.sums.form += factor**2 * along * scale / (2 * self.rho)
+        kept = self.group.cotangents
+        if self.rho > 0:
+            kept[index] = c.to(torch.float32, copy=True)
+            return torch.zeros_like(c)
+        above, scale = kept.pop(index), self.session.cotangent_scale
+        factor = self.group.factors[index]
         if index in self.middles:
-            here = sample(c).float() * scale
-            if self.rho > 0:
-                self.group.cotangents[index] = here.clone()
-            else:
-                above = self.group.cotangents.pop(index)
-                second = above + here - 2 * self.middles[index]
-                squares = torch.tensor([_square(above - here), _square(second)])
-                self.sums.values += factor**2 * squares
-        return factor * c
+            ends = sample(above) * scale, sample(c).float() * scale
+            second = ends[0] + ends[1] - 2 * self.middles[index]
+            squares = torch.tensor([_square(ends[0] - ends[1]), _square(second)])
+            self.sums.values += factor**2 * squares
+        # The sign is that of what this pass adds.
+        difference = above.sub_(c).mul_(factor / (2 * self.rho))
+        along = _dot(difference, self.group.differences[index])
+        self.sums.form -= factor * along * scale
+        self.sums.back += _square(difference) * scale**2
+        return difference.to(c.dtype)
 
 
 class _Third:
@@ -150,18 +160,21 @@ class _Third:
         return 2 * self.rho * self.group.differences[index]
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
-        error = self.third[index].add_(c.float()).div_(3)
         factor = self.group.factors[index]
+        error = self.third[index].add_(c.float()).mul_(factor / (6 * self.rho))
         along = _dot(error, self.group.differences[index])
-        self.form += factor**2 * along * self.session.cotangent_scale / (2 * self.rho)
-        return error.mul_(factor).to(c.dtype)
+        self.form += factor * along * self.session.cotangent_scale
+        return error.to(c.dtype)
 
 
 class _Middle(Silence):
-    """Adds the cotangents at the outputs to their third difference, and stops them there."""
+    """Adds the cotangents at the outputs, in fp32, to their third difference, and stops them."""
 
     def __init__(self, third: dict[int, Tensor]) -> None:
         self.third = third
+
+    def outputs(self, index: int, f: Tensor) -> Tensor:
+        return torch.zeros((), device=f.device)
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
         self.third[index].add_(c, alpha=3.0)
@@ -176,7 +189,7 @@ class Group:
         factors: kappa over that of each micro-batch.
         middles: A sample of `f(w + h v) + f(w - h v)`, for the second difference.
         beyond: A sample of `f(w + 2 h v) - 2 f(w + h v)` of some of them, for the third one.
-        cotangents: A sample of those at `f + rho kappa delta`, of micro-batches that have had it.
+        cotangents: Those at `f + rho kappa delta`, fp32, of micro-batches that have had it.
     """
 
     def __init__(
@@ -253,11 +266,6 @@ class Passes:
         """Gradients of one evaluation: a forward is a third of one."""
         return 2 / 3 + self.backwards
 
-    @property
-    def factor(self) -> float:
-        """What an evaluation adds is `J' H_out kappa delta` times this."""
-        return 1.0 if self.product else 2 * self.rho
-
     def evaluate(
         self,
         out: Tensor,
@@ -268,7 +276,7 @@ class Passes:
         doubted: bool = False,
         bent: range = range(0),
     ) -> Sums:
-        """Add `factor J' H_out kappa delta` of these micro-batches to `out`; return their sums.
+        """Add `J' H_out kappa delta` of these micro-batches to `out`; return their sums.
 
         Args:
             out: `(n_local,)` fp32.
@@ -324,9 +332,7 @@ class Passes:
         self._last = self._third = None
 
     def back(self, out: Tensor, group: Group, micro_batches: range, sums: Sums) -> None:
-        """Add `factor J' H_out` times the group's differences to `out`, J at the weights as they
-        are.
-        """
+        """Add `J' H_out` times the group's differences to `out`, J at the weights as they are."""
         if self.product is not None:
             self._pass(out, micro_batches, _Known(self.session, group, self.product, sums))
             return

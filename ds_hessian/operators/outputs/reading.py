@@ -6,7 +6,8 @@ cotangent like that of a cross entropy may be one of a loss whose weights of tok
 outputs (focal loss); where these are in 16 bits, as it is in fp32, too. Where the loss is no cross
 entropy, each micro-batch is evaluated twice more with something added to the outputs, to see
 whether the loss is quadratic in them, and the first one once more as it is where the outputs had to
-be found; none is after one that shows that it is not.
+be found; none is after one that shows that it is not. Where outputs in 16 bits have a loss that is
+neither, cotangents are sampled in an evaluation of all micro-batches in fp32.
 """
 
 from __future__ import annotations
@@ -115,6 +116,17 @@ class _Reader(_Listener):
         self.failed += 1
         if self.others is not None:
             self.others[index] = c.clone()
+
+
+class _Wide(_Listener):
+    """Keeps samples of the cotangents of outputs in fp32."""
+
+    def _addend(self, index: int, f: Tensor) -> Tensor:
+        return torch.zeros((), device=f.device)
+
+    def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
+        self._note(index, c)
+        return torch.zeros_like(c)
 
 
 class _Verifier(_Listener):
@@ -274,6 +286,10 @@ class Reading:
         self.kinked = self.kinks_crossed is not None and self.kind is None
         if self.kind is not None:
             self.cotangents.clear()
+        elif self._anywhere(self._narrow):  # second differences of cotangents need more digits
+            for i in every:
+                with requiring_fp32(self.tap):
+                    self._pass(_Wide(), self.space.zeros(), every[i : i + 1])
 
     def _read_first(self, outputs: str | None, reader: _Reader) -> bool:
         """Find the outputs, and read the first micro-batch, whose gradient is added.

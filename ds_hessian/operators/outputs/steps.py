@@ -3,7 +3,7 @@
 Only outputs are differenced; the backward is at w. So a product's relative error, as a function of
 the displacement h of a unit vector, is
 
-    error^2  =  (N / (h |P|))^2  +  (kappa (b h)^2)^2  +  (nu sqrt(v'Gv) / |P|)^2
+    error^2  =  (N / (h |P|))^2  +  (kappa (b h)^2)^2  +  (nu |H_out J v| / |P|)^2
 
 N    rounding noise of the outputs, as products see it; hardly depends on the vector
 b    the bend of the outputs along the vector: their nonlinearity ratio r, the norm of the second
@@ -393,7 +393,7 @@ class OutputSteps:
 
     def _backward(self, trial: Trial) -> float:
         """Return the relative error of the pilot's backward."""
-        return self.learnt.backward * math.sqrt(max(trial.form, 0.0)) / trial.size
+        return self.learnt.backward * trial.back / trial.size
 
     def error(self, h: float, size: float, quiet: float = 1.0, kappa: float | None = None) -> float:
         """Return the expected relative error at a displacement, without the backward's."""
@@ -409,8 +409,8 @@ class OutputSteps:
 
     def note_backward(self, apart: float, trial: Trial) -> None:
         """Learn nu from the distance of two products that differ in the backward's rounding."""
-        if trial.form > 0 and math.isfinite(apart):
-            self.learnt.backward = apart / math.sqrt(2 * trial.form)
+        if trial.back > 0 and math.isfinite(apart):
+            self.learnt.backward = apart / (math.sqrt(2) * trial.back)
 
     @property
     def doubts_values(self) -> bool:
@@ -421,14 +421,20 @@ class OutputSteps:
         return count == 0 or (count - 1) % self.thirds == 0
 
     def narrower(self, values: float) -> float | None:
-        """Return the rho at which truncation is as large as noise, of a loss without kinks, where
-        that is less than half of the present one; None otherwise.
+        """Return the `balanced` rho, of a loss without kinks, where that is less than half of the
+        present one; None otherwise.
 
         Truncation is as rho^2, and of the present rho it is `values`; noise is the roundoff over
         rho.
         """
-        found = (self._roundoff_of_loss * self.learnt.rho**2 / max(values, TINY)) ** (1 / 3)
+        found = self.balanced(values)
         return found if found < self.learnt.rho / 2 else None
+
+    def balanced(self, values: float) -> float:
+        """Return the rho at which truncation is as large as noise, if the error is `values` at the
+        present one, all of it truncation.
+        """
+        return (self._roundoff_of_loss * self.learnt.rho**2 / max(values, TINY)) ** (1 / 3)
 
     def narrow(self, rho: float) -> None:
         """Go on with a smaller rho, over which the noise of the backward is as much larger."""
@@ -442,7 +448,7 @@ class OutputSteps:
 
     @property
     def _roundoff_of_loss(self) -> float:
-        return max(self.unit_roundoff, self.learnt.loss_roundoff)
+        return max(ROUNDOFF, self.learnt.loss_roundoff)
 
     def _values(self, bent: float) -> float:
         """Return the relative error from differencing the loss, of a product with such

@@ -23,6 +23,7 @@ class Trial:
         roundoff: The roundoff of the outputs, relative to their first difference.
         spread: Norm of the outputs' derivative, in the units of r's noise.
         form: `v'Gv` from the outputs alone.
+        back: `|H_out J v|`, which goes back into the model, of a micro-batch's size.
         change: `|P - P'|` from the trial before; inf for the first.
         values: The relative error from differencing a loss that is known by its values, by the
             nonlinearity ratio of its cotangents: that itself, as of any difference among kinks
@@ -40,6 +41,7 @@ class Trial:
     roundoff: float
     spread: float
     form: float
+    back: float
     change: float = math.inf
     values: float = 0.0
     third: float = 0.0
