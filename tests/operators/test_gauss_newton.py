@@ -20,7 +20,7 @@ from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.config import FiniteDifferenceConfig, OperatorName
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.krylov import lanczos
-from ds_hessian.operators import Curvature, FiniteDifferenceHessian, curvature
+from ds_hessian.operators import Curvature, FiniteDifferenceHessian, GaussNewton, curvature
 from ds_hessian.operators.outputs.losses import read_cross_entropy
 from ds_hessian.operators.outputs.steps import OutputSteps
 from ds_hessian.operators.outputs.trials import Trial
@@ -255,6 +255,16 @@ def test_losses_of_small_outputs_in_16_bits_are_as_exact_as_a_cross_entropy(
             print(f"error {error:.1e}, estimate {product.error:.1e}")
             assert product.error is not None and error < SLACK * product.error
             assert error < (2e-2 if k == 0 else 8e-3)
+
+
+def test_cotangents_of_the_first_micro_batch_are_sampled_too() -> None:
+    """Where its outputs were found by what looks like a cross entropy, and is a focal loss, how far
+    the loss bends there was not seen, and rho was chosen as if it were all noise.
+    """
+    torch.manual_seed(0)
+    net, data = nn.Sequential(nn.Linear(10, 6), nn.Tanh(), nn.Linear(6, 3)), batches(3)
+    with operators(net, data, lambda net, b: _focal(net(b[0]), b[1]), "ggn") as (_, (g,)):
+        assert isinstance(g, GaussNewton) and g._passes.cotangents.keys() == {0, 1, 2}
 
 
 def test_fisher_of_another_loss_is_refused(gpt: nn.Module) -> None:

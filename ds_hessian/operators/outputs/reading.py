@@ -286,8 +286,12 @@ class Reading:
         self.kinked = self.kinks_crossed is not None and self.kind is None
         if self.kind is not None:
             self.cotangents.clear()
-        elif self._anywhere(self._narrow):  # second differences of cotangents need more digits
-            for i in every:
+        else:  # second differences of cotangents need all digits of all of them
+            lacking = self.tap.is_here and not self.cotangents.keys() >= set(
+                self.tap.calls(range(1))
+            )
+            some = every if self._anywhere(self._narrow) else range(self._anywhere(lacking))
+            for i in some:
                 with requiring_fp32(self.tap):
                     self._pass(_Wide(), self.space.zeros(), every[i : i + 1])
 
