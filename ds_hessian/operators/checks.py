@@ -106,13 +106,18 @@ def require_finite(gradient: Tensor, space: VectorSpace) -> None:
         )
 
 
+def is_lost(size: float, fidelity: float) -> bool:
+    """Return whether a product of this length is zero because its step was lost."""
+    return size == 0 and tangent(fidelity) >= 1
+
+
 def require_step(product: Product) -> Product:
     """Return a product, unless it is zero because its step was lost: then nothing tells its error.
 
     Raises:
         NumericsError: the step was lost in the rounding of the weights.
     """
-    if product.norm == 0 and tangent(product.fidelity) >= 1:
+    if is_lost(product.norm, product.fidelity):
         raise NumericsError(
             f"a step of the displacement {product.displacement:.3e} is lost in the rounding of the "
             'weights, which leaves no product; use a larger displacement, or "auto"'

@@ -658,6 +658,33 @@ def test_truncation_that_the_witness_shows_makes_displacements_smaller() -> None
     assert next_h(0.05) == pytest.approx(next_h(0.0) * 50 ** (-1 / 3), rel=1e-3)
 
 
+@pytest.mark.parametrize("name", ["judge", "first_h"])
+def test_no_product_is_made_where_its_step_is_lost(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It ended in an error about a displacement that nobody had given: of a product that was to be
+    made again, or of the first trial of a later vector.
+    """
+    chosen = getattr(OutputSteps, name)
+
+    def far_below(steps: OutputSteps, *args: Any) -> float:
+        found = float(chosen(steps, *args))
+        return 1e-6 * found if steps.learnt.products or args else found
+
+    monkeypatch.setattr(OutputSteps, name, far_below)
+    net, data = uneven(), batches(4)
+    masters = [p.detach().clone() for p in net.parameters()]
+    exact = ExactGaussNewton(net, "2", distance, data)
+    backend = ModuleBackend(net.bfloat16(), masters=masters)
+    with backend.measuring(backend.objective(data, distance), Passes(precision="model")) as session:
+        g = curvature(session, FiniteDifferenceConfig(), "ggn")
+        for v, truth in krylov(backend, exact, 3):
+            product = g.matvec(v)
+            error = relative(product.vector, truth)
+            print(f"error {error:.1e}, estimate {product.error:.1e} at {product.displacement:.1e}")
+            assert error < min(0.2, SLACK * product.error)
+
+
 def _of_inputs(*sizes: float) -> list[tuple[Tensor, Tensor]]:
     """A micro-batch of inputs of each size, and classes."""
     torch.manual_seed(0)

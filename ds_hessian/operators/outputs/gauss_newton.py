@@ -30,12 +30,18 @@ from ds_hessian.backends.protocol import Session
 from ds_hessian.config import OutputMatrix
 from ds_hessian.errors import NumericsError, UnsupportedError
 from ds_hessian.memory import FP32
-from ds_hessian.operators.checks import in_units, measurable, require_finite, require_step
+from ds_hessian.operators.checks import (
+    in_units,
+    is_lost,
+    measurable,
+    require_finite,
+    require_step,
+)
 from ds_hessian.operators.displacement.trials import ROUNDOFF
 from ds_hessian.operators.outputs.forms import SAMPLE, Ladder
 from ds_hessian.operators.outputs.passes import OutputProduct, Passes, Sums
 from ds_hessian.operators.outputs.reading import Reading
-from ds_hessian.operators.outputs.steps import LADDER, UNEXPECTED, OutputSteps
+from ds_hessian.operators.outputs.steps import LADDER, MOST, UNEXPECTED, OutputSteps
 from ds_hessian.operators.outputs.trials import Trial
 from ds_hessian.operators.protocol import Form, OperatorCost, Product
 
@@ -195,6 +201,11 @@ class GaussNewton:
             out = self.space.zeros()
             sums = self._evaluate(out, v, better / length, self._pilot, True)
             found = self._finish(v, length, better, out, sums, bent)
+            (lost,) = self.space.of_rank_0(found.trial.lost and self._steps.fixed is None)
+            if lost:  # nothing better
+                out = self.space.zeros()
+                sums = self._evaluate(out, v, h / length, self._pilot, True)
+                found = self._finish(v, length, h, out, sums, bent)
             self._steps.judge(found.trial)
         doubt = found.trial.apart
         if self.cost.kinks_crossed is not None:  # the error is of first order in h, as r is
@@ -391,9 +402,11 @@ class GaussNewton:
             other = self._before.unit
             apart = unit**2 * square + other**2 * before[0] - 2 * unit * other * before[1]
             change = math.sqrt(max(apart, 0.0)) if math.isfinite(apart) else math.inf
+        size = math.sqrt(square) * unit if square >= 0 else math.inf
+        fidelity = -_ratio(along, math.sqrt(moved) * length, nothing=0.0)
         trial = Trial(
             h=h,
-            size=math.sqrt(square) * unit if square >= 0 else math.inf,
+            size=size,
             nonlinearity=_nonlinearity(first, second),
             roundoff=self.session.unit_roundoff * math.sqrt(whole / first) if first > 0 else 0.0,
             spread=math.sqrt(first / count) / (2 * h) if first > 0 else 0.0,
@@ -404,8 +417,8 @@ class GaussNewton:
             third=math.sqrt(_ratio(thirds[2], thirds[0], nothing=0.0)),
             beside=_nonlinearity(*thirds[:2]),
             apart=abs(dot * unit / length - form),
+            lost=is_lost(size, fidelity),
         )
-        fidelity = -_ratio(along, math.sqrt(moved) * length, nothing=0.0)
         return _Figures(trial, fidelity, decided)
 
     # ---- trials
@@ -416,7 +429,7 @@ class GaussNewton:
         Returns:
             Its h, what it has added up, its sums, and the number of discarded trials.
         """
-        trials, share = list[Trial](), len(self._pilot) / self._count
+        trials, lost, share = list[Trial](), 0, len(self._pilot) / self._count
         (h,) = self.space.of_rank_0(self._steps.first_h())
         self._before = None
         self._choose_rho(v, length, h)
@@ -425,6 +438,12 @@ class GaussNewton:
             doubted = not trials and self._passes.product is None and self._steps.doubts_values
             sums = self._evaluate(out, v, h / length, self._pilot, True, doubted)
             trial = self._figures(v, length, h, out, sums, share).trial
+            other = self._steps.after_lost(trial, trials) if lost < MOST else None
+            (other,) = self.space.of_rank_0(other or 0.0)
+            if other:
+                h, lost = other, lost + 1
+                trials = trials if len(trials) > 1 else []
+                continue
             trials.append(self._steps.without_noise_of_loss(trial))
             if doubted:
                 self._measure_values(trials[0], length, share)
@@ -434,7 +453,7 @@ class GaussNewton:
             better, accept = self.space.of_rank_0(*self._steps.advise(trials))
             if accept:
                 self._before = None
-                return h, out, sums, len(trials) - 1
+                return h, out, sums, lost + len(trials) - 1
             self._before = _Before(out, self._unit(h, length) / share)
             h = better
 

@@ -160,7 +160,9 @@ class OutputSteps:
         # The backward rounds what it returns of each micro-batch.
         self.least_error = max(ROUNDOFF, math.sqrt(pilot / 3) * unit_roundoff)
         self.thirds = 2 * products_of_a_third(pilot)  # of two passes each
-        self.learnt = Learnt(fixed or 3 * unit_roundoff ** (1 / 3) * scale, 3 * scale)
+        self._fresh = Learnt(fixed or 3 * unit_roundoff ** (1 / 3) * scale, 3 * scale)
+        self.learnt = replace(self._fresh)
+        self._lowest = self.smallest  # below it the present vector's steps are lost
         self._bend = 0.0  # of the present vector
         self._seen = 0.0  # the largest |P| of its trials
         self._doubt = 0.0  # what its last trial has shown that the model does not explain
@@ -182,7 +184,7 @@ class OutputSteps:
         """Return the displacement of the next vector's first trial."""
         found = self.learnt
         self._bend, self._kappa, self._noise = found.bend, found.kappa, found.noise
-        self._shown = False
+        self._shown, self._lowest = False, self.smallest
         return self.fixed or self._clamp(found.h * (ABOVE if self._due or found.unseen else 1.0))
 
     @property
@@ -204,6 +206,25 @@ class OutputSteps:
         """
         noise = self.learnt.values * trial.size if self.learnt.loss_roundoff else 0.0
         return trial if trial.change > UNEXPECTED * noise else replace(trial, change=0.0)
+
+    def after_lost(self, trial: Trial, trials: list[Trial]) -> float | None:
+        """Return the displacement of the next trial where this one's step is lost; None elsewhere,
+        and where there is none. What is learnt of displacements does not hold for such a vector,
+        which begins anew as the first one did.
+
+        Args:
+            trial: The trial.
+            trials: Those of the first vector before.
+        """
+        if not trial.lost or self.fixed is not None or LADDER * trial.h > self.learnt.largest:
+            return None
+        self._lowest = LADDER * trial.h
+        if self.learnt.products:
+            names = ("values", "bent", "rho", "loss_roundoff")  # of the loss in the outputs
+            kept = {name: getattr(self.learnt, name) for name in names}
+            self.learnt = replace(self._fresh, **kept)
+            return self._clamp(self.learnt.h)
+        return self._fitted(trials)[0] if len(trials) > 1 else self._lowest
 
     def advise(self, trials: list[Trial]) -> tuple[float, bool]:
         """Return the displacement to use next, and whether it is that of the last trial, accepted.
@@ -405,7 +426,7 @@ class OutputSteps:
         return min(self._bend * h, LARGEST[1]) ** 2
 
     def _clamp(self, h: float) -> float:
-        return min(max(h, self.smallest), self.learnt.largest)
+        return min(max(h, self._lowest), self.learnt.largest)
 
     def note_backward(self, apart: float, trial: Trial) -> None:
         """Learn nu from the distance of two products that differ in the backward's rounding."""

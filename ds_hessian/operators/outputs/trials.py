@@ -33,6 +33,7 @@ class Trial:
             that have it; else 0.
         beside: r of these.
         apart: How far v'(Gv) by the backward and by the outputs alone are apart.
+        lost: Whether the product is zero since its step is lost in the rounding of the weights.
     """
 
     h: float
@@ -47,6 +48,7 @@ class Trial:
     third: float = 0.0
     beside: float = 0.0
     apart: float = 0.0
+    lost: bool = False
 
     @property
     def finite(self) -> bool:
