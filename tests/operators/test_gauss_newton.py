@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -683,6 +684,21 @@ def test_no_product_is_made_where_its_step_is_lost(
             error = relative(product.vector, truth)
             print(f"error {error:.1e}, estimate {product.error:.1e} at {product.displacement:.1e}")
             assert error < min(0.2, SLACK * product.error)
+
+
+def test_truncation_of_vectors_of_another_kind_is_forgotten() -> None:
+    """Random vectors after some towards the top had displacements a quarter as long as theirs."""
+    steps = OutputSteps(2.0**-8, 1.0, 1.0, 0, None)
+    steps.learnt = replace(steps.learnt, kappa=60.0, square=60.0**2, shown=9, spread=5.0, bend=1.0)
+    steps.learnt = replace(steps.learnt, noise=1e-5, products=12)
+
+    def kappas(spread: float) -> tuple[float, float]:
+        steps.first_h()
+        steps.advise([Trial(0.1, 1.0, 0.1, roundoff=0, spread=spread, form=1, back=1)])
+        return steps.learnt.kappa, steps.learnt.square
+
+    assert kappas(2.0) == (60.0, 60.0**2)
+    assert kappas(1.0) == (1.0, 1.0) and steps.learnt.spread == 1.0
 
 
 def _of_inputs(*sizes: float) -> list[tuple[Tensor, Tensor]]:

@@ -20,7 +20,8 @@ difference of the cotangents shows: of the first two vectors, and then as often 
 Some micro-batches beside the pilot have third differences of the outputs, which show truncation to
 a factor of 0.4 to 4 (nine in ten of 1030 products of 60 families) where r^2 alone leaves 0.25 to
 32. kappa scatters from vector to vector, too: where a vector does not show its own, an estimate has
-the root of the mean square of those that did.
+the root of the mean square of those that did; in 16 bits of those of its kind, whose outputs move
+about as much: kappa of vectors towards the top can be 60 times that of random ones.
 Every product bears one more witness: v'(Gv) by the backward and by the outputs alone differ by no
 more than the error. Where they differ by more than noise does, it is by the truncation along v, and
 kappa is no less than what makes that.
@@ -44,6 +45,7 @@ from ds_hessian.operators.displacement.control import OTHER
 from ds_hessian.operators.displacement.steps import least_displacement
 from ds_hessian.operators.displacement.trials import ROUNDOFF
 from ds_hessian.operators.displacement.witnesses import has_thirds, products_of_a_third
+from ds_hessian.operators.outputs.forms import KIND
 from ds_hessian.operators.outputs.trials import BENT, Trial
 
 UNEXPECTED = 2.0
@@ -105,6 +107,7 @@ class Learnt:
         kappa: kappa, by which displacements are chosen: the geometric mean of the last vectors'.
         square: The mean of kappa^2 over the vectors that have shown it, for estimates of others.
         shown: Their number.
+        spread: `Trial.spread` of the first vector of this kind, of which these three are.
         backward: nu.
         values: The relative error from differencing the loss in the outputs; 0 where it is known.
         bent: `Trial.values` of the trial of which that was measured.
@@ -123,6 +126,7 @@ class Learnt:
     kappa: float = TYPICAL
     square: float = TYPICAL**2
     shown: int = 0
+    spread: float = 0.0
     backward: float = 0.0
     values: float = 0.0
     bent: float = 0.0
@@ -363,6 +367,8 @@ class OutputSteps:
     def _observe(self, trials: list[Trial]) -> None:
         """Learn from the last trial of a later vector, and from its change to the one before."""
         last = trials[-1]
+        if len(trials) == 1 and self.unit_roundoff > ROUNDOFF:
+            self._forget_others(last)
         self._observe_ratio(trials[-2:])
         self._bend = self.learnt.bend
         for trial in trials:
@@ -379,6 +385,16 @@ class OutputSteps:
         elif seen > 3 * self._kappa * width:
             rest = math.sqrt(seen**2 - (self._kappa * width) ** 2)
             self._noise *= math.sqrt(rest / noise) if noise > 0 else 1.0
+
+    def _forget_others(self, trial: Trial) -> None:
+        """Forget the kappa of vectors of another kind, whose outputs move much more, or less: those
+        towards the top after random ones, or random ones after them. In 16 bits the witness raises
+        it, and changes that lower it are rounding; in fp32 third differences show it.
+        """
+        found, square = self.learnt, trial.spread**2
+        if not found.spread**2 <= KIND * square <= KIND**2 * found.spread**2:
+            self._kappa = found.kappa = TYPICAL
+            found.square, found.shown, found.spread = TYPICAL**2, 0, trial.spread
 
     def _observe_ratio(self, pair: list[Trial]) -> None:
         """Learn the noise of r from two trials: where r is larger at the smaller displacement."""
@@ -560,6 +576,7 @@ class OutputSteps:
         first = found.products == 0
         found.noise = self._noise if first else math.sqrt(found.noise * self._noise)
         found.kappa = self._kappa if first else math.sqrt(found.kappa * self._kappa)
+        found.spread = found.spread or product.spread
         found.bend, found.unseen = self._bend, not self._shows_bend(product)
         if self.fixed is None:
             found.h = self._clamp(self._best(product.size) / (AFTER_PROBE if first else 1.0))
