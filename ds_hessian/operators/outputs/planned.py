@@ -49,8 +49,9 @@ class Outputs:
     def peak(self, vector: int) -> int:
         """Return the most bytes that a Gauss-Newton product holds of them, beside what passes of
         training do: the outputs of a group at two displacements, with samples of their sums, or its
-        differences and the outputs of a micro-batch at the weights. They are two vectors where
-        nothing is foreseen.
+        differences and the outputs of a micro-batch at the weights; where the loss is known by its
+        values, its differences, its cotangents and what stops them at the outputs. They are two
+        vectors where nothing is foreseen.
 
         Args:
             vector: Bytes of a vector, into which a group fits if it has several.
@@ -58,7 +59,7 @@ class Outputs:
         if not self.size:
             return 2 * vector
         group = min(max(1, vector // self.size), max(1, self.count - 1))
-        return group * (2 * self.size + self.sample)
+        return group * ((2 if self.known else 3) * self.size + self.sample)
 
 
 def outputs_of(
