@@ -221,7 +221,9 @@ class State:
 
     def _keep_gradients(self, tensors: Iterable[Tensor]) -> None:
         for t in tensors:
-            if not (t.requires_grad and t.is_leaf) or id(t) in self._own:
+            # A view of a weight in a written forward is a leaf, too: it would keep what is gathered.
+            whole = t if t._base is None else t._base
+            if not (t.requires_grad and t.is_leaf) or id(whole) in self._own:
                 continue
             if id(t) not in self._gradients and _place(t) not in self._made:
                 self._gradients[id(t)] = t, t.grad
