@@ -221,7 +221,7 @@ class State:
 
     def _keep_gradients(self, tensors: Iterable[Tensor]) -> None:
         for t in tensors:
-            # A view of a weight in a written forward is a leaf, too: it would keep what is gathered.
+            # A view of a weight in a written forward is a leaf too, and keeps what was gathered.
             whole = t if t._base is None else t._base
             if not (t.requires_grad and t.is_leaf) or id(whole) in self._own:
                 continue
