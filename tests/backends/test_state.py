@@ -5,6 +5,7 @@ goes on from what was there before.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ds_hessian
+from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.errors import UnsupportedError
 from tests.backends import state_jobs
 from tests.backends.jobs import QUIET
@@ -132,6 +134,31 @@ def test_gradients_of_what_only_a_written_function_reads_are_put_back() -> None:
     hessian.use(data()[:1], lambda model, entry: Scaled.apply(model.hidden(entry[0]), scale).mean())
     hessian.matvec(hessian.random_vector(seed=1))
     assert scale.grad is kept and float(kept) == 5.0
+
+
+def test_views_of_weights_in_a_written_forward_are_not_kept() -> None:
+    """Under ZeRO-3 they would be the whole model, gathered."""
+    views = list["weakref.ref[Tensor]"]()
+
+    class Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            across = weight.t()
+            views.append(weakref.ref(across))
+            return x @ across
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+            return None, gradients[0].t() @ ctx.saved_tensors[0]
+
+    backend = ModuleBackend(nn.Linear(3, 2, bias=False))
+    objective = backend.objective(
+        [torch.ones(4, 3)], lambda model, x: Linear.apply(x, model.weight).square().mean()
+    )
+    with backend.measuring(objective) as session:
+        session.add_gradient(session.space.zeros(), range(1))
+        assert [view() for view in views] == [None]
 
 
 @pytest.mark.parametrize("again", [False, True])
