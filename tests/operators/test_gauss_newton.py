@@ -624,6 +624,17 @@ def uneven() -> nn.Module:
     return net
 
 
+@contextmanager
+def of_uneven() -> Iterator[tuple[ModuleBackend, ExactGaussNewton, Curvature]]:
+    """G of such a net, in bf16."""
+    net, data = uneven(), batches(4)
+    masters = [p.detach().clone() for p in net.parameters()]
+    exact = ExactGaussNewton(net, "2", distance, data)
+    backend = ModuleBackend(net.bfloat16(), masters=masters)
+    with backend.measuring(backend.objective(data, distance), Passes(precision="model")) as session:
+        yield backend, exact, curvature(session, FiniteDifferenceConfig(), "ggn")
+
+
 def distance(net: nn.Module, batch: Any) -> Tensor:
     """Mean square of the distance from unit vectors."""
     found = net(batch[0].to(net[0].weight.dtype))
@@ -673,12 +684,7 @@ def test_no_product_is_made_where_its_step_is_lost(
         return 1e-6 * found if steps.learnt.products or args else found
 
     monkeypatch.setattr(OutputSteps, name, far_below)
-    net, data = uneven(), batches(4)
-    masters = [p.detach().clone() for p in net.parameters()]
-    exact = ExactGaussNewton(net, "2", distance, data)
-    backend = ModuleBackend(net.bfloat16(), masters=masters)
-    with backend.measuring(backend.objective(data, distance), Passes(precision="model")) as session:
-        g = curvature(session, FiniteDifferenceConfig(), "ggn")
+    with of_uneven() as (backend, exact, g):
         for v, truth in krylov(backend, exact, 3):
             product = g.matvec(v)
             error = relative(product.vector, truth)
@@ -824,12 +830,7 @@ def test_the_first_vector_finds_parameters_far_smaller_than_all() -> None:
 
 def test_noise_of_the_backward_is_that_of_weights_rounded_each_by_itself() -> None:
     """In bf16 the norm of all, times its roundoff, is a step that bends a layer of small ones."""
-    net, data = uneven(), batches(4)
-    masters = [p.detach().clone() for p in net.parameters()]
-    exact = ExactGaussNewton(net, "2", distance, data)
-    backend = ModuleBackend(net.bfloat16(), masters=masters)
-    with backend.measuring(backend.objective(data, distance), Passes(precision="model")) as session:
-        g = curvature(session, FiniteDifferenceConfig(), "ggn")
+    with of_uneven() as (backend, exact, g):
         for v, truth in krylov(backend, exact, 4):
             product = g.matvec(v)
             error = relative(product.vector, truth)
