@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,7 @@ from ds_hessian.operators.displacement.steps import least_displacement
 from ds_hessian.operators.displacement.trials import ROUNDOFF
 from ds_hessian.operators.displacement.witnesses import has_thirds, products_of_a_third
 from ds_hessian.operators.outputs.forms import KIND
+from ds_hessian.operators.outputs.learnt import TYPICAL, Learnt
 from ds_hessian.operators.outputs.trials import BENT, Trial
 
 UNEXPECTED = 2.0
@@ -89,51 +90,6 @@ benchmarks/families.py (attention, convolution, regression; fp32 and bf16)."""
 
 TINY = 1e-30
 """A square of a change that counts as none."""
-
-TYPICAL = 1.0
-"""kappa before it is measured: 2/3 for an exponential, more where curvature is concentrated."""
-
-
-@dataclass
-class Learnt:
-    """What products have shown so far; see the module.
-
-    Attributes:
-        h: The displacement of the next vector's first trial.
-        largest: Above it something was not finite.
-        noise: N of the pilot.
-        ratio_noise: The noise of r, times h and the spread.
-        bend: b of the last vector.
-        kappa: kappa, by which displacements are chosen: the geometric mean of the last vectors'.
-        square: The mean of kappa^2 over the vectors that have shown it, for estimates of others.
-        shown: Their number.
-        spread: `Trial.spread` of the first vector of this kind, of which these three are.
-        backward: nu.
-        values: The relative error from differencing the loss in the outputs; 0 where it is known.
-        bent: `Trial.values` of the trial of which that was measured.
-        rho: The displacement of the outputs of a loss that is known by its values
-            (`ds_hessian.operators.outputs.passes`); 0 before it is chosen.
-        loss_roundoff: The roundoff of such a loss, where that is more than the passes'; else 0.
-        unseen: Whether r was no more than its noise in the last product: h may be too small.
-        products: Their number.
-    """
-
-    h: float
-    largest: float
-    noise: float = 0.0
-    ratio_noise: float = 0.0
-    bend: float = 0.0
-    kappa: float = TYPICAL
-    square: float = TYPICAL**2
-    shown: int = 0
-    spread: float = 0.0
-    backward: float = 0.0
-    values: float = 0.0
-    bent: float = 0.0
-    rho: float = 0.0
-    loss_roundoff: float = 0.0
-    unseen: bool = False
-    products: int = 0
 
 
 class OutputSteps:

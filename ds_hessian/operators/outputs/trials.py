@@ -28,7 +28,7 @@ class Trial:
         values: The relative error from differencing a loss that is known by its values, by the
             nonlinearity ratio of its cotangents: that itself, as of any difference among kinks
             (`ds_hessian.operators.displacement.schemes.Scheme.among_kinks`), and without these
-            `ds_hessian.operators.outputs.steps.TYPICAL` of its square; else 0.
+            `ds_hessian.operators.outputs.learnt.TYPICAL` of its square; else 0.
         third: A third of the third difference of the outputs over the first one, of micro-batches
             that have it; else 0.
         beside: r of these.
