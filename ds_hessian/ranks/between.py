@@ -8,7 +8,7 @@ attempt has begun is passed over, since the others have it, and what comes after
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -51,8 +51,7 @@ class Between:
         """
         self._next += 1
         if self._next <= len(self._begun):
-            passed: Any = self._begun[self._next - 1].passed(line, args[0])
-            return passed  # type: ignore[no-any-return]
+            return cast(T, self._begun[self._next - 1].passed(line, args[0]))
         if line.name not in TO_ONE:
             self._others = True
             return method()

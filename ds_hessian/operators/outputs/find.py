@@ -46,6 +46,7 @@ from ds_hessian.operators.outputs.tap import (
     Tap,
     in_backward,
     is_named,
+    nothing,
     tensor_of,
     tensors_of,
     with_tensors,
@@ -417,7 +418,7 @@ class _Apart(Silence):
 
     def outputs(self, index: int, f: Tensor) -> Tensor:
         """Return zero, with which they are another tensor."""
-        return torch.zeros((), device=f.device)
+        return nothing(f)
 
 
 def _takes_others(session: Session, tap: Tap) -> bool:

@@ -198,14 +198,12 @@ class GaussNewton:
         found = self._finish(v, length, h, out, sums, bent)
         (better,) = self.space.of_rank_0(self._steps.judge(found.trial))
         if self._narrow(found.trial.values) or better != h:
-            out = self.space.zeros()
-            sums = self._evaluate(out, v, better / length, self._pilot, True)
-            found = self._finish(v, length, better, out, sums, bent)
+            del out  # before that of another displacement
+            out, found = self._at(v, length, better, bent)
             (lost,) = self.space.of_rank_0(found.trial.lost and self._steps.fixed is None)
             if lost:  # nothing better
-                out = self.space.zeros()
-                sums = self._evaluate(out, v, h / length, self._pilot, True)
-                found = self._finish(v, length, h, out, sums, bent)
+                del out
+                out, found = self._at(v, length, h, bent)
             self._steps.judge(found.trial)
         doubt = found.trial.apart
         if self.cost.kinks_crossed is not None:  # the error is of first order in h, as r is
@@ -223,10 +221,8 @@ class GaussNewton:
         Raises:
             NumericsError: v is zero or not finite, or the product is not finite.
         """
-        started, out = time.perf_counter(), self.space.zeros()
-        v, length, unit = measurable(v, self.space)
-        sums = self._evaluate(out, v, h / length, self._pilot, True)
-        found = self._finish(v, length, h, out, sums)
+        started, (v, length, unit) = time.perf_counter(), measurable(v, self.space)
+        out, found = self._at(v, length, h)
         self._note_product(found.choices)
         self.cost.product_seconds += time.perf_counter() - started
         return in_units(self._made(out, found, length, None, None, 0), unit, self.space)
@@ -350,6 +346,14 @@ class GaussNewton:
         passes = self._passes.gradients * len(some) + len(set(some) & set(bent)) / 3
         self.cost.gradient_evaluations += passes / self._count
         return sums
+
+    def _at(
+        self, v: Tensor, length: float, h: float, bent: range = range(0)
+    ) -> tuple[Tensor, _Figures]:
+        """Return the product at displacement h, and its figures."""
+        out = self.space.zeros()
+        sums = self._evaluate(out, v, h / length, self._pilot, True)
+        return out, self._finish(v, length, h, out, sums, bent)
 
     def _finish(
         self,

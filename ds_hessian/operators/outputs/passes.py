@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ds_hessian import ops
 from ds_hessian.backends.protocol import Session
-from ds_hessian.operators.outputs.tap import Listener, Silence, Tap, sample
+from ds_hessian.operators.outputs.tap import Listener, Silence, Tap, nothing, sample
 
 OutputProduct = Callable[[int, Tensor, Tensor], Tensor]
 """`(micro-batch, f, u)` to `H_out u` in units of the gradient's terms, in the shape of f, fp32."""
@@ -174,7 +174,7 @@ class _Middle(Silence):
         self.third = third
 
     def outputs(self, index: int, f: Tensor) -> Tensor:
-        return torch.zeros((), device=f.device)
+        return nothing(f)
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
         self.third[index].add_(c, alpha=3.0)

@@ -12,6 +12,7 @@ neither, cotangents are sampled in an evaluation of all micro-batches in fp32.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Literal, TypeVar
 
@@ -41,7 +42,7 @@ from ds_hessian.operators.outputs.required import (
     require_same_around,
     requiring_fp32,
 )
-from ds_hessian.operators.outputs.tap import sample
+from ds_hessian.operators.outputs.tap import nothing, sample
 
 Read = TypeVar("Read", Tokens, Squares)
 
@@ -54,7 +55,7 @@ FAR = 2.0**10
 """The farther of the two displacements of the outputs, in units of the nearer one, at most."""
 
 
-class _Listener:
+class _Listener(ABC):
     """Reads something at the outputs.
 
     Attributes:
@@ -89,8 +90,9 @@ class _Listener:
     def _addend(self, index: int, f: Tensor) -> Tensor | None:
         return None
 
+    @abstractmethod
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor | None:
-        raise NotImplementedError
+        """As `tap.Listener` has it."""
 
 
 class _Reader(_Listener):
@@ -122,7 +124,7 @@ class _Wide(_Listener):
     """Keeps samples of the cotangents of outputs in fp32."""
 
     def _addend(self, index: int, f: Tensor) -> Tensor:
-        return torch.zeros((), device=f.device)
+        return nothing(f)
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
         self._note(index, c)
@@ -149,7 +151,7 @@ class _Verifier(_Listener):
 
     def _addend(self, index: int, f: Tensor) -> Tensor:
         if self.widens:
-            return torch.zeros((), device=f.device)
+            return nothing(f)
         self._added[index] = beside_outputs(f, REACH)
         return self._added[index]
 
@@ -191,7 +193,7 @@ class _Prober(_Listener):
 
     def _addend(self, index: int, f: Tensor) -> Tensor | None:
         if self.widens:
-            return torch.zeros((), device=f.device)
+            return nothing(f)
         if self.passes == 1:
             self._added[index] = beside_outputs(f)
         return self._added.get(index)

@@ -76,6 +76,11 @@ class Silence:
         return torch.zeros_like(c)
 
 
+def nothing(f: Tensor) -> Tensor:
+    """Return nothing to be added to outputs, with which they are another tensor, in fp32."""
+    return torch.zeros((), device=f.device)
+
+
 class Tap:
     """The outputs of one module.
 
