@@ -59,6 +59,7 @@ from ds_hessian.backends.choices import (
 )
 from ds_hessian.backends.constants import Constants, leaves, refuse_lost, refuse_solves
 from ds_hessian.backends.dropping import PROBABILITIES, drops
+from ds_hessian.backends.hooks import unheard
 from ds_hessian.backends.in_python import COMPOSED, INERT, is_composed, undispatched
 from ds_hessian.backends.kinks import argument, with_argument
 from ds_hessian.backends.pieces import Kinked
@@ -125,6 +126,7 @@ class FixedFunction(TorchFunctionMode):
         self._padding: dict[int, Tensor] = {}  # rows for padding, by the embedding's weight
         self._constants, self._within = Constants(), False  # whether a forward is under way
         self._bodies: dict[Any, Callable[..., Any]] = {}
+        self._derives = set[Hashable]()  # forwards that take derivatives themselves
         self._seen = False  # whether a function has decided, was to drop, or has read padding
         self._kinked: Tensor | None = None  # whether values lie on both sides of a kink
 
@@ -174,9 +176,9 @@ class FixedFunction(TorchFunctionMode):
 
     def without_graph(self, keys: Iterable[Hashable]) -> AbstractContextManager[object]:
         """Return the context of forwards alone: with a graph where constants of gradients are
-        known by it.
+        known by it, or where forwards take derivatives.
         """
-        graph = any(self._constants.of(key) for key in keys)
+        graph = any(self._constants.of(key) or key in self._derives for key in keys)
         return nullcontext() if graph else torch.no_grad()
 
     def at(self, key: Hashable) -> None:
@@ -244,6 +246,23 @@ class FixedFunction(TorchFunctionMode):
         if self._learning and func is torch.autograd.backward and _in_backward():
             for output in tensors_in((*args, *kwargs.values())):
                 self.note_graph(output)
+        if self._within and func is torch.autograd.grad and not _in_backward():
+            return self._derivative(func, types, args, kwargs)
+        return self._watched(func, types, args, kwargs)
+
+    def _derivative(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Take a derivative in a forward, whose cotangents are none of the loss."""
+        self._derives.add(self._key)
+        self._seen = True
+        with unheard():
+            return self._watched(func, types, args, kwargs)
+
+    def _watched(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Make a call, and tell the watched state of it."""
         state = self._watching(_in_backward())
         if state is None:
             return self._followed(func, types, args, kwargs)

@@ -16,7 +16,9 @@ R = TypeVar("R")
 
 
 class _Trials:
-    """Whether a backward runs that is made for its size alone; threads of autograd see it, too."""
+    """Whether a backward runs that is made for its size alone, or for a derivative in a forward;
+    threads of autograd see it, too.
+    """
 
     running = False
 
@@ -24,11 +26,11 @@ class _Trials:
 @contextmanager
 def unheard() -> Iterator[None]:
     """Run backwards that hooks of cotangents (`on_cotangents`) do not hear."""
-    _Trials.running = True
+    before, _Trials.running = _Trials.running, True
     try:
         yield
     finally:
-        _Trials.running = False
+        _Trials.running = before
 
 
 def beside(function: Callable[P, R]) -> Callable[P, R]:
