@@ -127,7 +127,7 @@ class Constants:
         # to be recomputed, is given up.
         if not here or (not leaving and not back and _function_of_call() is not None):
             return given
-        values = {id(t): self._constant(t.detach(), back) for t in here}
+        values = {id(t): self.value(t.detach(), back) for t in here}
         for t in written:
             if id(t) in values:
                 with torch.no_grad():
@@ -138,7 +138,7 @@ class Constants:
     def begin_graph(self, tensor: Tensor) -> None:
         """Give a tensor that is about to be a leaf of the graph its value at the weights."""
         if self._is_derived(tensor) and _function_of_call() is None:
-            tensor.data = self._constant(tensor.detach(), False)
+            tensor.data = self.value(tensor.detach(), False)
 
     def note(
         self,
@@ -180,8 +180,13 @@ class Constants:
     def _is_derived(self, tensor: Tensor) -> bool:
         return not tensor.requires_grad and self._derived.get(id(tensor)) is tensor
 
-    def _constant(self, now: Tensor, back: bool) -> Tensor:
-        """Return a copy, which the model may write into, of a constant that would be `now`."""
+    def value(self, now: Tensor, back: bool) -> Tensor:
+        """Return a copy, which the model may write into, of a constant that would be `now`.
+
+        Args:
+            now: What it would be.
+            back: Whether it is wanted in a backward, to recompute activations.
+        """
         if back:
             return self._recomputed(now)
         recorded, line = self._recorded.setdefault(self._key, []), line_of_call()

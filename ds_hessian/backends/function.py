@@ -123,8 +123,8 @@ class FixedFunction(TorchFunctionMode):
         self._learning = False  # whether a forward of this run is its micro-batch's first
         self._recomputes = False  # whether backwards evaluate functions with kinks
         self._tallies: dict[Hashable, Tensor] = {}
-        self._padding: dict[int, Tensor] = {}  # rows for padding, by the embedding's weight
         self._constants, self._within = Constants(), False  # whether a forward is under way
+        self._padding = Constants()  # rows of embeddings for padding
         self._bodies: dict[Any, Callable[..., Any]] = {}
         self._derives = set[Hashable]()  # forwards that take derivatives themselves
         self._seen = False  # whether a function has decided, was to drop, or has read padding
@@ -144,6 +144,7 @@ class FixedFunction(TorchFunctionMode):
         given = list(keys)
         self._alone = len(given) == 1
         self._constants.begin()
+        self._padding.begin()
         self._called.clear()
         seen = self._seen or any(self._constants.of(key) for key in given)
         plain = bool(given) and not seen and all(key in self._recorded for key in given)
@@ -185,6 +186,7 @@ class FixedFunction(TorchFunctionMode):
         """Begin the forward of a micro-batch; its first one records the decisions."""
         self._key, self._first, self._made = key, key not in self._recorded, 0
         self._constants.at(key, self._first)
+        self._padding.at(key, self._first)
         self._learning |= self._first
         self._recorded.setdefault(key, [])
         self._tallies.pop(key, None)
@@ -541,10 +543,9 @@ class FixedFunction(TorchFunctionMode):
             return read
         tokens, weight = (argument(args, kwargs, i, n) for i, n in enumerate(("input", "weight")))
         padded = tokens == (padding if padding >= 0 else weight.shape[0] + padding)
-        if self._first and id(weight) not in self._padding and padded.any():
-            self._padding[id(weight)], self._seen = read[padded][0].detach().clone(), True
-        row = self._padding.get(id(weight))
-        return read if row is None else torch.where(padded.unsqueeze(-1), row, read)
+        row = self._padding.value(weight[padding].detach(), _in_backward())
+        self._seen |= self._first and bool(padded.any())
+        return torch.where(padded.unsqueeze(-1), row, read)
 
     def _next(self, recorded: list[Decision], now: Decision) -> Decision:
         if not torch.is_grad_enabled():

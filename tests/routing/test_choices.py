@@ -325,11 +325,14 @@ def test_products_of_experts_under_zero_are_those_of_a_double_backward(
 
 
 class Padded(nn.Module):
-    """Unmasked padding, whose row is also one of the head's if `tied`."""
+    """Unmasked padding, whose row is also one of the head's if `tied`; of a table that each forward
+    makes anew if `made`.
+    """
 
-    def __init__(self, tied: bool, padding: int) -> None:
+    def __init__(self, tied: bool, padding: int, made: bool = False) -> None:
         super().__init__()
         torch.manual_seed(2)
+        self.made = made
         self.embed = nn.Embedding(6, 5, padding_idx=padding)
         nn.init.normal_(self.embed.weight)
         self.mix, self.head = nn.Linear(5, 5), nn.Linear(5, 6, bias=False)
@@ -338,27 +341,38 @@ class Padded(nn.Module):
         self.row: Tensor | None = None  # for padding, where the reference reads it
 
     def forward(self, tokens: Tensor) -> Tensor:
+        table, padding = self.embed.weight, self.embed.padding_idx
         x = self.embed(tokens)
+        if self.made:
+            table = table + table.roll(1, 0)
+            x = functional.embedding(tokens, table, padding)
         if self.row is not None:
-            padded = (tokens == self.embed.padding_idx).unsqueeze(-1)
-            x = torch.where(padded, self.row, functional.embedding(tokens, self.embed.weight))
+            padded = (tokens == padding).unsqueeze(-1)
+            x = torch.where(padded, self.row, functional.embedding(tokens, table))
         x = x + torch.tanh(self.mix(x.cumsum(1)))
         logits = self.head(x[:, :-1]).flatten(0, 1)
         return functional.cross_entropy(logits, tokens[:, 1:].flatten())
 
 
-@pytest.mark.parametrize("tied, padding", cells([(False, 0), (True, 0), (True, -2)], [(True, -2)]))
+@pytest.mark.parametrize(
+    "tied, padding, made",
+    cells(
+        [(False, 0, False), (True, 0, False), (True, -2, False), (False, 0, True)],
+        [(True, -2, False), (False, 0, True)],
+    ),
+)
 def test_the_row_of_padding_is_the_constant_that_it_is_to_training(
-    tied: bool, padding: int
+    tied: bool, padding: int, made: bool
 ) -> None:
     """Where it is not masked: the products of the function that has a constant there, in fp64."""
     batches = [torch.tensor([[0, 1, 4, 3], [4, 0, 2, 0]]), torch.tensor([[1, 2, 3, 5]])]
-    net = Padded(tied, padding)
+    net = Padded(tied, padding, made)
     hessian = ds_hessian.attach(net, config=ds_hessian.HessianConfig.parse(QUIET)).use(batches)
     v = hessian.random_vector(seed=3)
     found, along = hessian.gather(hessian.matvec(v).vector), hessian.gather(v)
-    wide = Padded(tied, padding).double()
-    wide.row = wide.embed.weight[padding].detach().clone()
+    wide = Padded(tied, padding, made).double()
+    table = wide.embed.weight.detach()
+    wide.row = (table + table.roll(1, 0) if made else table)[wide.embed.padding_idx].clone()
     names, parameters = zip(*wide.named_parameters(), strict=True)
     loss = torch.stack([wide(batch) for batch in batches]).mean()
     gradient = torch.autograd.grad(loss, parameters, create_graph=True)
