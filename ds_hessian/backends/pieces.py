@@ -124,7 +124,7 @@ def _between(least: bool, most: bool) -> tuple[Callable[[Operands], list[Tensor]
     def value(operands: Operands, masks: Sequence[Tensor]) -> Tensor:
         x, *bounds = operands
         for mask, bound in zip(masks, bounds, strict=True):
-            x = torch.where(mask, bound, x)
+            x = x if mask is None else torch.where(mask, bound, x)
         return x
 
     return sides, value

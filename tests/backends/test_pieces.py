@@ -90,6 +90,7 @@ HELD: dict[str, Function] = {
     "hard swish in place": lambda x: nn.Hardswish(inplace=True)(1 * x),
     "threshold in place": lambda x: functional.threshold_(1 * x, 0.1, 0.0),
     "clamp by tensors": lambda x: x.clamp(torch.tensor(-0.5).to(x), torch.tensor(0.7).to(x)),
+    "clamp from below": lambda x: x.clamp(torch.tensor(-0.5).to(x), torch.tensor(9.0).to(x)),
     "clamp max": lambda x: x.clamp_max(0.4),
     "maximum with ties": lambda x: torch.maximum(x, torch.zeros_like(x)),
     "minimum": lambda x: torch.minimum(x, x.flip(0)),
