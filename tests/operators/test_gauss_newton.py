@@ -1026,3 +1026,21 @@ def test_a_vector_that_the_outputs_see_in_second_order_alone_has_a_product_of_ze
         product = operator.matvec(random_vector(backend.layout, backend.space, 0))
     assert product.norm == 0 and not product.vector.any()
     assert product.nonlinearity is None
+
+
+def test_outputs_that_have_no_value_far_out_are_differenced_nearer() -> None:
+    """The first trials are beyond the logarithm's domain; no rung of the ladder is passed over."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(10, 6), nn.Linear(6, 3))
+    nn.init.zeros_(net[0].weight), nn.init.zeros_(net[0].bias)
+    net[0].register_forward_hook(lambda module, args, f: (150 * f).log1p())
+
+    def loss(net: nn.Module, b: Any) -> Tensor:
+        return functional.cross_entropy(net(b[0].to(next(net.parameters()).dtype)), b[1])
+
+    hessian = ds_hessian.attach(net, None, {"progress": False}).use(batches(2), loss)
+    v = hessian.random_vector(seed=0)
+    with hessian.measuring(operator="ggn") as operator:
+        product = operator.matvec(v)
+    error = relative(product.vector, ExactGaussNewton(net, "1", loss, batches(2))(v))
+    assert error < min(1e-4, 3 * (product.error or 0.0))

@@ -217,8 +217,8 @@ class OutputSteps:
         if not last.finite:
             if self.fixed is not None:
                 return last.h, True  # the product will say so
-            self.learnt.largest = last.h / 8
-            return last.h / 8, False
+            self.learnt.largest = last.h / LADDER
+            return self.learnt.largest, False
         if self.fixed is not None:
             return self._beside(trials)
         if self.learnt.products == 0:
