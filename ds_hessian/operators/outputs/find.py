@@ -478,12 +478,13 @@ def _chosen(session: Session, named: Sequence[tuple[str, nn.Module]], table: Ten
         for number, (_, other) in enumerate(named):
             if module is other and bool(once[number]):
                 return number
-    if not bool((table[:, [CALLED, ELSEWHERE]].sum(1) == ranks).any()):
+    trained = torch.tensor([any(p.requires_grad for p in m.parameters()) for _, m in named])
+    if not bool((trained & (table[:, [CALLED, ELSEWHERE]].sum(1) == ranks)).any()):
         raise UnsupportedError(
             "ds_hessian does not support operators of the outputs of a model of which every module "
-            "is called more than once for a micro-batch, as one tower for both sides of pairs: put "
-            "the model into a module that returns all that the loss takes in one call, or use "
-            'operator "hessian"'
+            "that is trained is called more than once for a micro-batch, as one tower for both "
+            "sides of pairs: put the model into a module that returns all that the loss takes in "
+            'one call, or use operator "hessian"'
         )
     if not bool(once.any()):
         raise ConfigError(
