@@ -477,35 +477,36 @@ class GaussNewton:
 
     def _choose_rho(self, v: Tensor, length: float, h: float) -> None:
         """Choose rho, unless that is done: the loss may bend over less than a unit of the outputs,
-        over which truncation is rho^2 and noise the roundoff over rho. Where a smaller rho does not
-        make the error smaller, the loss has more noise than the passes, as one in 16 bits: then
-        larger ones are tried. So they are where the second difference of the cotangents explains
-        none of the error: outputs far larger than a unit are rounded to a share of their size, and
-        the loss may bend over their size.
+        over which truncation is as rho^2 and noise as one over rho. Smaller ones are tried as long
+        as the error falls as truncation does, and larger ones where it does not: of a loss in 16
+        bits, or of outputs far larger than a unit, which are rounded to a share of their size, and
+        over which the loss may bend. The best one is between two of them, which show both.
         """
         passes, found = self._passes, self._steps.learnt
         if passes.product is not None or found.rho:
             return
-        found.rho = rho = passes.rho
-        best, bent = self._differenced(v, length, h, rho) if self._smooth else (0.0, 0.0)
-        last, noisy = best, best == math.inf or best > UNEXPECTED * bent
-        while not noisy and (smaller := self._agreed_narrower(best)):
-            relative, _ = self._differenced(v, length, h, smaller)
-            noisy = not relative < best / 4  # as truncation over less than half of rho would be
-            if relative < best:
-                found.rho, best = smaller, relative
-        while noisy and (rho := LADDER * rho) <= 1:
-            relative, bent = self._differenced(v, length, h, rho)
-            if relative > UNEXPECTED * last:
-                break
-            if relative < best:
-                found.rho, best = rho, relative
-            noise = max(relative, bent) * rho
-            found.loss_roundoff = min(noise, found.loss_roundoff or noise)
-            last = relative
-        if found.loss_roundoff:
-            (between,) = self.space.of_rank_0(self._steps.balanced(best))
-            found.rho = min(found.rho, between)
+        found.rho = first = rho = passes.rho
+        if not self._smooth:
+            return
+        error, bent = self._differenced(v, length, h, rho)
+        if error < self._steps.least_error:  # of 16 bits: no other rho would show
+            return
+        errors, noisy = {rho: error}, not error <= UNEXPECTED * bent
+        while not noisy:
+            rho, last = rho / LADDER, errors[rho]
+            errors[rho], _ = self._differenced(v, length, h, rho)
+            noisy = not errors[rho] < last / LADDER
+        rho = first
+        while not errors[rho] > UNEXPECTED * min(errors.values()) and LADDER * rho <= 1:
+            rho *= LADDER
+            errors[rho], _ = self._differenced(v, length, h, rho)
+        rungs = sorted(errors)
+        best = max(rungs.index(min(errors, key=errors.__getitem__)), 1)
+        low, high = rungs[best - 1], rungs[best]
+        if math.isfinite(errors[low]) and errors[high] > 0:
+            found.rho, found.loss_roundoff = high, errors[low] * low
+            (between,) = self.space.of_rank_0(self._steps.balanced(errors[high]))
+            found.rho = min(max(between, low), high)
         passes.rho = found.rho
 
     def _differenced(self, v: Tensor, length: float, h: float, rho: float) -> tuple[float, float]:

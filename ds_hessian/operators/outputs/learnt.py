@@ -27,7 +27,7 @@ class Learnt:
         bent: `Trial.values` of the trial of which that was measured.
         rho: The displacement of the outputs of a loss that is known by its values
             (`ds_hessian.operators.outputs.passes`); 0 before it is chosen.
-        loss_roundoff: The roundoff of such a loss, where that is more than the passes'; else 0.
+        loss_roundoff: The noise of differencing such a loss, times rho; 0 before it is measured.
         unseen: Whether r was no more than its noise in the last product: h may be too small.
         products: Their number.
     """

@@ -164,7 +164,8 @@ class OutputSteps:
         """Return a trial, without a change that the noise of the loss explains: this is the same at
         all displacements, and says nothing of them.
         """
-        noise = self.learnt.values * trial.size if self.learnt.loss_roundoff else 0.0
+        noisy = self.learnt.loss_roundoff > ROUNDOFF
+        noise = self.learnt.values * trial.size if noisy else 0.0
         return trial if trial.change > UNEXPECTED * noise else replace(trial, change=0.0)
 
     def after_lost(self, trial: Trial, trials: list[Trial]) -> float | None:
@@ -204,7 +205,8 @@ class OutputSteps:
             if not self._noise or not min(a.h, b.h) <= h <= max(a.h, b.h):
                 continue
             bent = self._kappa * self._bend**2 * abs(a.h**2 - b.h**2) * b.size
-            expected = math.hypot(self._noise * math.hypot(1 / a.h, 1 / b.h), bent)
+            noise = self._noise * math.hypot(1 / a.h, 1 / b.h)
+            expected = math.hypot(noise, bent, self._of_loss(a, b))
             if b.size and math.isfinite(b.change) and b.change > UNEXPECTED * expected:
                 found = max(found, b.change / b.size)
         return found
@@ -334,6 +336,7 @@ class OutputSteps:
             return
         above, below = sorted(trials[-2:], key=lambda t: -t.h)
         noise = self._noise * math.hypot(1 / above.h, 1 / below.h)
+        noise = math.hypot(noise, self._of_loss(above, below))
         width = (above.h**2 - below.h**2) * self._bend**2 * last.size
         seen = last.change
         if seen > 3 * noise and width > 0:
@@ -441,7 +444,7 @@ class OutputSteps:
 
     @property
     def _roundoff_of_loss(self) -> float:
-        return max(ROUNDOFF, self.learnt.loss_roundoff)
+        return self.learnt.loss_roundoff or ROUNDOFF
 
     def _values(self, bent: float) -> float:
         """Return the relative error from differencing the loss, of a product with such
@@ -452,6 +455,12 @@ class OutputSteps:
         more = max(1.0, bent / found.bent) if found.bent else 1.0
         truncation = math.sqrt(found.values**2 - noise**2) * more
         return min(max(math.hypot(truncation, noise), bent), 1.0)
+
+    def _of_loss(self, a: Trial, b: Trial) -> float:
+        """Return what differencing the loss makes of the change between two trials: rho is the same
+        share of the differences of the outputs up to a power of 2.
+        """
+        return math.hypot(*(self._values(trial.values) * trial.size for trial in (a, b)))
 
     # ---- after a product
 
