@@ -151,3 +151,17 @@ class DenseHessian:
             )
         h = torch.cat(blocks).detach()
         return (h + h.T) / 2
+
+
+def of_scaled_loss(session: Any) -> tuple[float, float]:
+    """Of a session in fp32: how far its gradient is from that of the loss times 1.3, relative to
+    it, and the ratio of `cotangent_scale` after both.
+    """
+    gradient, other = session.space.zeros(), session.space.zeros()
+    every = range(session.num_micro_batches)
+    session.add_gradient(gradient, every)
+    session.add_gradient(other, every, 1.3)
+    scaled = session.cotangent_scale
+    session.add_gradient(gradient.zero_(), every)
+    apart = session.space.norm(other - gradient) / session.space.norm(gradient)
+    return apart, scaled / session.cotangent_scale

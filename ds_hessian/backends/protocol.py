@@ -240,7 +240,7 @@ class Session(Protocol):
         """Return the values that this rank's weights are rounded from, `(n_local,)` fp32."""
         ...
 
-    def add_gradient(self, out: Tensor, micro_batches: range) -> None:
+    def add_gradient(self, out: Tensor, micro_batches: range, factor: float = 1.0) -> None:
         """Add the gradient terms of these units at the current weights to `out`.
 
         The gradient of the loss is `gradient_scale` times the sum over all units.
@@ -248,6 +248,8 @@ class Session(Protocol):
         Args:
             out: `(n_local,)` fp32.
             micro_batches: The same range on every rank.
+            factor: The loss is multiplied by it before the backward, and the gradient divided
+                afterwards: the same terms, otherwise rounded.
 
         Raises:
             MeasurementError: the model, the loss or the backward raised on some rank.

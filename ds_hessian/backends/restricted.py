@@ -262,11 +262,11 @@ class RestrictedSession:
         """Return the discrete choices of the whole model, and how many would have changed."""
         return self.whole.choices(micro_batches)
 
-    def add_gradient(self, out: Tensor, micro_batches: range) -> None:
+    def add_gradient(self, out: Tensor, micro_batches: range, factor: float = 1.0) -> None:
         """Add the chosen coordinates of these units' gradients to `out`."""
         if not micro_batches:
             return
         gradient = self.whole.space.zeros()
-        self.whole.add_gradient(gradient, micro_batches)
+        self.whole.add_gradient(gradient, micro_batches, factor)
         for part, (_, own) in zip(self.restricted.parts, self.layout, strict=True):
             out[own] += gradient[part]

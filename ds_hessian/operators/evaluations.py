@@ -117,6 +117,8 @@ def expected_evaluations(
     extra = thrown * of_trial / num_products + (of_trial - nodes)
     if operator == "residual":
         extra += OF_ROUNDING * min(MEASURED, num_products) / num_products
+    if narrow:  # the rounding of the first trial's gradient
+        extra += 1 / num_products
     of_slice = 0.0  # the first product's third difference of all micro-batches
     if has_thirds(formula.order, narrow):
         extra += 1 / products_of_a_third(pilot)

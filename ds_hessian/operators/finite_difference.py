@@ -47,6 +47,7 @@ from ds_hessian.operators.checks import (
     require_step,
 )
 from ds_hessian.operators.clock import add_gradient
+from ds_hessian.operators.displacement.belief import SATURATING
 from ds_hessian.operators.displacement.control import Advice, StepController
 from ds_hessian.operators.displacement.figures import distance, quotient, removed_square, tangent
 from ds_hessian.operators.displacement.line import Line
@@ -60,9 +61,12 @@ from ds_hessian.operators.protocol import Form, OperatorCost, Product
 PILOT = 8
 """The pilot has one in PILOT micro-batches, rounded up."""
 
-
 SEARCHED = 2
 """Vectors whose displacement is searched for: a random one, and the next, rich in outliers."""
+
+SCALED = 1.3
+"""Factor of a loss whose gradient rounds otherwise: no number of few bits, which leave some as they
+are."""
 
 
 def pilot_of(count: int) -> int:
@@ -113,6 +117,7 @@ class FiniteDifferenceHessian:
         self._weight_norm = session.weight_norm()
         self.cost.kinks_crossed = kinks_crossed(session)
         self._controllers = dict[SchemeName, StepController]()
+        self._rounding: float | None = None  # N of the gradients, once it was measured
         self._scheme = scheme
         self._take(scheme)
         self._sides = None if tolerance is None else Sides(tolerance, self._controller)
@@ -149,6 +154,7 @@ class FiniteDifferenceHessian:
                 None if self.displacement == "auto" else float(self.displacement),
                 self.cost.kinks_crossed is None,
                 self.gradient_norm,
+                self._rounding or 0.0,
             )
         return self._controllers[scheme]
 
@@ -169,12 +175,15 @@ class FiniteDifferenceHessian:
             found |= {"formula": self.formula, "fourth_order": others[0]}
         if self._controller.whole:
             found["whole"] = True
+        if self._rounding is not None:
+            found["rounding"] = self._rounding
         return found
 
     def load_state_dict(self, figures: Mapping[str, Any]) -> None:
         """Continue from the `state_dict` of another operator of the same Hessian."""
         if figures.get("whole"):
             self._try_all()
+        self._take_rounding(figures.get("rounding"))
         self._controller.load_state_dict(figures["steps"])
         if "formula" in figures:
             self._controller_of("fourth_order").load_state_dict(figures["fourth_order"])
@@ -545,7 +554,32 @@ class FiniteDifferenceHessian:
         """Return the pilot's product at displacement h, whose gradients stay."""
         self._restart()
         self._evaluate(line, h, self._pilot, points)
-        return self._judge(line, h)
+        trial = self._judge(line, h)
+        if self._rounding is None and self._controller.narrow:
+            self._measure_rounding(self._gradients[points[-1]], trial)
+        return trial
+
+    def _measure_rounding(self, gradient: Tensor, trial: Trial) -> None:
+        """Measure N of gradients in 16 bits by the pilot's at the present weights, which is that of
+        the trial, and that of a scaled loss. Where the trial saturates, its noise is to that at w
+        as the gradients are.
+        """
+        other, share = self.space.zeros(), len(self._pilot) / len(self._all)
+        self.session.add_gradient(other, self._pilot, SCALED)
+        self.cost.gradient_evaluations += share
+        other.sub_(gradient)
+        squares = self.space.dots([(x, x) for x in (other, gradient, self._pilot_gradient)])
+        apart, here, there = squares.sqrt().tolist()
+        alike = trial.nonlinearity <= SATURATING or there >= here
+        found = apart * (1.0 if alike else there / here) * self.scale / (2 * share)
+        if math.isfinite(found):
+            self._take_rounding(found * math.sqrt(self._controller.quiet))
+
+    def _take_rounding(self, rounding: float | None) -> None:
+        """Go on with such a noise of the slice's gradients; None where it was not measured."""
+        self._rounding = rounding
+        for control in self._controllers.values():
+            control.in_gradients = rounding or 0.0
 
     def _witness(self, line: Line, trials: list[Trial]) -> None:
         """Add its third difference to the last trial, in the memory of its product."""

@@ -29,7 +29,7 @@ from ds_hessian.backends.zero import ZeroBackend
 from ds_hessian.errors import HessianError
 from ds_hessian.records import HessianEigenpairs, HessianSolution
 from ds_hessian.vectors import VectorSpace
-from tests.nets import TinyGPT, batch
+from tests.nets import TinyGPT, batch, of_scaled_loss
 
 TOTAL = 6  # micro-batches over all ranks: divides by 1, 2 and 3
 FEW = 4  # two for each of two ranks
@@ -889,6 +889,16 @@ def followed_callers(stage: int) -> dict[str, int]:
         session.add_gradient(session.space.zeros(), range(session.num_micro_batches))
     engine.destroy()
     return dict(called)
+
+
+def scaled_losses(stage: int) -> tuple[float, float]:
+    """`of_scaled_loss` of an engine."""
+    engine = make_engine(zero_optimization={"stage": stage})
+    backend = ZeroBackend(engine)
+    with backend.measuring(backend.objective(my_batches())) as session:
+        found = of_scaled_loss(session)
+    engine.destroy()
+    return found
 
 
 def measured_at(accumulation: int) -> list[int]:

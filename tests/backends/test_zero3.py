@@ -92,6 +92,14 @@ def test_transport_of_shards_is_not_followed(ranks: Ranks, stage: int) -> None:
         assert moving < 0.1 * called[""], called
 
 
+@pytest.mark.parametrize("stage", cells([0, 1, 3], [3]))
+def test_the_gradient_of_a_scaled_loss_is_the_gradient_but_for_rounding(
+    ranks: Ranks, stage: int
+) -> None:
+    for apart, scale in ranks(2).run(jobs.scaled_losses, stage):
+        assert 0 < apart < 1e-6 and scale == 1
+
+
 def test_figures_of_rank_0_are_those_of_all_ranks(ranks: Ranks) -> None:
     assert ranks(2).run(jobs.of_rank_0) == 2 * [[1.5, -2.0]]
 

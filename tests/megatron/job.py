@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.nn import functional
 
 from tests.megatron import shim
+from tests.nets import of_scaled_loss
 
 VOCABULARY, SEQUENCE, SIZE, TOTAL = 40, 8, 2, 4  # TOTAL micro-batches, split over DP
 QUIET = {"progress": False, "plot": False}
@@ -459,6 +460,14 @@ def product_in_fp64(job: Job, h: float = 2e-4) -> tuple[Stored, Stored, Stored, 
         product = (sums[1] - sums[2]) / (2 * h)
         vectors = [stored(backend, x) for x in (v, sums[0], product)]
         return vectors[0], vectors[1], vectors[2], hessian.dot(v, v)
+
+
+def scaled_losses(job: Job) -> tuple[float, float]:
+    """`tests.nets.of_scaled_loss` of a job."""
+    with running(job) as chunks:
+        hessian = hessian_of(chunks, job)
+        with hessian.backend.measuring(hessian._objective) as session:
+            return of_scaled_loss(session)
 
 
 def measured(

@@ -278,6 +278,16 @@ def test_the_self_test_passes_and_suggests_what_there_is(
         assert ("precision" in " ".join(verdict.suggestions)) == ("dtype" in layout)
 
 
+@pytest.mark.parametrize(
+    "layout", cells([{"pp": 2}, {"distributed": True, "per_token": True}], [{"pp": 2}])
+)
+def test_the_gradient_of_a_scaled_loss_is_the_gradient_but_for_rounding(
+    megatron_ranks: Ranks, layout: dict[str, Any]
+) -> None:
+    for apart, scale in megatron_ranks(2).run(job.scaled_losses, Job(**layout)):
+        assert 0 < apart < 1e-6 and scale == pytest.approx(1 / 1.3)
+
+
 @pytest.mark.full
 def test_zero_3_and_megatron_have_the_same_spectrum(megatron_ranks: Ranks, ranks: Ranks) -> None:
     """Of the same model and data, on two data-parallel ranks each."""

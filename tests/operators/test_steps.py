@@ -84,7 +84,7 @@ def test_a_trial_between_two_that_disagree_decides(
 ) -> None:
     shorter = Trial(NEAR, size, 1e-3, change=0.7, since=FAR.h)
     between = Trial(FAR.h / 3, 1.0, ratio, change=change, since=FAR.h)
-    found = marked([FAR, shorter, between], narrow=False)
+    found = marked([FAR, shorter, between], None)
     assert [trial.lost for trial in found] == [False, lost, False]
 
 
@@ -92,4 +92,4 @@ def test_a_kink_that_only_the_longer_one_crosses_is_no_step() -> None:
     """It changes D by as much as its ratio says, and a ratio between them is as large."""
     shorter = Trial(NEAR, 1.0, 1e-3, change=0.02, since=FAR.h)
     between = Trial(FAR.h / 3, 1.0, 0.06, change=0.04, since=FAR.h)
-    assert not any(trial.lost for trial in marked([FAR, shorter, between], narrow=False))
+    assert not any(trial.lost for trial in marked([FAR, shorter, between], None))

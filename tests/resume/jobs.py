@@ -104,10 +104,10 @@ class ShardedSession:
             out[part] = full[place]
         return out
 
-    def add_gradient(self, out: Tensor, micro_batches: range) -> None:
+    def add_gradient(self, out: Tensor, micro_batches: range, factor: float = 1.0) -> None:
         """See `Session.add_gradient`."""
         full = self.backend.whole.space.zeros()
-        self.whole.add_gradient(full, micro_batches)
+        self.whole.add_gradient(full, micro_batches, factor)
         for place, part, _ in self.backend.places:
             out[part] += full[place]
 

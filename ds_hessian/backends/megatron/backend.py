@@ -304,21 +304,22 @@ class MegatronSession(ShardedSession):
         names = [name for name, _ in backend.parameters]
         self._replicas = Replicas(backend.chunks, backend.replicated, backend.runs, names)
 
-    def add_gradient(self, out: Tensor, micro_batches: range) -> None:
+    def add_gradient(self, out: Tensor, micro_batches: range, factor: float = 1.0) -> None:
         """Run the schedule on these units, reduce the gradients, and add them to `out`."""
         if not micro_batches:
             return
         backend = self._backend
         # The schedule averages over the micro-batches of the run, or sums over tokens.
-        factor = 1.0 if self._forward.per_token else float(len(micro_batches))
-        self.cotangent_scale = factor * host.share_of_rank(self._forward.per_token, self.head)
-        self._run(micro_batches.start * backend.group, len(micro_batches) * backend.group)
+        terms = (1.0 if self._forward.per_token else float(len(micro_batches))) / factor
+        self.cotangent_scale = terms * host.share_of_rank(self._forward.per_token, self.head)
+        with host.scaled(backend.chunks, factor):
+            self._run(micro_batches.start * backend.group, len(micro_batches) * backend.group)
         with self._replicas.checked(self.space, self.unit_roundoff**0.5):
             self._meet_stages("reducing gradients")
             host.reduce_gradients(backend.chunks, self._finalize)
         self._note(micro_batches)
         for run, (_, part) in zip(backend.runs, self.layout, strict=True):
-            out[part].add_(run.gradient.to(out.dtype), alpha=factor)
+            out[part].add_(run.gradient.to(out.dtype), alpha=terms)
 
     def forward(self, micro_batches: range) -> None:
         """Run the schedule on these units without backward or graph."""

@@ -6,6 +6,7 @@ Read and tried against megatron-core 0.16.1; the oldest version accepted is `OLD
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -43,6 +44,7 @@ class ModelConfig(Protocol):
     pipeline_dtype: torch.dtype | None
     microbatch_group_size_per_vp_stage: int
     finalize_model_grads_func: Callable[..., None] | None
+    grad_scale_func: Callable[[Tensor], Tensor] | None
 
 
 class ShardedTensor(Protocol):
@@ -283,6 +285,20 @@ def quiet(chunks: Sequence[Chunk], attributes: Attributes) -> None:
         for name in ("overlap_grad_reduce", "check_for_nan_in_grad", "check_for_large_grads"):
             attributes.set(ddp, name, False)
     _disable_reruns(attributes)
+
+
+@contextmanager
+def scaled(chunks: Sequence[Chunk], factor: float) -> Iterator[None]:
+    """Multiply losses by a factor before their backward, and auxiliary ones with them."""
+    if factor == 1:
+        yield
+        return
+    config = model_config(chunks[0])
+    config.grad_scale_func = lambda loss: loss * factor
+    try:
+        yield
+    finally:
+        config.grad_scale_func = None  # as `quiet` has left it
 
 
 def _disable_reruns(attributes: Attributes) -> None:

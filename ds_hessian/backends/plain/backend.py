@@ -285,14 +285,14 @@ class ModuleSession(ShardedSession):
                     dist.broadcast(found[id(value)], src=0)
         return found
 
-    def add_gradient(self, out: Tensor, micro_batches: range) -> None:
+    def add_gradient(self, out: Tensor, micro_batches: range, factor: float = 1.0) -> None:
         """Add the gradients of these micro-batches, averaged over the ranks, to `out`."""
         if not micro_batches:
             return
         mine = self.space.zeros() if self.space.distributed else out
         for index in micro_batches:
             with self._evaluating(index):
-                self._evaluate(mine, index)
+                self._evaluate(mine, index, factor)
             if len(self._states) == index + 1:  # first evaluation: the next one starts from here
                 self._states.append(self._guard.random.get())
         if self.space.distributed:
@@ -324,13 +324,13 @@ class ModuleSession(ShardedSession):
         with self._guard.function.forward():
             return self._objective.loss(self._backend.module, index, device, self._widen, first)
 
-    def _evaluate(self, out: Tensor, index: int) -> None:
+    def _evaluate(self, out: Tensor, index: int, factor: float) -> None:
         for p in self._trained:
             p.grad = None
         loss, count = self._loss(index)
         if index not in self._totals.losses:
             self._note_graph(loss)
-        scale = self._scale(loss, index)
+        scale = self._scale(loss, index) * factor
         self.cotangent_scale = 1.0 / (self.space.world_size * scale)
         (loss if scale == 1 else loss.float() * scale).backward()
         self._totals.add(index, float(loss.detach()), count)

@@ -322,16 +322,16 @@ class ZeroSession(ShardedSession):
         self._replicas_checked = backend.tensor_ranks == 1
         self.watch_autocast(guard, widen)
 
-    def add_gradient(self, out: Tensor, micro_batches: range) -> None:
+    def add_gradient(self, out: Tensor, micro_batches: range, factor: float = 1.0) -> None:
         """Add the gradients of these micro-batches, each reduced by the engine, to `out`."""
         accumulates = self._backend.shards.accumulates
         for index in micro_batches:
             last = index == micro_batches[-1] or not accumulates
-            factor = self._run(index, last)
+            share = self._run(index, last, factor)
             if len(self._states) == index + 1:  # first evaluation: the next one starts from here
                 self._states.append(self._guard.random.get())
             if last:
-                self._collect(out, factor)
+                self._collect(out, share)
 
     def forward(self, micro_batches: range) -> None:
         """Run the forward of these micro-batches, without a graph."""
@@ -397,19 +397,21 @@ class ZeroSession(ShardedSession):
         with self._guard.function.forward():
             return self._objective.loss(backend.engine, index, backend.device, self._widen, first)
 
-    def _run(self, index: int, last: bool) -> float:
+    def _run(self, index: int, last: bool, factor: float) -> float:
         """Forward and backward; returns the factor of the reduced gradient."""
         engine = self._backend.engine
         with self._evaluating(index):
             loss, count = self._loss(index)
             if index not in self._totals.losses:
                 self._note_graph(loss)
-            scale = host.backward(engine, loss, last)
+            scaled = loss if factor == 1 else loss.float() * factor
+            self.cotangent_scale /= factor
+            scale = host.backward(engine, scaled, last)
             self._totals.add(index, float(loss.detach()), count)
         if self.gradient_scale is None and len(self._totals) == self.num_micro_batches:
             self._reduce(self._totals)
         self.cotangent_scale = self._share / (scale * self.space.world_size)
-        return self._share * host.averaging_factor(engine) / scale
+        return self._share * host.averaging_factor(engine) / (scale * factor)
 
     def _collect(self, out: Tensor, factor: float) -> None:
         backend, first = self._backend, not self._replicas_checked

@@ -61,6 +61,10 @@ KINK = 3.0
 VISIBLE, KAPPA_SCATTER = 3.0, 0.35
 """A change above VISIBLE times what noise makes shows truncation; the error of ln kappa from it."""
 
+ALIKE = 3.0
+"""N by the rounding of gradients over that by r, above which tokens round alike (it is at most 2.4
+else, docs/numerics.md), and over what a single measurement of it shows then."""
+
 LARGER = 1.5
 """Ratio of the slice's kappa to the pilot's."""
 
@@ -109,6 +113,7 @@ class Surroundings:
         roundoff: The unit roundoff of the passes: no ratio, change or error is known to be less,
             even where the rounding at w + hv and at w - hv is opposite.
         least: The least N of the slice: rounding of its gradients in themselves.
+        in_gradients: N of the slice by that rounding, as far as it was measured (`shared`).
     """
 
     order: int
@@ -120,6 +125,7 @@ class Surroundings:
     blind: bool = False
     roundoff: float = ROUNDOFF
     least: float = 0.0
+    in_gradients: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,14 @@ class Outlook:
     excess: float
     noise: float
     error: float
+
+
+def shared(noise: Array, in_gradients: float) -> Array:
+    """Return N where the rounding of gradients was measured: no less than that. Where r shows far
+    less, tokens round alike, and what one scale of the loss shows of it may be as far off.
+    """
+    alike = ALIKE * noise < in_gradients
+    return np.where(alike, ALIKE * in_gradients, np.maximum(noise, in_gradients))
 
 
 class Belief:
@@ -302,15 +316,16 @@ class Belief:
 
     def outlook(self, last: Trial, displacements: Array, of_pilot: bool) -> Outlook:
         """Compare the displacements for the slice, after a trial (`of_pilot`) or a product."""
-        noise, bend, weight = self._cells(self._table())
-        return self._outlook(last, displacements, of_pilot, noise, bend, weight)
+        cells = self._cells(self._table())
+        return self._outlook(last, displacements, of_pilot, self.around.in_gradients, *cells)
 
     def search(self, last: Trial, displacements: Array) -> tuple[float, float]:
         """Return the regret of the pilot (as `Outlook.regret`), and the displacement at which a
         trial's outcome is least certain, so that it is the most informative.
         """
         noise, bend, weight = self._cells(self._expected + self._pilot)
-        regret = self._outlook(last, displacements, True, noise, bend, weight).regret
+        # Of N trials are to tell.
+        regret = self._outlook(last, displacements, True, 0.0, noise, bend, weight).regret
         doubts = list[Array]()
         for h in _blocks(displacements):
             size = np.hypot(_signal(last, noise), noise / h)
@@ -324,6 +339,7 @@ class Belief:
         last: Trial,
         displacements: Array,
         of_pilot: bool,
+        in_gradients: float,
         noise: Array,
         bend: Array,
         weight: Array,
@@ -336,7 +352,7 @@ class Belief:
         mixed = self._mixed(bend)
 
         def errors(h: Array) -> tuple[Array, Array]:
-            rounded = np.maximum(around.quiet * noise, around.least)
+            rounded = np.maximum(shared(around.quiet * noise, in_gradients), around.least)
             rounding = np.minimum(rounded / (h * signal), LARGEST[0])
             reached = _truncated(mixed * h, around.order)
             known = np.hypot(rounding, around.roundoff)

@@ -164,7 +164,7 @@ class StepController(Estimates):
     def advise(self, trials: list[Trial]) -> Advice:
         """Judge the trials made for the current vector so far."""
         if self.fixed is None:
-            trials[:] = marked(trials, self.narrow)
+            trials[:] = marked(trials, self.in_gradients if self.narrow else None)
             self.floor = min(max(self.floor, 2 * longest_step(trials)), self.largest)
         last, final = trials[-1], len(trials) >= MAX_TRIALS
         if last.lost and self.fixed is None:
@@ -273,6 +273,7 @@ class StepController(Estimates):
             blind=self.blind,
             roundoff=self.roundoff,
             least=self.rounded,
+            in_gradients=self.in_gradients,
         )
         return Belief(noise, self.bend, self.kappa.widened(KAPPA_SPREAD), around, trials)
 

@@ -13,7 +13,9 @@ from copy import deepcopy
 from dataclasses import asdict
 from typing import Any
 
-from ds_hessian.operators.displacement.belief import LARGER, UNLIKE, Belief, Estimate
+import numpy as np
+
+from ds_hessian.operators.displacement.belief import LARGER, UNLIKE, Belief, Estimate, shared
 from ds_hessian.operators.displacement.priors import (
     AFTER_PROBE,
     BEND,
@@ -76,6 +78,8 @@ class Estimates:
         smooth: Whether the loss has no kinks as far as is known; else the ratios of all products
             count as errors.
         gradient: The norm |g| of the gradient.
+        rounding: The noise N of the slice that the rounding of its gradients in 16 bits makes, as
+            far as it was measured: that of many tokens may be the same, and hidden from r.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class Estimates:
         fixed: float | None = None,
         smooth: bool = True,
         gradient: float = 0.0,
+        rounding: float = 0.0,
     ) -> None:
         self.smooth = smooth
         if not smooth:
@@ -99,6 +104,7 @@ class Estimates:
         self.pilot, self.num_micro_batches = pilot, num_micro_batches
         self.roundoff = unit_roundoff
         self.rounded = ITSELF * unit_roundoff * gradient / math.sqrt(num_micro_batches)
+        self.in_gradients = rounding
         self.noise: Estimate | None = None
         self.bend = Estimate(BEND.mean - math.log(scale), BEND.spread)
         self.kappa = Estimate(math.log(scheme.truncation), scheme.truncation_spread)
@@ -168,7 +174,8 @@ class Estimates:
         earlier vectors tell.
         """
         assert self.noise is not None
-        noise = max(self.quiet * math.exp(self.noise.mean), self.rounded) / size
+        noise = float(shared(np.exp(self.noise.mean) * self.quiet, self.in_gradients))
+        noise = max(noise, self.rounded) / size
         bent = math.exp(self.kappa.mean + self.order * self.bend.mean)
         h = self._clamp((noise / (math.sqrt(self.order) * bent)) ** (1 / (self.order + 1)))
         return h, math.hypot(noise / h, bent * h**self.order)

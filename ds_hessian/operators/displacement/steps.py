@@ -123,13 +123,16 @@ def beyond(trials: Sequence[Trial]) -> float | None:
     return None
 
 
-def marked(trials: Sequence[Trial], narrow: bool) -> list[Trial]:
+def marked(trials: Sequence[Trial], rounded: float | None) -> list[Trial]:
     """Return the trials, with those marked that stay on a step.
 
-    Where no bit of a gradient in 16 bits (`narrow`) changes, all of it does.
+    Args:
+        trials: The trials.
+        rounded: N by the rounding of gradients in 16 bits; None in fp32. A gradient that changes
+            less, or in no bit, stays on a step.
     """
     found = [pair.below for pair in _differences(trials) if any(pair.of_step(t) for t in trials)]
-    found += [trial for trial in trials if narrow and trial.size == 0]
+    found += [t for t in trials if rounded is not None and t.h * t.size <= rounded]
     longest = longest_step([*trials, *(replace(trial, stepped=True) for trial in found)])
     return [replace(trial, stepped=trial.h <= longest) for trial in trials]
 

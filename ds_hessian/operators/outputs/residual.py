@@ -68,12 +68,12 @@ class FixedCotangents:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
 
-    def add_gradient(self, out: Tensor, micro_batches: range) -> None:
+    def add_gradient(self, out: Tensor, micro_batches: range, factor: float = 1.0) -> None:
         """Add the gradient terms of these units: the first time, those of the loss itself."""
         if micro_batches:
             self.reads = not set(self._tap.calls(micro_batches)) <= self._kept.keys()
             with self._tap.listening(micro_batches, self):
-                self._session.add_gradient(out, micro_batches)
+                self._session.add_gradient(out, micro_batches, factor)
             found = self._session.cotangent_scale
             for i, (c, scale) in self._new.items():
                 self._kept[i] = c, found if math.isnan(scale) else scale
