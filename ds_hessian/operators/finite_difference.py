@@ -522,6 +522,12 @@ class FiniteDifferenceHessian:
         if not trials:
             (h,) = self.space.of_rank_0(self._controller.first_h())
             self._add_trial(line, h, trials)
+            (over,) = self.space.of_rank_0(self._controller.overshoots(trials[-1]))
+            if over:
+                trials.clear()
+                self._trial = None
+                (h,) = self.space.of_rank_0(self._controller.first_h())
+                self._add_trial(line, h, trials)
         while True:
             advice = self._controller.advise(trials)
             if self._sides is not None and self._sides.suffices(trials):

@@ -65,8 +65,8 @@ ALIKE = 3.0
 """N by the rounding of gradients over that by r, above which tokens round alike (it is at most 2.4
 else, docs/numerics.md), and over what a single measurement of it shows then."""
 
-LARGER = 1.5
-"""Ratio of the slice's kappa to the pilot's."""
+LARGER = 1.15
+"""Ratio of the slice's kappa to the pilot's: exp(0.27 - 0.13), measured (docs/numerics.md)."""
 
 UNLIKE = 0.4
 """Mean deviation of ln b between pilot and slice, vectors apart."""
@@ -97,6 +97,26 @@ class Estimate:
         """Return the estimate after observing `seen`, with error `scatter`, for the logarithm."""
         gain = self.spread**2 / (self.spread**2 + scatter**2)
         return Estimate(self.mean + gain * (seen - self.mean), self.spread * math.sqrt(1 - gain))
+
+    def after_change(self, value: float, rounding: float, unit: float) -> Estimate:
+        """Return the estimate of ln kappa after a change of that norm, in which rounding makes
+        `rounding` and a kappa of 1 makes `unit`. One that shows rounding alone lowers it.
+        """
+        offsets = np.linspace(-REACH, REACH, 81)
+        logarithm = self.mean + self.spread * offsets
+        off = np.log(value / np.hypot(rounding, np.exp(logarithm) * unit))
+        table = student(offsets, TAIL) + student(off / KAPPA_SCATTER, FREEDOM)
+        return _estimate(logarithm, np.exp(table - table.max()))
+
+    def shared_by(self, before: Estimate, after: Estimate, spread: float) -> Estimate:
+        """Return the estimate after one of them, which is like it up to `spread`, has changed from
+        `before` to `after`.
+        """
+        told = after.spread**-2 - before.spread**-2
+        if told <= 0:
+            return self
+        seen = (after.mean * after.spread**-2 - before.mean * before.spread**-2) / told
+        return self.corrected(seen, math.hypot(told**-0.5, spread))
 
 
 @dataclass(frozen=True)
@@ -259,18 +279,21 @@ class Belief:
         visible = change.value > (UNEXPECTED if change.alone else VISIBLE) * rounding
         if change.alone:
             self.truncation = 0.0  # whatever it was farther out
-        if not visible or change.power(order) <= 0:  # 0: the function is not one
+        if change.power(order) <= 0:  # the function is not one
             return
-        truncation = change.part(rounding) / change.power(order)
-        if change.alone or (clear and change.above.nonlinearity <= SATURATING):
+        clear = clear and (change.alone or change.above.nonlinearity <= SATURATING)
+        if visible and (change.alone or clear):
+            truncation = change.part(rounding) / change.power(order)
             self.truncation = truncation * (self._larger if of_pilot else 1.0)
         bent = self._bent(change, quiet * noise)
-        if change.alone and bent and change.part(rounding) > self._smooth(change.above, of_pilot):
+        smooth = self._smooth(change.above, of_pilot)
+        kinked = change.value > VISIBLE * rounding and change.part(rounding) > smooth
+        if change.alone and bent and kinked:
             self.kinked = True
-        elif learns and clear and bent and not self.blind:
-            larger = 1.0 if of_pilot else self._larger
-            seen = math.log(truncation / larger) - order * math.log(bend)
-            self.kappa = self.kappa.corrected(seen, KAPPA_SCATTER)
+        elif learns and clear and bent and not self.blind and (visible or not change.alone):
+            kappa = 1.0 if of_pilot else self._larger
+            unit = kappa * change.size * bend**order * change.power(order)
+            self.kappa = self.kappa.after_change(change.value, rounding, unit)
             self.truncation_seen = True
 
     def _smooth(self, trial: Trial, of_pilot: bool) -> float:

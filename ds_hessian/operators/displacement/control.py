@@ -13,9 +13,10 @@ determine the rounding noise N and the bend b, a measure of the gradient's nonli
   (`Belief`): of all vectors where the pilot is small, and of all after one that was a surprise.
 * Two trials that contradict each other have one between them, which tells whether the shorter one
   stays on a step of rounding (`ds_hessian.operators.displacement.steps`).
-* One vector in SELDOM has a trial above h first: there the truncation error shows in the change to
-  the next trial, and with it kappa, its size in units of (b h)^p. Where there are no third
-  differences (in 16 bits, and of first order) and many micro-batches (ALWAYS), each vector has one.
+* The first trial of a run is far out, and so is one of a vector in SELDOM: there truncation is more
+  than noise, and shows in the change to the next trial, and with it kappa, its size in units of
+  (b h)^p. Where there are no third differences (in 16 bits, and of first order) and many
+  micro-batches (ALWAYS), each vector has a trial above h.
 * A product OTHER times as long as its pilot's, which may be zero, says that trials of the pilot
   tell nothing: it is made anew with trials of all micro-batches, as are all after it.
 * A finished product that turns out to be far from its best h is repeated, and so is one with kinks
@@ -53,6 +54,7 @@ from ds_hessian.operators.displacement.belief import (
 from ds_hessian.operators.displacement.estimates import Estimates
 from ds_hessian.operators.displacement.possible import possible_truncation
 from ds_hessian.operators.displacement.priors import (
+    BEND_SPREAD,
     KAPPA_SPREAD,
     expected_noise,
 )
@@ -64,7 +66,7 @@ from ds_hessian.operators.displacement.steps import (
     longest_step,
     marked,
 )
-from ds_hessian.operators.displacement.trials import Trial
+from ds_hessian.operators.displacement.trials import ROUNDOFF, Trial
 from ds_hessian.operators.displacement.witnesses import (
     has_thirds,
     products_of_a_third,
@@ -87,14 +89,18 @@ pilot and slice differ normally: cause for doubt while no Krylov vector is known
 OTHER = 14.0
 """The slice's |D| over that of a pilot that tells of it, at most (docs/numerics.md, Pilots)."""
 
-ROUNDED = 2.0
-"""Roundoffs of a gradient in itself, at least: of a forward and a backward. Gradients of both sides
-that are opposite round alike, and their differences show none of it: products of even losses were
-3 - 10 roundoffs off."""
+SUMMED = 2.0
+"""Roundoffs of fp32 that a gradient has by its sums, at least, whatever the dtype of the passes.
+Gradients of both sides that are opposite round alike, and their differences show none of it:
+products of even losses were 3 - 10 roundoffs off."""
 
 NEAR = 3
 """Trials that a scan has within a decade of each other; each one after them, where neither rounding
 nor saturation was found to end, goes a decade farther than the one before."""
+
+FARTHER = 3.0
+"""Where the longest displacement bends so many times less than what saturates, others are up to so
+many times longer: nets that are nearly linear are best measured beyond |w|."""
 
 APART = 0.4
 """Least distance between the trials of a vector, in ln h."""
@@ -123,6 +129,8 @@ class StepController(Estimates):
         self.expected = 0.0  # error of the accepted trial before its third difference
         self.accepted: Trial | None = None
         self.seen = 0.0  # the largest |D| of its trials that are not lost
+        self.bounded = False  # whether something was not finite farther out
+        self.surveys = True  # whether the first trial of the first vector is far out
         self.belief: Belief | None = None
         self.outlook: Outlook | None = None  # of the last product
 
@@ -148,7 +156,15 @@ class StepController(Estimates):
         """Return the displacement of the next vector's first trial."""
         self.belief = self.outlook = None
         self._begin()
-        return self._clamp(self.h * AMPLIFY ** (1 / self.order)) if self._is_due else self.h
+        self.surveys = self.surveys and self._first and self._has_thirds and self.fixed is None
+        if self.surveys:
+            return self._clamp(SATURATING / 2 / math.exp(self.bend.mean))
+        if not self._is_due:
+            return self.h
+        farther = AMPLIFY ** (1 / self.order)
+        if self.order <= 2 and self.bend.spread <= BEND_SPREAD:  # of others the next power shows
+            farther = max(farther, math.sqrt(SATURATING / (math.exp(self.bend.mean) * self.h)))
+        return self._clamp(self.h * farther)
 
     @property
     def _is_due(self) -> bool:
@@ -173,13 +189,18 @@ class StepController(Estimates):
         if last.size == 0:
             return self._advice(last.h, last.h, final)
         if not last.finite:
-            self.largest = last.h / AMPLIFY
+            self._stay_below(last.h)
             return self._advice(self.largest, last.h, final)
-        if len(trials) == 2 and (between := self._between(*trials)):
+        pair = trials if len(trials) == 2 else [t for t in trials if t.nonlinearity <= SATURATING]
+        told = len(pair) == 2 and last is pair[1] and last.since in (None, pair[0].h)
+        if told and (between := self._between(*pair)):
             return Advice(between, False)
         farther = None if final or self.fixed is not None else beyond(trials)
         if farther is not None and farther < self.largest:
             return Advice(farther, False)
+        near = self.largest / math.exp(STEP) < last.h <= self.largest
+        if near and not self.bounded and last.nonlinearity < SATURATING / FARTHER:
+            self.largest *= FARTHER
         belief = self.learn(trials)
         outlook = belief.outlook(last, self._displacements(), of_pilot=True)
         if last.third is None:
@@ -224,7 +245,23 @@ class StepController(Estimates):
         """
         if self._between(earlier, trial):
             return trial.h > earlier.h
+        if self.surveys and trial.h < earlier.h:
+            return False
         return not trial.nonlinearity > earlier.nonlinearity
+
+    def overshoots(self, trial: Trial) -> bool:
+        """Return whether the first trial of a run, which is far out to show truncation, shows none:
+        then the vector begins anew, without it.
+        """
+        over = self.surveys and not (trial.usable and trial.nonlinearity <= SATURATING)
+        if over and not trial.finite:
+            self._stay_below(trial.h)
+        self.surveys = self.surveys and not over
+        return over
+
+    def _stay_below(self, h: float) -> None:
+        """Take note of a displacement at which something is not finite."""
+        self.largest, self.bounded = h / AMPLIFY, True
 
     def _between(self, earlier: Trial, trial: Trial) -> float | None:
         return None if self.fixed is not None else difference(earlier, trial).deciding(self.order)
@@ -247,7 +284,7 @@ class StepController(Estimates):
         self.wall = _wall([trial for trial in trials if trial.usable and not trial.lost])
         self.belief = belief = self._observe(trials)
         for count, trial in enumerate(trials, 1):
-            belief.observe_change(trials[:count], learns=self.products > 0)
+            belief.observe_change(trials[:count], learns=self.products > 0 or self._has_thirds)
             belief.observe_removed(trial)
         return belief
 
@@ -373,8 +410,8 @@ class StepController(Estimates):
         truncated = max(belief.truncation * product.h**self.order, possible)
         witnessed = self._witnessed(product, outlook, belief)
         noise = self._noise_of_slice(product, outlook, belief)
-        likely, least = min(math.hypot(noise, truncated), LARGEST[0]), ROUNDED * self.roundoff
-        error = max(outlook.error, witnessed, likely, least)
+        likely = min(math.hypot(noise, truncated), LARGEST[0])
+        error = max(outlook.error, witnessed, likely, SUMMED * ROUNDOFF)
         if self.accepted is not None and self.accepted.third is not None:
             unexpected = max(witnessed, truncated) > UNEXPECTED * self.expected
             surprising = self.products == 0 or unexpected

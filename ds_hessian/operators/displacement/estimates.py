@@ -259,7 +259,8 @@ class Estimates:
     def _keep_kappa(self, belief: Belief) -> None:
         """Keep the kappa that a belief has seen, once."""
         if belief.truncation_seen:
-            self.kappa = self.kappa.corrected(belief.kappa.mean, KAPPA_SPREAD)
+            of_vector = belief.expected_kappa, belief.kappa
+            self.kappa = self.kappa.shared_by(*of_vector, KAPPA_SPREAD)
             belief.truncation_seen = False
 
     def _drift(self, noise: Estimate, bend: Estimate) -> None:
