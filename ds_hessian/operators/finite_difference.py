@@ -519,15 +519,13 @@ class FiniteDifferenceHessian:
         """Add trials on the pilot until one is accepted, which the product then finishes; returns
         its displacement.
         """
-        if not trials:
+        while not trials:
             (h,) = self.space.of_rank_0(self._controller.first_h())
             self._add_trial(line, h, trials)
             (over,) = self.space.of_rank_0(self._controller.overshoots(trials[-1]))
-            if over:
+            if over:  # the first of a run: the next one is not so far out
                 trials.clear()
                 self._trial = None
-                (h,) = self.space.of_rank_0(self._controller.first_h())
-                self._add_trial(line, h, trials)
         while True:
             advice = self._controller.advise(trials)
             if self._sides is not None and self._sides.suffices(trials):

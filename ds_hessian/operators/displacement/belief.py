@@ -39,6 +39,9 @@ STEP, REACH = 0.25, 5.0
 standard deviations (at least 7, a factor of 1000).
 """
 
+NODES = np.linspace(-REACH, REACH, 81)
+"""Of the table of kappa, in standard deviations."""
+
 SATURATION = 1.1
 """The nonlinearity ratio where h is far too large."""
 
@@ -102,10 +105,9 @@ class Estimate:
         """Return the estimate of ln kappa after a change of that norm, in which rounding makes
         `rounding` and a kappa of 1 makes `unit`. One that shows rounding alone lowers it.
         """
-        offsets = np.linspace(-REACH, REACH, 81)
-        logarithm = self.mean + self.spread * offsets
+        logarithm = self.mean + self.spread * NODES
         off = np.log(value / np.hypot(rounding, np.exp(logarithm) * unit))
-        table = student(offsets, TAIL) + student(off / KAPPA_SCATTER, FREEDOM)
+        table = student(NODES, TAIL) + student(off / KAPPA_SCATTER, FREEDOM)
         return _estimate(logarithm, np.exp(table - table.max()))
 
     def shared_by(self, before: Estimate, after: Estimate, spread: float) -> Estimate:
@@ -262,7 +264,7 @@ class Belief:
 
         Args:
             trials: The trials up to it.
-            learns: False for a first vector, whose trials are far apart: then the change is no
+            learns: False for a first vector that has no third differences: then the change is no
                 more than a witness.
         """
         for change in changes_of(trials):
@@ -286,9 +288,8 @@ class Belief:
             truncation = change.part(rounding) / change.power(order)
             self.truncation = truncation * (self._larger if of_pilot else 1.0)
         bent = self._bent(change, quiet * noise)
-        smooth = self._smooth(change.above, of_pilot)
-        kinked = change.value > VISIBLE * rounding and change.part(rounding) > smooth
-        if change.alone and bent and kinked:
+        told = change.alone and bent and change.value > VISIBLE * rounding
+        if told and change.part(rounding) > self._smooth(change.above, of_pilot):
             self.kinked = True
         elif learns and clear and bent and not self.blind and (visible or not change.alone):
             kappa = 1.0 if of_pilot else self._larger
@@ -347,7 +348,7 @@ class Belief:
         trial's outcome is least certain, so that it is the most informative.
         """
         noise, bend, weight = self._cells(self._expected + self._pilot)
-        # Of N trials are to tell.
+        # Without the floor of the rounding of gradients: trials are to tell N.
         regret = self._outlook(last, displacements, True, 0.0, noise, bend, weight).regret
         doubts = list[Array]()
         for h in _blocks(displacements):

@@ -521,17 +521,13 @@ class GaussNewton:
         values = self.space.reduce(sums.values).tolist()
         return _ratio(self.space.norm(error), self.space.norm(out)), _nonlinearity(*values) ** 2
 
-    def _agreed_narrower(self, values: float) -> float:
-        """Return rank 0's `OutputSteps.narrower`; 0 for none."""
-        return self.space.of_rank_0(self._steps.narrower(values) or 0.0)[0]
-
     def _narrow(self, values: float) -> bool:
         """Make rho smaller where a product of all micro-batches is off by more than the noise from
         differencing the loss; return whether it is to be made again.
         """
         if self._passes.product is not None or not self._smooth:
             return False
-        rho = self._agreed_narrower(values)
+        (rho,) = self.space.of_rank_0(self._steps.narrower(values) or 0.0)
         if not rho:
             return False
         self._steps.narrow(rho)
