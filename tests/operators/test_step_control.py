@@ -114,6 +114,10 @@ def test_a_net_that_is_nearly_linear_is_measured_beyond_the_norm_of_its_weights(
     cut = StepController(SCHEMES["central"], 2.0**-9, 1.0, 4, 4)
     cut.advise([Trial(1.0, math.inf, math.inf)])  # not where it is not finite
     assert search(cut, noise, length**-2, 1 / length, 2)[0] < 1
+    cut.advise([Trial(8.0, math.inf, math.inf)])
+    resumed = StepController(SCHEMES["central"], 2.0**-9, 1.0, 4, 4)
+    resumed.load_state_dict(cut.state_dict())
+    assert search(resumed, noise, length**-2, 1 / length, 2)[0] <= 1
 
 
 @pytest.mark.parametrize("scheme", ["central", "fourth_order"])

@@ -129,7 +129,6 @@ class StepController(Estimates):
         self.expected = 0.0  # error of the accepted trial before its third difference
         self.accepted: Trial | None = None
         self.seen = 0.0  # the largest |D| of its trials that are not lost
-        self.bounded = False  # whether something was not finite farther out
         self.surveys = True  # whether the first trial of the first vector is far out
         self.belief: Belief | None = None
         self.outlook: Outlook | None = None  # of the last product

@@ -57,7 +57,7 @@ that the pilot has not."""
 LEARNT = (
     *("h", "smallest", "largest", "products", "size", "bend_unlike", "size_unlike"),
     *("hidden", "blind", "rough", "next_third", "cleared", "firsts", "taught"),
-    *("least", "lacking", "of_pilot"),
+    *("least", "lacking", "of_pilot", "bounded"),
 )
 ESTIMATES = ("noise", "bend", "kappa")
 """Attributes that change from product to product."""
@@ -101,6 +101,7 @@ class Estimates:
         self.order, self.fixed, self.rounding = scheme.order, fixed, unit_roundoff * scale
         self.h = fixed or unit_roundoff ** (1 / (scheme.order + 1)) * scale
         self.smallest, self.largest = least_displacement(scale), scale
+        self.bounded = False  # whether something was not finite farther out
         self.pilot, self.num_micro_batches = pilot, num_micro_batches
         self.roundoff = unit_roundoff
         self.rounded = ITSELF * unit_roundoff * gradient / math.sqrt(num_micro_batches)
