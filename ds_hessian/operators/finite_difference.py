@@ -634,7 +634,8 @@ class FiniteDifferenceHessian:
         nonlinearity = quotient(math.sqrt(s2), math.sqrt(d2))
         since = None if earlier is None else earlier[0].h
         trial = Trial(h, size, nonlinearity, change, since, tangent(cosine), share)
-        trial = self._controller.weighed(trial)
+        second = math.sqrt(s2) * self.scale * len(self._all) / (2 * h * len(self._pilot))
+        trial = self._controller.weighed(replace(trial, second=second))
         if earlier is None or self._controller.compares_with(trial, earlier[0]):
             self._trial = trial, product
         return trial

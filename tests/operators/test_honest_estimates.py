@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -162,6 +163,48 @@ def test_a_product_of_which_no_bit_changes_is_made_with_a_longer_step() -> None:
     errors, told = figures(products(backend_of(net, bf16=True), Exact(net, data), data, count=4))
     assert np.median(errors) < 0.3, errors
     assert told.min() > 1 / 5, told
+
+
+class Plateau(nn.Module):
+    """A loss that saturates along `steep`, and is quadratic, with far larger weights, along
+    `flat`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steep = nn.Parameter(torch.tensor([0.05, -0.02, 0.01]))
+        self.flat = nn.Parameter(torch.full((3,), 60.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss of inputs `(b, 3)`."""
+        saturating = (torch.tanh(10 * x @ self.steep) - 0.3).square().mean()
+        return saturating + 5e-4 * self.flat.square().sum()
+
+
+@pytest.mark.parametrize("scheme", ["central", "forward"])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("order", ["ffs", "s"])
+def test_where_both_sides_saturate_alike_the_step_is_shorter(
+    scheme: SchemeName, bf16: bool, order: str
+) -> None:
+    """D was what is left of two gradients of zero, and so was the product: 0, without an error."""
+    torch.manual_seed(0)
+    net = Plateau()
+    data = [(torch.randn(8, 3),)]
+
+    def loss_fn(net: nn.Module, batch: Any) -> Tensor:
+        return net(batch[0].to(next(net.parameters()).dtype))
+
+    exact = Exact(net, data, loss_fn)
+    with measuring(backend_of(net, bf16=bf16), data, loss_fn) as session:
+        operator = FiniteDifferenceHessian(session, scheme=scheme)
+        for part in order:
+            v = torch.zeros(6)
+            v[:3] = torch.tensor([1.0, 2.0, -1.0]) * (part == "s")
+            v[3:] = part == "f"
+            product = operator.matvec(v)
+    error = relative(product.vector, exact(v))
+    assert product.error is not None and error < 5 * product.error < 1.0, (error, product)
 
 
 def test_no_product_is_repeated_where_its_step_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

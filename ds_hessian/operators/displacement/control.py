@@ -11,6 +11,8 @@ determine the rounding noise N and the bend b, a measure of the gradient's nonli
   expected to be much better.
 * An accepted trial has a third difference, which is what its error is, noise and truncation alike
   (`Belief`): of all vectors where the pilot is small, and of all after one that was a surprise.
+* Where the second difference of a trial far exceeds the first, both sides have saturated alike: the
+  next ones are a decade shorter each, until one is clear.
 * Two trials that contradict each other have one between them, which tells whether the shorter one
   stays on a step of rounding (`ds_hessian.operators.displacement.steps`).
 * The first trial of a run is far out, and so is one of a vector in SELDOM: there truncation is more
@@ -98,6 +100,9 @@ NEAR = 3
 """Trials that a scan has within a decade of each other; each one after them, where neither rounding
 nor saturation was found to end, goes a decade farther than the one before."""
 
+CANCELLED = math.sqrt(3) * UNEXPECTED
+"""A nonlinearity ratio above this one is neither that of noise nor of saturation."""
+
 FARTHER = 3.0
 """Where the longest displacement bends so many times less than what saturates, others are up to so
 many times longer: nets that are nearly linear are best measured beyond |w|."""
@@ -182,11 +187,17 @@ class StepController(Estimates):
             trials[:] = marked(trials, self.in_gradients if self.narrow else None)
             self.floor = min(max(self.floor, 2 * longest_step(trials)), self.largest)
         last, final = trials[-1], len(trials) >= MAX_TRIALS
+        clear = [t for t in trials if t.usable and not t.lost and t.nonlinearity <= SATURATING]
+        if self.fixed is None and not clear and any(map(self._is_cancelled, trials)):
+            self.bend = self.any_bend  # that of earlier vectors says nothing of this one's
+            if not final and last.h / DECADE > self.smallest:
+                return Advice(last.h / DECADE, False)
         if last.lost and self.fixed is None:
             self.floor = min(last.h * DECADE, self.largest)
             return self._advice(self.floor, last.h, last.h == self.largest)
         if last.size == 0:
-            return self._advice(last.h, last.h, final)
+            nearest = min((t.h for t in clear), default=last.h)
+            return self._advice(nearest, last.h, final)
         if not last.finite:
             self._stay_below(last.h)
             return self._advice(self.largest, last.h, final)
@@ -228,13 +239,21 @@ class StepController(Estimates):
         if last.third is None and belief.shows_noise(last):
             enough = KNOWN
         best = last.h if outlook.excess < enough or len(trials) > MAX_TRIALS else outlook.h
-        clear = [t for t in trials if t.usable and not t.lost and t.nonlinearity <= SATURATING]
         if best == last.h and self.fixed is None and clear:
             clearest = min(clear, key=lambda trial: trial.nonlinearity)
             vague = last.nonlinearity > UNEXPECTED * clearest.nonlinearity
             if last not in clear or (len(trials) > MAX_TRIALS and vague):
                 return Advice(clearest.h, False)
         return self._advice(best, last.h, len(trials) > MAX_TRIALS)
+
+    def _is_cancelled(self, trial: Trial) -> bool:
+        """Return whether both sides of a trial have changed alike, by more than noise: h is too
+        large, and |D|, which is what is left of them, says nothing of |Hv|.
+        """
+        noise = math.exp(self.noise.mean) if self.noise else self.in_gradients / self.quiet
+        changed = trial.h * trial.second
+        alike = CANCELLED * max(noise, self.rounded) < changed < math.inf
+        return alike and trial.nonlinearity > CANCELLED
 
     def compares_with(self, trial: Trial, earlier: Trial) -> bool:
         """Return whether the next trial is compared with this one, and not with an earlier one.
@@ -523,6 +542,7 @@ class StepController(Estimates):
         """
         assert self.accepted is not None
         ratio, pilot = product.nonlinearity, self.accepted.nonlinearity
+        ratio = pilot if math.isnan(ratio) else ratio  # of one side there is none
         strange = self._is_strange(product, outlook)
         self.rough += strange or belief.kinked
         # Where changes contradict r, what r shows beyond rounding is a kink.
@@ -531,7 +551,7 @@ class StepController(Estimates):
         if max(pilot, ratio) > 1:
             # The second difference exceeds the first: |D| says nothing of |Hv|, which may be as
             # large as that of any trial.
-            return max(min(ratio, LARGEST[0]), longer)
+            return max(ratio, longer)
         if ratio > SATURATING or (kinked and _bent(product, outlook)):
             # What the two differences of an extrapolation differ by is evidence and no hint.
             shown = min(ratio, product.removed if self.order > 2 else ratio, LARGEST[0])

@@ -107,7 +107,7 @@ class Estimates:
         self.rounded = ITSELF * unit_roundoff * gradient / math.sqrt(num_micro_batches)
         self.in_gradients = rounding
         self.noise: Estimate | None = None
-        self.bend = Estimate(BEND.mean - math.log(scale), BEND.spread)
+        self.bend = self.any_bend = Estimate(BEND.mean - math.log(scale), BEND.spread)
         self.kappa = Estimate(math.log(scheme.truncation), scheme.truncation_spread)
         self.bend_unlike, self.size_unlike = 0.0, 0.0 if self.whole else SMALLER
         self.size = 0.0  # |Hv| of the pilot's last trial

@@ -132,7 +132,7 @@ def marked(trials: Sequence[Trial], rounded: float | None) -> list[Trial]:
             less, or in no bit, stays on a step.
     """
     found = [pair.below for pair in _differences(trials) if any(pair.of_step(t) for t in trials)]
-    found += [t for t in trials if rounded is not None and t.h * t.size <= rounded]
+    found += [t for t in trials if rounded is not None and t.h * max(t.size, t.second) <= rounded]
     longest = longest_step([*trials, *(replace(trial, stepped=True) for trial in found)])
     return [replace(trial, stepped=trial.h <= longest) for trial in trials]
 

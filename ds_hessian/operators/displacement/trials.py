@@ -35,6 +35,8 @@ class Trial:
             same micro-batches; inf where it is not finite, None where it was not evaluated.
         stepped: Whether others show that it stays on a step of rounding
             (`ds_hessian.operators.displacement.steps`).
+        second: The norm of the second difference, |g(w + hv) + g(w - hv) - 2 g(w)| / 2h; 0 where
+            it is not known.
     """
 
     h: float
@@ -46,6 +48,7 @@ class Trial:
     removed: float = 0.0
     third: float | None = None
     stepped: bool = False
+    second: float = 0.0
 
     @property
     def finite(self) -> bool:
