@@ -114,6 +114,43 @@ def test_factors_are_those_of_their_definitions(net: nn.Module) -> None:
             assert (matrix_of(f.forms[kind]) - matrix).norm() < 1e-4 * matrix.norm(), kind
 
 
+class Branch(nn.Module):
+    """A layer that only some micro-batches use, as an expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.some, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The loss of inputs and labels."""
+        x = x.to(self.out.weight)
+        hidden = torch.tanh(self.some(x)) if float(x[0, 0]) > 0 else x
+        return functional.cross_entropy(self.out(hidden), y)
+
+
+def test_micro_batches_without_tokens_of_a_layer_have_gradients_of_zero() -> None:
+    """Shampoo's K was that of all micro-batches times the share of those that had some."""
+    torch.manual_seed(0)
+    net = Branch()
+    data = [(torch.randn(5, 4), torch.randint(3, (5,))) for _ in range(5)]
+    for i, (x, _) in enumerate(data):
+        x[0, 0] = 1.0 if i in (1, 4) else -1.0
+    kinds = ("shampoo", "klshampoo")
+    found, _ = factors_of(net, data, lambda m, b: m(*b), kinds=kinds)
+    assert found.samples == {"shampoo": 2, "klshampoo": 2}
+    parts = seen(net, data, lambda m, b: m(*b))["some.weight"]
+    gradients = torch.stack([len(data) * c.T @ a for a, c in parts])
+    left, right = (
+        g.sum(0) / len(data) for g in (gradients @ gradients.mT, gradients.mT @ gradients)
+    )
+    wanted = torch.kron(left, right) / left.trace()
+    assert (matrix_of(found.forms["shampoo"]) - wanted).norm() < 1e-4 * wanted.norm()
+    form = found.forms["klshampoo"]  # whose scale makes this 1
+    inverse = torch.stack([form.apply(g, lambda v: 1 / (v + 1e-3 * form.mean)) for g in gradients])
+    spent = float((gradients * inverse).sum()) / len(data) / gradients[0].numel()
+    assert spent == pytest.approx(1, rel=0.5)
+
+
 @pytest.mark.parametrize("n", [1, 95, 96, 193, pytest.param(3200, marks=pytest.mark.full)])
 def test_sums_of_squares_are_whole_from_one_triangle(n: int) -> None:
     x = torch.randn(7, n, generator=torch.Generator().manual_seed(0))

@@ -179,6 +179,7 @@ class _Estimation:
         self.cotangent_scale = 0.0  # in whose units all sums are
         self.tokens: dict[str, int] = {}
         self.batches: dict[str, int] = {}
+        self.units: dict[str, int] = {}
 
     def run(self) -> list[Factors]:
         """Make all passes."""
@@ -368,8 +369,9 @@ class _Estimation:
     def _count(self, counts: Mapping[str, Count]) -> None:
         """Add up tokens and micro-batches of all ranks."""
         for x in self.layers:
-            mine = torch.tensor([counts[x.name].tokens, counts[x.name].batches]).double()
-            self.tokens[x.name], self.batches[x.name] = map(
+            seen = counts[x.name]
+            mine = torch.tensor([seen.tokens, seen.batches, seen.units]).double()
+            self.tokens[x.name], self.batches[x.name], self.units[x.name] = map(
                 int, self.space.reduce(mine * x.counts).tolist()
             )
 
@@ -417,7 +419,7 @@ class _Estimation:
         return Eigenform.of_factors(b, a, self._gain(layer, tokens) / max(tokens, 1))
 
     def _shampoo(self, layer: Layer, left: Tensor, right: Tensor) -> Eigenform:
-        gain = self._gain(layer, self.batches[layer.name])
+        gain = self._gain(layer, self.units[layer.name])
         return Eigenform.of_factors(left, right, gain / max(float(left.trace()), TINY))
 
     def _ekfac(self, forms: Mapping[str, dict[Kind, Eigenform]]) -> None:
@@ -468,7 +470,7 @@ class _Estimation:
                 left, right = map(_unit, factors[x.name])
                 root = roots[x.name][0]
                 spent = float((root * (factors[x.name][0] @ root)).sum()) / x.shape[0]
-                scale = self._gain(x, self.batches[x.name]) * spent
+                scale = self._gain(x, self.units[x.name]) * spent
                 forms[x.name]["klshampoo"] = Eigenform.of_factors(left, right, scale)
 
     def _kept(self, forms: Mapping[str, dict[Kind, Eigenform]]) -> None:

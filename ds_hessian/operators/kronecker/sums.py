@@ -34,17 +34,24 @@ class Accumulator(Protocol):
 
 
 class Count(Accumulator):
-    """How much is seen of a layer."""
+    """How much is seen of a layer.
+
+    Attributes:
+        tokens: Its tokens.
+        batches: Micro-batches that had some.
+        units: All micro-batches.
+    """
 
     def __init__(self) -> None:
-        self.tokens = self.batches = self._before = 0
+        self.tokens = self.batches = self.units = self._before = 0
 
     def note(self, a: Tensor, c: Tensor) -> None:
         """Count the tokens."""
         self.tokens += len(a)
 
     def close(self) -> None:
-        """Count the micro-batch if it had tokens."""
+        """Count the micro-batch."""
+        self.units += 1
         self.batches += self.tokens > self._before
         self._before = self.tokens
 
