@@ -77,14 +77,17 @@ class Compared:
         scale: The factor c at which c K is closest to C.
         share: Share of |C|^2 on the diagonal of K's eigenbasis.
         extreme: The largest eigenvalue of (K + d)^-1/2 C (K + d)^-1/2.
-        solve: The cosine of `(c K + l)^-1 b` and `(C + l)^-1 b`; NaN where c is not positive.
+        solve: The cosine of `(c K + l)^-1 b` and `(C + l)^-1 b`; NaN where c is not positive. Its
+            error has what that of c makes of it, and a bound on `|x - exact| / |x|` of the second
+            solution x: the residual, with the products' errors, over the smallest Ritz value of
+            C + l in magnitude, at most l.
     """
 
     cosine: Value
     scale: Value
     share: Value
     extreme: Value
-    solve: float
+    solve: Value
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,6 @@ class Comparison:
         top: The largest eigenvalue of C in magnitude, from below.
         share: Share of |C|^2 on the diagonal, in the basis of the parameters.
         residual: `|b - (C + l) x| / |b|` of the damped solution x.
-        solve_error: A bound on `|x - exact| / |x|`, and so on the error of the cosines with x: the
-            residual over the smallest Ritz value of C + l in magnitude, at most l.
     """
 
     kinds: Mapping[str, Compared]
@@ -106,7 +107,6 @@ class Comparison:
     top: float
     share: Value
     residual: float
-    solve_error: float
 
 
 def compare(
@@ -136,21 +136,20 @@ def compare(
     probes, answers = run.probes(effort.probes, basis)
     errors = list(run.errors)
     tops = {k: run.extreme(forms.get(k), effort) for k in kinds}
-    found = [math.nan] * (7 + 7 * len(kinds))
+    found = [math.nan] * (6 + 8 * len(kinds))
     with together("comparing Kronecker factors", device=space.space.device):
         if space.owns:
             assert gradient is not None
             dense = _Dense(basis, images, probes, answers, gradient, errors)
             with np.errstate(divide="ignore", invalid="ignore"):  # of a weight without a gradient
                 found = dense.figures([forms[k] for k in kinds], effort.damping)
-    norm, norm_error, top, residual, solve_error, *rest = space.known(found)
+    norm, norm_error, top, residual, *rest = space.known(found)
     compared = {}
     for i, kind in enumerate(kinds):
-        cosine, error, scale, scale_error, share, share_error, solve = rest[2 + 7 * i : 9 + 7 * i]
-        compared[kind] = Compared(
-            (cosine, error), (scale, scale_error), (share, share_error), tops[kind], solve
-        )
-    return Comparison(compared, (norm, norm_error), top, (rest[0], rest[1]), residual, solve_error)
+        mine = rest[2 + 8 * i : 10 + 8 * i]
+        cosine, scale, share, solve = zip(mine[::2], mine[1::2], strict=True)
+        compared[kind] = Compared(cosine, scale, share, tops[kind], solve)
+    return Comparison(compared, (norm, norm_error), top, (rest[0], rest[1]), residual)
 
 
 def _start(space: LayerSpace, gradient: Tensor | None, draw: Draw) -> Tensor | None:
@@ -291,19 +290,22 @@ class _Dense:
         self.rest = _squares(self.y)
         # Errors of products in units of |C|: by squares, as these are in it.
         wrong = torch.tensor(errors, dtype=torch.float64).square().to(self.rest)
-        own = (wrong[: len(basis)] * _squares(self.w)).sum()
+        self.slips = (wrong[: len(basis)] * _squares(self.w)).sqrt()
+        own = self.slips.square().sum()
         off = self._averages(own, wrong[len(basis) :] * self.rest)[0]
         whole = self._averages(self.own, self.rest)[0]
         self.doubt = COVERAGE * math.sqrt(off / whole) if whole else math.nan
 
     def figures(self, forms: Sequence[Eigenform], damping: float) -> list[float]:
-        """Return the norm, the top, the residual, and the share of C; then seven of each K."""
+        """Return the norm, the top, the residual, and the share of C; then four figures of each K,
+        each with its error.
+        """
         norms = np.sqrt(self._averages(self.own, self.rest))
         t = (self.inside + self.inside.T) / 2
         top = float(torch.linalg.eigvalsh(t).abs().max())
-        x, *accuracy = self._solution(damping * top)
+        x, residual, inexact = self._solution(damping * top)
         plain = self._diagonal(None)
-        found = [norms[0], self._bar(norms, norms[0]), top, *accuracy]
+        found = [norms[0], self._bar(norms, norms[0]), top, residual]
         found += [plain[0], self._bar(plain, _reach(plain[0]))]
         for form in forms:
             inner = self._inner(form)
@@ -311,18 +313,27 @@ class _Dense:
             # Errors of its own: most of those of the product with K cancel in the cosine.
             scale = inner / (form.norm**2 or math.nan)
             share = self._diagonal(form)
-            solve = math.nan
-            if scale[0] > 0:
-                step = _damped(form, float(scale[0]), damping * top, self.b)
-                solve = float((step * x).sum() / (step.norm() * x.norm()))
             for values, reach in (
                 (cosine, 1.0),
                 (scale, norms[0] / (form.norm or math.nan)),
                 (share, _reach(share[0])),
             ):
                 found += [values[0], self._bar(values, reach)]
-            found.append(solve)
+            solve, error = self._solve(form, found[-4], found[-3], damping * top, x)
+            found += [solve, error + inexact]
         return found
+
+    def _solve(
+        self, form: Eigenform, scale: float, error: float, shift: float, x: Tensor
+    ) -> tuple[float, float]:
+        """Return the cosine of K's damped solution with x, and what the scale's error makes."""
+        if not scale > 0:
+            return UNKNOWN
+        solve, *others = (
+            _cosine(_damped(form, c, shift, self.b), x)
+            for c in (scale, max(scale - error, 0.0), scale + error)
+        )
+        return solve, max(abs(other - solve) for other in others)
 
     def _averages(self, own: Tensor, rest: Tensor) -> np.ndarray:
         """Return own + mean(rest), and the same with each probe left out in turn."""
@@ -384,7 +395,7 @@ class _Dense:
         return np.array(values) / norms
 
     def _solution(self, shift: float) -> tuple[Tensor, float, float]:
-        """Return the damped solution in the Krylov space, its relative residual and error."""
+        """Return the damped solution in the Krylov space, its relative residual, and its error."""
         images = (self.w + shift * self.q).double().flatten(1).T
         b = self.b.double().reshape(-1)
         y = torch.linalg.lstsq(images.cpu(), b[:, None].cpu()).solution.to(b)
@@ -394,7 +405,8 @@ class _Dense:
         gap = float((torch.linalg.eigvalsh((self.inside + self.inside.T) / 2) + shift).abs().min())
         gap = min(gap, shift or math.inf)  # most eigenvalues lie about zero, as `solves` has it
         known = gap > 0 and bool(x.any())
-        return x, residual, residual * size / (gap * float(x.norm())) if known else math.inf
+        missing = residual * size + COVERAGE * float((self.slips * y[:, 0]).norm())
+        return x, residual, missing / (gap * float(x.norm())) if known else math.inf
 
     def _project(self, x: Tensor) -> Tensor:
         """Return the part of each x in the span of the basis."""
@@ -407,6 +419,10 @@ class _Dense:
 def _damped(form: Eigenform, scale: float, shift: float, b: Tensor) -> Tensor:
     """Return (scale K + shift)^-1 b."""
     return form.apply(b.to(form.values), lambda v: 1 / (scale * v + shift))
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    return float((a * b).sum() / (a.norm() * b.norm()))
 
 
 def _reach(share: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from ds_hessian.krylov.records import Array
 from ds_hessian.records.base import Measured
 from ds_hessian.records.fields import Axes
 
-FIGURES = ("cosine", "scale", "share", "extreme")
+FIGURES = ("cosine", "scale", "share", "extreme", "solve")
 """The figures of each layer and kind that have an error."""
 
 
@@ -42,14 +42,14 @@ class HessianKronecker(Measured):
             `ridge` times K's mean eigenvalue.
         extreme_errors: `(L, k)` bounds on their errors: some eigenvalue is that near.
         solves: `(L, k)` the cosine of `(c K + l)^-1 g` and `(C + l)^-1 g`, with g the gradient, c
-            the best scale and l `damping` times the largest eigenvalue of C in magnitude.
+            the best scale and l `damping` times `tops`.
+        solve_errors: `(L, k)` their errors: of c, and a bound on that of the solution with C.
         norms: `(L,)` `|C|_F`, in loss per squared parameter.
         norm_errors: `(L,)` their errors.
         tops: `(L,)` the largest eigenvalue of C in magnitude, from below.
         plain_shares: `(L,)` share of `|C|^2` on the diagonal in the parameters' own basis.
         plain_share_errors: `(L,)` their errors; NaN with two probes.
         residuals: `(L,)` relative residual of the damped solution with C.
-        solve_errors: `(L,)` bounds on the errors of `solves`, of that solution.
         mismatches: `(L,)` relative distance of what the hooks saw to the job's gradient.
         draws: Times that labels were drawn from the model; 0 for the labels of the data.
         damping: See `solves`.
@@ -71,13 +71,13 @@ class HessianKronecker(Measured):
         "extremes": Axes("L", "k"),
         "extreme_errors": Axes("L", "k", least=0),
         "solves": Axes("L", "k"),
+        "solve_errors": Axes("L", "k", least=0),
         "norms": Axes("L", least=0),
         "norm_errors": Axes("L", least=0),
         "tops": Axes("L"),
         "plain_shares": Axes("L"),
         "plain_share_errors": Axes("L", least=0),
         "residuals": Axes("L", least=0),
-        "solve_errors": Axes("L", least=0),
         "mismatches": Axes("L"),
     }
     labels: ClassVar[dict[str, str]] = {"layers": "L", "kinds": "k"}
@@ -95,13 +95,13 @@ class HessianKronecker(Measured):
     extremes: Array
     extreme_errors: Array
     solves: Array
+    solve_errors: Array
     norms: Array
     norm_errors: Array
     tops: Array
     plain_shares: Array
     plain_share_errors: Array
     residuals: Array
-    solve_errors: Array
     mismatches: Array
     draws: int
     damping: float
@@ -128,15 +128,13 @@ class HessianKronecker(Measured):
 def columns(comparisons: Mapping[str, Comparison], kinds: tuple[str, ...]) -> dict[str, Array]:
     """Return the arrays of the record that comparisons by layer make."""
     found = list(comparisons.values())
-    arrays = {
-        "solves": [[c.kinds[k].solve for k in kinds] for c in found],
+    arrays: dict[str, list[Any]] = {
         "norms": [c.norm[0] for c in found],
         "norm_errors": [c.norm[1] for c in found],
         "tops": [c.top for c in found],
         "plain_shares": [c.share[0] for c in found],
         "plain_share_errors": [c.share[1] for c in found],
         "residuals": [c.residual for c in found],
-        "solve_errors": [c.solve_error for c in found],
     }
     for figure in FIGURES:
         pairs = [[getattr(c.kinds[k], figure) for k in kinds] for c in found]

@@ -242,7 +242,9 @@ def _kronecker(found: HessianKronecker) -> Table:
                 _barred(k.cosines[i, j], k.cosine_errors[i, j]),
                 f"{k.scales[i, j]:.3g}",
                 _barred(k.shares[i, j], k.share_errors[i, j]),
-                *(f"{k.extremes[i, j]:.3g}", f"{k.solves[i, j]:.3f}", f"{k.samples[i, j]:,d}"),
+                f"{k.extremes[i, j]:.3g}",
+                _barred(k.solves[i, j], k.solve_errors[i, j]),
+                f"{k.samples[i, j]:,d}",
             )
             rows.append((_ended(name) if j == 0 else "", f"{kind:<11}", *figures))
         plain = _barred(k.plain_shares[i], k.plain_share_errors[i])

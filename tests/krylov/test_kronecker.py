@@ -25,7 +25,7 @@ def test_the_error_of_the_scale_is_its_own_and_not_that_of_the_cosine() -> None:
     q, z = (list(x.T.reshape(-1, m, n).float()) for x in (q, z))
     w, y = (list(form.apply(torch.stack(x).double()).float()) for x in (q, z))
     dense = _Dense(q, w, z, y, torch.randn(m, n).double(), [0.0] * (known + probes))
-    cosine, error, scale, scale_error, *_ = dense.figures([form], 0.1)[7:]
+    cosine, error, scale, scale_error, *_ = dense.figures([form], 0.1)[6:]
     assert abs(cosine - 1) < 5 * error  # of 6 probes
     assert 1.8 < scale_error / scale * cosine / error < 2.2
 
@@ -42,3 +42,23 @@ def test_a_share_by_two_probes_has_no_error() -> None:
     dense = _Dense(*parts, torch.randn(m, n).double(), [0.0] * 3)
     norm, norm_error, *_, share, share_error = dense.figures([], 0.1)
     assert norm > 0 and norm_error > 0 and share > 0 and math.isnan(share_error)
+
+
+def test_the_error_of_a_solve_has_those_of_products_and_of_the_scale() -> None:
+    """It was the residual of the solution alone, 1e-15 with a whole basis."""
+    torch.manual_seed(0)
+    m, n, wrong, damping = 3, 4, 1e-3, 0.1
+    c = torch.randn(m * n, m * n).double()
+    c = c @ c.T + 2 * torch.eye(m * n)
+    form = Eigenform(torch.rand(m, n).double() + 0.5)
+    eye, b = torch.eye(m * n).double(), torch.randn(m, n).double()
+    noise = torch.randn(m * n, m * n).double()
+    noise *= wrong * c.norm(dim=0) / noise.norm(dim=0)
+    basis, images = (list(x.T.reshape(-1, m, n).float()) for x in (eye, c + noise))
+    dense = _Dense(basis, images, [], [], b, [wrong] * (m * n))
+    top, *_, scale, scale_error, _, _, solve, error = dense.figures([form], damping)[2:]
+    k, shift = form.values.flatten().diag(), damping * top * eye
+    exact = float((c * k).sum() / k.square().sum())
+    x, y = (torch.linalg.solve(a + shift, b.flatten()) for a in (c, exact * k))
+    assert abs(scale - exact) < scale_error
+    assert abs(solve - float(x @ y / (x.norm() * y.norm()))) < error < 0.02

@@ -12,15 +12,15 @@ gradients G_i = N c' a of N micro-batches (of all data-parallel ranks):
 | `adam` | diag(sqrt(v) + eps) of the job's own optimizer |
 | `optimizer` | L (x) R that the job's own optimizer keeps (`ds_hessian.operators.kronecker.kept`) |
 
-so that K-FAC and EK-FAC are in units of the empirical Fisher matrix of the loss, over tokens, with
-the data's own labels. With labels drawn from the model (of a cross entropy) the cotangent at the
-logits is `sqrt(omega_t) (p_t - y_t)` for a token of weight omega_t instead, and B, L and R are
-plain sums: the Fisher, or Gauss-Newton, matrix. In the first units, those that it takes until each
-layer was used, the pass is the gradient itself: `sum_t c_t a_t'` must be the job's gradient of the
-weight, up to the one factor that the host's scaling of the loss makes, which is found so. All other
-passes form no gradients of the layers' weights, so that one that appears there is of another use of
-the weight. A layer with either fault is refused. Both gradients are compared by their products with
-random signs (`sums.Seen`).
+so that K-FAC and EK-FAC are in units of the empirical Fisher matrix of the loss, over the tokens of
+the layer, with the data's own labels. With labels drawn from the model (of a cross entropy) the
+cotangent at the logits is `sqrt(omega_t) (p_t - y_t)` for a token of weight omega_t instead, and B,
+L and R are plain sums: the Fisher, or Gauss-Newton, matrix. In the first units, those that it takes
+until each layer was used, the pass is the gradient itself: `sum_t c_t a_t'` must be the job's
+gradient of the weight, up to the one factor that the host's scaling of the loss makes, which is
+found so. All other passes form no gradients of the layers' weights, so that one that appears there
+is of another use of the weight. A layer with either fault is refused. Both gradients are compared
+by their products with random signs (`sums.Seen`).
 
 Cost: two thirds of a gradient for `kfac` and `shampoo`, as much again for `ekfac` and for each of
 the `ROUNDS` of `klshampoo`, and a third of one of the first units; with drawn labels each pass once
