@@ -139,7 +139,7 @@ class Sharpness(Journaled[HessianSharpness]):
             starts = [_top(operator, draw, metric, search, config) for metric in metrics]
         subspace = krylov.Subspace(operator)
         along = subspace.add(hessian.gradient)
-        step = None if adam is None else subspace.add(adam[1])
+        step = (None, None) if adam is None else subspace.add(adam[1])
         for _, start in zip(metrics, starts, strict=False):
             subspace.add(start)
         pairs = krylov.refine(subspace, metrics, self.tolerance, self.max_matvecs)
@@ -151,8 +151,10 @@ class Sharpness(Journaled[HessianSharpness]):
             "preconditioned": None if adam is None else estimates[1],
             "converged": tuple(pair.converged(self.tolerance) for pair in pairs),
             "limited": tuple(pair.limited(self.tolerance) for pair in pairs),
-            "gradient_curvature": along,
-            "update_curvature": step,
+            "gradient_curvature": along[0],
+            "gradient_curvature_error": along[1],
+            "update_curvature": step[0],
+            "update_curvature_error": step[1],
             "update_norm": None if adam is None else space.norm(adam[1]),
             "gradient_norm": hessian.gradient_norm,
             "loss": run.session.loss,

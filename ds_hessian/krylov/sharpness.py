@@ -82,14 +82,17 @@ class Subspace:
     def __len__(self) -> int:
         return len(self.vectors)
 
-    def add(self, v: Tensor) -> float:
-        """Multiply a vector other than zero; returns the curvature `v'Hv / v'v`. Collective."""
+    def add(self, v: Tensor) -> tuple[float, float]:
+        """Multiply a vector other than zero; returns the curvature `v'Hv / v'v` and its error.
+
+        Collective.
+        """
         unit = v / self.space.norm(v)
         product = self.operator.matvec(unit)
         self.vectors.append(unit)
         self.products.append(product.vector)
         self.errors.append(max(product.error or 0.0, ROUNDOFF))
-        return self.space.dot(unit, product.vector)
+        return self.space.dot(unit, product.vector), COVERAGE * self.errors[-1] * product.norm
 
     def top(self, metric: Tensor | None = None) -> RitzPair:
         """Return the largest Ritz value, for the diagonal D `(n_local,)` or without. Collective."""

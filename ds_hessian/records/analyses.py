@@ -5,6 +5,7 @@ Not converging is data in them. Small arrays are the same on every rank; vectors
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -137,6 +138,9 @@ class HessianSharpness(Measured):
         loss: Mean loss over the measured micro-batches.
         warm: Whether it started from an earlier measurement.
         num_matvecs: Products made.
+        gradient_curvature_error: Bound on the error of `gradient_curvature`, of its product; None
+            in records of versions without it.
+        update_curvature_error: The same of `update_curvature`.
     """
 
     kind: ClassVar[str] = "sharpness"
@@ -152,6 +156,23 @@ class HessianSharpness(Measured):
     warm: bool
     num_matvecs: int
     limited: tuple[bool, ...] = ()
+    gradient_curvature_error: float | None = None
+    update_curvature_error: float | None = None
+
+    @property
+    def along(self) -> dict[str, Estimate]:
+        """Curvatures along the gradient and Adam's last step, as far as they were measured; errors
+        that are not known are NaN.
+        """
+        pairs = {
+            "gradient": (self.gradient_curvature, self.gradient_curvature_error),
+            "update": (self.update_curvature, self.update_curvature_error),
+        }
+        return {
+            name: Estimate(value, math.nan if error is None else error)
+            for name, (value, error) in pairs.items()
+            if value is not None
+        }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -105,11 +105,10 @@ def _of_spectrum(s: HessianSpectrum) -> dict[str, Estimate | float | None]:
 
 
 def _of_sharpness(s: HessianSharpness) -> dict[str, Estimate | float | None]:
-    figures = {
+    figures: dict[str, Estimate | float | None] = {
         "eigenvalue_max": s.eigenvalue_max,
         "preconditioned": s.preconditioned,
-        "gradient_curvature": s.gradient_curvature,
-        "update_curvature": s.update_curvature,
+        **{f"{name}_curvature": estimate for name, estimate in s.along.items()},
         "update_norm": s.update_norm,
         "gradient_norm": s.gradient_norm,
         "loss": s.loss,

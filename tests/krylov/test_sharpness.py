@@ -37,7 +37,7 @@ def test_the_same_direction_twice_does_no_harm() -> None:
     operator = Matrix.of(SPECTRA["spiked"])
     start = operator.fresh()(0)
     once, twice = Subspace(operator), Subspace(operator)
-    curvature = once.add(start)
+    curvature, _ = once.add(start)
     twice.add(start)
     twice.add(3 * start)
     assert once.top().value == pytest.approx(curvature, rel=1e-6)

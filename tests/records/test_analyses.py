@@ -54,6 +54,7 @@ def records() -> list[Any]:
         "eigenvalue_max": Estimate(3.0, 0.1),
         "converged": (True, False),
         "gradient_curvature": 1 / 3,
+        "gradient_curvature_error": 1e-4,
         "update_curvature": None,
         "update_norm": None,
         "gradient_norm": 2.0,

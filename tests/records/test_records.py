@@ -239,7 +239,8 @@ def test_files_of_version_0_1_load_and_are_written_as_they_were(
     record = kind.load(folder)
     record.save(tmp_path)
     old, new = (json.loads((place / path.name).read_text()) for place in (folder, tmp_path))
-    old |= {name: [] for name in ("limited",) if name in new}  # later, with a default
+    later = {"limited": [], "gradient_curvature_error": None, "update_curvature_error": None}
+    old |= {name: default for name, default in later.items() if name in new}
     if "provenance" in new:
         old["provenance"] = LATER | old["provenance"]
     if "cost" in new:

@@ -8,7 +8,6 @@ import numpy as np
 
 from ds_hessian.records.analyses import HessianSharpness
 from ds_hessian.records.curvatures import HessianCurvatures
-from ds_hessian.records.density import Array
 from ds_hessian.records.spectrum import HessianSpectrum
 from ds_hessian.show.page.run import Chart, Figure, Part, Run, Section, State, step_of
 from ds_hessian.show.page.style import Series, on_steps, over_steps, titled
@@ -226,10 +225,18 @@ def _along(sharpness: list[HessianSharpness]) -> list[Chart]:
     if len(sharpness) < 2:
         return []
     steps = [step_of(s) for s in sharpness]
-    curvatures = [Series("gradient", BLUE, steps, [s.gradient_curvature for s in sharpness])]
-    updates = [s.update_curvature for s in sharpness]
-    if any(value is not None for value in updates):
-        curvatures.append(Series("Adam's last step", PURPLE, steps, _known(updates)))
+    curvatures = []
+    for name, label, color in (
+        ("gradient", "gradient", BLUE),
+        ("update", "Adam's last step", PURPLE),
+    ):
+        known = [
+            (step, s.along[name])
+            for step, s in zip(steps, sharpness, strict=True)
+            if name in s.along
+        ]
+        if known:
+            curvatures.append(Series.of(label, color, *zip(*known, strict=True)))
     charts = [Chart(over_steps("curvature along", CURVATURE, curvatures))]
     adam = [(step, s.preconditioned) for step, s in zip(steps, sharpness, strict=True)]
     found = [(step, estimate) for step, estimate in adam if estimate is not None]
@@ -257,7 +264,3 @@ def _directions(curvatures: list[HessianCurvatures]) -> list[Chart]:
             title = f"curvature along directions, {MATRICES[operator]}"
             charts.append(Chart(over_steps(title, CURVATURE, series)))
     return charts
-
-
-def _known(values: list[float | None]) -> Array:
-    return np.array([np.nan if value is None else value for value in values])
