@@ -17,8 +17,8 @@ determine the rounding noise N and the bend b, a measure of the gradient's nonli
   stays on a step of rounding (`ds_hessian.operators.displacement.steps`).
 * The first trial of a run is far out, and so is one of a vector in SELDOM: there truncation is more
   than noise, and shows in the change to the next trial, and with it kappa, its size in units of
-  (b h)^p. Where there are no third differences (in 16 bits, and of first order) and many
-  micro-batches (ALWAYS), each vector has a trial above h.
+  (b h)^p. Where there are no third differences (in 16 bits, and of first order), a vector in a few
+  has a trial above h, as it costs, and each one with many micro-batches (ALWAYS).
 * A product OTHER times as long as its pilot's, which may be zero, says that trials of the pilot
   tell nothing: it is made anew with trials of all micro-batches, as are all after it.
 * A finished product that turns out to be far from its best h is repeated, and so is one with kinks
@@ -95,6 +95,10 @@ SUMMED = 2.0
 """Roundoffs of fp32 that a gradient has by its sums, at least, whatever the dtype of the passes.
 Gradients of both sides that are opposite round alike, and their differences show none of it:
 products of even losses were 3 - 10 roundoffs off."""
+
+CANCELS = 4.0
+"""The largest |Hv| over one from which on D has more roundoffs: larger terms cancel in it, which
+round as they do elsewhere (of an even loss 12 roundoffs where |Hv| is a fortieth, 1 in others)."""
 
 NEAR = 3
 """Trials that a scan has within a decade of each other; each one after them, where neither rounding
@@ -429,7 +433,9 @@ class StepController(Estimates):
         witnessed = self._witnessed(product, outlook, belief)
         noise = self._noise_of_slice(product, outlook, belief)
         likely = min(math.hypot(noise, truncated), LARGEST[0])
-        error = max(outlook.error, witnessed, likely, SUMMED * ROUNDOFF)
+        self.most = max(self.most, product.size)
+        summed = SUMMED * ROUNDOFF * max(1.0, self.most / (CANCELS * product.size))
+        error = max(outlook.error, witnessed, likely, summed)
         if self.accepted is not None and self.accepted.third is not None:
             unexpected = max(witnessed, truncated) > UNEXPECTED * self.expected
             surprising = self.products == 0 or unexpected

@@ -57,7 +57,7 @@ that the pilot has not."""
 LEARNT = (
     *("h", "smallest", "largest", "products", "size", "bend_unlike", "size_unlike"),
     *("hidden", "blind", "rough", "next_third", "cleared", "firsts", "taught"),
-    *("least", "lacking", "of_pilot", "bounded"),
+    *("least", "most", "lacking", "of_pilot", "bounded"),
 )
 ESTIMATES = ("noise", "bend", "kappa")
 """Attributes that change from product to product."""
@@ -119,7 +119,7 @@ class Estimates:
         self.firsts = list[list[float]]()  # of the first two vectors: ln b, its spread, and |D|
         self.taught: dict[str, Any] | None = None
         self.of_pilot: dict[str, Any] | None = None  # what was learnt when it gave way to the slice
-        self.least = math.inf  # the smallest |Hv| of the slice
+        self.least, self.most = math.inf, 0.0  # the smallest and largest |Hv| of the slice
         # |Hd| of the unit vector d along which a step lacked a part of v, once it was evaluated
         self.lacking: float | None = None
 

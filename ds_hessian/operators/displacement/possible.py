@@ -4,6 +4,7 @@ At the best displacement a third difference of the pilot is rounding more often 
 says no more than that the pilot's truncation is not larger, and kappa, which varies from vector to
 vector by more than a factor of two either way, may be any that is. An estimate that must not be far
 below the error is the root mean square over what is possible, not the mean of its logarithm.
+No truncation is more than r, as that of a kink is: a larger kappa belongs to a smaller r.
 
 Micro-batches that bend more than the pilot have truncation that the pilot has not: kappa times the
 square of what *they* bend. So whichever bends more, the pilot or the slice, makes the truncation.
@@ -15,11 +16,15 @@ import math
 
 import numpy as np
 
-from ds_hessian.operators.displacement.belief import FREEDOM, LARGEST, SCATTER, Belief, student
+from ds_hessian.operators.displacement.belief import (
+    FREEDOM,
+    LARGEST,
+    NODES,
+    SCATTER,
+    Belief,
+    student,
+)
 from ds_hessian.operators.displacement.trials import THIRD, Trial
-
-NODES = np.linspace(-4.0, 4.0, 65)
-"""Of integrals over a normal distribution, in standard deviations."""
 
 
 def possible_truncation(belief: Belief, trial: Trial, product: Trial) -> float:
@@ -46,7 +51,8 @@ def possible_truncation(belief: Belief, trial: Trial, product: Trial) -> float:
         total = np.hypot(rounding, trial.size * kappa * (bend * trial.h) ** 2)
         off = np.log(max(third, least) / total)
         weight = weight * np.exp(student(off / SCATTER, FREEDOM))
-    square = float(weight @ kappa**2 / weight.sum())
     shown = around.quiet * noise / belief.hidden / (product.h * product.size)
     bent = math.sqrt(max(product.nonlinearity**2 - 3 * shown**2, 0.0))
-    return math.sqrt(square) * min(max(bent, bend * product.h), LARGEST[1]) ** 2
+    bent = min(max(bent, bend * product.h), LARGEST[1])
+    truncated = np.minimum(kappa * bent, 1.0) * bent
+    return math.sqrt(float(weight @ truncated**2 / weight.sum()))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 ALWAYS, SELDOM = 16, 16
-"""One vector in SELDOM has a trial above h, and each but the first with ALWAYS micro-batches or
-more, of which a trial costs little, where no third difference is a witness and the pilot is few of
-them."""
+"""Micro-batches from which on each vector but the first has a trial above h, of which it costs
+little, where no third difference is a witness; one vector in SELDOM has one where there are any."""
 
-SPENT = 0.25
-"""Gradients that a product spends on its third difference on average, at most, while no such
-difference is more than expected."""
+SPENT = 0.125
+"""Gradients that a product spends on its witness on average, at most, while none is more than
+expected."""
 
 
 def products_of_a_third(pilot: float) -> int:
@@ -41,5 +40,7 @@ def keeps_pilots(one_sided: bool, narrow: bool, tolerated: bool) -> bool:
 def products_of_a_trial_above(order: int, narrow: bool, pilot: int, num_micro_batches: int) -> int:
     """Return how many products share a trial above h."""
     # What extrapolation removes tells more in each trial, and third differences tell as much.
-    often = num_micro_batches >= ALWAYS and order <= 2 and not has_thirds(order, narrow)
-    return 1 if often and pilot < num_micro_batches else SELDOM
+    if order > 2 or has_thirds(order, narrow):
+        return SELDOM
+    often = num_micro_batches >= ALWAYS and pilot < num_micro_batches
+    return 1 if often else 2 * products_of_a_third(pilot / num_micro_batches)  # twice its cost
