@@ -669,7 +669,7 @@ def test_truncation_that_the_witness_shows_makes_displacements_smaller() -> None
         steps = OutputSteps(2.0**-8, 1.0, 1.0, 0, None)
         steps._bend, steps._kappa, steps._noise, steps.learnt.products = 1.0, 0.1, 1e-5, 2
         product = Trial(
-            0.1, 1.0, nonlinearity=0.1, roundoff=0, spread=1, form=1, back=1, apart=apart
+            0.1, 1.0, nonlinearity=0.1, roundoff=0.01, spread=1, form=1, back=1, apart=apart
         )
         steps.judge(product)
         steps.conclude(product, apart)
@@ -747,9 +747,9 @@ class Angles(nn.Module):
         return torch.atan2(a, b)
 
 
-@pytest.mark.parametrize("seed", [4, 9])
+@pytest.mark.parametrize("seed", [9, 11, 15, 19])
 def test_truncation_of_micro_batches_beside_the_pilot_is_in_the_error(seed: int) -> None:
-    """It is 4 to 7 times what the pilot's is in units of r^2: of few of their examples."""
+    """It is up to 7 times what the pilot's is in units of r^2: of few of their examples."""
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(4, 6), Angles())
     data = [(torch.randn(8, 4), torch.randint(0, 3, (8,))) for _ in range(4)]
