@@ -142,7 +142,9 @@ class Kronecker(Analysis[HessianKronecker]):
         """Return the sums of one pass, the factors, and the products of a layer."""
         shapes, tier = self.shapes or (), share.tier
         whose = zip(owners(shapes, self.ranks), shapes, strict=True)
-        largest = max((m * n for owner, (m, n) in whose if self.rank in (None, owner)), default=0)
+        mine = [shape for owner, shape in whose if self.rank in (None, owner)]
+        largest = max((m * n for m, n in mine), default=0)
+        squares = max((m * m + n * n for m, n in mine), default=0)
         factors = memory_of_factors(
             shapes, tier, self.kinds, self.layers_at_once, self.ranks, self.rank
         )
@@ -158,6 +160,7 @@ class Kronecker(Analysis[HessianKronecker]):
             Item("products of a layer", tier, FP32 * 2 * pairs * largest),
             Item("products for an extreme", tier, of_extremes * largest, ("passes",)),
             Item("figures of a layer", tier, figures * largest, ("figures",)),
+            Item("other eigenvectors", tier, FP64 * squares, ("figures",)),
         ]
         return [*factors, *in_stage(PRODUCTS, products)]
 

@@ -43,6 +43,8 @@ Draw = Callable[[int], Tensor]
 Value = tuple[float, float]
 """A figure and its error."""
 UNKNOWN: Value = (math.nan, math.nan)
+TURNS = 3
+"""Other bases of eigenvectors in which a share on the diagonal is taken, where there are others."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class Compared:
     Attributes:
         cosine: `<C, K> / |C| |K|`.
         scale: The factor c at which c K is closest to C.
-        share: Share of |C|^2 on the diagonal of K's eigenbasis.
+        share: Share of |C|^2 on the diagonal of K's eigenbasis. Where eigenvalues of K are equal to
+            rounding it has others, and the error has how far the share is from theirs.
         extreme: The largest eigenvalue of (K + d)^-1/2 C (K + d)^-1/2.
         solve: The cosine of `(c K + l)^-1 b` and `(C + l)^-1 b`; NaN where c is not positive. Its
             error has what that of c makes of it, and a bound on `|x - exact| / |x|` of the second
@@ -319,6 +322,7 @@ class _Dense:
                 (share, _reach(share[0])),
             ):
                 found += [values[0], self._bar(values, reach)]
+            found[-1] = math.hypot(found[-1], self._turns(form, share[0]))
             solve, error = self._solve(form, found[-4], found[-3], damping * top, x)
             found += [solve, error + inexact]
         return found
@@ -393,6 +397,19 @@ class _Dense:
         values = [square(None, whole, p)]
         values += [square(d, whole - float(s), p - 1) for d, s in zip(parts, squares, strict=True)]
         return np.array(values) / norms
+
+    def _turns(self, form: Eigenform, share: float) -> float:
+        """Return how far the share is from that of other eigenvectors of K, in the mean square; 0
+        where K has no others.
+        """
+        generator = torch.Generator().manual_seed(0)
+        found = [
+            float(self._diagonal(other)[0]) - share
+            for _ in range(TURNS)
+            for other in [form.turned(generator)]
+            if other is not None
+        ]
+        return math.sqrt(float(np.square(found).mean())) if found else 0.0
 
     def _solution(self, shift: float) -> tuple[Tensor, float, float]:
         """Return the damped solution in the Krylov space, its relative residual, and its error."""

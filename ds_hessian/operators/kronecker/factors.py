@@ -39,7 +39,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -48,7 +48,7 @@ from torch import Tensor
 
 from ds_hessian.backends.protocol import Backend, Session
 from ds_hessian.errors import ConfigError, NumericsError, UnsupportedError
-from ds_hessian.operators.kronecker.forms import Eigenform
+from ds_hessian.operators.kronecker.forms import ROUNDOFF, Eigenform
 from ds_hessian.operators.kronecker.kept import Adapter, Pair, fitting
 from ds_hessian.operators.kronecker.labels import Labels
 from ds_hessian.operators.kronecker.layers import Layer, listening
@@ -471,7 +471,8 @@ class _Estimation:
                 root = roots[x.name][0]
                 spent = float((root * (factors[x.name][0] @ root)).sum()) / x.shape[0]
                 scale = self._gain(x, self.units[x.name]) * spent
-                forms[x.name]["klshampoo"] = Eigenform.of_factors(left, right, scale)
+                form = Eigenform.of_factors(left, right, scale)
+                forms[x.name]["klshampoo"] = replace(form, rounding=_rounding_of_roots(form))
 
     def _kept(self, forms: Mapping[str, dict[Kind, Eigenform]]) -> None:
         """Read the optimizer's own factors, where several ranks have some their mean."""
@@ -489,7 +490,7 @@ class _Estimation:
             with together("decomposing Kronecker factors", device=self.device):
                 if layer.owner == self.space.rank:
                     left, right = (part.double() / count for part in whole)
-                    forms[layer.name]["optimizer"] = Eigenform.of_factors(left, right)
+                    forms[layer.name]["optimizer"] = _of_kept(left, right)
 
     def _diagonals(self, forms: Mapping[str, dict[Kind, Eigenform]]) -> None:
         assert self.settings.adam is not None
@@ -526,6 +527,13 @@ def _no_numbers(names: str) -> NumericsError:
     )
 
 
+def _of_kept(left: Tensor, right: Tensor) -> Eigenform:
+    """Return K of an optimizer's factors; where it has none its basis is the parameters' own."""
+    form = Eigenform.of_factors(left, right)
+    first, second = (torch.equal(f, torch.eye(len(f)).to(f)) for f in (left, right))
+    return replace(form, left=None if first else form.left, right=None if second else form.right)
+
+
 def _require_range(layer: Layer, squares: Tensor, coarse: bool) -> None:
     """Raise where sums of squares are too large for fp32 or, unless they may be coarse, so small
     that it has fewer digits of them.
@@ -545,6 +553,13 @@ def _unit(factor: Tensor) -> Tensor:
     """Return a factor scaled to mean eigenvalue 1; zero stays zero."""
     mean = float(factor.trace()) / len(factor)
     return factor / mean if mean > 0 else factor
+
+
+def _rounding_of_roots(form: Eigenform) -> float:
+    """Return the rounding of a K of factors that are sums with each other's inverse roots."""
+    total = float(form.values.sum())
+    sides = [len(v) * v.sum(1) / total for v in (form.values, form.values.T)] if total else []
+    return ROUNDOFF / (RIDGE + min((float(side.min()) for side in sides), default=1.0))
 
 
 def _inverse_root(factor: Tensor) -> Tensor:
