@@ -315,14 +315,13 @@ class _Dense:
             cosine = inner / (norms * form.norm)
             # Errors of its own: most of those of the product with K cancel in the cosine.
             scale = inner / (form.norm**2 or math.nan)
-            share = self._diagonal(form)
-            for values, reach in (
-                (cosine, 1.0),
-                (scale, norms[0] / (form.norm or math.nan)),
-                (share, _reach(share[0])),
+            share, ratio = self._diagonal(form), norms[0] / (form.norm or math.nan)
+            for values, reach, of_k in (
+                (cosine, 1.0, form.rounding),
+                (scale, ratio, form.rounding * ratio),
+                (share, _reach(share[0]), self._turns(form, share[0])),
             ):
-                found += [values[0], self._bar(values, reach)]
-            found[-1] = math.hypot(found[-1], self._turns(form, share[0]))
+                found += [values[0], math.hypot(self._bar(values, reach), of_k)]
             solve, error = self._solve(form, found[-4], found[-3], damping * top, x)
             found += [solve, error + inexact]
         return found

@@ -697,3 +697,22 @@ def test_what_is_no_linear_layer_is_left_out_and_inputs_may_be_named(kind: type[
     assert (rotated - rotated.diag().diag()).norm() < 1e-5 * wanted.norm()
     with pytest.raises(UnsupportedError, match=r"not that of one linear layer .*: first\.weight"):
         factors_of(net, DATA, loss_of, kinds=("kfac",))
+
+
+@pytest.mark.full
+def test_scales_of_klshampoo_have_the_rounding_of_inverses_of_its_factors() -> None:
+    """Of a singular factor it is that of fp32 over the ridge: two roundings of the same weights had
+    scales ten bars apart.
+    """
+    torch.manual_seed(0)
+    net, entries = nn.Sequential(nn.Linear(10, 5), nn.Tanh(), nn.Linear(5, 3)), batches(4)
+    found = []
+    for _ in range(3):
+        hessian: Any = ds_hessian.attach(net, config=QUIET).use(entries, loss_of)
+        found += [hessian.kronecker(["klshampoo"], ["2.weight"], basis=99, extremes=0)]
+        with torch.no_grad():
+            for weight in net.parameters():
+                weight.mul_(1 + 1e-7 * torch.rand_like(weight))
+    scales, errors = (np.ravel([getattr(r, n) for r in found]) for n in ("scales", "scale_errors"))
+    assert np.all(np.abs(scales - scales[0]) <= 2 * errors[0])
+    assert np.all(errors < 3e-3 * scales)
