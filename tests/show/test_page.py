@@ -608,3 +608,16 @@ def test_steps_that_repeat_are_told_apart_by_their_folders(tmp_path: Path) -> No
     labels = [label for label, _ in run_in(tmp_path).labelled(HessianSpectrum)]
     assert labels == ["step 100 (a)", "step 100 (b)"]
     assert isinstance(run_in(tmp_path).records[0][1].provenance, Provenance)
+
+
+def test_steps_that_repeat_have_columns_of_their_own(tmp_path: Path) -> None:
+    """Bars of one name were stacked, as if a spectrum had taken the time of both, and of columns of
+    one name the last was drawn."""
+    for name, step in (("a", 100), ("b", 100), ("c", 1200)):
+        for record in (spectrum(step), analyses(step)[0]):
+            record.save(tmp_path / name)
+    for title in ("time of a spectrum", "the first eigenvector"):
+        charts = [c for s in sections_of(run_in(tmp_path)) for c in s.states[0].charts]
+        (drawn,) = (c.figure for c in charts if c.figure["layout"]["title"]["text"] == title)
+        for trace in drawn["data"]:
+            assert trace["x"] == ["100 (a)", "100 (b)", "1,200"]

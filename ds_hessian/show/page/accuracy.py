@@ -6,7 +6,7 @@ import numpy as np
 
 from ds_hessian.records.density import Array
 from ds_hessian.records.spectrum import HessianSpectrum
-from ds_hessian.show.page.run import Chart, Figure, Run, Section, State, step_of
+from ds_hessian.show.page.run import Chart, Figure, Label, Run, Section, State, step_of
 from ds_hessian.show.page.style import Series, figure, log_axis, over_steps, positive, titled
 from ds_hessian.show.style import BLUE, COLORS, GREEN, GREY, VERMILLION
 
@@ -25,7 +25,10 @@ def costs(run: Run) -> list[Section]:
     if len(spectra) < 2:
         return []
     steps = [step_of(s) for s in spectra]
-    charts = [Chart(_times(spectra, steps)), _in_gradients(spectra, steps)]
+    labels = [
+        label for label, s in run.labelled(HessianSpectrum) if s.provenance.operator == run.operator
+    ]
+    charts = [Chart(_times(spectra, labels)), _in_gradients(spectra, steps)]
     if any(s.product_errors.any() for s in spectra):
         charts.append(_errors(spectra, steps))
     if any(s.eigenvalue_max.value and s.eigenvalue_max.error for s in spectra):
@@ -33,7 +36,7 @@ def costs(run: Run) -> list[Section]:
     return [Section("Cost and accuracy, over training", COST, (State("", (), tuple(charts)),))]
 
 
-def _times(spectra: list[HessianSpectrum], steps: list[int]) -> Figure:
+def _times(spectra: list[HessianSpectrum], labels: list[Label]) -> Figure:
     """Return a chart of the seconds of each spectrum, stacked."""
     products = np.array([s.cost.products * s.cost.seconds_per_product for s in spectra])
     gradients = np.array([s.cost.seconds_per_gradient for s in spectra])
@@ -42,7 +45,7 @@ def _times(spectra: list[HessianSpectrum], steps: list[int]) -> Figure:
         {
             "type": "bar",
             "name": name,
-            "x": [f"{step:,}" for step in steps],
+            "x": [label.name for label in labels],
             "y": seconds,
             "marker": {"color": color},
             "hovertemplate": "step %{x}: %{y:.3g} s",

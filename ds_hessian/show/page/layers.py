@@ -56,7 +56,7 @@ def _concentrations(run: Run) -> list[Section]:
     if len(records) > 1:
         names = list(dict.fromkeys(name for _, r in records for name in layer_shares(r)))
         table = [[layer_shares(r).get(name, [np.nan])[0] for _, r in records] for name in names]
-        columns = [f"{step_of(r):,}" for _, r in records]
+        columns = [label.name for label, _ in records]
         drawn = _map("the first eigenvector", np.array(table), names, columns, "training step")
         overview = State("", (), (Chart(drawn, rows_height(len(names)), wide=True),))
         sections.append(Section(f"{title}, over training", EIGENVECTORS, (overview,)))

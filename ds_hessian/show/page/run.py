@@ -63,6 +63,11 @@ class Label(str):
         label.step = step
         return label
 
+    @property
+    def name(self) -> str:
+        """The text without the word: a name on an axis of steps, which may not repeat there."""
+        return self.removeprefix("step ")
+
 
 @dataclass(frozen=True, eq=False)
 class Run:
