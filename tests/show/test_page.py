@@ -602,6 +602,17 @@ def test_a_broken_analysis_is_refused_too(one: Path, tmp_path: Path) -> None:
         run_in(tmp_path)
 
 
+@pytest.mark.parametrize("target", ["nowhere", "spectrum.json"])
+def test_a_record_whose_link_leads_nowhere_is_refused(tmp_path: Path, target: str) -> None:
+    """Its step was left out, without a word."""
+    for name, step in (("a", 5), ("b", 6)):
+        spectrum(step).save(tmp_path / name)
+    (tmp_path / "b" / "spectrum.json").unlink()
+    (tmp_path / "b" / "spectrum.json").symlink_to(target)
+    with pytest.raises(ResultError, match="no spectrum in .*b: cannot read spectrum.json"):
+        run_in(tmp_path)
+
+
 def test_steps_that_repeat_are_told_apart_by_their_folders(tmp_path: Path) -> None:
     for name in ("a", "b"):
         spectrum(100).save(tmp_path / name)

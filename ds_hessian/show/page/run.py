@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,9 +151,10 @@ def records_in(folder: Path, kind: type[M]) -> dict[Path, M]:
     if not folder.is_dir():
         raise ResultError(f"no such folder: {folder}")
     name = f"{kind.kind}.json"
-    if (folder / name).exists():
+    if os.path.lexists(folder / name):  # a link that leads nowhere is a broken record, not none
         return {folder: kind.load(folder)}
-    found = {path.parent: kind.load(path.parent) for path in sorted(folder.glob(f"*/{name}"))}
+    places = (place for place in sorted(folder.iterdir()) if os.path.lexists(place / name))
+    found = {place: kind.load(place) for place in places}
     return dict(sorted(found.items(), key=lambda item: step_of(item[1])))
 
 
