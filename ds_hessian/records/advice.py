@@ -104,7 +104,11 @@ class Diagnostics:
             return 'the displacement is a fixed one; use "displacement": "auto"'
         if self.narrow:
             return f"the gradients are rounded to 16 bits; use {self.wide}"
-        if self._unsmooth.any() or self._curved[high].any():
+        nothing = self.norms <= self.product_errors
+        if nothing.mean() > 0.5:
+            largest = self.product_errors[nothing].max()
+            return f"most are no more than that: the curvature along them is 0, to {largest:.1e}"
+        if self._unsmooth.any() or self._bent[high].any():
             return (
                 "the loss is not smooth there (ReLU, max pooling, clamping) or not deterministic, "
                 "so that no displacement is right; the error bars hold it"
@@ -112,8 +116,11 @@ class Diagnostics:
         return "the gradients are small beside their rounding; use more micro-batches"
 
     @property
-    def _curved(self) -> NDArray[np.bool_]:
-        return np.asarray(np.nan_to_num(self.nonlinearities) > NONLINEARITY)
+    def _bent(self) -> NDArray[np.bool_]:
+        """The products whose nonlinearity is more than rounding explains."""
+        found = np.nan_to_num(self.nonlinearities)
+        explained = ROUNDING * _over(self.product_errors, self.norms)
+        return np.asarray((found > NONLINEARITY) & (found > explained))
 
     @property
     def _unsmooth(self) -> NDArray[np.bool_]:
@@ -126,8 +133,7 @@ class Diagnostics:
         return np.maximum(self.asymmetries - self.rounding, 0.0)[:, None]
 
     def _nonlinearity(self) -> str:
-        explained = ROUNDING * _over(self.product_errors, self.norms)
-        curved = self._curved & (np.nan_to_num(self.nonlinearities) > explained)
+        curved = self._bent
         if not curved.any():
             return ""
         wide = self.wide if self.narrow else "more micro-batches"

@@ -759,8 +759,8 @@ OPERATORS = (
         ),
     ),
     Defect(
-        "min(max(bent, bend * product.h), LARGEST[1]) ** 2",
-        "min(bend * product.h, LARGEST[1]) ** 2",
+        "bent = min(max(bent, bend * product.h), LARGEST[1])",
+        "bent = min(bend * product.h, LARGEST[1])",
         "micro-batches that bend more than the pilot have no more truncation",
         (
             "operators/test_step_control.py::test_a_product_that_bends_more_than_its_pilot_has_as_"

@@ -206,7 +206,12 @@ class Belief:
         self.expected_kappa = kappa
         self.blind, self.hidden = around.blind, around.hidden
         self.contradicted, self.truncation, self.kinked = False, 0.0, False
-        rows, columns = (_offsets(estimate.spread) for estimate in (noise, bend))
+        # Curvature of weights far smaller than |w| bends more than any prior expects, as a trial
+        # that does not saturate tells; where each does, all may be noise.
+        shown = [t.nonlinearity / t.h for t in trials if t.usable and t.nonlinearity > 0]
+        told = any(t.usable and t.nonlinearity <= SATURATING for t in trials)
+        farthest = max((abs(math.log(b) - bend.mean) for b in shown if told), default=0.0)
+        rows, columns = _offsets(REACH * noise.spread), _offsets(REACH * bend.spread, farthest)
         self.noise, self.bend = noise.mean + rows, bend.mean + columns
         normal = -0.5 * (rows / noise.spread) ** 2
         self._expected = normal[:, None] + student(columns / bend.spread, TAIL)
@@ -377,7 +382,7 @@ class Belief:
 
         def errors(h: Array) -> tuple[Array, Array]:
             rounded = np.maximum(shared(around.quiet * noise, in_gradients), around.least)
-            rounding = np.minimum(rounded / (h * signal), LARGEST[0])
+            rounding = rounded / (h * signal)
             reached = _truncated(mixed * h, around.order)
             known = np.hypot(rounding, around.roundoff)
             return rounding, np.hypot(known, self._kappa_of_slice * reached)
@@ -497,8 +502,8 @@ def _mean(figures: Array, weight: Array) -> Array:
     return np.asarray(np.einsum("ij,j->i", figures, weight))
 
 
-def _offsets(spread: float) -> Array:
-    count = math.ceil(max(7.0, REACH * spread) / STEP)
+def _offsets(*reach: float) -> Array:
+    count = math.ceil(max(7.0, *reach) / STEP)
     return STEP * np.arange(-count, count + 1)
 
 

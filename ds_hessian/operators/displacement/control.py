@@ -190,6 +190,9 @@ class StepController(Estimates):
         if self.fixed is None:
             trials[:] = marked(trials, self.in_gradients if self.narrow else None)
             self.floor = min(max(self.floor, 2 * longest_step(trials)), self.largest)
+        earlier = [trial for trial in trials[:-1] if trial.h == trials[-1].h]
+        if earlier and trials[-1].third is None:
+            trials[-1] = replace(trials[-1], third=earlier[-1].third)
         last, final = trials[-1], len(trials) >= MAX_TRIALS
         clear = [t for t in trials if t.usable and not t.lost and t.nonlinearity <= SATURATING]
         if self.fixed is None and not clear and any(map(self._is_cancelled, trials)):
@@ -219,8 +222,8 @@ class StepController(Estimates):
         outlook = belief.outlook(last, self._displacements(), of_pilot=True)
         if last.third is None:
             self.expected = outlook.error
-            if any(trial.h == last.h for trial in trials[:-1]):
-                return Advice(last.h, True)  # returned to, when all that it tells was known
+        if earlier and last.third in (None, earlier[-1].third):
+            return Advice(last.h, True)  # returned to, when all that it tells was known
         farther = 1 if self.narrow else max(1, len(trials) - NEAR)
         lower = min(trial.h for trial in trials) / DECADE**farther
         free = lower > self.floor or self.floor == self.smallest  # which no step has raised
@@ -302,9 +305,11 @@ class StepController(Estimates):
     def learn(self, trials: Sequence[Trial]) -> Belief:
         """Return what the current vector's trials tell; the last one is finite and not 0."""
         self.size, self.accepted = trials[-1].size, trials[-1]
-        self.seen = max((t.size for t in trials if t.usable and not t.lost), default=0.0)
         self.wall = _wall([trial for trial in trials if trial.usable and not trial.lost])
         self.belief = belief = self._observe(trials)
+        noise = UNEXPECTED * math.exp(belief.of_pilot()[0])
+        told = [t.size for t in trials if t.usable and not t.lost and t.h * t.size > noise]
+        self.seen = max(told, default=0.0)
         for count, trial in enumerate(trials, 1):
             belief.observe_change(trials[:count], learns=self.products > 0 or self._has_thirds)
             belief.observe_removed(trial)
@@ -558,7 +563,7 @@ class StepController(Estimates):
             # The second difference exceeds the first: |D| says nothing of |Hv|, which may be as
             # large as that of any trial.
             return max(ratio, longer)
-        if ratio > SATURATING or (kinked and _bent(product, outlook)):
+        if ratio > SATURATING or self.order == 1 or (kinked and _bent(product, outlook)):
             # What the two differences of an extrapolation differ by is evidence and no hint.
             shown = min(ratio, product.removed if self.order > 2 else ratio, LARGEST[0])
             return max(shown, longer - 1) if ratio > SATURATING else shown

@@ -114,12 +114,8 @@ def beyond(trials: Sequence[Trial]) -> float | None:
     for i, (below, above) in enumerate(pairwise(known)):
         falls = below.nonlinearity * above.h < above.nonlinearity * below.h / UNEXPECTED
         if below.nonlinearity <= SATURATING < above.nonlinearity and falls:
-            edge = above
-            for trial in known[i + 2 :]:
-                if trial.h <= DECADE * edge.h:
-                    edge = trial
-            near = edge.h < DECADE**2 * below.h
-            return DECADE * edge.h if near and edge.nonlinearity > SATURATING else None
+            seen = any(trial.h < 2 * DECADE * above.h for trial in known[i + 2 :])
+            return None if seen else DECADE * above.h
     return None
 
 

@@ -104,12 +104,13 @@ class _Known:
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
         u = self.group.differences[index]
+        if self.signs is not None:  # before the product, in the memory of which it is
+            shares = torch.randn(f.shape, generator=self.signs, device=f.device).mul_(f)
+            self.sums.rounded += _square(self.product(index, f, shares))
+            del shares
         found = self.product(index, f, u)
         self.sums.form += _dot(found, u)
         self.sums.back += _square(found)
-        if self.signs is not None:
-            shares = torch.randn(f.shape, generator=self.signs, device=f.device)
-            self.sums.rounded += _square(self.product(index, f, f.float() * shares))
         return found.div_(self.session.cotangent_scale).to(c.dtype)
 
 
