@@ -195,8 +195,6 @@ class GaussNewton:
         started, (v, length, unit) = time.perf_counter(), measurable(v, self.space)
         h, out, sums, trials = self._search(v, length)
         bent = self._beside if self._steps.doubts_outputs else range(0)
-        self._steps.foresee(h)
-        (self._passes.reach,) = self.space.of_rank_0(self._steps.reach)
         found = self._finish(v, length, h, out, sums, bent)
         (better,) = self.space.of_rank_0(self._steps.judge(found.trial))
         if self._narrow(found.trial.values) or better != h:
@@ -396,10 +394,10 @@ class GaussNewton:
         if self._before is not None:
             pairs += [(self._before.vector, self._before.vector), (self._before.vector, out)]
         dots = ops.dots(pairs, self.space.n_owned).cpu()
-        mine = torch.tensor([sums.form, sums.back, sums.rounded], dtype=torch.float64)
+        mine = torch.tensor([sums.form, sums.back], dtype=torch.float64)
         parts = [sums.squares, mine, sums.change, sums.choices, sums.values, sums.thirds, dots]
         figures = self.space.reduce(torch.cat(parts)).tolist()
-        _, count, first, second, whole, q, back, rounded, along, moved, *figures = figures
+        _, count, first, second, whole, q, back, along, moved, *figures = figures
         decided, (values, bent), thirds = figures[:4], figures[4:6], figures[6:9]
         square, dot, *before = figures[9:]
         unit, kappa, change = self._unit(h, length) / share, self._passes.kappa, math.inf
@@ -418,9 +416,6 @@ class GaussNewton:
             spread=math.sqrt(first / count) / (2 * h) if first > 0 else 0.0,
             form=form,
             back=unit * math.sqrt(share * back) if back >= 0 else math.inf,
-            rounded=self.session.unit_roundoff
-            * kappa
-            * math.sqrt(_ratio(rounded, back, nothing=0.0)),
             change=change,
             values=_nonlinearity(values, bent) ** (2 if self._smooth else 1),
             third=math.sqrt(_ratio(thirds[2], thirds[0], nothing=0.0)),
@@ -440,7 +435,7 @@ class GaussNewton:
         """
         trials, lost, share = list[Trial](), 0, len(self._pilot) / self._count
         (h,) = self.space.of_rank_0(self._steps.first_h())
-        self._before, self._passes.rounds = None, not self._steps.learnt.products
+        self._before = None
         self._choose_rho(v, length, h)
         while True:
             out = self.space.zeros()
@@ -461,7 +456,7 @@ class GaussNewton:
             self._passes.forget()
             better, accept = self.space.of_rank_0(*self._steps.advise(trials))
             if accept:
-                self._before, self._passes.rounds = None, False
+                self._before = None
                 return h, out, sums, lost + len(trials) - 1
             self._before = _Before(out, self._unit(h, length) / share)
             h = better

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 TYPICAL = 1.0
 """kappa before it is measured: 2/3 for an exponential, more where curvature is concentrated."""
 
-SPREAD = 1.2
-"""Standard deviation of ln kappa before it is measured."""
-
 
 @dataclass
 class Learnt:
@@ -21,8 +18,7 @@ class Learnt:
         noise: N of the pilot.
         ratio_noise: The noise of r, times h and the spread.
         bend: b of the last vector.
-        kappa, kappa_spread: kappa, by which displacements are chosen, as the last vectors have it,
-            and the standard deviation of its logarithm.
+        kappa: kappa, by which displacements are chosen: the geometric mean of the last vectors'.
         square: The mean of kappa^2 over the vectors that have shown it, for estimates of others.
         shown: Their number.
         spread: `Trial.spread` of the first vector of this kind, of which these three are.
@@ -42,7 +38,6 @@ class Learnt:
     ratio_noise: float = 0.0
     bend: float = 0.0
     kappa: float = TYPICAL
-    kappa_spread: float = SPREAD
     square: float = TYPICAL**2
     shown: int = 0
     spread: float = 0.0

@@ -39,7 +39,6 @@ class Sums:
             and of the second differences, and of the outputs themselves.
         form: `<kappa delta, H_out kappa delta>`.
         back: The square of `H_out kappa delta`, which goes back into the model.
-        rounded: That of `H_out f s` with random s of unit variance, where it is asked for.
         change: `(2,)`: what `displace` returned for the way from `w + h v` to `w - h v`.
         choices: `(4,)` fp64: `Session.choices` of the forwards at `w - h v`.
         values: `(2,)` fp64: the squares of the first and of the second differences of a sample of
@@ -51,20 +50,10 @@ class Sums:
     squares: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
     form: float = 0.0
     back: float = 0.0
-    rounded: float = 0.0
     change: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
     choices: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
     values: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
     thirds: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
-
-
-def of_third(reach: float) -> float:
-    """Return the noise of a third difference of outputs that are rounded once, in units of their
-    roundoff, as `Group.bend` measures it.
-    """
-    # Of f(w + reach h v), f(w + h v) and f(w - h v), and f(w), with their coefficients.
-    ends = (reach**2 + reach) / 2, (reach**2 - reach) / 2
-    return 2 / (reach**3 - reach) * math.hypot(1, *ends, reach**2 - 1)
 
 
 class _Recorder:
@@ -88,26 +77,14 @@ class _Known:
 
     reads = True
 
-    def __init__(
-        self,
-        session: Session,
-        group: Group,
-        product: OutputProduct,
-        sums: Sums,
-        signs: torch.Generator | None,
-    ) -> None:
+    def __init__(self, session: Session, group: Group, product: OutputProduct, sums: Sums) -> None:
         self.session, self.group, self.product, self.sums = session, group, product, sums
-        self.signs = signs
 
     def outputs(self, index: int, f: Tensor) -> None:
         self.group.bend(index, f, self.sums)
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
         u = self.group.differences[index]
-        if self.signs is not None:  # before the product, in the memory of which it is
-            shares = torch.randn(f.shape, generator=self.signs, device=f.device).mul_(f)
-            self.sums.rounded += _square(self.product(index, f, shares))
-            del shares
         found = self.product(index, f, u)
         self.sums.form += _dot(found, u)
         self.sums.back += _square(found)
@@ -211,23 +188,15 @@ class Group:
         differences: `{micro-batch: difference}`, fp32.
         factors: kappa over that of each micro-batch.
         middles: A sample of `f(w + h v) + f(w - h v)`, for the second difference.
-        reach: How many times as far as h the third one reaches.
-        beyond: A sample of `f(w + reach h v) - reach f(w + h v)` of some of them, for it.
+        beyond: A sample of `f(w + 2 h v) - 2 f(w + h v)` of some of them, for the third one.
         cotangents: Those at `f + rho kappa delta`, fp32, of micro-batches that have had it.
     """
 
     def __init__(
-        self,
-        above: dict[int, Tensor],
-        below: dict[int, Tensor],
-        beyond: dict[int, Tensor],
-        reach: float,
+        self, above: dict[int, Tensor], below: dict[int, Tensor], beyond: dict[int, Tensor]
     ) -> None:
-        self.reach = reach
-        self.beyond = {i: f - reach * sample(above[i]).double() for i, f in beyond.items()}
-        ends = {i: (sample(f), sample(below[i])) for i, f in above.items()}
-        wide = {i: [end.double() for end in ends[i]] if i in beyond else ends[i] for i in ends}
-        self.middles = {i: a + b for i, (a, b) in wide.items()}
+        self.beyond = {i: f - 2 * sample(above[i]) for i, f in beyond.items()}
+        self.middles = {i: sample(f) + sample(below[i]) for i, f in above.items()}
         self.differences = {i: f.sub_(below.pop(i)) for i, f in above.items()}
         self._first = {i: _square(sample(d)) for i, d in self.differences.items()}
         self.cotangents, self.factors = dict[int, Tensor](), dict.fromkeys(above, 1.0)
@@ -240,14 +209,12 @@ class Group:
     def bend(self, index: int, f: Tensor, sums: Sums) -> None:
         """Add the squares of the second difference, and of the outputs at w."""
         here = sample(f.float())
-        second = _square((self.middles[index] - 2 * here).float())
+        second = _square(self.middles[index] - 2 * here)
         sums.squares[3] += second
         sums.squares[4] += _square(here)
         if index in self.beyond:
-            m = self.reach
-            third = self.beyond[index] - (m**2 - m) / 2 * self.middles[index] + (m**2 - 1) * here
-            square = float(third.square().sum()) * (2 / (m**3 - m)) ** 2
-            sums.thirds += torch.tensor([self._first[index], second, square])
+            third = self.beyond[index] - self.middles[index] + 3 * here
+            sums.thirds += torch.tensor([self._first[index], second, _square(third) / 9])
 
     def scale(self, kappa: float, each: dict[int, float]) -> None:
         """Multiply the differences, where a micro-batch has a kappa of its own by that."""
@@ -285,8 +252,7 @@ class Passes:
         self.session, self.tap, self.product, self.rho = session, tap, product, rho
         self.cotangents, self.pilot = cotangents, pilot
         self.size = max(1, room // max(largest, 1))
-        self.kappa, self.reach = 1.0, 2.0
-        self.rounds = False  # whether evaluations have `Sums.rounded`
+        self.kappa = 1.0
         self._last: Group | None = None  # while there may be a `repeat`, or a `third`
         self._third: dict[int, Tensor] | None = None
 
@@ -368,10 +334,7 @@ class Passes:
     def back(self, out: Tensor, group: Group, micro_batches: range, sums: Sums) -> None:
         """Add `J' H_out` times the group's differences to `out`, J at the weights as they are."""
         if self.product is not None:
-            signs = None
-            if self.rounds:
-                signs = torch.Generator(self.session.space.device).manual_seed(0)
-            self._pass(out, micro_batches, _Known(self.session, group, self.product, sums, signs))
+            self._pass(out, micro_batches, _Known(self.session, group, self.product, sums))
             return
         for sign in (1.0, -1.0):
             rho, kept = sign * self.rho, self.cotangents
@@ -388,8 +351,8 @@ class Passes:
     ) -> Group:
         """Return the differences of the outputs, not scaled yet."""
         some = range(max(micro_batches.start, bent.start), min(micro_batches.stop, bent.stop))
-        beyond = self._outputs(v, self.reach * step, some, sample)[0] if some else {}
-        group = Group(*self._ends(v, step, micro_batches, sums), beyond, self.reach)
+        beyond = self._outputs(v, 2 * step, some, sample)[0] if some else {}
+        group = Group(*self._ends(v, step, micro_batches, sums), beyond)
         group.sizes(sums)
         return group
 

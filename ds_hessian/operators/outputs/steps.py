@@ -3,21 +3,17 @@
 Only outputs are differenced; the backward is at w. So a product's relative error, as a function of
 the displacement h of a unit vector, is
 
-    error^2  =  (N / (h |P|))^2 (1 + (h |J v| / |f|)^2)  +  (kappa (b h)^2)^2
-                +  (nu |H_out J v| / |P|)^2
+    error^2  =  (N / (h |P|))^2  +  (kappa (b h)^2)^2  +  (nu |H_out J v| / |P|)^2
 
-N    rounding noise of the outputs f, as products see it; hardly depends on the vector. Where the
-     outputs at the ends are larger than at w, it is as their size, and longer steps gain nothing
+N    rounding noise of the outputs, as products see it; hardly depends on the vector
 b    the bend of the outputs along the vector: their nonlinearity ratio r, the norm of the second
      difference of the outputs over that of the first, is b h where it is above its own noise. It
      costs no pass: the outputs at w are those of the backward's forward
 kappa, nu   truncation in units of r^2; rounding noise of the backward
 
 N and kappa are measured by products at two displacements on the pilot, which truncation and noise
-part differently, beside what is expected of both (`ds_hessian.operators.outputs.fitted`): for the
-first vector at as many displacements, each a quarter of the one before (and less, where the outputs
-bend too much at several), as it takes to see both sides of the valley; for the second, and one in
-SELDOM, at one that is far out, where truncation is all that changes.
+part differently: for the first vector at as many displacements, each a quarter of the one before
+(and less, where the outputs bend too much at several), as it takes to see both sides of the valley.
 nu is measured once, by a backward at weights displaced by their rounding. Where the loss in the
 outputs is known by its values alone, differencing it has an error of its own, which a third
 difference of the cotangents shows: of the first two vectors, and then as often as that is cheap.
@@ -41,17 +37,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from ds_hessian.operators.displacement.belief import LARGEST, VISIBLE, Estimate
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_hessian.operators.displacement.belief import LARGEST, VISIBLE
 from ds_hessian.operators.displacement.control import OTHER
-from ds_hessian.operators.displacement.priors import KAPPA_SPREAD as DRIFT
-from ds_hessian.operators.displacement.priors import NOISE_SPREAD
 from ds_hessian.operators.displacement.steps import least_displacement
 from ds_hessian.operators.displacement.trials import ROUNDOFF
 from ds_hessian.operators.displacement.witnesses import has_thirds, products_of_a_third
-from ds_hessian.operators.outputs.fitted import TINY, Change, fitted, two_terms
 from ds_hessian.operators.outputs.forms import KIND
-from ds_hessian.operators.outputs.learnt import SPREAD, TYPICAL, Learnt
-from ds_hessian.operators.outputs.passes import of_third
+from ds_hessian.operators.outputs.learnt import TYPICAL, Learnt
 from ds_hessian.operators.outputs.trials import BENT, Trial
 
 UNEXPECTED = 2.0
@@ -68,11 +63,6 @@ ACCEPT, REPEAT = 1.5, 2.5
 """Ratio of the expected error to the least possible, up to which a trial is accepted, and above
 which a product is made again."""
 
-ROUNDINGS, ROUNDINGS_SPREAD = 0.7, 1.0
-"""Relative noise of a random vector's product in units of `Trial.rounded`, as it is expected, and
-the standard deviation of its logarithm: 0.7 and 0.6 of 16 families in bf16, and 3 to 10 of deeper
-nets, which round more often."""
-
 SELDOM = 16
 """One vector in so many, the second first, has a second trial, so that kappa and N are measured
 anew."""
@@ -84,6 +74,9 @@ outputs of some micro-batches beside the pilot."""
 OF_SECOND = math.sqrt(1 + 4 + 1)
 """Noise of the second difference of outputs that are rounded once, in units of their roundoff."""
 
+OF_THIRD = math.sqrt(1 + 9 + 9 + 1) / 3 / OF_SECOND
+"""Noise of a third of the third difference of the outputs in units of that of the second."""
+
 ABOVE = 2.5
 """Ratio of the displacement of that trial to the best one."""
 
@@ -94,6 +87,9 @@ INDEPENDENT = 0.25
 """The noise of k pilots falls as k^-0.25: micro-batches share the rounding of the weights. From 1
 to 4 and to 16 of them the exponent was 0.1 to 0.4 on most calibration families of
 benchmarks/families.py (attention, convolution, regression; fp32 and bf16)."""
+
+TINY = 1e-30
+"""A square of a change that counts as none."""
 
 
 class OutputSteps:
@@ -126,14 +122,11 @@ class OutputSteps:
         self.thirds = 2 * products_of_a_third(pilot)  # of two passes each
         self._fresh = Learnt(fixed or 3 * unit_roundoff ** (1 / 3) * scale, 3 * scale)
         self.learnt = replace(self._fresh)
-        self.reach = 2.0  # of third differences, in units of h
         self._lowest = self.smallest  # below it the present vector's steps are lost
         self._bend = 0.0  # of the present vector
         self._seen = 0.0  # the largest |P| of its trials
         self._doubt = 0.0  # what its last trial has shown that the model does not explain
         self._kappa = self._noise = 0.0  # as the present vector's trials have it
-        self._growth = 0.0  # of the present vector
-        self._curved = Estimate(math.log(TYPICAL), SPREAD)  # ln kappa, as trials have it
         self._shown = False  # whether it is the present vector's own kappa
         self._light = 1.0  # by how much the first product is larger than the pilot alone has it
 
@@ -151,20 +144,8 @@ class OutputSteps:
         """Return the displacement of the next vector's first trial."""
         found = self.learnt
         self._bend, self._kappa, self._noise = found.bend, found.kappa, found.noise
-        self._curved = Estimate(math.log(found.kappa), found.kappa_spread)
         self._shown, self._lowest = False, self.smallest
-        return self.fixed or self._clamp(found.h * self._above)
-
-    @property
-    def _above(self) -> float:
-        """The ratio of the first trial to the displacement that is expected to be best: halfway, in
-        the logarithm, to where the outputs bend too much, if kappa is to be measured.
-        """
-        found = self.learnt
-        if not self._due or found.unseen or not found.bend:
-            return ABOVE if self._due or found.unseen else 1.0
-        bend = found.bend * (AFTER_PROBE if found.products == 1 else 1.0)
-        return max(ABOVE, 1 / math.sqrt(bend * found.h))
+        return self.fixed or self._clamp(found.h * (ABOVE if self._due or found.unseen else 1.0))
 
     @property
     def _due(self) -> bool:
@@ -178,12 +159,6 @@ class OutputSteps:
         """
         count, narrow = self.learnt.products, self.unit_roundoff > ROUNDOFF
         return self.beside > 0 and has_thirds(2, narrow) and (count == 0 or count % THIRDS == 1)
-
-    def foresee(self, h: float) -> None:
-        """Choose how far the third differences of a product at h reach: a quarter of the way, in
-        the logarithm, to where the outputs bend too much. Farther out they are less noisy.
-        """
-        self.reach = max(2.0, (self._bend * h) ** -0.25) if self._bend else 2.0
 
     def without_noise_of_loss(self, trial: Trial) -> Trial:
         """Return a trial, without a change that the noise of the loss explains: this is the same at
@@ -222,24 +197,22 @@ class OutputSteps:
         return found
 
     def _unexplained(self, trials: list[Trial]) -> float:
-        """Return the relative change across the last trial's displacement, from one close below to
-        one close above or to itself, if it is more than the model explains; 0 else.
-
-        What only longer displacements pass is not in the product.
+        """Return the largest relative change across the last trial's displacement that is more than
+        the model explains.
         """
-        pairs, h = zip(trials, trials[1:], strict=False), trials[-1].h
-        across = [(a, b) for a, b in pairs if min(a.h, b.h) < h <= max(a.h, b.h)]
-        if not across or not self._noise:
-            return 0.0
-        a, b = min(across, key=lambda pair: abs(math.log(pair[0].h / pair[1].h)))
-        bent = self._kappa * self._bend**2 * abs(a.h**2 - b.h**2) * b.size
-        expected = math.hypot(self._rounding(a), self._rounding(b), bent, self._of_loss(a, b))
-        seen = b.size and math.isfinite(b.change) and b.change > UNEXPECTED * expected
-        return b.change / b.size if seen else 0.0
+        h, found = trials[-1].h, 0.0
+        for a, b in zip(trials, trials[1:], strict=False):
+            if not self._noise or not min(a.h, b.h) <= h <= max(a.h, b.h):
+                continue
+            bent = self._kappa * self._bend**2 * abs(a.h**2 - b.h**2) * b.size
+            noise = self._noise * math.hypot(1 / a.h, 1 / b.h)
+            expected = math.hypot(noise, bent, self._of_loss(a, b))
+            if b.size and math.isfinite(b.change) and b.change > UNEXPECTED * expected:
+                found = max(found, b.change / b.size)
+        return found
 
     def _advise(self, trials: list[Trial]) -> tuple[float, bool]:
         last, count = trials[-1], len(trials)
-        self._growth = self._grows(last)
         self._seen = max((t.size for t in trials if t.finite), default=0.0)
         if last.size == 0 or count > MOST:
             return last.h, True
@@ -329,46 +302,25 @@ class OutputSteps:
         """Fit N, kappa, the bend and the ratio's noise to all trials of the vector."""
         finite = [t for t in trials if t.finite]
         pairs = [(a, b) for a, b in zip(trials, trials[1:], strict=False) if a.finite and b.finite]
-        pairs = [(a, b) for a, b in pairs if not (a.beyond or b.beyond)] or pairs
-        size, first = min(t.size for t in finite), max(finite, key=lambda t: t.size)
+        pairs = [(a, b) for a, b in pairs if not (a.beyond and b.beyond)] or pairs
+        size = min(t.size for t in finite)
         bent, noisy = [], []
         for a, b in pairs:
-            change = max(b.change, TINY)
+            change = max(b.change, 1e-30)
             bent.append(abs(a.h**2 - b.h**2) * size / change)
-            noisy.append(math.hypot(self._shorter(a), self._shorter(b)) / change)
-        truncation, self._noise = two_terms(bent, noisy)
+            noisy.append(math.hypot(1 / a.h, 1 / b.h) / change)
+        truncation, self._noise = _two_terms(bent, noisy)
         bending = [t for t in finite if 0 < t.nonlinearity < BENT]
         ratio = [t.h / t.nonlinearity for t in bending]
-        rounding = [self._shorter(t) / (t.spread * t.nonlinearity) for t in bending]
-        bend, self.learnt.ratio_noise = two_terms(ratio, rounding) if ratio else (0.0, 0.0)
+        rounding = [1 / (t.h * t.spread * t.nonlinearity) for t in bending]
+        bend, self.learnt.ratio_noise = _two_terms(ratio, rounding) if ratio else (0.0, 0.0)
         self._bend = bend or math.sqrt(truncation / TYPICAL)
-        roundoff = first.rounded or first.roundoff
-        rounded = ROUNDINGS * math.hypot(roundoff, self.unit_roundoff / 2) * first.size
-        expected = Estimate(math.log(rounded / self._shorter(first)), ROUNDINGS_SPREAD)
-        self._learn(pairs, expected, Estimate(math.log(TYPICAL), SPREAD))
+        # Truncation that no pair tells from noise is no more than any pair's change.
+        hidden = min((1 / b for b in bent if b), default=math.inf)
+        truncation = truncation or min(TYPICAL * self._bend**2, hidden)
+        self._kappa = max(truncation / self._bend**2, 1e-3) if self._bend else TYPICAL
         self._shown = True
         self._noise = max(self._noise, 1e-3 * self.rounding * size)
-
-    def _learn(self, pairs: list[tuple[Trial, Trial]], noise: Estimate, kappa: Estimate) -> None:
-        """Learn N and kappa from changes between trials, of what is expected of them before."""
-        told = [(a, b) for a, b in pairs if 0 < b.change < math.inf and min(a.size, b.size) > 0]
-        changes = [self._changed(a, b) for a, b in told]
-        found, self._curved = fitted(changes, noise, kappa)
-        self._noise, self._kappa = math.exp(found.mean), math.exp(self._curved.mean)
-
-    def _changed(self, a: Trial, b: Trial) -> Change:
-        size, u = min(a.size, b.size), self.unit_roundoff
-        growths = [self._grows(t) for t in (a, b)]
-        along = b.size**2 + b.change**2 - a.size**2
-        return Change(
-            value=b.change,
-            noisy=math.hypot(1 / a.h, 1 / b.h),
-            grown=math.hypot(*growths),
-            most=math.hypot(u, u) * size,
-            bent=self._bend**2 * abs(a.h**2 - b.h**2) * size,
-            rest=math.hypot(self._of_loss(a, b), ROUNDOFF * size),
-            aligned=along / (2 * b.size * b.change),
-        )
 
     def _observe(self, trials: list[Trial]) -> None:
         """Learn from the last trial of a later vector, and from its change to the one before."""
@@ -380,18 +332,18 @@ class OutputSteps:
         for trial in trials:
             self._bend = self._bend_of(trial)
         self._hear(last)
-        pairs = [(a, b) for a, b in zip(trials, trials[1:], strict=False) if a.finite and b.finite]
-        pairs = [(a, b) for a, b in pairs if not (a.beyond or b.beyond)]
-        if not pairs or not self._bend:
+        if len(trials) < 2 or not trials[-2].finite or not self._bend:
             return
-        found = self.learnt
-        kappa = Estimate(math.log(found.kappa), found.kappa_spread)
-        self._learn(pairs, Estimate(math.log(found.noise), NOISE_SPREAD), kappa)
-        a, b = pairs[-1]
-        noise = math.hypot(self._rounding(a), self._rounding(b), self._of_loss(a, b))
-        self._shown = b.change > VISIBLE * noise
-        for trial in trials:
-            self._hear(trial)
+        above, below = sorted(trials[-2:], key=lambda t: -t.h)
+        noise = self._noise * math.hypot(1 / above.h, 1 / below.h)
+        noise = math.hypot(noise, self._of_loss(above, below))
+        width = (above.h**2 - below.h**2) * self._bend**2 * last.size
+        seen = last.change
+        if seen > 3 * noise and width > 0:
+            self._kappa, self._shown = math.sqrt(seen**2 - noise**2) / width, True
+        elif seen > 3 * self._kappa * width:
+            rest = math.sqrt(seen**2 - (self._kappa * width) ** 2)
+            self._noise *= math.sqrt(rest / noise) if noise > 0 else 1.0
 
     def _forget_others(self, trial: Trial) -> None:
         """Forget the kappa of vectors of another kind, whose outputs move much more, or less: those
@@ -401,15 +353,13 @@ class OutputSteps:
         found, square = self.learnt, trial.spread**2
         if not found.spread**2 <= KIND * square <= KIND**2 * found.spread**2:
             self._kappa = found.kappa = TYPICAL
-            found.kappa_spread = SPREAD
-            self._curved = Estimate(math.log(TYPICAL), SPREAD)
             found.square, found.shown, found.spread = TYPICAL**2, 0, trial.spread
 
     def _observe_ratio(self, pair: list[Trial]) -> None:
         """Learn the noise of r from two trials: where r is larger at the smaller displacement."""
         above, below = max(pair, key=lambda t: t.h), min(pair, key=lambda t: t.h)
         if above.finite and below.finite and below.nonlinearity > above.nonlinearity:
-            noise = below.nonlinearity * below.spread / self._shorter(below)
+            noise = below.nonlinearity * below.h * below.spread
             self.learnt.ratio_noise = max(self.learnt.ratio_noise, noise)
 
     def _bend_of(self, trial: Trial) -> float:
@@ -421,27 +371,7 @@ class OutputSteps:
         return trial.nonlinearity > 2 * self._noise_of_ratio(trial)
 
     def _noise_of_ratio(self, trial: Trial) -> float:
-        noise = self.learnt.ratio_noise * self._shorter(trial)
-        return noise / trial.spread if trial.spread else math.inf
-
-    def _grows(self, trial: Trial) -> float:
-        """Return `|J v| / |f|` of a trial: where h is longer than the inverse of it, the outputs at
-        its ends are rounded to a share of their change, which no longer h makes smaller.
-        """
-        whole = 2 * trial.h * trial.roundoff
-        return self.unit_roundoff / max(whole, self.unit_roundoff * self.least)
-
-    def _shorter(self, trial: Trial) -> float:
-        """Return the factor from N to the noise of a trial, of outputs that grow with h."""
-        return math.hypot(1 / trial.h, self._grows(trial))
-
-    def _rounding(self, trial: Trial) -> float:
-        """Return the noise of a trial's product."""
-        return self._rounding_at(trial.h, trial.size, self._grows(trial))
-
-    def _rounding_at(self, h: float, size: float, growth: float) -> float:
-        share = min(self._noise * growth, self.unit_roundoff * size)
-        return math.hypot(self._noise / h, share)
+        return self.learnt.ratio_noise / (trial.h * trial.spread) if trial.spread else math.inf
 
     def _best(self, size: float) -> float:
         """Return the displacement at which the error of all micro-batches is expected least."""
@@ -464,8 +394,7 @@ class OutputSteps:
     def error(self, h: float, size: float, quiet: float = 1.0, kappa: float | None = None) -> float:
         """Return the expected relative error at a displacement, without the backward's."""
         truncation = (self._kappa if kappa is None else kappa) * self._square(h)
-        noise = self._rounding_at(h, size, self._growth) / size
-        return math.hypot(min(quiet * noise, 2.0), truncation)
+        return math.hypot(min(quiet * self._noise / (h * size), 2.0), truncation)
 
     def _square(self, h: float) -> float:
         """Return (b h)^2, of which kappa is a multiple: as far as it tells."""
@@ -545,7 +474,6 @@ class OutputSteps:
             self._noise *= light / self._light
             self.learnt.backward *= math.sqrt(light / self._light)
             self._light = light
-        self._growth = self._grows(product)
         bend = self._bend_of(product)
         if bend > UNEXPECTED * self._bend:  # kappa is that of the pilot, which bends less
             self._kappa, self._shown = TYPICAL, False
@@ -553,14 +481,8 @@ class OutputSteps:
         self._hear(product, self.quiet)
         if self.fixed is not None:
             return product.h
-        # Where the pilot's kappa says nothing of the others, third differences do.
-        own, beside = self._kappa, None if self._shown else self._kappa_beside(product)
-        self._kappa = own if beside is None else self._of_all(own, beside[0])
         best = self._best(product.size)
-        if self._excess(product, best) > REPEAT:
-            return best
-        self._kappa = own
-        return product.h
+        return best if self._excess(product, best) > REPEAT else product.h
 
     def _hear(self, trial: Trial, quiet: float = 1.0) -> None:
         """Raise kappa to what the witness shows of truncation, in 16 bits: third differences are
@@ -571,27 +493,20 @@ class OutputSteps:
         if self.unit_roundoff <= ROUNDOFF:
             return
         bent = self._square(trial.h)
-        noise = math.hypot(quiet * self._rounding(trial), self.least_error * trial.size)
+        noise = math.hypot(quiet * self._noise / trial.h, self.least_error * trial.size)
         if bent > 0 and trial.apart > UNEXPECTED * noise:
             rest = math.sqrt(trial.apart**2 - noise**2)
             self._kappa = max(self._kappa, rest / (bent * trial.size))
 
-    def _kappa_beside(self, product: Trial) -> tuple[float, float] | None:
-        """Return kappa of other micro-batches as their third differences let expect it, in the mean
-        of the logarithm and of the square: no more than they show. None where they show nothing.
-        """
+    def _kappa_beside(self, product: Trial) -> float | None:
+        """Return the kappa that third differences show well above rounding, or None."""
         noise = max(self._noise_of_ratio(product), OF_SECOND * product.roundoff)
-        if not (0 < product.third < math.inf and UNEXPECTED * noise < product.beside <= BENT):
+        if not math.inf > product.third > VISIBLE * OF_THIRD * noise:
             return None
-        bent = product.beside**2 - noise**2
-        expected = Estimate(math.log(self._kappa), SPREAD)
-        rounding = of_third(self.reach) / OF_SECOND * noise
-        found = expected.after_change(product.third, rounding, bent)
-        mean, square = math.exp(found.mean), math.exp(found.mean + found.spread**2 / 2)
-        return mean, max(mean, min(square, product.third / bent))
-
-    def _of_all(self, pilot: float, beside: float) -> float:
-        return math.sqrt((pilot**2 + self.beside * beside**2) / (1 + self.beside))
+        if not UNEXPECTED * noise < product.beside <= BENT:
+            return None
+        third = math.sqrt(product.third**2 - (OF_THIRD * noise) ** 2)
+        return third / (product.beside**2 - noise**2)
 
     def conclude(self, product: Trial, doubt: float) -> tuple[float | None, float | None]:
         """Learn from the product that is kept; return its relative noise and error.
@@ -606,19 +521,16 @@ class OutputSteps:
         if product.size == 0 or not self._noise:
             return None, None
         beside = self._kappa_beside(product)
-        own = self._kappa
         if beside is not None:
-            self._kappa, self._shown = self._of_all(own, beside[0]), True
-            own = self._of_all(own, beside[1])
-        first, back = found.products == 0, self.quiet * self._backward(product)
-        larger = product.size / self._seen / self._light if first and self._seen else 1.0
-        quiet = self.quiet * max(1.0, larger)  # the noise of others is as their size
-        noise = math.hypot(quiet * self._rounding(product) / product.size, back)
+            square = self._kappa**2 + self.beside * beside**2
+            self._kappa, self._shown = math.sqrt(square / (1 + self.beside)), True
+        back = self.quiet * self._backward(product)
+        noise = math.hypot(self.quiet * self._noise / (product.h * product.size), back)
         if self._shown:
             found.shown += 1
             found.square += (self._kappa**2 - found.square) / found.shown
-        kappa = own if self._shown else max(own, math.sqrt(found.square))
-        error = self.error(product.h, product.size, quiet, kappa)
+        kappa = self._kappa if self._shown else max(self._kappa, math.sqrt(found.square))
+        error = self.error(product.h, product.size, self.quiet, kappa)
         error = math.hypot(error, back)
         if product.nonlinearity > BENT:  # it does not tell how far the outputs bend
             # Nor does the product's length, of which the trials may have shown more.
@@ -626,12 +538,32 @@ class OutputSteps:
         values = self._values(product.values)
         error = max(error, doubt / product.size, self._doubt)
         error = math.hypot(error, values, self.least_error)
-        found.noise, found.kappa = self._noise, self._kappa
-        found.kappa_spread = min(math.hypot(self._curved.spread, DRIFT), SPREAD)
+        first = found.products == 0
+        found.noise = self._noise if first else math.sqrt(found.noise * self._noise)
+        found.kappa = self._kappa if first else math.sqrt(found.kappa * self._kappa)
         found.spread = found.spread or product.spread
-        found.bend = self._bend
-        found.unseen = not self._shows_bend(product) and self._growth * product.h < 1
+        found.bend, found.unseen = self._bend, not self._shows_bend(product)
         if self.fixed is None:
             found.h = self._clamp(self._best(product.size) / (AFTER_PROBE if first else 1.0))
         found.products += 1
         return noise, error
+
+
+def _two_terms(first: list[float], second: list[float]) -> tuple[float, float]:
+    """Return x, y >= 0 with `(x first)^2 + (y second)^2` near 1 for all entries but a few.
+
+    Their logarithms are to be small, in absolute value, in the sum: changes span many orders of
+    magnitude, and one that passes a kink, or saturates, is unlike all others. The sum is smallest
+    near where one term alone fits an entry, so that each of these is tried.
+    """
+    a, b = np.square(first), np.square(second)
+    if not (a.max() > 0 and b.max() > 0):
+        return 0.0, 0.0
+    tried = [(x, y) for x in (0.0, *_inverse(a)) for y in (0.0, *_inverse(b)) if x or y]
+    sums = [np.abs(np.log(np.maximum(x * a + y * b, TINY))).sum() for x, y in tried]
+    x, y = tried[int(np.argmin(sums))]
+    return math.sqrt(x), math.sqrt(y)
+
+
+def _inverse(squares: NDArray[np.float64]) -> list[float]:
+    return [float(1 / square) for square in squares if square > 0]

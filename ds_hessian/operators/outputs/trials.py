@@ -24,8 +24,6 @@ class Trial:
         spread: Norm of the outputs' derivative, in the units of r's noise.
         form: `v'Gv` from the outputs alone.
         back: `|H_out J v|`, which goes back into the model, of a micro-batch's size.
-        rounded: The roundoff of the outputs as the backward sees it: times H_out, relative to that;
-            0 where it is not measured.
         change: `|P - P'|` from the trial before; inf for the first.
         values: The relative error from differencing a loss that is known by its values, by the
             nonlinearity ratio of its cotangents: that itself, as of any difference among kinks
@@ -45,7 +43,6 @@ class Trial:
     spread: float
     form: float
     back: float
-    rounded: float = 0.0
     change: float = math.inf
     values: float = 0.0
     third: float = 0.0
