@@ -402,12 +402,8 @@ class _Dense:
         where K has no others.
         """
         generator = torch.Generator().manual_seed(0)
-        found = [
-            float(self._diagonal(other)[0]) - share
-            for _ in range(TURNS)
-            for other in [form.turned(generator)]
-            if other is not None
-        ]
+        others = (form.turned(generator) for _ in range(TURNS))
+        found = [float(self._diagonal(k)[0]) - share for k in others if k is not None]
         return math.sqrt(float(np.square(found).mean())) if found else 0.0
 
     def _solution(self, shift: float) -> tuple[Tensor, float, float]:

@@ -208,8 +208,9 @@ class Belief:
         self.contradicted, self.truncation, self.kinked = False, 0.0, False
         # Curvature of weights far smaller than |w| bends more than any prior expects, as a trial
         # that does not saturate tells; where each does, all may be noise.
-        shown = [t.nonlinearity / t.h for t in trials if t.usable and t.nonlinearity > 0]
-        told = any(t.usable and t.nonlinearity <= SATURATING for t in trials)
+        usable = [trial for trial in trials if trial.usable]
+        shown = [t.nonlinearity / t.h for t in usable if t.nonlinearity > 0]
+        told = any(t.nonlinearity <= SATURATING for t in usable)
         farthest = max((abs(math.log(b) - bend.mean) for b in shown if told), default=0.0)
         rows, columns = _offsets(REACH * noise.spread), _offsets(REACH * bend.spread, farthest)
         self.noise, self.bend = noise.mean + rows, bend.mean + columns
@@ -219,12 +220,11 @@ class Belief:
         self._slice = np.zeros_like(self._expected)  # of the products
         self._bend_of_pilot = bend.mean
         changes = [change for i in range(len(trials)) for change in changes_of(trials[: i + 1])]
-        trials = [trial for trial in trials if trial.usable]
-        self._learn(trials)
+        self._learn(usable)
         for change in changes:
             self.contradicted = self._doubt(change)
         if (self.blind, self.hidden) != (around.blind, around.hidden):
-            self._learn(trials)
+            self._learn(usable)
         for change in changes:
             if self.blind or change.alone:
                 self._pilot += self._likelihood_of_change(change)

@@ -194,7 +194,7 @@ class StepController(Estimates):
         if earlier and trials[-1].third is None:
             trials[-1] = replace(trials[-1], third=earlier[-1].third)
         last, final = trials[-1], len(trials) >= MAX_TRIALS
-        clear = [t for t in trials if t.usable and not t.lost and t.nonlinearity <= SATURATING]
+        clear = [t for t in trials if t.sound and t.nonlinearity <= SATURATING]
         if self.fixed is None and not clear and any(map(self._is_cancelled, trials)):
             self.bend = self.any_bend  # that of earlier vectors says nothing of this one's
             if not final and last.h / DECADE > self.smallest:
@@ -228,7 +228,7 @@ class StepController(Estimates):
         lower = min(trial.h for trial in trials) / DECADE**farther
         free = lower > self.floor or self.floor == self.smallest  # which no step has raised
         scan = self.products == 0 and len(trials) > 1 and free and not final
-        if scan and min(t.nonlinearity for t in trials if t.usable and not t.lost) > SATURATING:
+        if scan and min(t.nonlinearity for t in trials if t.sound) > SATURATING:
             if lower < self.floor:
                 self.floor = self.smallest = lower
             return Advice(lower, False)  # r is noise or saturated: no trial tells which
@@ -305,11 +305,11 @@ class StepController(Estimates):
     def learn(self, trials: Sequence[Trial]) -> Belief:
         """Return what the current vector's trials tell; the last one is finite and not 0."""
         self.size, self.accepted = trials[-1].size, trials[-1]
-        self.wall = _wall([trial for trial in trials if trial.usable and not trial.lost])
+        sound = [trial for trial in trials if trial.sound]
+        self.wall = _wall(sound)
         self.belief = belief = self._observe(trials)
         noise = UNEXPECTED * math.exp(belief.of_pilot()[0])
-        told = [t.size for t in trials if t.usable and not t.lost and t.h * t.size > noise]
-        self.seen = max(told, default=0.0)
+        self.seen = max((t.size for t in sound if t.h * t.size > noise), default=0.0)
         for count, trial in enumerate(trials, 1):
             belief.observe_change(trials[:count], learns=self.products > 0 or self._has_thirds)
             belief.observe_removed(trial)
@@ -464,7 +464,7 @@ class StepController(Estimates):
         It is where the step is lost and r is not, and all longer ones saturate.
         """
         *before, last = trials
-        clear = any(t.usable and not t.lost and t.nonlinearity <= SATURATING for t in before)
+        clear = any(t.sound and t.nonlinearity <= SATURATING for t in before)
         told = last.usable and last.nonlinearity <= SATURATING and not clear
         return told and last.lost and self.may_weigh
 

@@ -153,7 +153,7 @@ class Sides:
         another one to try, or BOTH.
         """
         last, control = trials[-1], self.control
-        if not last.usable or last.lost or last.nonlinearity > SATURATING:
+        if not last.sound or last.nonlinearity > SATURATING:
             return BOTH
         belief = control.learn(trials)
         if belief.blind or belief.contradicted:

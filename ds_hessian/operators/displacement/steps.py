@@ -91,7 +91,7 @@ class Difference:
 
     @property
     def _tells(self) -> bool:
-        usable = self.below.usable and self.above.usable and not self.below.lost
+        usable = self.below.sound and self.above.usable
         lacks = self.below.size < self.above.size  # it is the longer one if that saturates
         return usable and lacks and self.above.nonlinearity <= SATURATING
 
@@ -110,10 +110,11 @@ def beyond(trials: Sequence[Trial]) -> float | None:
     it is less again farther out, as noise is, and D is not what it is below the cliff. Trials that
     lie farther than that say nothing of it.
     """
-    known = sorted((t for t in trials if t.usable and not t.lost), key=lambda trial: trial.h)
+    known = sorted((t for t in trials if t.sound), key=lambda trial: trial.h)
     for i, (below, above) in enumerate(pairwise(known)):
         falls = below.nonlinearity * above.h < above.nonlinearity * below.h / UNEXPECTED
         if below.nonlinearity <= SATURATING < above.nonlinearity and falls:
+            # Trials a decade apart are so up to rounding.
             seen = any(trial.h < 2 * DECADE * above.h for trial in known[i + 2 :])
             return None if seen else DECADE * above.h
     return None

@@ -76,6 +76,11 @@ class Trial:
         """True if its size and its ratio tell something."""
         return self.finite and self.size > 0
 
+    @property
+    def sound(self) -> bool:
+        """True if they tell of v: rounding does not hide what it does."""
+        return self.usable and not self.lost
+
 
 @dataclass(frozen=True)
 class Change:
@@ -125,11 +130,11 @@ class Change:
 def changes_of(trials: Sequence[Trial]) -> list[Change]:
     """Return the change to the last trial, and its third difference, where they show something."""
     *before, last = trials
-    if not last.usable or last.lost:
+    if not last.sound:
         return []
     changes = list[Change]()
     for earlier in [t for t in before if last.since in (None, t.h)][-1:]:
-        if earlier.usable and not earlier.lost and 0 < last.change < math.inf:
+        if earlier.sound and 0 < last.change < math.inf:
             above, below = sorted((earlier, last), key=lambda trial: -trial.h)
             changes.append(Change(above, below, last.change))
     if last.third is not None and math.isfinite(last.third):

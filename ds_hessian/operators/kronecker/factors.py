@@ -48,7 +48,8 @@ from torch import Tensor
 
 from ds_hessian.backends.protocol import Backend, Session
 from ds_hessian.errors import ConfigError, NumericsError, UnsupportedError
-from ds_hessian.operators.kronecker.forms import ROUNDOFF, Eigenform
+from ds_hessian.operators.displacement.trials import ROUNDOFF
+from ds_hessian.operators.kronecker.forms import Eigenform
 from ds_hessian.operators.kronecker.kept import Adapter, Pair, fitting
 from ds_hessian.operators.kronecker.labels import Labels
 from ds_hessian.operators.kronecker.layers import Layer, listening

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-ROUNDOFF = 2.0**-24
-"""Unit roundoff of the fp32 sums of which factors are."""
+from ds_hessian.operators.displacement.trials import ROUNDOFF
 
 TIED = 8
 """Eigenvalues that are no more roundings than this apart are equal as far as is known."""
@@ -30,7 +29,8 @@ class Eigenform:
         values: `(m, n)` eigenvalues.
         left: `(m, m)` eigenvectors of the output side, in columns; None for the identity.
         right: `(n, n)` those of the input side.
-        rounding: Error of its eigenvalues by rounding, in units of the largest one.
+        rounding: Error of its eigenvalues by rounding, in units of the largest one: that of fp32
+            sums, of which factors are.
     """
 
     values: Tensor

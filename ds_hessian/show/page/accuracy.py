@@ -25,9 +25,7 @@ def costs(run: Run) -> list[Section]:
     if len(spectra) < 2:
         return []
     steps = [step_of(s) for s in spectra]
-    labels = [
-        label for label, s in run.labelled(HessianSpectrum) if s.provenance.operator == run.operator
-    ]
+    labels = [label for label, s in run.labelled(HessianSpectrum) if s in spectra]
     charts = [Chart(_times(spectra, labels)), _in_gradients(spectra, steps)]
     if any(s.product_errors.any() for s in spectra):
         charts.append(_errors(spectra, steps))
