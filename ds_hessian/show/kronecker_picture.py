@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ds_hessian.records.kronecker import HessianKronecker
 from ds_hessian.show.block_pictures import about, largest, name_rows, rows_figure
 from ds_hessian.show.canvas import save_figure
-from ds_hessian.show.style import BLUE, INK, PHRASES
+from ds_hessian.show.style import BLUE, INK, PHRASES, barred
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +44,7 @@ def _draw(
     colors = LinearSegmentedColormap.from_list("", ["#FFFFFF", BLUE])
     axes.imshow(values, cmap=colors, vmin=0, vmax=1, aspect="auto")
     for (row, column), value in np.ndenumerate(values):
-        text = f"{value:.2f} ± {errors[row, column]:.2f}"
+        text = barred(float(value), float(errors[row, column]), digits=2)
         color = "white" if value > 0.6 else INK
         axes.text(column, row, text, ha="center", va="center", color=color, fontsize=7)
     name_rows(axes, names)

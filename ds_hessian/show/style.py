@@ -5,6 +5,8 @@ The colours are from Okabe and Ito's palette, which the common colour-blindnesse
 
 from __future__ import annotations
 
+import math
+
 BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 GREY, INK = "#8A8A8A", "#222222"
 COLORS = (BLUE, VERMILLION, GREEN, PURPLE, "#E69F00", "#56B4E9")
@@ -37,6 +39,12 @@ def count(n: int) -> str:
 def short(value: float) -> str:
     """Return a value to three digits."""
     return f"{value:.3g}" if abs(value) < 100 or abs(value) >= 1e5 else f"{value:.0f}"
+
+
+def barred(value: float, error: float, digits: int = 3) -> str:
+    """Return a share or cosine with its error, or alone where that is unknown."""
+    text = f"{value:.{digits}f}"
+    return text if math.isnan(error) else f"{text} ± {error:.{digits}f}"
 
 
 def micro_batches(number: int) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ds_hessian.krylov import DampedSystems
 from ds_hessian.records.alignment import HessianAlignment
 from ds_hessian.records.analyses import (
     HessianBlockCoupling,
@@ -31,7 +30,7 @@ from ds_hessian.records.sweep import DisplacementSweep
 from ds_hessian.records.verdict import SelfTest
 from ds_hessian.show.layers import layer_shares
 from ds_hessian.show.spectrum_table import of_block, of_sides, spectrum_headline, spectrum_rows
-from ds_hessian.show.style import MATRICES, PHRASES, micro_batches
+from ds_hessian.show.style import MATRICES, PHRASES, barred, micro_batches
 from ds_hessian.table import Table
 
 Rows = list[tuple[str, str]]
@@ -137,7 +136,7 @@ def _trace(trace: HessianTrace) -> Rows:
     return rows + _shortened(blocks, "blocks")
 
 
-def system_rows(systems: DampedSystems) -> Rows:
+def system_rows(systems: HessianSolution | HessianInfluence) -> Rows:
     """Return how far each damped system is solved, and a warning where one is indefinite."""
     rows = []
     for i, damping in enumerate(systems.dampings):
@@ -147,7 +146,8 @@ def system_rows(systems: DampedSystems) -> Rows:
         rows.append((f"damping {damping:.4g}", ", ".join(notes)))
     indefinite = [f"{d:.4g}" for d in systems.dampings[systems.negative_curvature]]
     if indefinite:
-        text = f"H + damping I has negative curvature at damping {', '.join(indefinite)}"
+        matrix = PHRASES[systems.provenance.operator]
+        text = f"{matrix} + damping I has negative curvature at damping {', '.join(indefinite)}"
         rows.append(("warning", text))
     return rows
 
@@ -239,15 +239,15 @@ def _kronecker(found: HessianKronecker) -> Table:
     for i, name in enumerate(k.layers):
         for j, kind in enumerate(k.kinds):
             figures = (
-                _barred(k.cosines[i, j], k.cosine_errors[i, j]),
+                barred(k.cosines[i, j], k.cosine_errors[i, j]),
                 f"{k.scales[i, j]:.3g}",
-                _barred(k.shares[i, j], k.share_errors[i, j]),
+                barred(k.shares[i, j], k.share_errors[i, j]),
                 f"{k.extremes[i, j]:.3g}",
-                _barred(k.solves[i, j], k.solve_errors[i, j]),
+                barred(k.solves[i, j], k.solve_errors[i, j]),
                 f"{k.samples[i, j]:,d}",
             )
             rows.append((_ended(name) if j == 0 else "", f"{kind:<11}", *figures))
-        plain = _barred(k.plain_shares[i], k.plain_share_errors[i])
+        plain = barred(k.plain_shares[i], k.plain_share_errors[i])
         rows.append(("", "parameters ", "", "", plain, "", "", ""))
     without = _reasons("left out", k.left_out) + _reasons("no figures", k.unknown)
     return Table(
@@ -259,11 +259,6 @@ def _kronecker(found: HessianKronecker) -> Table:
         ),
         notes=[f"{_price(k)}; {_measured_on(k)}", *without],
     )
-
-
-def _barred(value: float, error: float) -> str:
-    """Return a figure with its error, or alone where that is unknown."""
-    return f"{value:.3f}" if np.isnan(error) else f"{value:.3f} ± {error:.3f}"
 
 
 def _ended(name: str) -> str:

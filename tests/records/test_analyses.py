@@ -240,3 +240,12 @@ def test_a_share_without_an_error_is_printed_without_one() -> None:
     lines = str(found.table()).splitlines()
     assert not any("± nan" in line for line in lines)
     assert any(f"{found.shares[0, 0]:.3f}" in line and "±" in line for line in lines)
+
+
+def test_a_damped_matrix_with_negative_curvature_is_called_by_its_name() -> None:
+    """It was "H + damping I" whatever the operator."""
+    (solution,) = (record for record in RECORDS if isinstance(record, HessianSolution))
+    provenance = replace(solution.provenance, operator="residual")
+    negative = np.ones(len(solution.dampings), bool)
+    found = replace(solution, provenance=provenance, negative_curvature=negative)
+    assert "the residual + damping I has negative curvature at damping" in found.table()

@@ -632,3 +632,12 @@ def test_steps_that_repeat_have_columns_of_their_own(tmp_path: Path) -> None:
         (drawn,) = (c.figure for c in charts if c.figure["layout"]["title"]["text"] == title)
         for trace in drawn["data"]:
             assert trace["x"] == ["100 (a)", "100 (b)", "1,200"]
+
+
+def test_kronecker_figures_have_their_errors(tmp_path: Path) -> None:
+    found = kronecker()
+    found.save(tmp_path)
+    (section,) = (s for s in sections_of(run_in(tmp_path)) if s.title == "Kronecker factors")
+    cosines, shares = (chart.figure["data"][0]["text"] for chart in section.states[0].charts)
+    assert cosines[0][1] == f"{found.cosines[0, 1]:.2f} ± {found.cosine_errors[0, 1]:.2f}"
+    assert shares[1][2] == f"{found.plain_shares[1]:.2f} ± {found.plain_share_errors[1]:.2f}"

@@ -10,7 +10,7 @@ from ds_hessian.records.kronecker import HessianKronecker
 from ds_hessian.show.block_spectra_picture import seen, ticks
 from ds_hessian.show.page.run import Chart, Figure, Run, Section, State
 from ds_hessian.show.page.style import SHARES, figure, name_axis, rows_height, titled
-from ds_hessian.show.style import EIGENVALUE
+from ds_hessian.show.style import EIGENVALUE, barred
 from ds_hessian.show.tables import block_spectra_rows
 
 SPECTRA = (
@@ -23,7 +23,7 @@ SPECTRA = (
 FACTORS = (
     "Kronecker-factored curvatures beside the matrix's block of each weight: the cosine of the "
     "two matrices, and the share of the block's squared norm on the diagonal of the factors' "
-    "eigenbasis; the last column is the parameters' own basis."
+    "eigenbasis, each with its error; the last column is the parameters' own basis."
 )
 
 
@@ -38,18 +38,22 @@ def blocks(run: Run) -> list[Section]:
 def _factors(label: str, found: HessianKronecker) -> State:
     names, kinds, height = list(found.layers), list(found.kinds), rows_height(len(found.layers))
     shares = np.column_stack([found.shares, found.plain_shares])
-    charts = (
-        Chart(_numbers("cosine", found.cosines, names, kinds), height),
-        Chart(_numbers("diagonal share", shares, names, [*kinds, "parameters"]), height),
-    )
+    errors = np.column_stack([found.share_errors, found.plain_share_errors])
+    cosines = _numbers("cosine", found.cosines, found.cosine_errors, names, kinds)
+    diagonal = _numbers("diagonal share", shares, errors, names, [*kinds, "parameters"])
+    charts = Chart(cosines, height), Chart(diagonal, height)
     fewest = ", ".join(f"{k} {found.samples[:, j].min():,}" for j, k in enumerate(kinds))
     return State(label, (("fewest samples", fewest),), charts)
 
 
-def _numbers(title: str, values: Array, names: list[str], columns: list[str]) -> Figure:
+def _numbers(
+    title: str, values: Array, errors: Array, names: list[str], columns: list[str]
+) -> Figure:
+    pairs = zip(values, errors, strict=True)
     cells = {
         "type": "heatmap",
         "z": values,
+        "text": [[barred(*cell, digits=2) for cell in zip(*pair, strict=True)] for pair in pairs],
         "x": columns,
         "y": names,
         "colorscale": SHARES,
@@ -57,9 +61,9 @@ def _numbers(title: str, values: Array, names: list[str], columns: list[str]) ->
         "zmax": 1,
         "xgap": 1,
         "ygap": 1,
-        "texttemplate": "%{z:.2f}",
+        "texttemplate": "%{text}",
         "colorbar": {"thickness": 10, "outlinewidth": 0},
-        "hovertemplate": "%{y}, %{x}: %{z:.3f}<extra></extra>",
+        "hovertemplate": "%{y}, %{x}: %{text}<extra></extra>",
     }
     x = titled("") | {"type": "category", "showgrid": False}
     return figure(title, [cells], x, name_axis(names) | {"showgrid": False})
@@ -88,7 +92,7 @@ def _distances(spectra: HessianBlockSpectra) -> Figure:
         "zmin": 0,
         "zmax": 1,
         "colorbar": {"thickness": 10, "outlinewidth": 0},
-        "hovertemplate": "%{y}, %{x}: %{z:.3f}<extra></extra>",
+        "hovertemplate": "%{y}, %{x}: %{text}<extra></extra>",
     }
     x = titled("") | {"type": "category", "showticklabels": False, "showgrid": False}
     return figure("distances", [cells], x, name_axis(spectra.names) | {"showticklabels": False})

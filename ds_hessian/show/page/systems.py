@@ -19,8 +19,8 @@ from ds_hessian.show.style import BLUE, COLORS, VERMILLION
 from ds_hessian.show.tables import solution_rows, system_rows
 
 SOLUTIONS = (
-    "Solutions of (H + damping I) x = b: the relative residual, measured with one product each, "
-    "and the estimated distance to the exact solution."
+    "Solutions of (H + damping I) x = b, H the record's matrix: the relative residual, measured "
+    "with one product each, and the estimated distance to the exact solution."
 )
 INFLUENCE = (
     "By how much the loss of the query would rise, to first order, if an example were left out, "
