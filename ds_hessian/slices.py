@@ -102,14 +102,16 @@ def use_settled(
         The micro-batches of this rank.
 
     Raises:
+        ConfigError: another job uses the `output_path`.
         MeasurementError: some rank could not capture, use or write its micro-batches.
 
     Collective.
     """
     space, output = hessian.backend.space, hessian.output.folder
-    if not resumed and space.rank == 0:
-        _warn_of_earlier(hessian.output)
     with collective("choosing the micro-batches", space.device):
+        hessian.output.claim()  # those that another job keeps in it stay
+        if not resumed and space.rank == 0:
+            _warn_of_earlier(hessian.output)
         if hessian.batches is not None:
             return settled(space, output, hessian.batches, resumed, given=True)
         if error is not None:

@@ -196,15 +196,20 @@ def claim(folder: str, go_on: Any) -> None:
 
 
 def test_two_jobs_on_one_output_folder_are_kept_apart(tmp_path: Path) -> None:
-    """The second is refused before it measures, naming the first; training goes on."""
+    """The second is refused before it measures or keeps micro-batches, naming the first; training
+    goes on.
+    """
     mine, theirs = context().Pipe()
     other = context().Process(target=claim, args=(str(tmp_path), theirs), daemon=True)
     other.start()
     assert mine.recv() == "claimed"
     _, hessian = process(tmp_path, 0, 1)
+    schedule = hessian.backend.after_step.__self__
+    schedule.measure()
     with pytest.raises(ConfigError, match=rf"in use by process {other.pid} on .*, since"):
-        hessian.output.claim()
+        raise schedule.failures[1]
+    assert not list(tmp_path.glob("micro_batches/*"))
     mine.send("end")
     other.join(60)
-    hessian.output.claim()
-    assert (tmp_path / ".in_use").exists()
+    schedule.measure()
+    assert (tmp_path / ".in_use").exists() and 1 in schedule.spectra
