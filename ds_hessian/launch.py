@@ -53,8 +53,8 @@ def show_log() -> None:
 def attach_scheduled(engine: DeepSpeedEngine) -> None:
     """Give an engine its Hessian if its configuration asks for measurements.
 
-    A job's second engine and further ones with the same `output_path` would overwrite the first
-    one's results: give their configurations another.
+    Measurements of a job's second engine and further ones are refused with the `output_path` of the
+    first: give their configurations another.
 
     Raises:
         ConfigError: the section is wrong, or it names no steps to measure at.

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hessian.backends.protocol import Backend
 from ds_hessian.backends.restricted import Restricted
@@ -59,8 +61,14 @@ def _collective(
     return decorated
 
 
+_order = itertools.count()
+_users = dict[Path, tuple[weakref.ref[nn.Module], int]]()
+"""The models of this process to which folders of results belong, and since when, in `_order`."""
+
+
 class Output:
-    """The folder of a job's results. One job at a time may use it.
+    """The folder of a job's results. One job at a time may use it, and one model of a process: a
+    second one may go on with it that was attached when the first had results in it.
 
     Args:
         backend: The job.
@@ -70,7 +78,7 @@ class Output:
     def __init__(self, backend: Backend, folder: Path) -> None:
         self.backend, self.folder = backend, folder
         self._claim: Claim | None = None
-        self._made = time.time()
+        self._made, self._number = time.time(), next(_order)
 
     def earlier(self) -> list[str]:
         """Return the names of the steps' folders that were written before this job had its Hessian.
@@ -86,13 +94,28 @@ class Output:
         """Claim the folder until the process ends.
 
         Raises:
-            ConfigError: on rank 0 another job uses it; the other ranks raise MeasurementError.
+            ConfigError: on rank 0 another job uses it, or another model of this one; the other
+                ranks raise MeasurementError.
 
         Collective.
         """
         with together(f"claiming {self.folder}", device=self.backend.space.device):
-            if self.backend.space.rank == 0 and self._claim is None:
-                self._claim = Claim(self.folder)
+            if self.backend.space.rank == 0:
+                self._claim = self._claim or Claim(self.folder)
+                self._take()
+
+    def _take(self) -> None:
+        """Make this job's model the one of this process to which the folder belongs."""
+        model, folder = self.backend.modules[0], self.folder.resolve()
+        user, since = _users.get(folder, (None, 0))
+        if user is not None and user() is model:
+            return
+        if user is not None and since > self._number:
+            raise ConfigError(
+                f"{self.folder} has results of another model of this process, which this one's "
+                "would replace: give one of them another output_path"
+            )
+        _users[folder] = weakref.ref(model), next(_order)
 
     def of_step(self, step: int, operator: str) -> Path:
         """Claim the folder, and return the `step_folder` in it. Collective."""

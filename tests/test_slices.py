@@ -213,3 +213,25 @@ def test_two_jobs_on_one_output_folder_are_kept_apart(tmp_path: Path) -> None:
     other.join(60)
     schedule.measure()
     assert (tmp_path / ".in_use").exists() and 1 in schedule.spectra
+
+
+def test_two_models_of_a_process_on_one_output_folder_are_kept_apart(tmp_path: Path) -> None:
+    """The one that would replace the other's results is refused; one that is attached later, as
+    where a run begins anew, is not.
+    """
+    settings = {"num_matvecs": 1, "output_path": str(tmp_path), "plot": False, "progress": False}
+    models = [Square() for _ in range(3)]
+
+    def attached(model: nn.Module) -> ds_hessian.Hessian:
+        return ds_hessian.attach(model, settings).use([(torch.eye(3),)])
+
+    first, second, again = map(attached, [*models[:2], models[0]])
+    record = first.spectrum()
+    for hessian in (first, again):
+        hessian.save(record)
+    with pytest.raises(ConfigError, match="has results of another model of this process"):
+        second.save(record)
+    third = attached(models[2])
+    third.save(record)
+    with pytest.raises(ConfigError, match="give one of them another output_path"):
+        first.save(record)
