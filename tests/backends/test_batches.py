@@ -291,11 +291,11 @@ def test_a_loader_may_read_each_micro_batch_into_the_same_memory() -> None:
 def test_the_defaults_of_the_job_are_its_own(dtype: torch.dtype, device: str) -> None:
     """Figures are those of fp32 on the host, and the job's code makes what it makes in training."""
     net, entries = train(mlp(), batches(), 5), batches(3)
-    made = set[tuple[torch.dtype, str]]()
+    made = set[tuple[torch.dtype, str, str]]()
 
     def make() -> None:
         new = torch.zeros(())
-        made.add((new.dtype, new.device.type))
+        made.add((new.dtype, new.device.type, np.geterr()["under"]))
 
     def loss(model: nn.Module, entry: Any) -> Tensor:
         make()
@@ -311,6 +311,7 @@ def test_the_defaults_of_the_job_are_its_own(dtype: torch.dtype, device: str) ->
             assert operator.gradient.dtype == product.dtype == torch.float32
         hessian.scatter(hessian.gather(product))
         factors = hessian.kronecker(["kfac"], basis=2, probes=2, extremes=0).cosines
+        hessian.block_spectra(num_matvecs=2)  # whose densities underflow far from eigenvalues
         figures = spectrum.alphas, spectrum.ritz_errors, trace.value, trace.error, pairs.values
         return [x for f in (*figures, factors, product) for x in np.ravel(np.asarray(f)).tolist()]
 
@@ -324,9 +325,11 @@ def test_the_defaults_of_the_job_are_its_own(dtype: torch.dtype, device: str) ->
     torch.set_default_dtype(dtype)
     torch.set_default_device(device)
     try:
-        found = figures(given)
+        with np.errstate(all="raise"):
+            found = figures(given)
+            assert np.geterr() == dict.fromkeys(("divide", "over", "under", "invalid"), "raise")
         assert torch.get_default_dtype() == dtype and torch.get_default_device().type == device
-        assert made == {(dtype, device)}
+        assert made == {(dtype, device, "raise")}
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
