@@ -101,7 +101,7 @@ class Output:
         """
         with together(f"claiming {self.folder}", device=self.backend.space.device):
             if self.backend.space.rank == 0:
-                self._claim = self._claim or Claim(self.folder)
+                self._claim = Claim(self.folder)  # anew, where the folder has been replaced
                 self._take()
 
     def _take(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,9 @@ def test_two_jobs_on_one_output_folder_are_kept_apart(tmp_path: Path) -> None:
     other.join(60)
     schedule.measure()
     assert (tmp_path / ".in_use").exists() and 1 in schedule.spectra
+    shutil.rmtree(tmp_path)
+    schedule.measure()
+    assert (tmp_path / ".in_use").exists()  # in a folder that has been made anew too
 
 
 def test_two_models_of_a_process_on_one_output_folder_are_kept_apart(tmp_path: Path) -> None:
