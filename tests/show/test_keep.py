@@ -59,6 +59,11 @@ def test_a_page_follows_the_measurements_in_a_twentieth_of_the_time(
     now[0] += 41.0
     keeper.update(tmp_path)
     assert steps_of(page) == "3 steps from 10 to 30"
+    saved(tmp_path, 40)
+    keeper.update(tmp_path)
+    saved(tmp_path / "other", 1)
+    keeper.update(tmp_path / "other")  # the job's results go elsewhere from here on
+    assert steps_of(page) == "4 steps from 10 to 40"
 
 
 def test_a_broken_record_is_logged_and_leaves_the_old_page(

@@ -35,7 +35,10 @@ class PageKeeper:
 
         The page is replaced in one step, so that a reader sees the old one or the new one.
         """
-        self._waiting = folder.resolve()
+        folder = folder.resolve()
+        if self._waiting not in (None, folder):
+            self.finish()
+        self._waiting = folder
         if not self._registered:
             atexit.register(self.finish)
             self._registered = True
