@@ -95,12 +95,13 @@ class JobMeasuring(JobVectors):
                 last `use`.
 
         Raises:
-            ConfigError: no batches, different numbers of them on different ranks, or an argument
-                that cannot be.
+            ConfigError: no batches, different numbers of them on different ranks, an argument that
+                cannot be, or a measurement is open.
             MeasurementError: the iterable raised on some rank.
         """
         device = self.backend.space.device
         with collective("choosing the micro-batches", device, given=lambda: sizes):
+            self._require_closed()
             before = self._objective
             self._objective = self.backend.objective(batches, loss_fn, like=before, **sizes)
         if before is not None:  # until it is known of these micro-batches
@@ -172,12 +173,15 @@ class JobMeasuring(JobVectors):
     def _subject(self, overrides: Mapping[str, object]) -> Subject:
         if self._objective is None:
             raise ConfigError("no micro-batches yet: call hessian.use(batches) first")
-        if self._open is not None:
-            raise ConfigError("a measurement is open already: leave `measuring()` first")
+        self._require_closed()
         config = self.config.with_overrides(**overrides)
         self.backend.require_measurable()
         backend = restricted(self.backend, config.parameters)
         return Subject(backend, self._objective, config, self._retires, lessons=self._lessons)
+
+    def _require_closed(self) -> None:
+        if self._open is not None:
+            raise ConfigError("a measurement is open already: leave `measuring()` first")
 
     @contextmanager
     def retiring(self) -> Iterator[None]:

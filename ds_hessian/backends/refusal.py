@@ -1,9 +1,9 @@
 """Training and checkpointing are refused while the weights of a job are displaced.
 
 Inside a measurement an optimizer's step would start from displaced weights, a state dict would
-hold them, and another measurement would be of them. A handler of preemption steps or saves: it is
-called after the measurement (`ds_hessian.ranks.interrupts`), and code inside of it gets a
-`MeasurementError`.
+hold them, one that is loaded would be lost, and another measurement would be of them. A handler of
+preemption steps or saves: it is called after the measurement (`ds_hessian.ranks.interrupts`), and
+code inside of it gets a `MeasurementError`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,16 @@ def training_refused(modules: Sequence[nn.Module], weights: Iterable[Tensor]) ->
     def before_state_dict(module: nn.Module, *_: object) -> None:
         refuse(f"{type(module).__name__}.state_dict()")
 
+    def before_load(module: nn.Module, *_: object) -> None:
+        refuse(f"{type(module).__name__}.load_state_dict()")
+
     with ExitStack() as stack:
         stack.callback(register_optimizer_step_pre_hook(before_step).remove)
         for module in modules:
             hooked: Any = module  # whose method has no types
             stack.callback(hooked.register_state_dict_pre_hook(before_state_dict).remove)
+            loading = hooked._register_load_state_dict_pre_hook  # public from torch 2.5 on
+            stack.callback(loading(before_load, with_module=True).remove)
         stack.callback(_displaced.difference_update, own)
         _displaced.update(own)
         yield

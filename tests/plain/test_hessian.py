@@ -208,6 +208,21 @@ def test_another_measurement_of_displaced_weights_is_refused() -> None:
     assert torch.equal(hessians[1].matvec(v).vector, expected)
 
 
+def test_what_a_measurement_would_undo_or_not_see_is_refused_inside_of_it() -> None:
+    """Weights that are loaded, which it would put back, and other micro-batches."""
+    module: Any = mlp()
+    hessian: Any = ds_hessian.attach(module).use(batches(2), loss_of)
+    weights = {name: 2 * value for name, value in module.state_dict().items()}
+    with hessian.measuring():
+        hessian.matvec(hessian.random_vector())
+        with pytest.raises(MeasurementError, match=r"\.load_state_dict\(\) was called inside of"):
+            module.load_state_dict(weights)
+        with pytest.raises(ConfigError, match="a measurement is open already: leave"):
+            hessian.use(batches(1), loss_of)
+    module.load_state_dict(weights)
+    assert len(hessian.batches) == 2
+
+
 def test_two_threads_of_one_process_never_measure_at_once() -> None:
     """They would draw from, and restore, the same random states."""
     reached, go_on, found = threading.Event(), threading.Event(), list[Any]()
