@@ -231,7 +231,9 @@ class JobMeasuring(JobVectors):
 
         Raises:
             ConfigError: there is no such analysis, or a setting is unknown or impossible.
+            UnsupportedError: the job is one that cannot be measured any more.
         """
+        self.backend.require_measurable()
         found, overrides = analysis_of(analysis, settings)
         config = self.config.with_overrides(**overrides)
         backend = restricted(self.backend, config.parameters)

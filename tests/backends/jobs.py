@@ -590,11 +590,13 @@ def after_destroy(config: dict[str, Any]) -> tuple[str, str]:
     hessian = engine.hessian.use(my_batches())
     engine.destroy()
     found = []
-    for call in (hessian.spectrum, lambda: ds_hessian.attach(engine.module)):
+    module = engine.module
+    for call in (hessian.spectrum, hessian.memory_plan, lambda: ds_hessian.attach(module)):
         try:
             call()
         except HessianError as error:
             found.append(str(error))
+    assert found[0] == found[1]
     return found[0], found[-1]
 
 
