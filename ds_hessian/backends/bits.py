@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ds_hessian.backends.hooks import unseen
+
 _INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 _BYTE = 8
 
@@ -73,7 +75,8 @@ class Bits:
 
     def mask(self) -> Tensor:
         """Return the boolean tensor."""
-        return self.bytes().view(torch.bool)
+        with unseen():
+            return self.bytes().view(torch.bool)
 
     def differs(self, mask: Tensor) -> Tensor:
         """Return where another mask is not this one; it may be overwritten."""

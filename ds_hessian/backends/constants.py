@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ds_hessian.backends.choices import SAME, Line, fingerprint, line_of_call
+from ds_hessian.backends.hooks import unseen
 from ds_hessian.backends.kinks import IF, INTEGERS, ROUNDINGS
 from ds_hessian.backends.pieces import COMPARISONS
 from ds_hessian.backends.state import HOSTS, tensors_in
@@ -111,8 +112,9 @@ class Constants:
         """
         tensors = list(tensors_in(_read(name, *given)))
         if self._first and self._comparing:
-            for t in tensors:
-                self._require_slope(t)
+            with unseen():
+                for t in tensors:
+                    self._require_slope(t)
         if name.strip("_") in _STAIRS and not (torch.is_grad_enabled() or back):
             if any(t.requires_grad or self._is_derived(t) for t in tensors):
                 _refuse_stairs(_function_of_call())
@@ -127,7 +129,8 @@ class Constants:
         # to be recomputed, is given up.
         if not here or (not leaving and not back and _function_of_call() is not None):
             return given
-        values = {id(t): self.value(t.detach(), back) for t in here}
+        with unseen():
+            values = {id(t): self.value(t.detach(), back) for t in here}
         for t in written:
             if id(t) in values:
                 with torch.no_grad():
@@ -138,7 +141,8 @@ class Constants:
     def begin_graph(self, tensor: Tensor) -> None:
         """Give a tensor that is about to be a leaf of the graph its value at the weights."""
         if self._is_derived(tensor) and _function_of_call() is None:
-            tensor.data = self.value(tensor.detach(), False)
+            with unseen():
+                tensor.data = self.value(tensor.detach(), False)
 
     def note(
         self,

@@ -59,7 +59,7 @@ from ds_hessian.backends.choices import (
 )
 from ds_hessian.backends.constants import Constants, leaves, refuse_lost, refuse_solves
 from ds_hessian.backends.dropping import PROBABILITIES, drops
-from ds_hessian.backends.hooks import unheard
+from ds_hessian.backends.hooks import unheard, unseen
 from ds_hessian.backends.in_python import COMPOSED, INERT, is_composed, undispatched
 from ds_hessian.backends.kinks import argument, with_argument
 from ds_hessian.backends.pieces import Kinked
@@ -268,9 +268,11 @@ class FixedFunction(TorchFunctionMode):
         state = self._watching(_in_backward())
         if state is None:
             return self._followed(func, types, args, kwargs)
-        state.before(func, args, kwargs)
+        with unseen():
+            state.before(func, args, kwargs)
         made = self._followed(func, types, args, kwargs)
-        state.after(func, args, kwargs, made)
+        with unseen():
+            state.after(func, args, kwargs, made)
         return made
 
     def _followed(
@@ -313,7 +315,7 @@ class FixedFunction(TorchFunctionMode):
         """Call a function with a written backward with the constants of the gradient."""
         constants, back = self._constants, _in_backward()
         if (state := self._watching(back)) is not None:
-            with torch._C.DisableTorchFunction():
+            with torch._C.DisableTorchFunction(), unseen():
                 state.before(apply, args, {})
         if not self._follows(back):
             return apply(*args)
@@ -360,7 +362,8 @@ class FixedFunction(TorchFunctionMode):
         name = name.strip("_")
         found = None
         if self._first and name in kinks.NAMES:
-            found = kinks.kinked(name, args, kwargs)
+            with unseen():
+                found = kinks.kinked(name, args, kwargs)
         if found is not None:
             before = self._kinked
             self._kinked = found if before is None else found | before.to(found.device)
@@ -369,13 +372,25 @@ class FixedFunction(TorchFunctionMode):
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         x: Tensor = argument(args, kwargs, 0, "input")
+        with unseen():
+            choice = self._choice(func, name, args, kwargs, x)
+        return choice.result(x)
+
+    def _choice(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        x: Tensor,
+    ) -> Choice:
         with torch.no_grad():
             indices = indices_of(name, func(*args, **kwargs))
         dim = dim_of(name, args, kwargs)
         most = x.numel() if dim is None else x.shape[dim]
         now = Choice(name, x.shape, dim, compact(indices, most), line_of_call())
         if _in_backward():  # which recomputes
-            return self._again(now, called(name, args, kwargs), x).result(x)
+            return self._again(now, called(name, args, kwargs), x)
         recorded = self._recorded[self._key]
         if self._first:
             recorded.append(now)
@@ -384,7 +399,7 @@ class FixedFunction(TorchFunctionMode):
         count = torch.full((), choice.number, dtype=torch.float64, device=x.device)
         changed = choice.changes(indices).to(torch.float64)
         self._note(choice, called(name, args, kwargs), torch.stack([count, changed]), 0, x)
-        return choice.result(x)
+        return choice
 
     # ---- kinks
 
@@ -401,10 +416,9 @@ class FixedFunction(TorchFunctionMode):
             return self._composed(func, args, kwargs)
         sides: Sides | None = None
         if kinked is not None:
-            if _in_backward():
-                sides = self._sides_again(kinked, func, args, kwargs)
-            else:
-                sides = self._sides(kinked, func, args, kwargs)
+            of_call = self._sides_again if _in_backward() else self._sides
+            with unseen():
+                sides = of_call(kinked, func, args, kwargs)
         if kinked is None or sides is None or sides.held is None:
             self._look_for_kinks(func.__name__, args, kwargs)
             return func(*args, **kwargs)
@@ -543,8 +557,9 @@ class FixedFunction(TorchFunctionMode):
             return read
         tokens, weight = (argument(args, kwargs, i, n) for i, n in enumerate(("input", "weight")))
         padded = tokens == (padding if padding >= 0 else weight.shape[0] + padding)
-        row = self._padding.value(weight[padding].detach(), _in_backward())
-        self._seen |= self._first and bool(padded.any())
+        with unseen():
+            row = self._padding.value(weight[padding].detach(), _in_backward())
+            self._seen |= self._first and bool(padded.any())
         return torch.where(padded.unsqueeze(-1), row, read)
 
     def _next(self, recorded: list[Decision], now: Decision) -> Decision:

@@ -8,6 +8,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ds_hessian.defaults import own_defaults
 
@@ -33,12 +34,24 @@ def unheard() -> Iterator[None]:
         _Trials.running = before
 
 
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Compute beside the model, whose modes see nothing of it: those of selective checkpointing
+    count what a forward calls, and what recomputation calls has to be the same.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        yield
+        return
+    with _disable_current_modes():
+        yield
+
+
 def beside(function: Callable[P, R]) -> Callable[P, R]:
     """Make a hook of a measurement run beside the model: what it computes is no choice of it."""
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        with own_defaults(), torch._C.DisableTorchFunction():
+        with own_defaults(), torch._C.DisableTorchFunction(), unseen():
             return function(*args, **kwargs)
 
     return called

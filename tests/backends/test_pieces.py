@@ -13,7 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import ds_hessian
 from ds_hessian.backends.bits import Bits
@@ -63,6 +67,22 @@ class OwnReLU(torch.autograd.Function):
         """Its slopes, of which one kink is only here."""
         (x,) = ctx.saved_tensors
         return gradients[0] * (x > 0) + 0.1 * x.clamp(min=-0.5)
+
+
+def selectively(x: Tensor, policy: CheckpointPolicy) -> Tensor:
+    """Kinks, choices and constants between products, of what a policy recomputes but products."""
+
+    def policy_of(_: Any, call: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if call == torch.ops.aten.mm.default else policy
+
+    def function(y: Tensor) -> Tensor:
+        y = (y @ y.mT @ y).relu() + y.abs() * y.topk(2).values.sum() + y.square().detach() * y
+        return (y @ y.mT @ y.clamp(-1.0, 0.4)) * (y > 0.2) + functional.elu(y)
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(policy_of)
+
+    return checkpoint(function, 0.3 * x, use_reentrant=False, context_fn=contexts)
 
 
 HELD: dict[str, Function] = {
@@ -148,6 +168,8 @@ HELD: dict[str, Function] = {
         1.1 * x,
         use_reentrant=False,
     ),
+    "all but products recomputed": lambda x: selectively(x, CheckpointPolicy.PREFER_RECOMPUTE),
+    "nothing recomputed": lambda x: selectively(x, CheckpointPolicy.MUST_SAVE),
     "recomputed in turn": lambda x: checkpoint(
         lambda y: functional.relu(y) * functional.leaky_relu(y + 1), x, use_reentrant=False
     ),
