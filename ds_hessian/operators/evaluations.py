@@ -15,7 +15,8 @@ from ds_hessian.operators.displacement.witnesses import (
     products_of_a_third,
     products_of_a_trial_above,
 )
-from ds_hessian.operators.finite_difference import SEARCHED, pilot_of
+from ds_hessian.operators.finite_difference import SEARCHED
+from ds_hessian.operators.gradients import pilot_of
 from ds_hessian.operators.outputs.residual import MEASURED, OF_ROUNDING
 
 FIRST = {"auto": 4.0, "fixed": 2.5}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ds_hessian.config import OUTPUT_MATRICES, OperatorName
 from ds_hessian.memory import FP32, Item, Tier
 from ds_hessian.operators.displacement.schemes import SCHEMES, SchemeName
-from ds_hessian.operators.finite_difference import pilot_of
+from ds_hessian.operators.gradients import pilot_of
 from ds_hessian.operators.outputs.planned import Outputs
 
 

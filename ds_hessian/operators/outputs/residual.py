@@ -181,10 +181,10 @@ class Residual(FiniteDifferenceHessian):
         """Return the relative size of the product with what another rounding of each weight makes
         of the pilot's cotangents.
         """
-        session, some = self.session, self._pilot
+        session, gradients, some = self.session, self._gradients, self._gradients.pilot
         v, length, _ = measurable(v, self.space)
-        out, step = self._gradients[1], product.displacement / length
-        signs = torch.sign(v, out=self._gradients[-1])
+        out, step = gradients.at[1], product.displacement / length
+        signs = torch.sign(v, out=gradients.at[-1])
         session.displace(session.masters().abs_().mul_(signs), session.unit_roundoff)
         out.zero_()
         # What does not pass the outputs is the same at both factors.
@@ -196,7 +196,7 @@ class Residual(FiniteDifferenceHessian):
                 session.displace(v, sign * step)
                 session.add_gradient(out, some)
                 out.neg_()
-        share = len(some) / len(self._all)
+        share = gradients.share
         self.cost.gradient_evaluations += (1 + len(passes)) * share
         unit = self.scale / (len(passes) * product.displacement * share)
         two = share**INDEPENDENT * self.space.norm(out) * unit  # that of w and that of here
