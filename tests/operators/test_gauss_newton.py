@@ -19,7 +19,7 @@ import ds_hessian
 from ds_hessian.backends import Passes
 from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.config import FiniteDifferenceConfig, OperatorName
-from ds_hessian.errors import ConfigError, UnsupportedError
+from ds_hessian.errors import ConfigError, NumericsError, UnsupportedError
 from ds_hessian.krylov import lanczos
 from ds_hessian.operators import Curvature, FiniteDifferenceHessian, GaussNewton, curvature
 from ds_hessian.operators.outputs.losses import read_cross_entropy
@@ -1044,3 +1044,28 @@ def test_outputs_that_have_no_value_far_out_are_differenced_nearer() -> None:
         product = operator.matvec(v)
     error = relative(product.vector, ExactGaussNewton(net, "1", loss, batches(2))(v))
     assert error < min(1e-4, 3 * (product.error or 0.0))
+
+
+def test_a_displacement_at_which_others_than_the_pilot_have_no_outputs_is_given_up() -> None:
+    """All micro-batches but the first leave the logarithm's domain a hundred times nearer."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(10, 6), nn.Linear(6, 3))
+    nn.init.zeros_(net[0].weight), nn.init.zeros_(net[0].bias)
+    net[0].register_forward_hook(lambda module, args, f: (15 * f).log1p())
+
+    def loss(net: nn.Module, b: Any) -> Tensor:
+        return functional.cross_entropy(net(b[0].to(next(net.parameters()).dtype)), b[1])
+
+    data = [(x * (100.0 if i else 1.0), y) for i, (x, y) in enumerate(batches(4))]
+    hessian = ds_hessian.attach(net, None, {"progress": False}).use(data, loss)
+    exact = ExactGaussNewton(net, "1", loss, data)
+    with hessian.measuring(operator="ggn") as operator:
+        for seed in range(3):
+            product = operator.matvec(v := hessian.random_vector(seed=seed))
+            error = relative(product.vector, exact(v))
+            assert error < min(1e-3, 5 * (product.error or 0.0)), (error, product)
+    with (
+        hessian.measuring(operator="ggn", displacement=1.0) as operator,
+        pytest.raises(NumericsError, match=r"use a smaller displacement, or \"auto\""),
+    ):
+        operator.matvec(v)

@@ -193,17 +193,17 @@ class GaussNewton:
                 lost in the rounding of the weights.
         """
         started, (v, length, unit) = time.perf_counter(), measurable(v, self.space)
-        h, out, sums, trials = self._search(v, length)
-        bent = self._beside if self._steps.doubts_outputs else range(0)
-        found = self._finish(v, length, h, out, sums, bent)
+        h, out, found, trials, bent = self._first(v, length)
         (better,) = self.space.of_rank_0(self._steps.judge(found.trial))
         if self._narrow(found.trial.values) or better != h:
             del out  # before that of another displacement
             out, found = self._at(v, length, better, bent)
-            (lost,) = self.space.of_rank_0(found.trial.lost and self._steps.fixed is None)
-            if lost:  # nothing better
+            fails = found.trial.lost or not found.trial.finite
+            (worse,) = self.space.of_rank_0(fails and self._steps.fixed is None)
+            if worse:
                 del out
                 out, found = self._at(v, length, h, bent)
+            _require_finite(found.trial)
             self._steps.judge(found.trial)
         doubt = found.trial.apart
         if self.cost.kinks_crossed is not None:  # the error is of first order in h, as r is
@@ -215,6 +215,23 @@ class GaussNewton:
         product = require_step(self._made(out, found, length, noise, error, trials))
         return in_units(product, unit, self.space)
 
+    def _first(self, v: Tensor, length: float) -> tuple[float, Tensor, _Figures, int, range]:
+        """Return displacement, product, figures, the number of discarded trials, and micro-batches
+        whose outputs are doubted. Where it is not finite, and its pilot is, it is made anew nearer.
+        """
+        discarded = 0
+        while True:
+            h, out, sums, trials = self._search(v, length)
+            bent = self._beside if self._steps.doubts_outputs else range(0)
+            found = self._finish(v, length, h, out, sums, bent)
+            discarded += trials
+            (nearer,) = self.space.of_rank_0(not found.trial.finite and self._steps.stays_below(h))
+            if not nearer:
+                _require_finite(found.trial)
+                return h, out, found, discarded, bent
+            discarded += 1
+            del out
+
     def product_at(self, v: Tensor, h: float) -> Product:
         """Return the product at displacement h, without trials or estimates of its error.
 
@@ -223,6 +240,7 @@ class GaussNewton:
         """
         started, (v, length, unit) = time.perf_counter(), measurable(v, self.space)
         out, found = self._at(v, length, h)
+        _require_finite(found.trial)
         self._note_product(found.choices)
         self.cost.product_seconds += time.perf_counter() - started
         return in_units(self._made(out, found, length, None, None, 0), unit, self.space)
@@ -374,11 +392,6 @@ class GaussNewton:
             sums.choices += more.choices
             sums.values += more.values
         found = self._figures(v, length, h, out, sums, 1.0)
-        if not found.trial.finite:
-            raise NumericsError(
-                f"the product at displacement {h:.3e} is not finite: the outputs or the loss are "
-                'not finite there; use a smaller displacement, or "auto"'
-            )
         out.mul_(self._unit(h, length) * length)
         return found
 
@@ -560,6 +573,15 @@ class GaussNewton:
             fidelity=found.fidelity,
             error=error,
             trials=trials,
+        )
+
+
+def _require_finite(trial: Trial) -> None:
+    """Raise where a product of all micro-batches is not finite, on every rank."""
+    if not trial.finite:
+        raise NumericsError(
+            f"the product at displacement {trial.h:.3e} is not finite: the outputs or the loss are "
+            'not finite there; use a smaller displacement, or "auto"'
         )
 
 

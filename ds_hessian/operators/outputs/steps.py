@@ -187,6 +187,15 @@ class OutputSteps:
             return self._clamp(self.learnt.h)
         return self._fitted(trials)[0] if len(trials) > 1 else self._lowest
 
+    def stays_below(self, h: float) -> bool:
+        """Take note of a displacement at which a product is not finite; return whether there are
+        shorter ones.
+        """
+        if self.fixed is not None or h / LADDER < self.least:
+            return False
+        self.learnt.largest = h / LADDER
+        return True
+
     def advise(self, trials: list[Trial]) -> tuple[float, bool]:
         """Return the displacement to use next, and whether it is that of the last trial, accepted.
 
