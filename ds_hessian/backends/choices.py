@@ -1,9 +1,8 @@
 """What was decided at the weights, to be decided so elsewhere: choices, and the sides of kinks.
 
-A router of experts chooses by `topk`; ReLU by its input's sign. `FixedFunction`
-(`ds_hessian.backends.function`) records each decision in the first forward of a micro-batch, which
-is at the weights, and takes it again in all others. The i-th decision of a forward is the i-th that
-was recorded.
+A router of experts chooses by `topk`; ReLU by its input's sign. `Decisions`
+(`ds_hessian.backends.decisions`) records each one in the first forward of a micro-batch, which is
+at the weights, and takes it again in all others.
 """
 
 from __future__ import annotations
@@ -46,7 +45,10 @@ bits; other than by kernels whose sums have no fixed order, in bf16 at most."""
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = tuple(
     str(Path(__file__).parent / f"{name}.py")
-    for name in ("function", "choices", "pieces", "compositions", "constants", "applied")
+    for name in (
+        *("function", "decisions", "choices"),
+        *("pieces", "compositions", "constants", "applied"),
+    )
 )
 
 Line = tuple[tuple[str, int], ...]

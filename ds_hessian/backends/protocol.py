@@ -153,7 +153,7 @@ class Head:
 
 
 class SidesOfKinks(Protocol):
-    """What became of the kinks of the loss on this rank; `FixedFunction` is one.
+    """What became of the kinks of the loss on this rank; `Decisions` is one.
 
     Attributes:
         holds: Whether elements stay on the sides of kinks on which they are at the weights.

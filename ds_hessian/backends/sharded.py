@@ -170,7 +170,7 @@ class ShardedSession:
         self.gradient_scale: float | None = None
         self.loss = self.cotangent_scale = float("nan")
         self._function, function.note_graph = function, self._note_graph
-        self.kinks: SidesOfKinks = function
+        self.kinks: SidesOfKinks = function.decisions
 
     def _reduce(self, totals: Totals) -> None:
         """Set what all first evaluations have told: scale, loss and unit roundoff. Collective."""
@@ -232,7 +232,7 @@ class ShardedSession:
         """Return the number of held choices, and how many of them would have changed; the same of
         the elements at kinks.
         """
-        return self._function.choices(self.forwards_of(micro_batches))
+        return self._function.decisions.choices(self.forwards_of(micro_batches))
 
     def forwards_of(self, micro_batches: range) -> Collection[Hashable]:
         """Return what tells the forwards of these units apart."""

@@ -50,7 +50,8 @@ _SHARES = ("__get__", "as_tensor", "asarray", "from_numpy", "frombuffer", "from_
 """Functions whose results may be memory that none of their tensors has."""
 _TORCH = str(Path(torch.__file__).parent)
 _BETWEEN = tuple(
-    str(Path(__file__).parent / name) for name in ("state.py", "function.py", "constants.py")
+    str(Path(__file__).parent / name)
+    for name in ("state.py", "function.py", "decisions.py", "constants.py")
 )
 
 _Owned = Sequence[tuple[dict[str, Any], dict[str, Any]]]

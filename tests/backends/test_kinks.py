@@ -105,7 +105,7 @@ def is_smooth(function: Function) -> bool:
     x, fixed = torch.linspace(-6, 6, 32).view(4, 8).requires_grad_(), FixedFunction(dropout=False)
     with fixed.evaluating(0):
         function(x).sum().backward()
-    return fixed.smooth
+    return fixed.decisions.smooth
 
 
 @pytest.mark.filterwarnings("ignore:Default grid_sample")

@@ -218,7 +218,7 @@ def test_at_the_weights_values_and_gradients_are_torch_s(name: str, dtype: torch
         # Constants of torch's own hard sigmoid are in fp32.
         near = max(8 * torch.finfo(dtype).eps, 1e-7)
         torch.testing.assert_close(found, expected, rtol=near, atol=near)
-    assert fixed.smooth and fixed.holds
+    assert fixed.decisions.smooth and fixed.decisions.holds
 
 
 @pytest.mark.parametrize("name", HELD)
@@ -274,23 +274,23 @@ def test_where_slopes_bend_sides_are_held(name: str) -> None:
     """Differences over a step do not show it, but products are off by the slope's jump."""
     fixed = FixedFunction(dropout=False, allowed=ROOM)
     evaluated(HELD[name], values(), fixed)
-    assert fixed.held > 0 and fixed.smooth
+    assert fixed.decisions.held > 0 and fixed.decisions.smooth
 
 
 def test_as_many_bits_are_held_as_there_are_elements_at_kinks() -> None:
     fixed, x = FixedFunction(dropout=False, allowed=ROOM), torch.randn(1000)
     evaluated(lambda x: torch.relu(x) + x.clamp(-1, 1), x, fixed)
-    assert fixed.held == 125 + 2 * 125
-    assert fixed.choices([0]).tolist() == [0, 0, 2000, 0]
+    assert fixed.decisions.held == 125 + 2 * 125
+    assert fixed.decisions.choices([0]).tolist() == [0, 0, 2000, 0]
     evaluated(lambda x: torch.relu(x) + x.clamp(-1, 1), x.neg(), fixed)
     moved = 1000 + int((x.abs() > 1).sum())
-    assert fixed.choices([0]).tolist() == [0, 0, 2000, moved]
+    assert fixed.decisions.choices([0]).tolist() == [0, 0, 2000, moved]
 
 
 def test_values_on_one_side_take_no_memory() -> None:
     fixed = FixedFunction(dropout=False, allowed=ROOM)
     evaluated(lambda x: x.square().clamp(min=-1e-6).exp() + torch.relu(x.exp()), values(), fixed)
-    assert fixed.held == 0 and fixed.smooth
+    assert fixed.decisions.held == 0 and fixed.decisions.smooth
 
 
 def test_without_room_kinks_are_crossed() -> None:
@@ -300,7 +300,8 @@ def test_without_room_kinks_are_crossed() -> None:
         return torch.relu(x) + x.clamp(-1, 1) + x.topk(10).values.sum()
 
     evaluated(function, x, fixed)
-    assert fixed.over and not fixed.holds and not fixed.smooth and fixed.held == 0
+    kinks = fixed.decisions
+    assert kinks.over and not kinks.holds and not kinks.smooth and kinks.held == 0
     moved, first = x + 0.1 * torch.randn(1000), x.topk(10).indices
     with fixed.evaluating(0):
         assert torch.equal(torch.relu(moved), moved.clamp_min(0))

@@ -1288,7 +1288,7 @@ FUNCTION = (
         ("routing/test_choices.py",),
     ),
     Defect(
-        "self._derives.add(self._key)",
+        "self._derives.add(self.decisions.key)",
         "pass",
         "forwards alone have no graph for the derivatives that they take",
         ("operators/test_derivatives.py",),

@@ -55,7 +55,7 @@ def test_values_elsewhere_are_those_at_the_indices_of_the_first_evaluation(name:
     assert not torch.equal(other, call(B))
     extreme = name.split()[0] in ("max", "min", "kthvalue")  # a value as often as a choice
     expected_number = 0 if extreme else 1 if name == "argmin of all" else 2
-    assert function.choices([0])[:2].tolist() == [expected_number] * 2
+    assert function.decisions.choices([0])[:2].tolist() == [expected_number] * 2
 
 
 def test_sums_of_integers_and_elementwise_maxima_are_no_choices() -> None:
@@ -64,7 +64,7 @@ def test_sums_of_integers_and_elementwise_maxima_are_no_choices() -> None:
         assert torch.equal(torch.max(A, B), torch.maximum(A, B))
         assert int(A.long().argmax()) == 4
         assert float(A.max()) == 5.0
-    assert function.choices([0]).tolist() == [0.0] * 4
+    assert function.decisions.choices([0]).tolist() == [0.0] * 4
 
 
 def test_what_describes_tensors_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
