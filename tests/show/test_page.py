@@ -641,3 +641,12 @@ def test_kronecker_figures_have_their_errors(tmp_path: Path) -> None:
     cosines, shares = (chart.figure["data"][0]["text"] for chart in section.states[0].charts)
     assert cosines[0][1] == f"{found.cosines[0, 1]:.2f} ± {found.cosine_errors[0, 1]:.2f}"
     assert shares[1][2] == f"{found.plain_shares[1]:.2f} ± {found.plain_share_errors[1]:.2f}"
+
+
+def test_what_a_pointer_shows_is_in_the_figure(one: Path) -> None:
+    states = [state for section in sections_of(run_in(one)) for state in section.states]
+    drawn = [t for state in states for chart in state.charts for t in chart.figure["data"]]
+    for name in ("text", "customdata", "z"):
+        shown = [t for t in drawn if "%{" + name in t.get("hovertemplate", "")]
+        assert all(name in trace for trace in shown)
+        assert shown or name == "customdata"  # of several steps of one name

@@ -92,7 +92,7 @@ def _distances(spectra: HessianBlockSpectra) -> Figure:
         "zmin": 0,
         "zmax": 1,
         "colorbar": {"thickness": 10, "outlinewidth": 0},
-        "hovertemplate": "%{y}, %{x}: %{text}<extra></extra>",
+        "hovertemplate": "%{y}, %{x}: %{z:.3f}<extra></extra>",
     }
     x = titled("") | {"type": "category", "showticklabels": False, "showgrid": False}
     return figure("distances", [cells], x, name_axis(spectra.names) | {"showticklabels": False})
