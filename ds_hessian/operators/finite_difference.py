@@ -37,10 +37,7 @@ from torch import Tensor
 
 from ds_hessian.backends.protocol import Session
 from ds_hessian.errors import NumericsError
-from ds_hessian.operators.checks import (
-    in_units,
-    require_step,
-)
+from ds_hessian.operators.checks import in_units, require_step
 from ds_hessian.operators.displacement.control import Advice, StepController
 from ds_hessian.operators.displacement.figures import tangent
 from ds_hessian.operators.displacement.line import Line
