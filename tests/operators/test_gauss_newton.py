@@ -1028,16 +1028,22 @@ def test_a_vector_that_the_outputs_see_in_second_order_alone_has_a_product_of_ze
     assert product.nonlinearity is None
 
 
-def test_outputs_that_have_no_value_far_out_are_differenced_nearer() -> None:
-    """The first trials are beyond the logarithm's domain; no rung of the ladder is passed over."""
+def logarithmic(factor: float) -> tuple[nn.Module, Any]:
+    """A net at 0, and its loss, whose outputs have no value where `factor` f is below -1."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(10, 6), nn.Linear(6, 3))
     nn.init.zeros_(net[0].weight), nn.init.zeros_(net[0].bias)
-    net[0].register_forward_hook(lambda module, args, f: (150 * f).log1p())
+    net[0].register_forward_hook(lambda module, args, f: (factor * f).log1p())
 
     def loss(net: nn.Module, b: Any) -> Tensor:
         return functional.cross_entropy(net(b[0].to(next(net.parameters()).dtype)), b[1])
 
+    return net, loss
+
+
+def test_outputs_that_have_no_value_far_out_are_differenced_nearer() -> None:
+    """The first trials are beyond the logarithm's domain; no rung of the ladder is passed over."""
+    net, loss = logarithmic(150)
     hessian = ds_hessian.attach(net, None, {"progress": False}).use(batches(2), loss)
     v = hessian.random_vector(seed=0)
     with hessian.measuring(operator="ggn") as operator:
@@ -1048,14 +1054,7 @@ def test_outputs_that_have_no_value_far_out_are_differenced_nearer() -> None:
 
 def test_a_displacement_at_which_others_than_the_pilot_have_no_outputs_is_given_up() -> None:
     """All micro-batches but the first leave the logarithm's domain a hundred times nearer."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(10, 6), nn.Linear(6, 3))
-    nn.init.zeros_(net[0].weight), nn.init.zeros_(net[0].bias)
-    net[0].register_forward_hook(lambda module, args, f: (15 * f).log1p())
-
-    def loss(net: nn.Module, b: Any) -> Tensor:
-        return functional.cross_entropy(net(b[0].to(next(net.parameters()).dtype)), b[1])
-
+    net, loss = logarithmic(15)
     data = [(x * (100.0 if i else 1.0), y) for i, (x, y) in enumerate(batches(4))]
     hessian = ds_hessian.attach(net, None, {"progress": False}).use(data, loss)
     exact = ExactGaussNewton(net, "1", loss, data)
