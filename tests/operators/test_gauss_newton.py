@@ -265,7 +265,7 @@ def test_cotangents_of_the_first_micro_batch_are_sampled_too() -> None:
     torch.manual_seed(0)
     net, data = nn.Sequential(nn.Linear(10, 6), nn.Tanh(), nn.Linear(6, 3)), batches(3)
     with operators(net, data, lambda net, b: _focal(net(b[0]), b[1]), "ggn") as (_, (g,)):
-        assert isinstance(g, GaussNewton) and g._passes.cotangents.keys() == {0, 1, 2}
+        assert isinstance(g, GaussNewton) and g._differences.passes.cotangents.keys() == {0, 1, 2}
 
 
 def test_fisher_of_another_loss_is_refused(gpt: nn.Module) -> None:
