@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -30,9 +29,26 @@ from ds_hessian.config.messages import (
     suggestion,
 )
 from ds_hessian.config.reading import read_deepspeed, text_in, value_of
+from ds_hessian.config.sections import (
+    EXTRAPOLATED,
+    LEAST_DISPLACEMENT,
+    OUTPUT_MATRICES,
+    BasisConfig,
+    FiniteDifferenceConfig,
+    OperatorName,
+    OutputMatrix,
+    ReorthogonalizationConfig,
+    Section,
+    names_of,
+    path_text,
+    sequence,
+    setting,
+)
 from ds_hessian.errors import ConfigError
 
 __all__ = [
+    "EXTRAPOLATED",
+    "LEAST_DISPLACEMENT",
     "OUTPUT_MATRICES",
     "SECTION",
     "BasisConfig",
@@ -49,159 +65,6 @@ __all__ = [
     "value_of",
 ]
 
-OperatorName = Literal["hessian", "ggn", "residual", "fisher"]
-"""The matrices that can be measured."""
-OutputMatrix = Literal["ggn", "fisher"]
-"""Those that are made of the model's outputs, and have differences of their own."""
-OUTPUT_MATRICES = get_args(OutputMatrix)
-
-
-def _field(default: object, description: str, requires: str = "", **constraints: Any) -> Any:
-    """Return a documented field; `requires` says in words what its type and constraints accept."""
-    extra: dict[str, Any] = {"requires": requires}
-    return Field(default, description=description, json_schema_extra=extra, **constraints)
-
-
-def _path_text(value: object) -> object:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-def _names(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _sequence(value: object) -> object:
-    """Return a list as the tuple that strict pydantic asks for."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-class _Section(BaseModel):
-    # strict: "30" is not 30, true is not 1; an integer still passes as a float.
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
-
-
-LEAST_DISPLACEMENT = 2.0**-126
-"""The least normal number of fp32, in which weights are displaced."""
-
-EXTRAPOLATED = 1e-3
-"""Below such a tolerance products may have to be differences of fourth order: bars of central ones
-in fp32 are 1e-4 to 1e-3 of the largest eigenvalue (docs/numerics.md)."""
-
-
-class FiniteDifferenceConfig(_Section):
-    """Settings of the finite differences that make a product `H v` from gradients."""
-
-    scheme: Literal["central", "forward", "fourth_order", "auto"] = _field(
-        "central",
-        "Difference formula: central differences, two gradients a product; forward, one, for rough "
-        "figures; fourth order, four, for the most exact ones in fp32; `auto`, implied by a "
-        "`tolerance`, the cheapest of the three that reaches it, product by product.",
-    )
-    tolerance: Annotated[float, Field(gt=0, lt=1)] | None = _field(
-        None,
-        "Accuracy wanted of eigenvalues, as far as products limit it, relative to the largest in "
-        "magnitude: products whose error is known to allow it take one gradient, the others two "
-        "(below 1e-3 also four). Null takes `scheme` for all.",
-        "a number between 0 and 1, or null",
-    )
-    displacement: (
-        Literal["auto"] | Annotated[float, Field(ge=LEAST_DISPLACEMENT, allow_inf_nan=False)]
-    ) = _field(
-        "auto",
-        "Length h of the step in parameter space to either side. With `auto` it is chosen for each "
-        "product from its measured truncation and rounding errors.",
-        '"auto" or a finite number, 2^-126 (1.2e-38) at least',
-    )
-    precision: Literal["auto", "model", "fp32"] = _field(
-        "auto",
-        "Arithmetic of the gradients: that of the model, as it trains; `fp32`, on fp32 copies of "
-        "the master weights with autocast and TF32 off; or `auto`, that is `fp32` for a model in "
-        "16 bits where the host can and the memory allows, and `model` otherwise.",
-    )
-
-    kinks: Literal["held", "crossed"] = _field(
-        "held",
-        "Kinks of the model and its loss (ReLU, max pooling, ...): each element stays on the side "
-        "on which it is at the weights (`held`), so that products are of the smooth piece of the "
-        "loss, which is the Hessian there; or passes them (`crossed`), so that products are of the "
-        "function itself, and differ by the kinks that are passed.",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _implied(cls, settings: Any) -> Any:
-        """Complete a tolerance by the scheme that it needs."""
-        if isinstance(settings, dict) and settings.get("tolerance") is not None:
-            return {"scheme": "auto", **settings}
-        return settings
-
-    @property
-    def formula(self) -> Literal["central", "forward", "fourth_order"]:
-        """The difference formula of trials, and of products that no tolerance shortens."""
-        return "central" if self.scheme == "auto" else self.scheme
-
-    @property
-    def largest_formula(self) -> Literal["central", "forward", "fourth_order"]:
-        """The formula of the most gradients that products may take."""
-        tight = self.tolerance is not None and self.tolerance < EXTRAPOLATED
-        return "fourth_order" if tight else self.formula
-
-    def contradictions(self) -> list[str]:
-        """Return a line for each setting that excludes another one."""
-        path, lines = f"{SECTION}.finite_difference", list[str]()
-        if self.tolerance is not None and self.scheme != "auto":
-            lines.append(
-                f'{path}.tolerance: {self.tolerance} contradicts {path}.scheme = "{self.scheme}": '
-                'set "auto", or remove one of the two'
-            )
-        if self.tolerance is None and self.scheme == "auto":
-            lines.append(f'{path}.scheme: "auto" needs {path}.tolerance: set it, or "central"')
-        if self.tolerance is not None and self.displacement != "auto":
-            lines.append(
-                f"{path}.tolerance: {self.tolerance} contradicts {path}.displacement = "
-                f"{self.displacement}: a tolerance chooses the displacement, remove one of the two"
-            )
-        return lines
-
-
-class ReorthogonalizationConfig(_Section):
-    """Settings of Lanczos' reorthogonalisation."""
-
-    mode: Literal["full", "selective", "window", "none"] = _field(
-        "full",
-        "The vectors to which each step is made orthogonal, twice: the whole basis (no ghosts of "
-        "outliers); the last two vectors and converged Ritz vectors (no ghosts either, and the "
-        "basis is rarely read); the last `window` vectors, or the last two (ghosts, but no basis "
-        "to store: for densities).",
-    )
-    window: int = _field(
-        10,
-        "Vectors kept in mode `window`; converged Ritz vectors kept in mode `selective`.",
-        "an integer, at least 2",
-        ge=2,
-    )
-
-
-class BasisConfig(_Section):
-    """Storage of the Lanczos basis, `num_matvecs` vectors."""
-
-    dtype: Literal["fp32", "bf16"] = _field(
-        "fp32",
-        "Storage type of the basis; `bf16` halves it, and its rounding is in the error bars.",
-    )
-    device: Literal["accelerator", "host", "disk"] = _field(
-        "accelerator",
-        "Memory of the basis: that of the parameters; (pinned) host memory; or a nameless file in "
-        "`folder`, which vanishes with the process. In mode `none` a spectrum stores no basis, but "
-        "other analyses do.",
-    )
-    folder: Annotated[str, BeforeValidator(_path_text), Field(min_length=1)] | None = _field(
-        None,
-        "Folder of the basis on `disk`; null for the system's temporary folder.",
-        "a path that is not empty, or null",
-    )
-
-
 _WINDOW = ReorthogonalizationConfig.model_fields["window"]
 _WINDOWED = ("window", "selective")
 """Modes in which `window` has an effect."""
@@ -213,7 +76,7 @@ OF_RANK_0 = ("output_path", "progress")
 """Settings that rank 0 alone follows."""
 
 
-class HessianConfig(_Section):
+class HessianConfig(Section):
     """The settings of a spectrum; see `describe()` for all keys.
 
     Raises:
@@ -221,32 +84,32 @@ class HessianConfig(_Section):
             contradictory; one line for each problem.
     """
 
-    enabled: bool = _field(
+    enabled: bool = setting(
         True,
         "A section that is present is on; `false` is as if it were absent.",
         "true or false",
     )
-    interval: Annotated[int, Field(ge=0)] | Literal["log"] = _field(
+    interval: Annotated[int, Field(ge=0)] | Literal["log"] = setting(
         0,
         "Measure a spectrum every so many optimizer steps; `log`: after steps 1, 2, 3, 6, 10, 18, "
         "32, 56, 100, ..., four in each decade; 0: only at `steps` or on request.",
         'an integer, at least 0, or "log"',
     )
-    steps: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_sequence)] = _field(
+    steps: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(sequence)] = setting(
         (),
         "Further optimizer steps after which a spectrum is measured, whatever `interval` and "
         "`start_step` say. Step 0 is measured when `hessian.use(batches)` gives the micro-batches "
         "before training.",
         "a list of integers, at least 0",
     )
-    sharpness_interval: int = _field(
+    sharpness_interval: int = setting(
         0,
         "Measure the sharpness every so many optimizer steps (with Adam also the preconditioned "
         "one; about five products once warm); 0: only on request.",
         "an integer, at least 0",
         ge=0,
     )
-    curvature_interval: int = _field(
+    curvature_interval: int = setting(
         0,
         "Measure the curvature along gradient and update (and `curvature_vectors`) every so many "
         "optimizer steps, that of the Gauss-Newton matrix unless `operator` names another than the "
@@ -254,57 +117,57 @@ class HessianConfig(_Section):
         "an integer, at least 0",
         ge=0,
     )
-    curvature_vectors: Annotated[str, BeforeValidator(_path_text), Field(min_length=1)] | None = (
-        _field(
+    curvature_vectors: Annotated[str, BeforeValidator(path_text), Field(min_length=1)] | None = (
+        setting(
             None,
             "File of vectors, such as eigenvectors that were saved, along which "
             "`curvature_interval` measures too.",
             "a path that is not empty, or null",
         )
     )
-    start_step: int = _field(
+    start_step: int = setting(
         0,
         "First optimizer step at which the intervals may measure.",
         "an integer, at least 0",
         ge=0,
     )
-    operator: OperatorName = _field(
+    operator: OperatorName = setting(
         "hessian",
         "The matrix that is measured: the Hessian H; `ggn`, its Gauss-Newton part G, the Fisher "
         "matrix of a cross entropy; `residual`, R = H - G; `fisher`, the empirical Fisher matrix "
         "of tokens.",
     )
-    outputs: str | None = _field(
+    outputs: str | None = setting(
         None,
         "Name of the module that returns the model's outputs (logits), for the operators other "
         "than `hessian`, as `named_modules()` has it: that of the model itself is empty; null to "
         "find it.",
         "the name of a module, or null",
     )
-    num_matvecs: int = _field(
+    num_matvecs: int = setting(
         30,
         "Lanczos steps, which is Hessian-vector products, for each probe. More resolve more "
         "outliers.",
         "an integer, at least 1",
         ge=1,
     )
-    num_probes: int = _field(
+    num_probes: int = setting(
         1,
         "Random start vectors that are averaged; the cost is `num_probes` x `num_matvecs` "
         "products. More tighten the trace and the weights.",
         "an integer, at least 1",
         ge=1,
     )
-    probe: Literal["gaussian", "rademacher"] = _field(
+    probe: Literal["gaussian", "rademacher"] = setting(
         "gaussian", "Distribution of the probes' entries."
     )
-    seed: int = _field(
+    seed: int = setting(
         0,
         "Seed of the probes; the same in every parallel layout.",
         "an integer, at least 0",
         ge=0,
     )
-    num_micro_batches: int = _field(
+    num_micro_batches: int = setting(
         8,
         "Micro-batches for each data-parallel rank that define the loss whose Hessian is taken. "
         "The slice is fixed for the run, so that spectra of different steps compare.",
@@ -320,44 +183,44 @@ class HessianConfig(_Section):
     basis: BasisConfig = Field(
         default_factory=BasisConfig, description="How the Lanczos basis is stored."
     )
-    dropout: bool = _field(
+    dropout: bool = setting(
         False,
         "Drop as training does, by one fixed set of masks per micro-batch (`true`), or drop "
         "nothing (`false`).",
         "true or false",
     )
-    batch_statistics: bool = _field(
+    batch_statistics: bool = setting(
         False,
         "Batch normalisation by the statistics of each micro-batch, as in training (`true`), or by "
         "the running ones, as in evaluation (`false`).",
         "true or false",
     )
-    parameters: Annotated[str | list[str], BeforeValidator(_names)] | None = _field(
+    parameters: Annotated[str | list[str], BeforeValidator(names_of)] | None = setting(
         None,
         "Measure the block of these parameters alone, P H P: a regular expression that is searched "
         "in their names, or a list of names. Vectors still cover all parameters, zero outside.",
         "a regular expression, a list of names, or null",
     )
-    sampling: bool = _field(
+    sampling: bool = setting(
         False,
         "Also estimate what other micro-batches would change in extreme eigenvalues and trace; a "
         "product's time for each eigenvalue and each probe.",
         "true or false",
     )
-    output_path: Annotated[str, BeforeValidator(_path_text)] = _field(
+    output_path: Annotated[str, BeforeValidator(path_text)] = setting(
         "hessian_out",
         "Folder for the results, one subfolder for each measured step; rank 0 writes.",
         "a path that is not empty",
         min_length=1,
     )
-    resume: Annotated[str, BeforeValidator(_path_text), Field(min_length=1)] | None = _field(
+    resume: Annotated[str, BeforeValidator(path_text), Field(min_length=1)] | None = setting(
         None,
         "Folder, seen by all ranks, in which the state of a spectrum or another analysis is kept "
         "after each product; a job that was killed continues from it. Null keeps none.",
         "a path that is not empty, or null",
     )
-    progress: bool = _field(True, "Show progress on rank 0.", "true or false")
-    plot: bool = _field(
+    progress: bool = setting(True, "Show progress on rank 0.", "true or false")
+    plot: bool = setting(
         True, "Draw a picture of each spectrum, and keep the page of the run.", "true or false"
     )
 

@@ -27,11 +27,7 @@ from torch import Tensor
 from ds_hessian.backends.protocol import Session
 from ds_hessian.config import OutputMatrix
 from ds_hessian.errors import NumericsError
-from ds_hessian.operators.checks import (
-    in_units,
-    measurable,
-    require_step,
-)
+from ds_hessian.operators.checks import in_units, measurable, require_step
 from ds_hessian.operators.displacement.figures import quotient
 from ds_hessian.operators.outputs.differences import (
     Before,
