@@ -205,6 +205,19 @@ def beside_outputs(f: Tensor, least: float = 1e-3) -> Tensor:
     return signs.mul_(size.clamp_min(least)).reshape(f.shape)
 
 
+def uneven(added: Tensor) -> Tensor:
+    """Multiply what is added to outputs, in place, by factors of 1 to 2, each entry by its own.
+
+    Then an entry of the cotangent that another entry of the outputs changes has another slope.
+    """
+    generator = torch.Generator(added.device).manual_seed(0)
+    rows = added.view(-1, added.shape[-1])
+    for some in _blocks(rows):
+        factors = torch.rand(rows[some].shape, generator=generator, device=added.device)
+        rows[some].mul_(factors.add_(1.0))
+    return added
+
+
 def keeps_weights(tokens: Tokens, f: Tensor, c: Tensor, scale: float, added: Tensor) -> bool:
     """Return whether the weights of tokens are the same at other outputs.
 
@@ -413,18 +426,18 @@ class Secant:
 
     @classmethod
     def of(cls, before: Tensor, after: Tensor, added: Tensor) -> Secant:
-        """Return the slope of two cotangents, where `added`, of entries +-a, lies between them."""
-        roundoff = _roundoff(before, after)
-        scale = (size_of(before) + size_of(after)) / float(added.flatten()[0].abs())
-        parts = list[tuple[Tensor, ...]]()
+        """Return the slope of two cotangents, where `added`, without a zero, lies between them."""
+        parts, nearest = list[tuple[Tensor, ...]](), math.inf
         rows = [_rows(x, x.ndim - 1) for x in (before, after, added)]
         for some in _blocks(rows[0]):
             start, end, step = (x[some] for x in rows)
             slopes = end.to(torch.float32, copy=True).sub_(start).div_(step)
             parts.append((slopes.amin(-1), slopes.mean(-1), slopes.amax(-1)))
+            nearest = min(nearest, float(step.abs().amin()))
         shape = [*before.shape[:-1], 1]
         least, means, most = (torch.cat(part).view(shape) for part in zip(*parts, strict=True))
-        return cls(least, means, most, ROUNDING * roundoff * scale)
+        scale = (size_of(before) + size_of(after)) / nearest
+        return cls(least, means, most, ROUNDING * _roundoff(before, after) * scale)
 
     @property
     def steepest(self) -> Tensor:
@@ -441,11 +454,11 @@ def read_squares(near: Secant, far: Secant) -> Squares | None:
     None for others.
 
     A loss of scalar outputs has one slope in each row, whatever it is: only that the two are equal
-    shows a quadratic one.
+    shows a quadratic one, and one that does not couple the rows.
 
     Args:
         near: One secant.
-        far: Another, to the other side and farther, so that its slope is more exact.
+        far: Another, to the other side, `uneven`, and farther, so that its slope is more exact.
     """
     weights = far.means
     for secant in (near, far):

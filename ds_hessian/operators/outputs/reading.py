@@ -35,6 +35,7 @@ from ds_hessian.operators.outputs.losses import (
     read_cross_entropy,
     read_squares,
     size_of,
+    uneven,
 )
 from ds_hessian.operators.outputs.required import (
     require_curved,
@@ -216,7 +217,7 @@ class _Prober(_Listener):
             reach = size_of(self._before[index]) / secant.steepest
             added = self._added[index]
             ratio = (reach / added.flatten()[0].abs()).nan_to_num(2.0).clamp(2.0, FAR)
-            added.mul_(-ratio)
+            uneven(added).mul_(-ratio)
         else:
             del self._before[index], self._added[index]
             found = read_squares(self._near.pop(index), secant)
