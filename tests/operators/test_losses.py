@@ -534,6 +534,18 @@ def test_heads_that_a_module_inside_returns_are_found(dtype: torch.dtype, return
     assert gap < 3 * (g.error * g.norm + r.error * r.norm + h.error * h.norm)
 
 
+class Wide(nn.Module):
+    """Its argument in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the shape of x."""
+        return x.float()
+
+
+def squares(place: Tensor, size: Tensor) -> Tensor:
+    return torch.cat([place - 1, size], -1).square().mean()
+
+
 def smoothed(f: Tensor, y: Tensor) -> Tensor:
     return functional.cross_entropy(f, y, label_smoothing=0.1)
 
@@ -567,6 +579,28 @@ def test_a_loss_that_16_bits_cannot_tell_is_known_by_its_values(
     truth = ExactGaussNewton(net.float(), "2", loss, [(x.float(), y) for x, y in data])
     assert g.error is not None
     assert relative(g.vector, truth(v)) < 3 * g.error < 0.1
+
+
+@pytest.mark.parametrize(("of_heads", "kind"), [(pair, VALUES), (squares, SQUARES)])
+def test_heads_of_which_one_is_in_16_bits_are_read_in_fp32(
+    of_heads: Callable[[Tensor, Tensor], Tensor], kind: str
+) -> None:
+    """Joined they are in fp32, as the cotangents of the one were not. Each product of a loss known
+    by its values was differenced over less than the one before, until it was 0, without an error; a
+    quadratic loss was not recognised.
+    """
+    net, data = Pair("tuple").bfloat16(), [(x.bfloat16(), y) for x, y in points()]
+    net.size = nn.Sequential(net.size, Wide())
+
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        place, size = net(batch[0])
+        return of_heads(place.to(size.dtype), size)
+
+    with operators(net, data, loss, "ggn") as (backend, (matrix,)):
+        assert matrix.outputs == f"the model itself: {kind}"
+        for seed in range(3):
+            product = matrix.matvec(random_vector(backend.layout, backend.space, seed))
+            assert product.error is not None and product.error < 0.1
 
 
 def test_a_loss_that_is_computed_in_16_bits_is_differenced_over_more() -> None:

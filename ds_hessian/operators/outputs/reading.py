@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ds_hessian.backends.protocol import Session
-from ds_hessian.memory import FP32, NARROW
+from ds_hessian.memory import FP32
 from ds_hessian.operators.checks import kinks_crossed
 from ds_hessian.operators.clock import add_gradient
 from ds_hessian.operators.displacement.trials import ROUNDOFF
@@ -65,14 +65,12 @@ class _Listener(ABC):
         samples: A sample of the cotangents of each micro-batch that passed as it is.
         scales: `Session.cotangent_scale` in the backward of each micro-batch of a pass of several.
         told: Micro-batches with a cotangent other than zero.
-        narrow: Whether some outputs are in 16 bits.
     """
 
     reads = True
 
     def __init__(self) -> None:
         self.failed = self.largest = 0
-        self.narrow = False
         self.samples: dict[int, Tensor] = {}
         self.scales: dict[int, float] = {}
         self.told = set[int]()
@@ -85,7 +83,6 @@ class _Listener(ABC):
 
     def outputs(self, index: int, f: Tensor) -> Tensor | None:
         self.largest = max(self.largest, FP32 * f.numel())
-        self.narrow |= f.dtype in NARROW
         return self._addend(index, f)
 
     def _addend(self, index: int, f: Tensor) -> Tensor | None:
@@ -264,7 +261,7 @@ class Reading:
         self.squares: dict[int, Squares] = {}
         self.kind: Literal["cross entropy", "squares"] | None = None
         self.cotangents: dict[int, Tensor] = {}
-        self._partial, self._narrow, self.largest, self.seconds = False, False, 0, 0.0
+        self._partial, self.largest, self.seconds = False, 0, 0.0
         self._told = set[int]()
         session.displace(None, 0.0)
         self.gradient = self.space.zeros()
@@ -293,7 +290,7 @@ class Reading:
             lacking = self.tap.is_here and not self.cotangents.keys() >= set(
                 self.tap.calls(range(1))
             )
-            some = every if self._anywhere(self._narrow) else range(self._anywhere(lacking))
+            some = every if self._anywhere(self.tap.narrow) else range(self._anywhere(lacking))
             for i in some:
                 with requiring_fp32(self.tap):
                     self._pass(_Wide(), self.space.zeros(), every[i : i + 1])
@@ -345,7 +342,7 @@ class Reading:
             if i or lacking:  # the gradient of the first has been added
                 out = self.gradient if i else self.space.zeros()
                 times.append(self._pass(prober, out, unit))
-            if self._anywhere(self._narrow):
+            if self._anywhere(self.tap.narrow):
                 prober.widens = True
                 with requiring_fp32(self.tap):
                     self._pass(prober, self.space.zeros(), unit)
@@ -369,7 +366,6 @@ class Reading:
         with self.tap.listening(some, listener):
             seconds = add_gradient(self.session, out, some)
         self.largest = max(self.largest, listener.largest)
-        self._narrow |= listener.narrow
         self._told |= listener.told
         scales = {} if 0 in some else listener.scales
         for i, c in listener.samples.items():

@@ -24,6 +24,7 @@ from ds_hessian.backends import containers
 from ds_hessian.backends.hooks import beside, on_cotangents
 from ds_hessian.backends.kinks import argument, with_argument
 from ds_hessian.errors import UnsupportedError
+from ds_hessian.memory import NARROW
 
 SAMPLES = 2**16
 """Entries of the outputs of a micro-batch from which nonlinearity ratios are taken."""
@@ -94,6 +95,7 @@ class Tap:
         others: Modules on this rank that may be other heads, with their names, where nothing but
             the order of calls, or the name of a module inside of another, has shown the outputs;
             None elsewhere.
+        narrow: Whether some of the outputs that were seen here are in 16 bits.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Tap:
     ) -> None:
         self.name, self.module, self.per_unit, self.places = name, module, per_unit, places
         self.others: Sequence[tuple[str, nn.Module]] | None = None
+        self.narrow = False
 
     @property
     def is_here(self) -> bool:
@@ -128,6 +131,7 @@ class Tap:
         calls = _Calls(self.name, self.calls(units), listener, self.places)
         with self._reporting(calls):
             yield
+        self.narrow |= calls.narrow
         calls.require_all()
 
     @contextmanager
@@ -194,7 +198,7 @@ class _Calls:
         self, name: str, micro_batches: range, listener: Listener, places: Sequence[int]
     ) -> None:
         self.name, self.micro_batches, self.listener = name, micro_batches, listener
-        self.places, self.count = places, 0
+        self.places, self.count, self.narrow = places, 0, False
 
     def __call__(self, module: nn.Module, args: object, output: Any) -> Any:
         tensors = tensors_of(output)
@@ -210,18 +214,20 @@ class _Calls:
                 "returns what it is of, outputs=..."
             )
         f = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
-        other = self.taken(f, len(parts) > 1)
+        other = self.taken(f, parts)
         if len(parts) == 1:
             return None if other is None else with_tensors(output, {self.places[0]: other})
         return with_tensors(output, dict(zip(self.places, _apart(f, other, parts), strict=True)))
 
-    def taken(self, f: Tensor, joined: bool = False) -> Tensor | None:
+    def taken(self, f: Tensor, parts: Sequence[Tensor] = ()) -> Tensor | None:
         """Tell the listener of outputs, and hook their cotangent; return others to go on with.
 
         Args:
             f: The outputs.
-            joined: Whether they are a copy, of several tensors.
+            parts: The tensors that they are made of: of several they are a copy, in the widest
+                dtype of all.
         """
+        self.narrow |= any(part.dtype in NARROW for part in parts or (f,))
         if in_backward():
             raise UnsupportedError(
                 f"ds_hessian does not support outputs ({self.name!r}) that are computed again in "
@@ -238,7 +244,7 @@ class _Calls:
         added = beside(self.listener.outputs)(index, f.detach())
         if added is not None:
             wide = f.float()
-            f = wide.add_(added) if joined or wide is not f else wide + added
+            f = wide.add_(added) if len(parts) > 1 or wide is not f else wide + added
         if f.requires_grad:
             # The loss may write into f.
             seen = f.detach().clone() if self.listener.reads else f.new_empty(0)
