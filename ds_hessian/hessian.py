@@ -241,7 +241,7 @@ class Hessian(JobMeasuring):
         with self._calling(Influence, make, overrides):
             subject = self._subject(overrides)
             asked, given = (
-                self.backend.objective(batches, loss_fn, like=self._objective)
+                self.backend.objective(batches, loss_fn, like=self._objective, apart=True)
                 for batches in (query, examples)
             )
             return measure(replace(make(), query=asked, examples=given), subject)

@@ -103,7 +103,9 @@ class JobMeasuring(JobVectors):
         with collective("choosing the micro-batches", device, given=lambda: sizes):
             self._require_closed()
             before = self._objective
-            self._objective = self.backend.objective(batches, loss_fn, like=before, **sizes)
+            self._objective = self.backend.objective(
+                batches, loss_fn, like=before, apart=False, **sizes
+            )
         if before is not None:  # until it is known of these micro-batches
             share = self._objective.num_micro_batches / before.num_micro_batches
             self._objective.sides = int(before.sides * share)

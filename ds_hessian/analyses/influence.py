@@ -15,7 +15,6 @@ from ds_hessian.analyses.measurement import Subject
 from ds_hessian.analyses.solve import Solve
 from ds_hessian.backends.protocol import Backend, Objective, Session
 from ds_hessian.config import HessianConfig
-from ds_hessian.errors import UnsupportedError
 from ds_hessian.memory import Item
 from ds_hessian.planning import Settings, Share
 from ds_hessian.records import HessianInfluence
@@ -32,7 +31,8 @@ class Influence(Analysis[HessianInfluence]):
         num_matvecs: Products at most; None for the configuration's.
         preconditioner: As of `Solve`: `adam` or `ekfac`.
         query: Micro-batches whose mean loss is the target.
-        examples: Micro-batches, each an example.
+        examples: Micro-batches, each an example. Those of both are apart, so that any number will
+            do.
     """
 
     title = "influence"
@@ -88,12 +88,6 @@ class Influence(Analysis[HessianInfluence]):
         dots = []
         with _evaluating(subject, self.examples) as session:
             count = session.num_micro_batches
-            if count != self.examples.num_micro_batches:
-                raise UnsupportedError(
-                    "ds_hessian does not support influences of single micro-batches where the "
-                    "schedule can only run groups of them (interleaved pipelines); measure them "
-                    "on another layout of the job"
-                )
             for i in range(count):
                 gradient.zero_()
                 session.add_gradient(gradient, range(i, i + 1))

@@ -186,7 +186,8 @@ class Session(Protocol):
         layout: The fragments that this rank stores, in the order of its vectors.
         space: Inner products over all ranks.
         num_micro_batches: The number of units of the objective that can be evaluated alone, the
-            same on every rank. Where a schedule runs groups of micro-batches, a unit is a group.
+            same on every rank. Where a schedule runs groups of micro-batches, a unit is a group,
+            unless the objective has them apart.
         unit_roundoff: Half of `torch.finfo(dtype).eps`, with the dtype in which the passes compute.
         costly_runs: Whether a call of `add_gradient` costs much more than its units do, as where it
             waits for the stages of a pipeline. Products then make few calls.
@@ -323,6 +324,7 @@ class Backend(Protocol):
         loss: Callable[..., Any] | None = None,
         *,
         like: Objective | None = None,
+        apart: bool = False,
         **sizes: int | None,
     ) -> Objective:
         """Read the micro-batches and check them on all ranks.
@@ -334,6 +336,8 @@ class Backend(Protocol):
             batches: This rank's micro-batches; all of them count.
             loss: `loss_fn(model, batch)` (DeepSpeed, torch) or `forward_step` (Megatron).
             like: An objective from which arguments that are None are taken.
+            apart: Whether each micro-batch must be a unit of its sessions, also where a schedule
+                runs groups of them, and at the cost of a group.
             sizes: `seq_length` and `micro_batch_size` (Megatron); other hosts refuse them by name.
 
         Raises:

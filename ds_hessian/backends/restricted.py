@@ -176,10 +176,11 @@ class Restricted:
         loss: Callable[..., Any] | None = None,
         *,
         like: Objective | None = None,
+        apart: bool = False,
         **sizes: int | None,
     ) -> Objective:
         """Read the micro-batches and check them on all ranks, as the job does."""
-        return self.whole.objective(batches, loss, like=like, **sizes)
+        return self.whole.objective(batches, loss, like=like, apart=apart, **sizes)
 
     def require_measurable(self) -> None:
         """Require the job to be as it was."""

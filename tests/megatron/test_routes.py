@@ -275,11 +275,23 @@ def influences(megatron_ranks: Ranks) -> Callable[[Job], Any]:
     return functools.cache(lambda job: megatron_ranks(1).run(routes_jobs.influences, job))
 
 
-@pytest.mark.parametrize("name", cells(ANALYSED, []))
+INFLUENCED = {
+    **ANALYSED,
+    "PP interleaved": (2, {"pp": 2, "vpp": 2, "layers": 4}),
+    "PP interleaved, per token": (2, {"pp": 2, "vpp": 2, "layers": 4, "per_token": True}),
+    "PP interleaved, experts, recomputed": (
+        2,
+        {"pp": 2, "vpp": 2, "layers": 4, "recompute": True, **LOSSES},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", cells(INFLUENCED, []))
 def test_influences_are_those_of_one_process(
     megatron_ranks: Ranks, influences: Callable[[Job], Any], name: str
 ) -> None:
-    size, layout = ANALYSED[name]
+    """Of single micro-batches, also where the schedule runs groups of them."""
+    size, layout = INFLUENCED[name]
     ((expected, loss),) = influences(Job(**layout).alone)
     for scores, query in megatron_ranks(size).run(routes_jobs.influences, Job(**layout)):
         assert query == pytest.approx(loss, rel=1e-5)

@@ -5,7 +5,8 @@ parameters, else all of them. Displaced shards are spread by Megatron's own para
 gradients run through its own schedule and reductions, so a product costs what training pays.
 
 With an interleaved pipeline, which runs whole groups of micro-batches only, a unit of the session
-is such a group.
+is such a group. Where micro-batches must be evaluated one by one, a group has one of them in all of
+its places.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ class MegatronBackend:
         loss: ForwardStep | None = None,
         *,
         like: Objective | None = None,
+        apart: bool = False,
         **sizes: int | None,
     ) -> PipelineObjective:
         """Read this rank's micro-batches, and check them on all ranks.
@@ -123,6 +125,7 @@ class MegatronBackend:
                 whose forward step reads nothing.
             loss: The forward step.
             like: An objective from which arguments that are None are taken.
+            apart: Whether each micro-batch fills a group.
             sizes: `seq_length` and `micro_batch_size`, as the schedules take them.
 
         Raises:
@@ -134,9 +137,9 @@ class MegatronBackend:
             loss = like.forward_step if loss is None else loss
             sizes = {**like.sizes, **{k: v for k, v in sizes.items() if v is not None}}
         with reading(batches, self.device):
-            objective = PipelineObjective(batches, loss, sizes)
+            objective = PipelineObjective(batches, loss, sizes, self.group if apart else 1)
         common = objective.num_micro_batches = common_number(len(objective.batches), self.space)
-        if common % self.group:
+        if common * objective.copies % self.group:
             raise ConfigError(
                 f"the interleaved pipeline runs groups of {self.group} micro-batches, got "
                 f"{common}; pass a multiple"
@@ -184,7 +187,7 @@ class MegatronBackend:
                     without_rounding(self.chunks, guard.attributes)
                 stack.callback(weights.restore)
                 step = objective.forward_step
-                forward = FixedForward(step, self.chunks, guard)
+                forward = FixedForward(step, self.chunks, guard, objective.copies)
             with lockstep.guarded():
                 yield MegatronSession(
                     self, objective, forward, guard, finalize, weights, lockstep, passes
@@ -289,7 +292,7 @@ class MegatronSession(ShardedSession):
         lockstep: Lockstep,
         passes: Passes,
     ) -> None:
-        units = objective.num_micro_batches // backend.group
+        units = objective.num_micro_batches * objective.copies // backend.group
         dtype, widen = backend.compute_dtype, passes.precision == "fp32"
         if widen and dtype == torch.bfloat16:
             dtype = torch.float32
@@ -338,9 +341,10 @@ class MegatronSession(ShardedSession):
             if not forward_only:
                 chunk.zero_grad_buffer()
         self._forward.start(first)
-        last = first + count - 1
+        copies = objective.copies
+        begin, end = first // copies, (first + count - 1) // copies
         with (
-            self._lockstep.together(f"evaluating micro-batches {first} to {last}"),
+            self._lockstep.together(f"evaluating micro-batches {begin} to {end}"),
             self._forward.function.running(self._forward.keys(first, count)),
         ):
             data = [objective.iterator(first, count) for _ in chunks]

@@ -28,6 +28,8 @@ class FixedForward:
         forward_step: The job's forward step.
         chunks: The model chunks.
         guard: The guard of the measurement.
+        copies: How often the schedule runs each micro-batch, in a row. Each copy has a number of
+            its own; all have the same random state.
 
     Attributes:
         function: The mode in which the schedule runs.
@@ -40,7 +42,9 @@ class FixedForward:
         forward_step: ForwardStep,
         chunks: Sequence[Chunk],
         guard: Guard,
+        copies: int = 1,
     ) -> None:
+        self.copies = copies
         self.forward_step, self.function = forward_step, guard.function
         self.random, self.buffers = guard.random, guard.buffers
         self.chunks = {id(host.unwrap(chunk)): i for i, chunk in enumerate(chunks)}
@@ -71,10 +75,11 @@ class FixedForward:
         chunk = self.chunks[id(host.unwrap(model))]
         index = self._next[chunk]
         self._next[chunk] += 1
-        if (chunk, index) in self._states:
-            self.random.set(self._states[chunk, index])
+        drawing = chunk, index // self.copies
+        if drawing in self._states:
+            self.random.set(self._states[drawing])
         else:  # first evaluation: the generators run on
-            self._states[chunk, index] = self.random.get()
+            self._states[drawing] = self.random.get()
         self.function.at((chunk, index))
         self.buffers[chunk].renew()
         counts = host.running_counts(model)
@@ -112,7 +117,7 @@ class FixedForward:
         # The schedule divides the loss in place.
         value, count = loss.detach().clone().double().reshape(()), _count(*tokens)
         if index not in self.losses and torch.is_grad_enabled() and not torch.isfinite(value):
-            raise NumericsError(f"the loss of micro-batch {index} is {value.item()}")
+            raise NumericsError(f"the loss of micro-batch {index // self.copies} is {value.item()}")
         if self.per_token and count is None:
             raise ConfigError(
                 "with calculate_per_token_loss, loss_func must return (sum, tokens, logs), got no "

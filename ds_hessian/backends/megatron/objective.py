@@ -31,6 +31,7 @@ class PipelineObjective(MicroBatches):
             a pipeline) pass an empty list.
         forward_step: A function of (data_iterator, model), as `ForwardStep` describes.
         sizes: `seq_length` and `micro_batch_size`, as the schedule takes them.
+        copies: How often a schedule runs each micro-batch, in a row.
 
     Raises:
         ConfigError: names the argument that is missing or not valid.
@@ -41,6 +42,7 @@ class PipelineObjective(MicroBatches):
         batches: Iterable[object],
         forward_step: ForwardStep | None,
         sizes: Mapping[str, int | None],
+        copies: int = 1,
     ) -> None:
         given: dict[str, object] = {"forward_step": forward_step, **dict.fromkeys(SIZES), **sizes}
         unknown = [name for name in sizes if name not in SIZES]
@@ -58,7 +60,7 @@ class PipelineObjective(MicroBatches):
                 "forward_step must be a function of (data_iterator, model), as "
                 f"get_forward_backward_func() takes it, got {forward_step!r}"
             )
-        self.forward_step, self.sizes = forward_step, dict[str, int]()
+        self.forward_step, self.sizes, self.copies = forward_step, dict[str, int](), copies
         for name in SIZES:
             size = given[name]
             if not isinstance(size, int) or size < 1:
@@ -68,11 +70,15 @@ class PipelineObjective(MicroBatches):
     def iterator(self, first: int, count: int) -> Iterator[object] | None:
         """Return the data of one run of the schedule; None on ranks without batches.
 
+        Args:
+            first: The first of the micro-batches that it runs, of which each copy counts.
+            count: Their number.
+
         Containers are copied: Megatron-LM's `get_batch` writes moved tensors back into its dict.
         """
         if not self.batches:
             return None
-        return _Data(self.batches[first : first + count])
+        return _Data([self.batches[i // self.copies] for i in range(first, first + count)])
 
 
 class _Data(Iterator[object]):

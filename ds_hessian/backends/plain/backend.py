@@ -121,6 +121,7 @@ class ModuleBackend:
         loss: LossFn | None = None,
         *,
         like: Objective | None = None,
+        apart: bool = False,
         **sizes: int | None,
     ) -> ModelObjective:
         """Read this rank's micro-batches, and check them on all ranks."""

@@ -144,6 +144,7 @@ class ZeroBackend:
         loss: LossFn | None = None,
         *,
         like: Objective | None = None,
+        apart: bool = False,
         **sizes: int | None,
     ) -> ModelObjective:
         """Read this rank's micro-batches; tensor-parallel ranks must pass the same ones."""
