@@ -195,6 +195,8 @@ class Session(Protocol):
             the loss; None until every unit has been evaluated once.
         loss: The mean loss at the weights; NaN until every unit has been evaluated once.
         kinks: What became of the kinks of the loss on this rank.
+        backward: Where a unit is a group of micro-batches, the number of the present backward,
+            which is of one of them. A layer's backwards of a micro-batch follow each other.
         head: Where the model's outputs are. It, `forward` and `cotangent_scale` are for operators
             of the loss in the outputs.
         cotangent_scale: The factor from derivatives of the loss, as hooks see them in a backward,
@@ -210,6 +212,7 @@ class Session(Protocol):
     gradient_scale: float | None
     loss: float
     kinks: SidesOfKinks
+    backward: int
     head: Head
     cotangent_scale: float
 

@@ -229,6 +229,7 @@ class RestrictedSession:
     gradient_scale: float | None
     cotangent_scale: float
     loss: float
+    backward: int
 
     def __init__(self, restricted: Restricted, whole: Session) -> None:
         self.restricted, self.whole = restricted, whole

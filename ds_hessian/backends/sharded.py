@@ -169,6 +169,7 @@ class ShardedSession:
         self.num_micro_batches, self.head, self.unit_roundoff = num_micro_batches, head, roundoff
         self.gradient_scale: float | None = None
         self.loss = self.cotangent_scale = float("nan")
+        self.backward = 0
         self._function, function.note_graph = function, self._note_graph
         self.kinks: SidesOfKinks = function.decisions
 

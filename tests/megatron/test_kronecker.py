@@ -25,6 +25,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP x PP": (4, {"tp": 2, "pp": 2}),
     "TP x DP": (4, {"tp": 2, "distributed": True}),
     "TP 4": (4, {"tp": 4, "query_groups": 4, "sequence_parallel": True}),
+    "PP interleaved": (2, {"pp": 2, "vpp": 2, "layers": 4}),
+    "PP interleaved, recomputed": (2, {"pp": 2, "vpp": 2, "layers": 4, "recompute": True}),
 }
 
 
@@ -54,7 +56,6 @@ def test_factors_are_those_of_one_process(
 
 DRAWN: dict[str, tuple[int, dict[str, Any]]] = {
     **LAYOUTS,
-    "PP interleaved": (2, {"pp": 2, "vpp": 2, "layers": 4}),
     "PP x DP": (4, {"pp": 2, "distributed": True}),
     "recomputed": (2, {"tp": 2, "recompute": True}),
     "a token average": (2, {"per_token": True}),
@@ -70,8 +71,7 @@ def test_drawn_labels_are_those_of_one_process(megatron_ranks: Ranks, name: str)
     size, layout = DRAWN[name]
     job = Job(**layout)
     draws, limit = (2, 1e-3) if job.dtype == "float32" else (32, 0.1)
-    # An interleaved schedule runs micro-batches in groups, whose gradients Shampoo's factors are.
-    kinds = ("kfac", "ekfac") if job.vpp > 1 else ("kfac", "ekfac", "shampoo")
+    kinds = ("kfac", "ekfac", "shampoo")
     wide = replace(job, dtype="float32")
     ((exact, about),) = megatron_ranks(1).run(kronecker_jobs.factors, wide.alone, kinds, draws)
     runs = megatron_ranks(size).run(kronecker_jobs.factors, job, kinds, draws)

@@ -355,9 +355,13 @@ class MegatronSession(ShardedSession):
                 data,
                 self._lockstep,
                 num_microbatches=count,
+                begin=self._begin_backward,
                 forward_only=forward_only,
                 **objective.sizes,
             )
+
+    def _begin_backward(self) -> None:
+        self.backward += 1
 
     def _meet_stages(self, doing: str) -> None:
         """Raise if a rank has failed, before stages wait for what others send.

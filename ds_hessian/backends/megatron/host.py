@@ -417,10 +417,11 @@ def run_schedule(
     num_microbatches: int,
     seq_length: int,
     micro_batch_size: int,
+    begin: Callable[[], object],
     forward_only: bool = False,
 ) -> None:
     """Run forward, and backward unless `forward_only`, of `num_microbatches` micro-batches, in a
-    pass of the lockstep.
+    pass of the lockstep; `begin` is called before the backward of each.
 
     Collective.
     """
@@ -438,6 +439,7 @@ def run_schedule(
         dtype=config.pipeline_dtype or config.params_dtype,
         device=device(chunks),
         last=chunks[-1] if stage == stages - 1 else None,
+        begin=begin,
     )
     interleaved = len(chunks) > 1
     steps.run(

@@ -49,6 +49,7 @@ class Steps:
         device: Their device.
         last: The model chunk whose output is not sent, but given to `loss_func`; None on the stages
             before the last.
+        begin: Is called before each backward.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class Steps:
         dtype: torch.dtype,
         device: torch.device,
         last: object,
+        begin: Callable[[], object],
     ) -> None:
         self.lockstep, self.stage = lockstep, stage
         self._schedules, self._counts = schedules, [0, 0]
         self._forward, self._backward = schedules.forward_step, schedules.backward_step
         self._output, self._varies, self._last_chunk = (shape, dtype, device), varies, last
+        self._begin_backward = begin
         self._begun = 0  # steps, in all attempts
         self._last: tuple[int, ...] = (FORWARD, 0, stage)
 
@@ -101,6 +104,7 @@ class Steps:
         if self._begins(BACKWARD):
             with self.lockstep.segment(*self._last):
                 self.lockstep.raise_if_failed()
+                self._begin_backward()
                 gradient: Activations = self._backward(*args, **kwargs)
                 return gradient
         return _zeros(_argument(self._backward, "input_tensor", args, kwargs))

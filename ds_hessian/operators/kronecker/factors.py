@@ -180,7 +180,7 @@ class _Estimation:
         self.cotangent_scale = 0.0  # in whose units all sums are
         self.tokens: dict[str, int] = {}
         self.batches: dict[str, int] = {}
-        self.units: dict[str, int] = {}
+        self.evaluated: dict[str, int] = {}  # micro-batches, also those without its tokens
 
     def run(self) -> list[Factors]:
         """Make all passes."""
@@ -258,8 +258,17 @@ class _Estimation:
         Of `Seen`, only calls are told that are in the gradient.
         """
         every = {x.name: [each[x.name] for each in sums if each] for x in self.layers}
+        latest = dict[str, int]()  # backward of each layer's micro-batch that is open
+
+        def close(name: str) -> None:
+            for each in every[name]:
+                each.close()
 
         def note(layer: Layer, a: Tensor, c: Tensor, counts: bool) -> None:
+            backward = self.session.backward
+            if latest.setdefault(layer.name, backward) != backward:
+                close(layer.name)
+                latest[layer.name] = backward
             factor = self._relative() if number is None else self.labels.unit
             c = c if factor == 1 else c * factor
             for each in every[layer.name]:
@@ -270,9 +279,8 @@ class _Estimation:
         # Labels first: hooks on a tensor run in their order, and a layer may be the outputs.
         with labels, listening(self.layers, note, spared):
             self.session.add_gradient(gradient, range(unit, unit + 1))
-        for several in every.values():
-            for each in several:
-                each.close()
+        for name in latest:
+            close(name)
 
     def _relative(self) -> float:
         """Return the factor that brings a unit's cotangents to the units of the first one's.
@@ -369,10 +377,12 @@ class _Estimation:
 
     def _count(self, counts: Mapping[str, Count]) -> None:
         """Add up tokens and micro-batches of all ranks."""
+        evaluated = self.session.num_micro_batches * self.session.head.per_unit
+        evaluated *= max(self.labels.draws, 1)
         for x in self.layers:
             seen = counts[x.name]
-            mine = torch.tensor([seen.tokens, seen.batches, seen.units]).double()
-            self.tokens[x.name], self.batches[x.name], self.units[x.name] = map(
+            mine = torch.tensor([seen.tokens, seen.batches, evaluated]).double()
+            self.tokens[x.name], self.batches[x.name], self.evaluated[x.name] = map(
                 int, self.space.reduce(mine * x.counts).tolist()
             )
 
@@ -420,7 +430,7 @@ class _Estimation:
         return Eigenform.of_factors(b, a, self._gain(layer, tokens) / max(tokens, 1))
 
     def _shampoo(self, layer: Layer, left: Tensor, right: Tensor) -> Eigenform:
-        gain = self._gain(layer, self.units[layer.name])
+        gain = self._gain(layer, self.evaluated[layer.name])
         return Eigenform.of_factors(left, right, gain / max(float(left.trace()), TINY))
 
     def _ekfac(self, forms: Mapping[str, dict[Kind, Eigenform]]) -> None:
@@ -471,7 +481,7 @@ class _Estimation:
                 left, right = map(_unit, factors[x.name])
                 root = roots[x.name][0]
                 spent = float((root * (factors[x.name][0] @ root)).sum()) / x.shape[0]
-                scale = self._gain(x, self.units[x.name]) * spent
+                scale = self._gain(x, self.evaluated[x.name]) * spent
                 form = Eigenform.of_factors(left, right, scale)
                 forms[x.name]["klshampoo"] = replace(form, rounding=_rounding_of_roots(form))
 

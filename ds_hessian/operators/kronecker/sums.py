@@ -29,7 +29,7 @@ class Accumulator(Protocol):
         """Add the tokens of a call: inputs `(T, n)` and cotangents `(T, m)`."""
 
     def close(self) -> None:
-        """End a micro-batch, which is nothing to a sum over tokens."""
+        """End a micro-batch of which it has seen tokens, which is nothing to a sum over these."""
         return
 
 
@@ -39,19 +39,17 @@ class Count(Accumulator):
     Attributes:
         tokens: Its tokens.
         batches: Micro-batches that had some.
-        units: All micro-batches.
     """
 
     def __init__(self) -> None:
-        self.tokens = self.batches = self.units = self._before = 0
+        self.tokens = self.batches = self._before = 0
 
     def note(self, a: Tensor, c: Tensor) -> None:
         """Count the tokens."""
         self.tokens += len(a)
 
     def close(self) -> None:
-        """Count the micro-batch."""
-        self.units += 1
+        """Count the micro-batch, if it had some."""
         self.batches += self.tokens > self._before
         self._before = self.tokens
 
