@@ -258,6 +258,25 @@ def test_losses_of_small_outputs_in_16_bits_are_as_exact_as_a_cross_entropy(
             assert error < (2e-2 if k == 0 else 8e-3)
 
 
+def test_a_loss_of_many_nearly_even_classes_is_told_from_a_cross_entropy() -> None:
+    """Of 20,000 classes before training a focal loss shows only where its probabilities are others
+    by factors: as a cross entropy's, v'Gv along the gradient would be -0.07 of what it is.
+    """
+    torch.manual_seed(0)
+    net, data = nn.Linear(2, 20_000, bias=False), [(torch.randn(4, 2), torch.randint(20_000, (4,)))]
+    nn.init.normal_(net.weight, std=1e-3)
+    wide = copy.deepcopy(net).double()
+    loss = _focal(wide(data[0][0].double()), data[0][1])
+    (slope,) = torch.autograd.grad(loss, wide.weight, create_graph=True)
+    v = slope.detach() / slope.norm().detach()
+    (truth,) = torch.autograd.grad(slope, wide.weight, v)  # of a linear net G is H
+    with operators(net, data, lambda net, b: _focal(net(b[0]), b[1]), "ggn") as (_, (g,)):
+        assert g.outputs is not None and g.outputs.endswith("a loss known by its values")
+        product = g.matvec(v.float().flatten())
+        error = relative(product.vector, truth.flatten())
+        assert product.error is not None and error < min(3e-3, SLACK * product.error)
+
+
 def test_cotangents_of_the_first_micro_batch_are_sampled_too() -> None:
     """Where its outputs were found by what looks like a cross entropy, and is a focal loss, how far
     the loss bends there was not seen, and rho was chosen as if it were all noise.

@@ -48,8 +48,8 @@ from ds_hessian.operators.outputs.tap import nothing, sample
 Read = TypeVar("Read", Tokens, Squares)
 
 REACH = 2.0
-"""How far outputs go, at least, for a cross entropy to be verified: probabilities change by factors
-there, whose rounding in 16 bits is much less.
+"""How far outputs go, at least, for a cross entropy to be verified. Probabilities change by factors
+there: of many nearly even classes, weights that depend on the label's show it by nothing less.
 """
 
 FAR = 2.0**10
