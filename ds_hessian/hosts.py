@@ -20,7 +20,7 @@ from torch import nn
 
 from ds_hessian import ops
 from ds_hessian.backends import plain, zero
-from ds_hessian.config import HessianConfig
+from ds_hessian.config import SECTION, HessianConfig
 from ds_hessian.errors import ConfigError
 from ds_hessian.hessian import Hessian
 from ds_hessian.ranks import collective, device_of_collectives
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     Job: TypeAlias = DeepSpeedEngine | Chunk | Sequence[Chunk] | nn.Module
 
 Settings = HessianConfig | Mapping[str, object] | str | Path | None
+
+OF_DEEPSPEED = (SECTION, "train_batch_size", "train_micro_batch_size_per_gpu")
+"""Keys of which a whole DeepSpeed config has one: it asks for a batch size."""
 
 
 def attach(job: Job, optimizer: Any = None, config: Settings = None) -> Hessian:
@@ -47,9 +50,9 @@ def attach(job: Job, optimizer: Any = None, config: Settings = None) -> Hessian:
             that its schedules take; or a plain `nn.Module`, maybe in `DistributedDataParallel`.
         optimizer: The optimizer of a plain module or of chunks on megatron-core, whose Adam state
             preconditions. The config may be this argument.
-        config: The settings: a `HessianConfig`, or a whole DeepSpeed config (dict or path) with a
-            `"hessian"` section; for a plain module also a dict of the settings themselves. None for
-            the section of the engine's own config, or defaults.
+        config: The settings: a `HessianConfig`, a dict of them, or a whole DeepSpeed config (dict
+            or path) with a `"hessian"` section. None for the section of the engine's own config, or
+            defaults.
 
     Raises:
         ConfigError: the section has an unknown key or an impossible value.
@@ -59,7 +62,7 @@ def attach(job: Job, optimizer: Any = None, config: Settings = None) -> Hessian:
     """
     if config is None and isinstance(optimizer, HessianConfig | Mapping | str | Path):
         optimizer, config = None, optimizer
-    with _attaching(job, lambda: _settings(job, config)):
+    with _attaching(job, lambda: settings_for(job, config)):
         if getattr(job, "hessian", None) is not None:
             raise ConfigError("this engine has its Hessian already: use engine.hessian")
         hessian = hessian_of(job, config, optimizer)
@@ -83,25 +86,24 @@ def hessian_of(job: Job, config: Settings = None, optimizer: Any = None) -> Hess
 
     Collective.
     """
-    with _attaching(job, lambda: _settings(job, config)):
+    with _attaching(job, lambda: settings_for(job, config)):
         _require_optimizer(optimizer)
         if _is_megatron(job):
-            return megatron_hessian(job, _settings(job, config), optimizer)
+            return megatron_hessian(job, settings_for(job, config), optimizer)
         if _is_engine(job):
             zero.refuse_unsupported(job)
-            return Hessian(zero.ZeroBackend(job), _settings(job, config))
+            return Hessian(zero.ZeroBackend(job), settings_for(job, config))
         assert isinstance(job, nn.Module)
-        return Hessian(plain.ModuleBackend(job, optimizer), _settings(job, config))
+        return Hessian(plain.ModuleBackend(job, optimizer), settings_for(job, config))
 
 
-def _settings(job: Job, config: Settings) -> HessianConfig:
-    """Return the settings that `attach` is given."""
+def settings_for(job: Job, config: Settings) -> HessianConfig:
+    """Return the settings of what `attach` is given."""
     if isinstance(config, HessianConfig):
         return config
     if _is_engine(job) and config is None:
         config = zero.settings_of(job)
-    own = not _is_engine(job) and not _is_megatron(job)  # of a plain module: the section itself
-    if own and isinstance(config, Mapping) and "hessian" not in config:
+    if isinstance(config, Mapping) and config.keys().isdisjoint(OF_DEEPSPEED):
         return HessianConfig.parse(config)
     return HessianConfig.from_deepspeed(config) or HessianConfig()
 

@@ -61,18 +61,13 @@ def attach_scheduled(engine: DeepSpeedEngine) -> None:
     """
     from ds_hessian.backends.zero import settings_of
     from ds_hessian.config import HessianConfig
-    from ds_hessian.errors import ConfigError
     from ds_hessian.hosts import attach
 
     section = HessianConfig.from_deepspeed(settings_of(engine))
     if section is None or not section.enabled:
         logger.warning('no "hessian" section that is enabled: the script runs as without it')
         return
-    if not section.scheduled:
-        raise ConfigError(
-            "hessian.interval, or hessian.sharpness_interval, must be above 0 for a script that "
-            "measures nothing itself, or hessian.steps a list of steps: all are empty"
-        )
+    section.require_scheduled("a script that measures nothing itself")
     attach(engine, section)
 
 

@@ -235,6 +235,21 @@ class HessianConfig(Section):
         """True if anything is measured automatically during training."""
         return any(self.intervals.values())
 
+    def require_scheduled(self, by: str) -> None:
+        """Raise if nothing is measured automatically.
+
+        Args:
+            by: What measures nothing else, as the message names it.
+
+        Raises:
+            ConfigError: names the settings of which one is needed.
+        """
+        if not self.scheduled:
+            raise ConfigError(
+                f"{SECTION}.interval, sharpness_interval or curvature_interval must be above 0 for "
+                f"{by}, or {SECTION}.steps a list of steps: all are empty"
+            )
+
     @property
     def intervals(self) -> dict[str, int | str | list[int]]:
         """The settings that measure automatically, by name."""

@@ -151,11 +151,7 @@ class HessianCallback(Measurements, TrainerCallback):  # type: ignore[misc]
         """
         section = HessianConfig.from_deepspeed(settings_of(engine)) if self._has_engine else None
         config = self._given or section or HessianConfig()
-        if not config.scheduled:
-            raise ConfigError(
-                "hessian.interval, or hessian.sharpness_interval, must be above 0 for "
-                "HessianCallback, or hessian.steps a list of steps: all are empty"
-            )
+        config.require_scheduled("HessianCallback")
         return config
 
     def on_train_end(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import ds_hessian
 from ds_hessian import HessianConfig, HessianSpectrum
 from ds_hessian.errors import ConfigError, NumericsError, UnsupportedError
+from ds_hessian.hosts import settings_for
 from tests.operators.nets import Exact, batches, loss_of, mlp
 from tests.plain import jobs
 from tests.ranks import RankPool
@@ -78,6 +79,22 @@ def test_what_is_no_optimizer_is_refused_with_and_without_settings(
     for settings in ((), (QUIET,)):
         with pytest.raises(ConfigError, match="the optimizer must be the one that steps"):
             ds_hessian.attach(net, wrong, *settings)
+
+
+class DeepSpeedEngine:
+    """What is taken for an engine, without anything that one has."""
+
+
+@pytest.mark.parametrize("settings", [{"num_matvec": 5}, {"hessian": {"num_matvec": 5}}], ids=str)
+def test_settings_of_an_engine_are_read_with_and_without_the_name_of_their_section(
+    settings: dict[str, Any],
+) -> None:
+    """Without it they were taken for a DeepSpeed config that has none, and not looked at."""
+    engine: Any = DeepSpeedEngine()
+    with pytest.raises(ConfigError, match="num_matvec: unknown key; did you mean"):
+        settings_for(engine, settings)
+    assert settings_for(engine, {"num_matvecs": 5}).num_matvecs == 5
+    assert settings_for(engine, {"train_batch_size": 5}) == HessianConfig()
 
 
 @pytest.mark.parametrize("step", ["a", None, -1, 1.5, True])
