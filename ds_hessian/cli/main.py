@@ -11,6 +11,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,22 +33,23 @@ FOLDER = click.argument("folder", type=PATH)
 
 def main() -> NoReturn:
     """Run the command line; ends the process."""
+    call: dict[str, str | None] = {}
     try:
-        status = commands.main(standalone_mode=False)
+        status = commands.main(standalone_mode=False, obj=call)
     except click.ClickException as error:
-        _refuse(error.format_message())
+        _refuse(call, error.format_message())
     except (HessianError, OSError, ImportError) as error:
-        _refuse(str(error))
+        _refuse(call, str(error))
     except MemoryError:
-        _refuse("the files are larger than this machine's memory")
+        _refuse(call, "the files are larger than this machine's memory")
     except click.Abort:
         sys.exit(130)
     sys.exit(status or 0)
 
 
-def _refuse(message: str) -> NoReturn:
+def _refuse(call: Mapping[str, str | None], message: str) -> NoReturn:
     # Ranks of a measurement have the same to say; other commands may run where a job left a RANK.
-    if os.environ.get("RANK", "0") == "0" or "measure" not in sys.argv[1:3]:
+    if os.environ.get("RANK", "0") == "0" or call.get("command") != measure.name:
         echo("ds-hessian: " + " ".join(message.split()), error=True)
     sys.exit(BROKEN_INPUT)
 
@@ -55,12 +57,14 @@ def _refuse(message: str) -> NoReturn:
 @click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="ds-hessian")
 @click.option("--local_rank", hidden=True, expose_value=False)  # of the deepspeed launcher
-def commands() -> None:
+@click.pass_context
+def commands(context: click.Context) -> None:
     """Measure checkpoints, look at Hessian spectra, check this machine, test a training script.
 
     A FOLDER is that of one spectrum (with spectrum.json), or of a run, with one such folder for
     each measured step.
     """
+    context.ensure_object(dict)["command"] = context.invoked_subcommand
 
 
 commands.add_command(measure)

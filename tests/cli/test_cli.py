@@ -289,6 +289,7 @@ def test_broken_results_are_refused_in_one_line(
     ("arguments", "message"),
     [
         (["report", "nowhere"], "no such folder: nowhere"),
+        (["table", "measure"], "no such folder: measure"),
         (["compare", "nowhere", "-o", "picture.bmp"], "must end in .png, .svg or .pdf"),
         (["page", "nowhere", "-o", "s20/spectrum.json"], "must end in .html or .htm, got s20/sp"),
         (["doctor", "--config", "nowhere.json"], "no such file: nowhere.json"),
@@ -297,7 +298,7 @@ def test_broken_results_are_refused_in_one_line(
         (["survey"], "No such command 'survey'"),
         ([], "Missing command"),
     ],
-    ids=["report", "compare", "page", "doctor", "self-test", "port", "unknown", "none"],
+    ids=["report", "table", "compare", "page", "doctor", "self-test", "port", "unknown", "none"],
 )
 def test_wrong_calls_are_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
