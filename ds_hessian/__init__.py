@@ -1,9 +1,12 @@
-"""The true Hessian of a live DeepSpeed engine: spectra and products on the job's own shards.
+"""The true Hessian of a training job as it is: spectra and products on the job's own shards.
 
-import ds_hessian
+    import ds_hessian
 
-engine, optimizer, _, scheduler = ds_hessian.initialize(model=model, config="ds_config.json")
-spectrum = engine.hessian_spectrum(batches)
+    engine, optimizer, _, scheduler = ds_hessian.initialize(model=model, config="ds_config.json")
+    spectrum = engine.hessian_spectrum(batches)
+
+`attach` takes an engine made elsewhere, a module of plain torch or model chunks of Megatron;
+`measure` takes a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from ds_hessian.errors import (
     KernelError,
     MeasurementError,
     NumericsError,
+    ResultError,
     UnsupportedError,
 )
 from ds_hessian.version import __version__
@@ -53,6 +57,7 @@ __all__ = [
     "KernelError",
     "MeasurementError",
     "NumericsError",
+    "ResultError",
     "UnsupportedError",
     "attach",
     "initialize",
@@ -61,7 +66,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import DeepSpeed (seconds) only when something is used that needs it."""
+    """Import torch and what else a name needs, which takes seconds, when it is used."""
     if name in _LAZY:
         import importlib
 

@@ -201,8 +201,9 @@ class JobMeasuring(JobVectors):
     def matvec(self, v: Tensor) -> Product:
         """Return `H v` and its diagnostics.
 
-        Alone it costs three gradients (one at the weights; from 16 micro-batches on two more, for
-        the noise) and some trials of h; each further one inside `measuring()` two, and some trials.
+        Alone it costs some five gradients, with a single micro-batch eight: one at the weights, two
+        of the product, the others to find h and the error. Each further one inside `measuring()`
+        takes a little more than two.
 
         Args:
             v: `(n_local,)` fp32.

@@ -133,7 +133,7 @@ class ReorthogonalizationConfig(Section):
 
     mode: Literal["full", "selective", "window", "none"] = setting(
         "full",
-        "The vectors to which each step is made orthogonal, twice: the whole basis (no ghosts of "
+        "The vectors to which each step is made orthogonal: the whole basis (no ghosts of "
         "outliers); the last two vectors and converged Ritz vectors (no ghosts either, and the "
         "basis is rarely read); the last `window` vectors, or the last two (ghosts, but no basis "
         "to store: for densities).",

@@ -5,13 +5,14 @@ g the time of one gradient over the slice's micro-batches, n_local the coordinat
 the bandwidth of its memory,
 
     product       e g + r (bubble + reductions) + PRODUCT_BYTES n_local / B + PRODUCT_REDUCTIONS L
-    Lanczos step  (STEP_BYTES + 3 s b) n_local / B + STEP_REDUCTIONS L
+    Lanczos step  (STEP_BYTES + s (2 b + 2)) n_local / B + STEP_REDUCTIONS L
     measurement   g + products (product + Lanczos step)
 
 where e are the gradients evaluated for a product (2 and what its trials cost; see
 `ds_hessian.operators.expected_evaluations`) without what each run takes (`Run`), r the runs of the
 host in which they are evaluated, L is the latency of a small all-reduce, s the bytes of a stored
-coordinate and b the mean number of stored vectors. Vectors that are stored elsewhere are read at
+coordinate and b the stored vectors to which a step is made orthogonal on average, which it reads
+twice, and those of the recurrence once. Vectors that are stored elsewhere are read at
 the bandwidth of the connection.
 
 The paper counts two gradients for a product, in one run each, and no latency but those of small
