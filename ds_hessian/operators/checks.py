@@ -106,20 +106,32 @@ def require_finite(gradient: Tensor, space: VectorSpace) -> None:
         )
 
 
-def is_lost(size: float, fidelity: float) -> bool:
-    """Return whether a product of this length is zero because its step was lost."""
-    return size == 0 and tangent(fidelity) >= 1
+def is_lost(size: float, fidelity: float, h: float, rounding: float) -> bool:
+    """Return whether a product of this length may be zero because its step was lost: of the weights
+    as they are, or of what passes make of them, which autocast rounds.
+
+    Args:
+        size: The length.
+        fidelity: Cosine between the realised displacement and v.
+        h: The displacement.
+        rounding: The length of all weights' rounding in the passes.
+    """
+    return size == 0 and (tangent(fidelity) >= 1 or h < rounding)
 
 
-def require_step(product: Product) -> Product:
-    """Return a product, unless it is zero because its step was lost: then nothing tells its error.
+def require_step(product: Product, rounding: float) -> None:
+    """Raise if a product may be zero because its step was lost: then nothing tells its error.
+
+    Args:
+        product: The product.
+        rounding: As `is_lost` has it where the displacement was given; 0 where it was searched, and
+            longer ones were tried.
 
     Raises:
         NumericsError: the step was lost in the rounding of the weights.
     """
-    if is_lost(product.norm, product.fidelity):
+    if is_lost(product.norm, product.fidelity, product.displacement, rounding):
         raise NumericsError(
             f"a step of the displacement {product.displacement:.3e} is lost in the rounding of the "
             'weights, which leaves no product; use a larger displacement, or "auto"'
         )
-    return product

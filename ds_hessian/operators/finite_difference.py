@@ -178,7 +178,9 @@ class FiniteDifferenceHessian:
         """
         started, trials = time.perf_counter(), list[Trial]()
         line = Line(self.session, v, self._gradients.weight_norm)
-        product = require_step(self._on_one_side(line, trials) or self._on_all_sides(line, trials))
+        product = self._on_one_side(line, trials) or self._on_all_sides(line, trials)
+        given = self.displacement != "auto"
+        require_step(product, self._gradients.of_weights if given else 0.0)
         self.cost.products += 1
         self.cost.decided(self._gradients.decided)
         self.cost.trials += product.trials

@@ -18,7 +18,7 @@ from torch import Tensor
 from ds_hessian import ops
 from ds_hessian.backends.protocol import Session
 from ds_hessian.errors import NumericsError
-from ds_hessian.operators.checks import kinks_crossed, measurable, require_finite
+from ds_hessian.operators.checks import is_lost, kinks_crossed, measurable, require_finite
 from ds_hessian.operators.clock import add_gradient
 from ds_hessian.operators.displacement.belief import SATURATING
 from ds_hessian.operators.displacement.figures import distance, quotient, removed_square, tangent
@@ -53,6 +53,7 @@ class Gradients:
         all, pilot, rest: The micro-batches; those of the pilot, and the others.
         scale: `Session.gradient_scale`, of sums over all micro-batches.
         weight_norm: The norm of the weights.
+        of_weights: That of their rounding in the passes.
         scheme: The formula, whose differences are between `points`.
         cost: What was evaluated so far, and how long a gradient takes.
         decided: `Session.choices` of the last product, of all ranks.
@@ -80,6 +81,7 @@ class Gradients:
         assert session.gradient_scale is not None
         self.scale = session.gradient_scale
         self.weight_norm = session.weight_norm()
+        self.of_weights = session.unit_roundoff * self.weight_norm
         self.cost.kinks_crossed = kinks_crossed(session)
 
     def _start(self) -> tuple[Tensor, Tensor]:
@@ -212,7 +214,7 @@ class Gradients:
             nonlinearity=quotient(math.sqrt(s2), math.sqrt(d2)),
             change=math.inf if earlier is None else distance(size, earlier[0].size, dots[0]),
             since=None if earlier is None else earlier[0].h,
-            off=tangent(cosine),
+            off=math.inf if is_lost(size, cosine, h, self.of_weights) else tangent(cosine),
             removed=quotient(math.sqrt(dots[-1]), size) if removed is not None else 0.0,
             second=math.sqrt(s2) * self.scale * len(self.all) / (2 * h * len(self.pilot)),
         )

@@ -22,6 +22,7 @@ from ds_hessian.config import FiniteDifferenceConfig, OperatorName
 from ds_hessian.errors import ConfigError, NumericsError, UnsupportedError
 from ds_hessian.krylov import lanczos
 from ds_hessian.operators import Curvature, FiniteDifferenceHessian, GaussNewton, curvature
+from ds_hessian.operators.displacement.control import StepController
 from ds_hessian.operators.outputs.losses import read_cross_entropy
 from ds_hessian.operators.outputs.steps import OutputSteps
 from ds_hessian.operators.outputs.trials import Trial
@@ -714,6 +715,34 @@ def test_no_product_is_made_where_its_step_is_lost(
     monkeypatch.setattr(OutputSteps, name, far_below)
     with of_uneven() as (backend, exact, g):
         require_within(g, krylov(backend, exact, 3), 0.2)
+
+
+def under_autocast(net: nn.Module, batch: Any) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        f = net(batch[0])
+    return functional.mse_loss(f.float(), batch[1])
+
+
+@pytest.mark.parametrize(("name", "steps"), [("hessian", StepController), ("ggn", OutputSteps)])
+def test_a_step_that_autocast_loses_has_no_product(
+    monkeypatch: pytest.MonkeyPatch, name: OperatorName, steps: type
+) -> None:
+    """It was 0, with no error: the weights had the step, but not what autocast makes of them."""
+    torch.manual_seed(0)
+    net, batch = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(16, 8)
+    backend = ModuleBackend(net)
+    v = random_vector(backend.layout, backend.space, seed=0)
+    objective = backend.objective([batch.split([5, 3], 1)], under_autocast)
+    with backend.measuring(objective, Passes()) as session:
+        given = curvature(session, FiniteDifferenceConfig(displacement=1e-6), name, None)
+        with pytest.raises(NumericsError, match="lost in the rounding.*larger displacement"):
+            given.matvec(v)
+        searched = curvature(session, FiniteDifferenceConfig(), name, None)
+        before = searched.matvec(v)
+        monkeypatch.setattr(steps, "first_h", lambda _: 1e-6)
+        after = searched.matvec(v)
+    assert before.error is not None and after.error is not None
+    assert relative(after.vector, before.vector.double()) < 3 * (before.error + after.error) < 0.3
 
 
 def test_truncation_of_vectors_of_another_kind_is_forgotten() -> None:

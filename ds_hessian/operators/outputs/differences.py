@@ -70,6 +70,8 @@ class OutputDifferences:
         pilot, beside: The micro-batch of trials, and those whose outputs may be doubted.
         smooth: Whether the loss has no kinks in the outputs.
         passes: The passes of an evaluation.
+        weight_norm: The norm |w| of the weights.
+        of_weights: That of their rounding in the passes.
         before: The trial with which the next one is compared; None for none.
         bends: What the last forms of all are off by differencing the loss, by a product's measure.
         choices: `Session.choices` at the displacement of the last forms of all.
@@ -106,6 +108,8 @@ class OutputDifferences:
             self.pilot,
         )
         self._around = self._gradient_around() if reading.passes_by else None
+        self.weight_norm = session.weight_norm()
+        self.of_weights = session.unit_roundoff * self.weight_norm
         self.before: Before | None = None
         self.bends = np.zeros(count)
         self.choices = [0.0] * 4
@@ -234,7 +238,7 @@ class OutputDifferences:
             third=math.sqrt(quotient(thirds[2], thirds[0], nothing=0.0)),
             beside=nonlinearity(*thirds[:2]),
             apart=abs(dot * unit / length - form),
-            lost=is_lost(size, fidelity),
+            lost=is_lost(size, fidelity, h, self.of_weights),
         )
         return Figures(trial, fidelity, decided)
 

@@ -79,7 +79,7 @@ class GaussNewton:
         self._ladder = Ladder()
         self._steps = OutputSteps(
             session.unit_roundoff,
-            session.weight_norm(),
+            self._differences.weight_norm,
             1 / self._differences.count,
             0 if self.cost.kinks_crossed is not None else len(self._differences.beside) - 1,
             None if displacement == "auto" else float(displacement),
@@ -142,7 +142,9 @@ class GaussNewton:
         self._note_product(found.choices)
         self.cost.trials += trials
         self.cost.product_seconds += time.perf_counter() - started
-        product = require_step(self._made(out, found, length, noise, error, trials))
+        product = self._made(out, found, length, noise, error, trials)
+        given = self._steps.fixed is not None
+        require_step(product, self._differences.of_weights if given else 0.0)
         return in_units(product, unit, self.space)
 
     def _first(self, v: Tensor, length: float) -> tuple[float, Tensor, Figures, int, range]:

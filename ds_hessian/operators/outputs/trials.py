@@ -33,7 +33,7 @@ class Trial:
             that have it; else 0.
         beside: r of these.
         apart: How far v'(Gv) by the backward and by the outputs alone are apart.
-        lost: Whether the product is zero since its step is lost in the rounding of the weights.
+        lost: Whether the product is zero, and its step may be lost in the rounding of the weights.
     """
 
     h: float
