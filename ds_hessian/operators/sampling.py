@@ -1,11 +1,12 @@
 """The sampling error of `v'Hv`, from its spread over the micro-batches of the measurement.
 
-H is a mean over G micro-batches of each rank, H = mean of H_i, so v'Hv is the mean of G numbers
-`v'H_i v`. Where the micro-batches are independent draws of the data, the standard error of a mean,
-their standard deviation over sqrt(G), is that of v'Hv. For a unit eigenvector v of H it is, to
-first order, that of the eigenvalue (the infinitesimal jackknife: the derivative of an eigenvalue
-in the weight of micro-batch i is `v'H_i v`). It leaves out the second order: with few micro-batches
-extreme eigenvalues lie farther out than those of the whole data (docs/numerics.md).
+H is a mean over G micro-batches of each rank (where the schedule runs groups of them, over G
+groups), H = mean of H_i, so v'Hv is the mean of G numbers `v'H_i v`. Where the micro-batches are
+independent draws of the data, the standard error of a mean, their standard deviation over sqrt(G),
+is that of v'Hv. For a unit eigenvector v of H it is, to first order, that of the eigenvalue (the
+infinitesimal jackknife: the derivative of an eigenvalue in the weight of micro-batch i is `v'H_i
+v`). It leaves out the second order: with few micro-batches extreme eigenvalues lie farther out than
+those of the whole data (docs/numerics.md).
 
 Source: Jaeckel, The infinitesimal jackknife, Bell Laboratories (1972).
 """
@@ -50,15 +51,17 @@ def micro_batch_curvatures(
 
 
 def require_several(session: Session) -> None:
-    """Raise if there is a single micro-batch.
+    """Raise if there is a single micro-batch, or a single group of them.
 
     Raises:
-        ConfigError: a single micro-batch has no spread.
+        ConfigError: a single one has no spread.
     """
     if session.num_micro_batches < 2:
+        group = session.head.per_unit
+        why = f" (the schedule runs groups of {group})" if group > 1 else ""
         raise ConfigError(
-            "the error of sampling needs at least 2 micro-batches for each rank, got 1: pass more, "
-            "or leave `sampling` off"
+            f"the error of sampling needs at least {2 * group} micro-batches for each rank{why}, "
+            f"got {group}: pass more, or leave `sampling` off"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,14 +72,22 @@ def test_curvatures_are_those_of_each_micro_batch(data: Any) -> None:
     assert np.allclose(found, exact, atol=1e-4 * abs(exact).max())
 
 
-def test_one_micro_batch_has_no_spread(data: Any) -> None:
+@pytest.mark.parametrize(
+    "group, said",
+    [
+        (1, "at least 2 micro-batches for each rank, got 1"),
+        (2, r"at least 4 micro-batches for each rank \(the schedule runs groups of 2\), got 2"),
+    ],
+)
+def test_one_micro_batch_has_no_spread(data: Any, group: int, said: str) -> None:
+    """Nor has one group of them, as an interleaved pipeline runs; it was said to be one."""
     net, batches, _ = data
     backend = ModuleBackend(net)
-    with (
-        measuring(backend, batches[:1], None) as session,
-        pytest.raises(ConfigError, match="at least 2 micro-batches"),
-    ):
-        micro_batch_curvatures(FiniteDifferenceHessian(session), backend.space.zeros() + 1, 1e-2)
+    with measuring(backend, batches[:1], None) as session:
+        session.head = replace(session.head, per_unit=group)
+        operator = FiniteDifferenceHessian(session)
+        with pytest.raises(ConfigError, match=said):
+            micro_batch_curvatures(operator, backend.space.zeros() + 1, 1e-2)
 
 
 @pytest.mark.parametrize("count", cells([8, 32], [8]))
