@@ -187,7 +187,8 @@ class JobMeasuring(JobVectors):
 
     @contextmanager
     def retiring(self) -> Iterator[None]:
-        """Let measurements in the body remove a `resume` state of another optimizer step.
+        """Let measurements in the body remove a `resume` state of another optimizer step, or of
+        another training that came to this one.
 
         Only one of the same measurement, with a line in the log; a state of other settings is
         still refused. For schedules: one kill would else end all later measurements of its kind.

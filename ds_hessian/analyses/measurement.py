@@ -29,7 +29,7 @@ from ds_hessian.operators.sampling import require_several
 from ds_hessian.planning import ChosenPrecision, in_precision, precision_of
 from ds_hessian.ranks import gather_objects
 from ds_hessian.records import Cost, Provenance
-from ds_hessian.resume import SavedRun, identity_of, retire, settings_of
+from ds_hessian.resume import SavedRun, discard, identity_of, retire, settings_of
 from ds_hessian.vectors import VectorSpace, random_vector
 from ds_hessian.version import __version__
 
@@ -44,6 +44,14 @@ S = TypeVar("S", bound=SavedRun)
 T = TypeVar("T")
 
 
+class _OtherTraining(HessianError):
+    """The state on disk is of another training that came to this step."""
+
+    def __init__(self, place: Path) -> None:
+        super().__init__(f"the state in {place} is of other weights or micro-batches")
+        self.place = place
+
+
 @dataclass(frozen=True)
 class Subject:
     """The job, the loss and the settings of a measurement.
@@ -52,8 +60,9 @@ class Subject:
         backend: The job.
         objective: This rank's micro-batches and their loss, whose Hessian is taken.
         config: The settings.
-        retires: Whether a state on disk of the same measurement at another optimizer step is
-            removed, with a line in the log; else it is refused.
+        retires: Whether a state on disk of the same measurement at another optimizer step, or of
+            another training that came to this one, is removed, with a line in the log; else it is
+            refused.
         choice: How the precision of the passes, which the settings then name, was chosen.
         crossing: Why kinks are crossed although the settings did not say so; else empty.
         reserved: Bytes of the vectors' memory that this rank is planned to need beside the sides of
@@ -108,6 +117,20 @@ class Subject:
 
         Collective.
         """
+        with ExitStack() as stack:
+            try:
+                found = stack.enter_context(self._open(kind, folder, identity))
+            except _OtherTraining as error:
+                what = "other weights or micro-batches of this optimizer step"
+                discard(error.place, self.backend.space, what, self.backend.step)
+                found = stack.enter_context(self._open(kind, folder, identity))
+            yield found
+
+    @contextmanager
+    def _open(
+        self, kind: type[S] | None, folder: str, identity: Mapping[str, object] | None
+    ) -> Iterator[tuple[Measurement, S | None]]:
+        """Do what `open` says with the state that is there."""
         backend, resume, subject = self.backend, self.config.resume, self
         began, reduced = time.perf_counter(), backend.space.all_reduces
         saved: S | None = None
@@ -131,6 +154,8 @@ class Subject:
             taught = self._taught(operator, folder)
             if saved is not None:
                 here = {**subject._identity(session, operator), **(identity or {})}
+                if self.retires and saved.is_of_other_training(here, session.unit_roundoff):
+                    raise _OtherTraining(place)
                 saved.resume(operator, here, session.unit_roundoff)
             yield Measurement(subject, session, operator, saved, began, reduced), saved
             if isinstance(operator, Taught) and (found := operator.lessons()) is not None:

@@ -1,6 +1,6 @@
 """Resuming a measurement that was killed: its state on disk, and what must match."""
 
-from ds_hessian.resume.generations import retire
+from ds_hessian.resume.generations import discard, retire
 from ds_hessian.resume.identity import identity_of, refuse_foreign, settings_of
 from ds_hessian.resume.journal import Journal
 from ds_hessian.resume.run import SavedRun
@@ -12,6 +12,7 @@ __all__ = [
     "SavedRun",
     "SavedSpectrum",
     "StateStore",
+    "discard",
     "identity_of",
     "refuse_foreign",
     "retire",

@@ -87,19 +87,34 @@ def retire(folder: Path, space: VectorSpace, wanted: Mapping[str, object], step:
         there = content["figures"]["identity"]
         same = all(there.get(name) == value for name, value in here.items())
         if same and there["optimizer steps"] != step:
-            with together(f"removing the state in {folder}", device=space.device):
-                if space.rank == 0:
-                    logger.warning(
-                        "the state in %s is of optimizer step %d, which was not finished; it is "
-                        "removed, and step %d is measured",
-                        folder,
-                        there["optimizer steps"],
-                        step,
-                    )
-                    claim = Claim(folder)
-                    remove_all(folder)
-                    claim.release()
+            what = f"optimizer step {there['optimizer steps']}"
+            discard(folder, space, f"{what}, which was not finished", step)
         return
+
+
+def discard(folder: Path, space: VectorSpace, what: str, step: int) -> None:
+    """Remove a state, with a line in the log.
+
+    Args:
+        folder: Folder of the state.
+        space: Space of the vectors.
+        what: What it is of.
+        step: The optimizer step that is measured now.
+
+    Raises:
+        MeasurementError: rank 0 could not remove it.
+
+    Collective.
+    """
+    with together(f"removing the state in {folder}", device=space.device):
+        if space.rank == 0:
+            logger.warning(
+                "the state in %s is of %s; it is removed, and step %d is measured",
+                *(folder, what, step),
+            )
+            claim = Claim(folder)
+            remove_all(folder)
+            claim.release()
 
 
 def state_file(folder: Path, generation: int) -> Path:

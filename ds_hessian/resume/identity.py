@@ -36,6 +36,15 @@ SETTINGS = (
 )
 """Keys of the configuration that the answer depends on, with the dtype of the basis."""
 
+OF_TRAINING = (
+    "optimizer steps",
+    "micro-batches",
+    "norm of the weights",
+    "loss",
+    "norm of the gradient",
+)
+"""What differs between two states of one training, of the same measurement."""
+
 SUMMED = 1e-12
 """Relative difference of a sum of squares in fp64 in another order."""
 
@@ -88,15 +97,7 @@ def refuse_foreign(found: Mapping[str, Any], here: Mapping[str, Any], roundoff: 
     Raises:
         ConfigError: says what differs.
     """
-    near = {"norm of the weights": SUMMED}
-    near |= dict.fromkeys(("loss", "norm of the gradient"), math.sqrt(roundoff))
-    before, now = dict(_leaves(found)), dict(_leaves(here))
-    lines = []
-    for name in dict.fromkeys([*before, *now]):
-        a, b = before.get(name), now.get(name)
-        same = math.isclose(a, b, rel_tol=near[name]) if name in near and a and b else a == b
-        if not same:
-            lines.append(f"{name} ({a} there, {b} here)")
+    lines = [*_differences(found, here, roundoff).values()]
     if lines:
         more = f" and {len(lines) - 5} more" if len(lines) > 5 else ""
         raise ConfigError(
@@ -104,6 +105,30 @@ def refuse_foreign(found: Mapping[str, Any], here: Mapping[str, Any], roundoff: 
             f"{', '.join(lines[:5])}{more}: restore what it was made with (dropout masks are the "
             "same in the same layout only), or remove the folder to begin anew"
         )
+
+
+def of_other_training(found: Mapping[str, Any], here: Mapping[str, Any], roundoff: float) -> bool:
+    """Return whether a state is of the same measurement at other weights, or of other micro-batches
+    of the training; arguments as `refuse_foreign` has them.
+    """
+    names = _differences(found, here, roundoff).keys()
+    return bool(names) and names <= set(OF_TRAINING)
+
+
+def _differences(
+    found: Mapping[str, Any], here: Mapping[str, Any], roundoff: float
+) -> dict[str, str]:
+    """Return the entries that differ, by their names, in words."""
+    near = {"norm of the weights": SUMMED}
+    near |= dict.fromkeys(("loss", "norm of the gradient"), math.sqrt(roundoff))
+    before, now = dict(_leaves(found)), dict(_leaves(here))
+    lines = {}
+    for name in dict.fromkeys([*before, *now]):
+        a, b = before.get(name), now.get(name)
+        same = math.isclose(a, b, rel_tol=near[name]) if name in near and a and b else a == b
+        if not same:
+            lines[name] = f"{name} ({a} there, {b} here)"
+    return lines
 
 
 def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,7 @@ import torch
 
 from ds_hessian.backends.guard import RandomState
 from ds_hessian.operators import Curvature
-from ds_hessian.resume.identity import refuse_foreign
+from ds_hessian.resume.identity import of_other_training, refuse_foreign
 from ds_hessian.resume.store import Given, StateStore
 from ds_hessian.vectors import Layout, VectorSpace
 
@@ -80,6 +80,13 @@ class SavedRun:
             yield
         finally:
             self._random.set(here)
+
+    def is_of_other_training(self, identity: Mapping[str, object], roundoff: float) -> bool:
+        """Return whether the state is of the same measurement at other weights, or of other
+        micro-batches; arguments as `resume` has them.
+        """
+        state = self._found
+        return state is not None and of_other_training(state["identity"], identity, roundoff)
 
     def resume(self, operator: Curvature, identity: Mapping[str, object], roundoff: float) -> None:
         """Restore the operator's state from the folder.

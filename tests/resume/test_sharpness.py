@@ -127,6 +127,32 @@ def test_a_schedule_retires_the_state_of_another_step(
     assert same(found, fresh.hessian.sharpness())
 
 
+def test_a_schedule_begins_anew_where_training_has_come_to_other_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As it does with other dropout masks, or kernels that are not deterministic: the step that a
+    kill had interrupted was not measured.
+    """
+
+    def start(**settings: Any) -> Training:
+        training = Training.start(**settings)
+        with torch.no_grad():
+            next(iter(training.hessian.modules[0].parameters())).mul_(1.001)
+        return training
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        killed_after(2, patch)
+        Training.start(resume=tmp_path).hessian.sharpness()
+    training = start(resume=tmp_path)
+    with pytest.raises(ConfigError, match="norm of the weights"):  # not on request
+        training.hessian.sharpness()
+    with training.hessian.retiring(), caplog.at_level(logging.WARNING):
+        found = training.hessian.sharpness()
+    assert "other weights or micro-batches of this optimizer step" in caplog.text
+    assert same(found, start().hessian.sharpness())
+    assert list((tmp_path / "sharpness").iterdir()) == []
+
+
 def test_the_state_of_this_step_is_resumed_by_a_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
