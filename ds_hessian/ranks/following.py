@@ -78,7 +78,7 @@ class Following:
         self._log.fail(current)
         self._log.post(current, None, "meeting")
         leader = self.to_end(current)
-        while leader is not None and self._log.read(current, leader, "meeting") is ABSENT:
+        while leader is not None and self._has_another(current, leader):
             current.begin()
             current.end(finished=False)
             leader = self.to_end(current)
@@ -87,6 +87,15 @@ class Following:
         if leader is None:
             self._follow_stages(current)
         return self._meeting(current)
+
+    def _has_another(self, current: Pass, leader: int) -> bool:
+        """Return whether a rank has another segment, or may have: it has not come to the meeting.
+
+        It may have without this one, where it waits for no collective before (`async_op`).
+        """
+        if self._log.read(current, leader, "meeting") is ABSENT:
+            return True
+        return self._log.read(current, leader, len(current.segments), "end") is not ABSENT
 
     def _meeting(self, current: Pass) -> int:
         """Return the number of figures of the meeting of the ranks that have not failed."""

@@ -175,6 +175,33 @@ def test_of_ranks_that_leave_one_segment_the_first_to_leave_is_named(ranks: Rank
     assert said == ["while trying, rank 1: ValueError: left at 1"] * 2
 
 
+def leave_before_segments() -> str:
+    """Leave a pass on one rank, in whose segments the others begin reductions for which they wait
+    after the meeting.
+    """
+    works = list[Any]()
+    try:
+        with Lockstep(torch.device("cpu"), communication()) as lockstep:
+            with lockstep.together("trying"):
+                if dist.get_rank() == 1:
+                    raise ValueError("left")
+                for step in range(3):
+                    with lockstep.segment(step):
+                        works.append(dist.all_reduce(torch.ones(1), async_op=True))
+    except HessianError as caught:
+        for work in works:
+            work.wait()
+        return str(caught)
+    return "no error"
+
+
+def test_all_segments_are_followed_of_ranks_that_meet_before_their_collectives_end(
+    ranks: Ranks,
+) -> None:
+    said = ranks(2).run(leave_before_segments, timeout=60)
+    assert said == ["while trying, rank 1: ValueError: left"] * 2
+
+
 def leave_between(failing: int, places: list[int]) -> list[str]:
     """Exchange with another stage, between segments, sizes and what has them; rank `failing` leaves
     after so many sends, receipts and waits. Returns the error for each of `places`.
