@@ -886,6 +886,37 @@ def compare_training(job: Job, measures: list[str], config: dict[str, Any]) -> l
     return out
 
 
+def overlapped(job: Job) -> tuple[int, int, bool, bool]:
+    """Of the reductions of a measurement in a job that has trained: how many there were, how many
+    of them began inside of a backward, and whether a product has the same bits as without overlap
+    and the job's switches are what they were.
+    """
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    begin, inside = Group.start_grad_sync, list[bool]()
+
+    def begun(self: Any, *args: Any, **kwargs: Any) -> None:
+        inside.append(torch._C._current_graph_task_id() != -1)
+        begin(self, *args, **kwargs)
+
+    with running(job) as chunks:
+        optimizer = make_optimizer(job, chunks)
+        run_schedule(job, chunks, my_batches())
+        optimizer.step()
+        hessian, ddp = hessian_of(chunks, job), chunks[0].ddp_config
+        products = []
+        for overlap in (True, False):
+            ddp.overlap_grad_reduce = overlap
+            Group.start_grad_sync = begun if overlap else begin
+            try:
+                with hessian.measuring(displacement=3e-2):
+                    products.append(hessian.matvec(hessian.random_vector(seed=5)).vector)
+            finally:
+                Group.start_grad_sync = begin
+            kept = all(c.ddp_config is ddp and ddp.overlap_grad_reduce == overlap for c in chunks)
+        return len(inside), sum(inside), torch.equal(*products), kept
+
+
 # ---- traps
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.backends import jobs as zero_jobs
 from tests.megatron import job
-from tests.megatron.job import Job, Stored
+from tests.megatron.job import MOE, Job, Stored
 from tests.ranks import RankPool
 from tests.tiers import cells
 
@@ -286,6 +286,30 @@ def test_the_gradient_of_a_scaled_loss_is_the_gradient_but_for_rounding(
 ) -> None:
     for apart, scale in megatron_ranks(2).run(job.scaled_losses, Job(**layout)):
         assert 0 < apart < 1e-6 and scale == pytest.approx(1 / 1.3)
+
+
+@pytest.mark.parametrize(
+    "size, layout",
+    cells(
+        [
+            (2, {"distributed": True}),
+            (2, {}),
+            (2, {"distributed": True, "dtype": "bfloat16", "precision": "auto"}),
+            (2, {"ep": 2, **MOE}),
+            (4, {"tp": 2, "distributed": True, "sequence_parallel": True, "recompute": True}),
+            (4, {"pp": 2, "distributed": True}),
+            (4, {"pp": 2, "vpp": 2, "layers": 4, "distributed": True}),
+        ],
+        [(2, {"distributed": True})],
+    ),
+)
+def test_reductions_overlap_with_the_backward_where_those_of_training_do(
+    megatron_ranks: Ranks, size: int, layout: dict[str, Any]
+) -> None:
+    runs = megatron_ranks(size).run(job.overlapped, Job(**layout, overlap=True))
+    for count, inside, same, kept in runs:
+        assert 0 < inside <= count and same and kept
+    assert sum(inside for _, inside, *_ in runs) > 0.5 * sum(count for count, *_ in runs)
 
 
 @pytest.mark.full

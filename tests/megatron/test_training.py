@@ -126,6 +126,11 @@ FAILURES: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         ["layer on 0", *BETWEEN],
     ),
     "TP x DP": (4, {"tp": 2, "distributed": True}, ["layer on 0", *INSIDE]),
+    "PP x DP, overlap": (
+        4,
+        {"pp": 2, **SHARDED},
+        ["iterator", "layer on 2", "layer backward", "layer backward on 0", "finalize on 0"],
+    ),
     "EP": (2, {"ep": 2, **MOE}, ["layer on 0", "experts", "experts backward"]),
     "TP x EP": (
         4,

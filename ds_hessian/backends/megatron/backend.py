@@ -11,7 +11,7 @@ its places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.forward import FixedForward
 from ds_hessian.backends.megatron.memory import MegatronFigures, memory_of_megatron
 from ds_hessian.backends.megatron.objective import ForwardStep, PipelineObjective
+from ds_hessian.backends.megatron.reductions import Reductions
 from ds_hessian.backends.megatron.replicas import (
     Replicas,
     masters_of,
@@ -179,6 +180,7 @@ class MegatronBackend:
                 # Undone before the gather hooks come back, which read what `quiet` has switched.
                 stack.callback(guard.attributes.restore)
                 host.quiet(self.chunks, guard.attributes)
+                reductions = Reductions(self.chunks, guard.attributes, stack, finalize)
                 stack.callback(_restore_gradients, self.chunks, _take_gradients(self.chunks))
                 wide = passes.precision == "fp32" and self.compute_dtype == torch.bfloat16
                 masters = masters_of(self.chunks, self.runs, uneven)
@@ -190,7 +192,7 @@ class MegatronBackend:
                 forward = FixedForward(step, self.chunks, guard, objective.copies)
             with lockstep.guarded():
                 yield MegatronSession(
-                    self, objective, forward, guard, finalize, weights, lockstep, passes
+                    self, objective, forward, guard, reductions, weights, lockstep, passes
                 )
 
     def _sharded(self, masters: Sequence[Tensor | None]) -> ShardedWeights:
@@ -275,7 +277,7 @@ class MegatronSession(ShardedSession):
         objective: The function.
         forward: The job's forward step on it, the same function in each evaluation.
         guard: The guard that restores the training state.
-        finalize: The job's `finalize_model_grads_func`.
+        reductions: Those of its gradients.
         weights: This rank's weights.
         lockstep: The lockstep of the measurement.
         passes: How the passes run.
@@ -287,7 +289,7 @@ class MegatronSession(ShardedSession):
         objective: PipelineObjective,
         forward: FixedForward,
         guard: Guard,
-        finalize: Callable[..., None] | None,
+        reductions: Reductions,
         weights: ShardedWeights,
         lockstep: Lockstep,
         passes: Passes,
@@ -301,7 +303,7 @@ class MegatronSession(ShardedSession):
         costly = any(host.mesh().get(axis, 1) > 1 for axis in ("DP", "PP"))
         super().__init__(weights, forward.function, units, head, roundoff, costly)
         self._backend, self._objective = backend, objective
-        self._forward, self._finalize, self._lockstep = forward, finalize, lockstep
+        self._forward, self._reductions, self._lockstep = forward, reductions, lockstep
         self._evaluated: set[int] = set()
         self.watch_autocast(guard, widen)
         names = [name for name, _ in backend.parameters]
@@ -315,11 +317,12 @@ class MegatronSession(ShardedSession):
         # The schedule averages over the micro-batches of the run, or sums over tokens.
         terms = (1.0 if self._forward.per_token else float(len(micro_batches))) / factor
         self.cotangent_scale = terms * host.share_of_rank(self._forward.per_token, self.head)
-        with host.scaled(backend.chunks, factor):
-            self._run(micro_batches.start * backend.group, len(micro_batches) * backend.group)
-        with self._replicas.checked(self.space, self.unit_roundoff**0.5):
-            self._meet_stages("reducing gradients")
-            host.reduce_gradients(backend.chunks, self._finalize)
+        with self._reductions.begun(overlap=not self._replicas.pending):
+            with host.scaled(backend.chunks, factor):
+                self._run(micro_batches.start * backend.group, len(micro_batches) * backend.group)
+            with self._replicas.checked(self.space, self.unit_roundoff**0.5):
+                self._meet_stages("reducing gradients")
+                self._reductions.make()
         self._note(micro_batches)
         for run, (_, part) in zip(backend.runs, self.layout, strict=True):
             out[part].add_(run.gradient.to(out.dtype), alpha=terms)
@@ -359,6 +362,7 @@ class MegatronSession(ShardedSession):
                 forward_only=forward_only,
                 **objective.sizes,
             )
+            self._reductions.require_whole()
 
     def _begin_backward(self) -> None:
         self.backward += 1

@@ -269,10 +269,9 @@ def micro_batch_group(chunks: Sequence[Chunk]) -> int:
 def quiet(chunks: Sequence[Chunk], attributes: Attributes) -> None:
     """Limit the schedule to forward and backward, until `attributes.restore()`.
 
-    Reductions are left to `reduce_gradients`, after all ranks have agreed to make them; so the
-    overlap is off, and with it the check for NaN inside of it, which raises on one rank alone. The
-    output layer's weight gradients are not deferred: the schedule makes them with the reductions,
-    and only of two micro-batches or more (`drain_embedding_wgrad_compute` of 0.16.1).
+    Reductions are left to `Reductions`. The output layer's weight gradients are not deferred: the
+    schedule makes them with the reductions, and only of two micro-batches or more
+    (`drain_embedding_wgrad_compute` of 0.16.1).
     """
     for config in {id(c): c for c in map(model_config, chunks)}.values():
         for name in ("timers", "grad_scale_func", "param_sync_func", "grad_sync_func"):
@@ -281,9 +280,6 @@ def quiet(chunks: Sequence[Chunk], attributes: Attributes) -> None:
         if getattr(config, "moe_router_fusion", False):  # whose choices are in one kernel
             attributes.set(config, "moe_router_fusion", False)
         attributes.set(config, "defer_embedding_wgrad_compute", False)
-    for ddp in {id(chunk.ddp_config): chunk.ddp_config for chunk in chunks}.values():
-        for name in ("overlap_grad_reduce", "check_for_nan_in_grad", "check_for_large_grads"):
-            attributes.set(ddp, name, False)
     _disable_reruns(attributes)
 
 
@@ -453,20 +449,6 @@ def run_schedule(
             forward_only=forward_only,
         )
     )
-
-
-def reduce_gradients(chunks: Sequence[Chunk], finalize: Callable[..., None] | None) -> None:
-    """Sum and average gradients over ranks as training does, but for the division by the tokens.
-
-    Args:
-        chunks: The model chunks.
-        finalize: The job's `config.finalize_model_grads_func`; None for Megatron's own.
-
-    Collective.
-    """
-    from megatron.core.distributed import finalize_model_grads
-
-    (finalize or finalize_model_grads)(list(chunks), None)
 
 
 def adam_state(

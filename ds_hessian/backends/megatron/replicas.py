@@ -163,6 +163,9 @@ class Replicas:
         parameters: `replicated_parameters` of them.
         runs: This rank's coordinates.
         names: Names of all parameters, the same on every rank.
+
+    Attributes:
+        pending: Whether the next gradient is checked, before its reductions and after them.
     """
 
     def __init__(
@@ -176,7 +179,7 @@ class Replicas:
         self._parameters = parameters
         self._ranks, rank = host.mesh().get("TP", 1), host.tensor_parallel_rank()
         self._sign = sign(rank, self._ranks)
-        self._pending = self._ranks > 1
+        self.pending = self._ranks > 1
         config, ddp = host.model_config(chunks[0]), chunks[0].ddp_config
         ranks = host.mesh()["DP"]
         instances = ddp.num_distributed_optimizer_instances
@@ -199,13 +202,13 @@ class Replicas:
 
         Collective: one all-reduce, the first time.
         """
-        if not self._pending:
+        if not self.pending:
             yield
             return
         own = [(name, p.main_grad.view(-1), 0) for name, p in self._parameters]
         before = self._sums(own)
         yield
-        self._pending = False
+        self.pending = False
         reduced = [(run.fragment.name, run.gradient, run.offset) for run in self._runs]
         found = space.reduce(torch.stack([before, self._sums(reduced)]).view(-1))
         self._judge(tolerance, *found.view(2, len(self._names), 5).tolist())

@@ -53,7 +53,7 @@ class ParameterRun:
 
     @property
     def gradient(self) -> Tensor:
-        """A view of the gradient buffer; reduced on this rank after `host.reduce_gradients`."""
+        """A view of the gradient buffer; reduced on this rank after `Reductions.make`."""
         return self._view(self.parameter.main_grad, self.offset)
 
     @property

@@ -15,7 +15,7 @@ Memory: the weights of this rank's layers in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ds_hessian.backends.guard import Attributes
 from ds_hessian.backends.megatron import host
+from ds_hessian.backends.megatron.reductions import ready_for
 from ds_hessian.backends.megatron.runs import ParameterRun
 from ds_hessian.memory import NARROW
 
@@ -53,9 +54,10 @@ class WideWeights:
         self._gathered: list[tuple[Tensor, Tensor, dist.ProcessGroup]] = []
         values = self._buckets()
         self.made: dict[int, nn.Parameter] = {}
-        for p in (p for chunk in chunks for p in chunk.parameters()):
-            if p.is_floating_point() and id(p) not in self.made:
-                self.made[id(p)] = _stand_in(p, values.get(id(p)))
+        for chunk in chunks:
+            for p in chunk.parameters():
+                if p.is_floating_point() and id(p) not in self.made:
+                    self.made[id(p)] = _stand_in(p, values.get(id(p)), chunk)
 
     def _buckets(self) -> dict[int, Tensor]:
         """Return places of the parameters of which the distributed optimizer gathers shards."""
@@ -101,23 +103,30 @@ class WideWeights:
                 module._parameters[name] = p
 
 
-def _stand_in(p: Any, place: Tensor | None) -> nn.Parameter:
+def _stand_in(p: Any, place: Tensor | None, chunk: Chunk) -> nn.Parameter:
     values = torch.empty(p.shape, dtype=torch.float32, device=p.device)
     if place is not None:
         values = place.view(p.shape)
     copy = nn.Parameter(values.copy_(p.detach()), requires_grad=p.requires_grad)
     vars(copy).update(vars(p))
     if p.requires_grad:
-        copy.register_post_accumulate_grad_hook(_accumulate)
+        copy.register_post_accumulate_grad_hook(_accumulates(p, chunk))
     return copy
 
 
-def _accumulate(p: Any) -> None:
-    """Add a gradient to Megatron's buffer, unless a fused kernel already has; as DDP's hook."""
-    added = getattr(p, "grad_added_to_main_grad", False)
-    if p.grad is not None and (not added or getattr(p, "zero_out_wgrad", False)):
-        p.main_grad.add_(p.grad)
-    p.grad, p.grad_added_to_main_grad = None, False
+def _accumulates(parameter: nn.Parameter, chunk: Chunk) -> Callable[[Any], None]:
+    """Return what does with the gradient of a stand-in as DDP's hook with that of the parameter."""
+    ready = ready_for(chunk, parameter)
+
+    def accumulate(p: Any) -> None:
+        """Add it to Megatron's buffer, unless a fused kernel already has."""
+        added = getattr(p, "grad_added_to_main_grad", False)
+        if p.grad is not None and (not added or getattr(p, "zero_out_wgrad", False)):
+            p.main_grad.add_(p.grad)
+        p.grad, p.grad_added_to_main_grad = None, False
+        ready()
+
+    return accumulate
 
 
 def without_casts(chunks: Sequence[Chunk], attributes: Attributes) -> None:
