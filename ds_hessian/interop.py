@@ -94,7 +94,11 @@ def perturbed(
     moved = {name: value.clone() for name, value in weights.items()}
     for name, part in direction.items():
         if name not in moved or moved[name].shape != part.shape:
-            raise ResultError(f"the direction is not of this model: {name}, {tuple(part.shape)}")
+            here = tuple(moved[name].shape) if name in moved else "none"
+            raise ResultError(
+                f"the direction is not of this model: {name} has shape {tuple(part.shape)} there, "
+                f"{here} here; take one of the model's own eigenvectors (state_dicts)"
+            )
         there = moved[name]
         there += (length * part.double()).to(there.device, there.dtype)
     return moved

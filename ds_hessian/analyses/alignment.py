@@ -143,7 +143,7 @@ class Alignment(Journaled[HessianAlignment]):
         if earlier is not None and (earlier.dim() != 2 or earlier.shape[1] != wanted):
             raise ConfigError(
                 f"the earlier space must be vectors (k, {wanted}) of this rank, got a tensor of "
-                f"shape {tuple(earlier.shape)}"
+                f"shape {tuple(earlier.shape)}: pass those that eigenpairs or load_vectors return"
             )
         return replace(self, update=step is not None, step=step, earlier=earlier)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import torch
@@ -115,11 +115,11 @@ class Analysis(ABC, Generic[R]):
         """
         names = {f.name for f in fields(cls)}
         own = {name: value for name, value in given.items() if name in names}
-        try:
-            found = cls(**own)
-        except TypeError as error:
-            raise ConfigError(f"arguments of {cls.title}: {error}") from error
-        return found, {name: value for name, value in given.items() if name not in names}
+        needed = [f.name for f in fields(cls) if f.default is f.default_factory is MISSING]
+        missing = [name for name in needed if name not in own]
+        if missing:
+            raise ConfigError(f"{cls.title} needs {' and '.join(missing)}, which must be given")
+        return cls(**own), {name: value for name, value in given.items() if name not in names}
 
     def changed(self, settings: Settings) -> tuple[Self, Settings]:
         """Return the same analysis with the settings that are its own arguments, and the others."""

@@ -65,7 +65,8 @@ class Curvatures(Analysis[HessianCurvatures]):
         unknown = [name for name in names if name not in NAMES]
         if unknown:
             raise ConfigError(
-                f"no direction {unknown[0]!r}: {' and '.join(map(repr, NAMES))}, or vectors="
+                f"there is no direction {unknown[0]!r}: give {' or '.join(map(repr, NAMES))}, and "
+                "vectors of your own as vectors="
             )
         update = None
         if "update" in names:

@@ -53,7 +53,7 @@ def analysis_of(title: str, settings: Settings) -> tuple[Analysis[Any], Settings
         ConfigError: there is no such analysis, or an argument is missing.
     """
     if title not in ANALYSES:
-        raise ConfigError(f"there is a plan of {', '.join(ANALYSES)}, not of {title!r}")
+        raise ConfigError(f"there is no analysis {title!r}; there are {', '.join(ANALYSES)}")
     return ANALYSES[title].from_settings(settings)
 
 
@@ -75,7 +75,10 @@ def plan_job(
     """
     analysis, others = analysis_of(title, settings or {})
     if others:
-        raise ConfigError(f"arguments of {title}: it has no {', '.join(others)}")
+        known = ", ".join(analysis.settings())
+        raise ConfigError(
+            f"{title} has no argument {', '.join(others)}; its own are {known or 'none'}"
+        )
     share = Job(**job).share
     config, choice = chosen(share, config, lambda _: ())
     return plan(analysis, share, config, in_words(config, choice))

@@ -137,7 +137,8 @@ class Sweep(Analysis[DisplacementSweep]):
                 found[name] = _top_direction(run)
             else:
                 raise ConfigError(
-                    f'no direction {name!r}: "random", "top", "gradient", or a mapping of vectors'
+                    f'there is no direction {name!r}: give "random", "top" or "gradient", or '
+                    "vectors of your own by name"
                 )
         return found
 

@@ -151,7 +151,10 @@ class ModelObjective(MicroBatches):
                 f"{_kind(loss)}; pass loss_fn(model, batch) that returns it"
             )
         if first and torch.is_grad_enabled() and not torch.isfinite(loss.detach()).item():
-            raise NumericsError(f"the loss of micro-batch {index} is {loss.item()}")
+            raise NumericsError(
+                f"the loss of micro-batch {index} is {loss.item()} at the weights: look at its "
+                'data, or, of a model in fp16, set finite_difference.precision to "fp32"'
+            )
         return loss.reshape(()), count
 
 

@@ -138,7 +138,10 @@ class ShardedWeights:
         total = torch.cat([torch.zeros(1, dtype=torch.float64, device=device), *squares]).sum()
         norm = float(self.space.reduce(total.reshape(1))[0]) ** 0.5
         if not math.isfinite(norm):
-            raise NumericsError(f"the weights are not finite: their norm is {norm}")
+            raise NumericsError(
+                f"the weights are not finite: their norm is {norm}; measure before training "
+                "diverges"
+            )
         return norm
 
 

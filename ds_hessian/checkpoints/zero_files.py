@@ -114,7 +114,10 @@ def _safely() -> Iterator[None]:
     def member(kind: object, name: str) -> object:
         """Stand for `getattr`, by which Python up to 3.11.3 pickles members of an enumeration."""
         if kind is not ZeroStageEnum or name not in stages:
-            raise ResultError(f"a file of the checkpoint asks for the attribute {name!r} of {kind}")
+            raise ResultError(
+                f"a file of the checkpoint asks for the attribute {name!r} of {kind}, which no "
+                "weights need: it is not read"
+            )
         return stages[name]
 
     allowed = [

@@ -170,7 +170,9 @@ def forecast(
         if price_per_hour is not None:
             price = price_per_hour * job.world_size * time.total / 3600
     elif price_per_hour is not None:
-        raise ConfigError("a price needs the time: give --seconds-per-micro-batch")
+        raise ConfigError(
+            "a price needs the time: give --seconds-per-micro-batch, or --tokens and --tflops"
+        )
     wide = precision_of(config) == "fp32" and job.dtype != "fp32"
     missing = _missing(job, config, analysis, free or {}, (held or 0) if wide else 0)
     return Forecast(job, analysis.title, memory, held, each, time, price, missing)

@@ -106,5 +106,5 @@ def checked(request: Request) -> Work:
     if request.data_file is not None and not request.data_file.exists():
         raise ConfigError(f"no such data: {request.data}")
     if "output_path" in request.settings:
-        raise ConfigError("output_path: the folder of the run is that of --output")
+        raise ConfigError("output_path: the folder of the run is that of --output; leave it out")
     return Work(request=request, series=series, config=config, analysis=analysis)

@@ -8,15 +8,12 @@ import inspect
 import json
 import os
 import re
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from ds_hessian.cli.main import commands
 from ds_hessian.config import SECTION, HessianConfig, describe, schema
 from tests.ranks import free_port, run_alone
 from tests.tiers import cells
@@ -178,18 +175,6 @@ def _piece(value: ast.expr) -> str:
         return str(value.value)
     named = isinstance(value, ast.FormattedValue) and ast.unparse(value.value) == "SECTION"
     return SECTION if named else "\0"
-
-
-def test_plans_that_are_shown_are_what_the_command_prints() -> None:
-    shown = re.findall(
-        r"^\$ ds-hessian ((?:.*\\\n)*.*)\n((?:.+\n)+?)```$",
-        text_of("command_line.md"),
-        re.MULTILINE,
-    )
-    assert len(shown) == 2
-    for call, text in shown:
-        printed = CliRunner().invoke(commands, shlex.split(call.replace("\\\n", "")))
-        assert printed.output == text
 
 
 QUICK = [ROOT / "README.md"]

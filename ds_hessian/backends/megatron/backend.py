@@ -392,7 +392,10 @@ class MegatronSession(ShardedSession):
         (terms, loss, tokens), self.unit_roundoff = found[:3], max(found[3:])
         per_token = self._forward.per_token
         if per_token and tokens <= 0:
-            raise ConfigError("the micro-batches have no token that counts in the loss")
+            raise ConfigError(
+                "the micro-batches have no token that counts in the loss: look at their labels and "
+                "loss masks"
+            )
         self.gradient_scale = 1.0 / (tokens if per_token else self.num_micro_batches)
         self.loss = loss / (tokens if per_token else terms)
 

@@ -117,7 +117,10 @@ class FixedForward:
         # The schedule divides the loss in place.
         value, count = loss.detach().clone().double().reshape(()), _count(*tokens)
         if index not in self.losses and torch.is_grad_enabled() and not torch.isfinite(value):
-            raise NumericsError(f"the loss of micro-batch {index // self.copies} is {value.item()}")
+            raise NumericsError(
+                f"the loss of micro-batch {index // self.copies} is {value.item()} at the weights: "
+                "look at its data"
+            )
         if self.per_token and count is None:
             raise ConfigError(
                 "with calculate_per_token_loss, loss_func must return (sum, tokens, logs), got no "

@@ -73,7 +73,8 @@ def refuse_uneven_copies(
             raise UnsupportedError(
                 f"ds_hessian does not support the parameter {name!r}, of whose {shape.numel()} "
                 f"coordinates {owned:.0f} count: ranks have different models, freeze different "
-                "parts of it, or their sharded_state_dict does not say who saves what"
+                "parts of it, or their sharded_state_dict does not say who saves what; build and "
+                "freeze the same model on all of them"
             )
     return {
         name
@@ -127,7 +128,7 @@ def _received(
             raise UnsupportedError(
                 f"ds_hessian does not support the parameter {names[id(p)]!r}, whose fp32 master "
                 "only some of its tensor-parallel or pipeline ranks keep: its copies would be "
-                "displaced differently"
+                "displaced differently; let all of them keep it"
             )
         if master is not None and owner == group.rank():
             whole = master.detach().view(-1)
@@ -230,7 +231,9 @@ class Replicas:
                 raise UnsupportedError(
                     f"ds_hessian does not support the replicated parameter {name!r}, whose "
                     "gradient differs between tensor-parallel ranks (by "
-                    f"{apart / reduced[4]:.1e} of its size) after Megatron's reductions"
+                    f"{apart / reduced[4]:.1e} of its size) after Megatron's reductions: its "
+                    "copies become different in training too; sum it over these ranks, or use no "
+                    "tensor parallelism"
                 )
             equal = max(map(abs, own[:2])) <= EQUAL * own[4]
             larger = 2 if abs(own[2]) > abs(own[3]) else 3
