@@ -42,8 +42,9 @@ def attach(job: Job, optimizer: Any = None, config: Settings = None) -> Hessian:
     """Give a running job its Hessian.
 
     On a DeepSpeed engine it is also `engine.hessian`, with `engine.hessian_spectrum`. With an
-    `interval` in the config, measurements are then taken automatically (`ds_hessian.schedule`):
-    after an engine's steps, or, for a plain module, when `hessian.step()` counts a step.
+    interval or `steps` in the config, measurements are then taken automatically
+    (`ds_hessian.schedule`): after an engine's steps, or, for a plain module, when `hessian.step()`
+    counts a step.
 
     Args:
         job: An engine from `deepspeed.initialize`; model chunks on megatron-core, one or the list

@@ -3,8 +3,8 @@
 An analysis is a frozen dataclass. Its fields are the arguments of the method of `Hessian` that
 makes it, with their defaults, which are defined there and nowhere else; a field made by `transient`
 is passed with the call (a vector, batches) or depends on the state of the job, and is not part of
-the identity of the measurement. Plans, what `resume` keeps, the command line's `--analysis` and the
-table in docs/krylov.md are derived from these classes (`ds_hessian.analyses.registry`).
+the identity of the measurement. Plans, what `resume` keeps and the command line's `--analysis` are
+derived from these classes (`ds_hessian.analyses.registry`).
 """
 
 from __future__ import annotations

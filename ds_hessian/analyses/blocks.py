@@ -28,7 +28,7 @@ def _memory(share: Share) -> list[Item]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockCoupling(Journaled[HessianBlockCoupling]):
-    """The paper's masked-probe test.
+    """The arguments of the paper's masked-probe test.
 
     Attributes:
         blocks: `layers`, `parameters`, or {block: regular expression of names}.
@@ -66,7 +66,7 @@ class BlockCoupling(Journaled[HessianBlockCoupling]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OffBlockShare(Journaled[HessianOffBlockShare]):
-    """Share of the off-diagonal blocks in |H|_F^2.
+    """The arguments of the share of the off-diagonal blocks in |H|_F^2.
 
     Attributes:
         blocks: `layers`, `parameters`, or {block: regular expression of names}.

@@ -31,8 +31,7 @@ class Influence(Analysis[HessianInfluence]):
         num_matvecs: Products at most; None for the configuration's.
         preconditioner: As of `Solve`: `adam` or `ekfac`.
         query: Micro-batches whose mean loss is the target.
-        examples: Micro-batches, each an example. Those of both are apart, so that any number will
-            do.
+        examples: Micro-batches, each an example; they need not be as many as those of the query.
     """
 
     title = "influence"

@@ -33,8 +33,8 @@ class Eigenpairs:
 
     Attributes:
         values: `(k,)` Rayleigh quotients of the vectors, in loss per squared parameter.
-        errors: `(k,)` bound on the distance to the nearest eigenvalue: the true residual, and twice
-            the error of the product by which it was measured.
+        errors: `(k,)` bound on the distance to the nearest eigenvalue: the true residual, and three
+            times the error of the product by which it was measured, added in squares.
         residuals: `(k,)` |H y - theta y|, measured with one product each.
         product_errors: `(k,)` estimated absolute error of those products.
         displacements: `(k,)` h of those products.

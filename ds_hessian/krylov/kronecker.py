@@ -12,9 +12,9 @@ The first terms are exact and hold what dominates, so that few probes suffice wh
 useless (docs/krylov.md). |diag(C)|^2 takes pairs of independent probes, so that it is unbiased. The
 largest eigenvalue of (K + d)^-1/2 C (K + d)^-1/2 takes a Lanczos run of its own for each K.
 
-Errors are those of the probes (jackknife) and twice the products' own, all together in units of
-|C|_F: a product of a vector that C maps to almost nothing has a large error of its own, and no part
-in that.
+Errors are those of the probes (jackknife) and three times the products' own, all together in units
+of |C|_F: a product of a vector that C maps to almost nothing has a large error of its own, and no
+part in that.
 
 Cost: `basis` + `probes` products, and `extremes` for each K; on the owner of the layer twice as
 many matrices of its shape, fp32.

@@ -42,8 +42,8 @@ class RitzPair:
 
     Attributes:
         value: In units of H over D.
-        error: Bound on the distance to the nearest eigenvalue: the residual, and twice the errors
-            of the products in it.
+        error: Bound on the distance to the nearest eigenvalue: the residual, and three times the
+            errors of the products in it, added in squares.
         residual: `|D^-1/2 (H x - value D x)|`.
         product_error: The estimated part of the products' errors in it.
         x: `(n_local,)` with `x'Dx = 1`; the eigenvector is `D^1/2 x`.

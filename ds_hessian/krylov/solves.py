@@ -66,11 +66,11 @@ class Solution(DampedSystems):
 
     Attributes:
         x: `(d, n_local)` fp32, this rank's part of the solutions.
-        errors: `(d,)` estimate of |x - x_exact|: the residual and twice the product's error, over
-            the distance of -damping to the nearest eigenvalue: the smallest |Ritz value + damping|,
-            at most |damping|, since most eigenvalues are about zero;
-            or, where -damping lies between Ritz values and eigenvalues may be anywhere between
-            them, their distance over n. With a preconditioner that of |S^-1 (x - x_exact)|, times
+        errors: `(d,)` estimate of |x - x_exact|: the residual and three times the product's error,
+            over the distance of -damping to the nearest eigenvalue: the smallest |Ritz value +
+            damping|, at most |damping|, since most eigenvalues are about zero; or, where -damping
+            lies between Ritz values and eigenvalues may be anywhere between them, their distance
+            over n. With a preconditioner that of |S^-1 (x - x_exact)|, times
             the norm of S; where it has not converged |r| / damping at least.
         curvature: Smallest Ritz value of H seen, and the bound on its error; with a preconditioner,
             of the preconditioned operator at the smallest damping.

@@ -31,7 +31,7 @@ class Product:
         noise: The part of `error` that comes from rounding; None if it was not measured.
         fidelity: Cosine between the realised displacement of the stored weights and v.
         error: Estimated relative error of `vector`; None if it cannot be estimated.
-        trials: Pilot evaluations (two gradients of one micro-batch each) beyond the product's own.
+        trials: Displacements that were tried on the pilot and not used.
     """
 
     vector: Tensor

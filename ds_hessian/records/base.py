@@ -69,7 +69,7 @@ class Record:
     def save(self, folder: str | Path) -> Path:
         """Write `<kind>.json` (to read) and `<kind>.npz` (arrays); returns the folder.
 
-        Sharded vectors are left out, which `HessianEngine.save` writes too. Files of the same name
+        Sharded vectors are left out, which `Hessian.save` writes too. Files of the same name
         are replaced. Call it on one rank.
 
         Raises:

@@ -4,7 +4,7 @@ Two things stand between a probe's Ritz values and the share of eigenvalues at o
 
 * quadrature: m steps know 2 m + 1 moments of the probe's own measure, which bound it left of x
   (`ds_hessian.krylov.measure_bounds`). Errors of the products move eigenvalues, so the bounds are
-  taken at x less, and x plus, twice the largest of them;
+  taken at x less, and x plus, three times the largest of them;
 * chance: of a share p of n eigenvalues, a random unit vector's measure has p in the mean and the
   variance `2 p (1 - p) / (n + 2)` (Beta; with Rademacher entries at most `2 p (1 - p) / n`). Over P
   probes that is the variance of a frequency in `P (n + 2) / 2` trials, and Wilson's score interval

@@ -50,9 +50,9 @@ class Estimate:
 class SamplingErrors:
     """Standard errors of a spectrum's figures from having measured on these micro-batches only.
 
-    They are about the same figures of all the data from which the micro-batches were drawn, and
-    stand beside the errors of products and probes. With few micro-batches an interval takes
-    Student's distribution of `micro_batches - 1` degrees of freedom.
+    They are the distance to the same figures of all the data from which the micro-batches were
+    drawn, and come beside the errors of products and probes. An interval takes Student's
+    distribution of `micro_batches - 1` degrees of freedom, which matters with few.
 
     Attributes:
         eigenvalue_max: Standard error of the largest eigenvalue, to first order.

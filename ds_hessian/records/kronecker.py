@@ -21,9 +21,9 @@ FIGURES = ("cosine", "scale", "share", "extreme", "solve")
 class HessianKronecker(Measured):
     """How close k Kronecker-factored curvatures K are to the block C of each of L weights.
 
-    NaN stands for what was not measured. Errors have the probes' standard errors, which are
-    themselves uncertain: with p probes figures are off by Student's distribution of p - 1 degrees
-    of freedom, or somewhat more.
+    NaN stands for what was not measured. Errors contain the standard errors of the probes, which
+    are themselves uncertain: with p probes figures are off by multiples of them as in Student's
+    distribution of p - 1 degrees of freedom, or somewhat more often.
 
     Attributes:
         layers: Names of the weights.

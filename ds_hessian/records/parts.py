@@ -1,9 +1,9 @@
 """The density's sampling error: from spectra of several parts of the data, with the same probes.
 
-The density depends on all moments of H, and from the second one on those of a mean over
-micro-batches are no means over micro-batches: one spectrum does not know what others would have
-changed. K spectra of a K-th of the micro-batches each do, for the gradients of one. As they have
-the same probes, what differs between them is due to the data alone.
+The density depends on all moments of H. From the second one on, a moment of the mean over
+micro-batches is no mean over micro-batches, so that one spectrum does not tell what others would
+change. K spectra, each of a K-th of the micro-batches, do, and evaluate as many gradients as one of
+all. They have the same probes, so that what differs between them is due to the data alone.
 
 A part's spectrum is that of fewer micro-batches, in which extreme eigenvalues lie farther out
 (docs/numerics.md): the mean over parts is a density of parts, not of all the data.

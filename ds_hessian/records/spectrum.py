@@ -60,7 +60,7 @@ class HessianSpectrum(Measured):
             of a single outlier (1/n) has a relative standard deviation above 1 for one probe, which
             `reduced_weights` takes out.
         ritz_errors: `(P, m)` bound on the distance to the nearest eigenvalue: Lanczos' residual and
-            twice the estimated errors of the products.
+            three times the estimated errors of the products, added in squares.
         product_errors: `(P, m)` estimated absolute error of each product of a unit vector; 0 where
             unknown.
         displacements: `(P, m)` h of each product.

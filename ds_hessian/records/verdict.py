@@ -33,7 +33,7 @@ class Check:
 
 @dataclass(frozen=True, eq=False)
 class SelfTest(Record):
-    """The result of `HessianEngine.self_test`, the same on every rank.
+    """The result of `Hessian.self_test`, the same on every rank.
 
     Attributes:
         checks: In the order in which they were made.
