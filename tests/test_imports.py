@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import ds_hessian
+from ds_hessian.backends import choices, state
 
 PACKAGE = Path(__file__).parent.parent / "ds_hessian"
 
@@ -155,6 +156,12 @@ def test_a_curvature_is_named_in_its_own_room_only() -> None:
         if room_of(file) != "operators":
             text = (PACKAGE / file).read_text()
             assert "FiniteDifferenceHessian" not in text, file
+
+
+def test_files_by_which_frames_are_told_exist() -> None:
+    """One that is renamed would be taken for the model's code."""
+    for file in (*choices.BETWEEN, *state.BETWEEN):
+        assert Path(file).is_file(), file
 
 
 def test_no_public_name_is_that_of_a_module() -> None:

@@ -43,13 +43,14 @@ SAME = 1e-2
 bits; other than by kernels whose sums have no fixed order, in bf16 at most."""
 
 _TORCH = str(Path(torch.__file__).parent)
-_OWN = tuple(
+BETWEEN = tuple(
     str(Path(__file__).parent / f"{name}.py")
     for name in (
         *("function", "decisions", "choices"),
         *("pieces", "compositions", "constants", "applied"),
     )
 )
+"""Files of this package that lie between a line of the model and what is decided for it."""
 
 Line = tuple[tuple[str, int], ...]
 """Files and lines of the model's code that called, and that called that."""
@@ -244,7 +245,7 @@ def line_of_call() -> Line:
     while frame.f_back is not None and len(found) < 2:
         frame = frame.f_back
         file = frame.f_code.co_filename
-        if not file.startswith(_TORCH) and file not in _OWN:
+        if not file.startswith(_TORCH) and file not in BETWEEN:
             found.append((file, frame.f_lineno))
     return tuple(found)
 

@@ -49,10 +49,11 @@ _NONE = (
 _SHARES = ("__get__", "as_tensor", "asarray", "from_numpy", "frombuffer", "from_dlpack")
 """Functions whose results may be memory that none of their tensors has."""
 _TORCH = str(Path(torch.__file__).parent)
-_BETWEEN = tuple(
-    str(Path(__file__).parent / name)
-    for name in ("state.py", "function.py", "decisions.py", "constants.py")
+BETWEEN = tuple(
+    str(Path(__file__).parent / f"{name}.py")
+    for name in ("state", "function", "decisions", "constants")
 )
+"""Files of this package that lie between who calls torch and what is noted of the call."""
 
 _Owned = Sequence[tuple[dict[str, Any], dict[str, Any]]]
 """The attributes of each owner now, and as they were."""
@@ -470,7 +471,7 @@ def is_a_hosts() -> bool:
     while frame.f_back is not None:
         frame = frame.f_back
         file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, *_BETWEEN)):
+        if not file.startswith((_TORCH, *BETWEEN)):
             return str(frame.f_globals.get("__name__")).split(".")[0] in (*HOSTS, "ds_hessian")
     return False
 
