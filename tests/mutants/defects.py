@@ -418,7 +418,7 @@ MEGATRON = (
         (FP64.format("TP per token"),),
     ),
     Defect(
-        "self.random.set(self._states[chunk, index])",
+        "self.random.set(self._states[drawing])",
         "pass",
         "a micro-batch has other dropout masks in each evaluation",
         ("megatron/test_layouts.py::test_products_repeat_bit_for_bit_with_dropout",),
