@@ -189,6 +189,8 @@ class Following:
                 return None, bool(end[1])
             if end is ABSENT and meeting is not ABSENT:  # the pass has ended before
                 return None, meeting is not None
+            if end is not ABSENT:  # of a rank that has failed: its log comes when it is asked for
+                self._log.wait(current, rank, f"{number}/{k}")
 
     def _replay(self, segment: Segment, collective: Collective, named: bool = False) -> None:
         """Take part in a collective with zeros; the result is dropped.

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import DEFAULT, MagicMock, patch
@@ -24,6 +25,7 @@ from ds_hessian.ranks import lockstep as lockstep_module
 from ds_hessian.ranks.interrupts import Interrupts
 from ds_hessian.ranks.lockstep import Lockstep, LockstepError
 from ds_hessian.ranks.log import Log
+from ds_hessian.ranks.passes import ABSENT
 from tests.backends.exchange_jobs import counted
 from tests.ranks import RankPool
 from tests.tiers import cells
@@ -200,6 +202,37 @@ def test_all_segments_are_followed_of_ranks_that_meet_before_their_collectives_e
 ) -> None:
     said = ranks(2).run(leave_before_segments, timeout=60)
     assert said == ["while trying, rank 1: ValueError: left"] * 2
+
+
+def leave_one_after_the_other() -> tuple[str, int]:
+    """Rank 1 leaves with a collective on its way that rank 0, which leaves after it, has not begun.
+
+    Returns the error and the sum of a later all-reduce.
+    """
+    said = "no error"
+    try:
+        with (
+            Lockstep(torch.device("cpu"), communication()) as lockstep,
+            lockstep.together("trying"),
+        ):
+            assert lockstep._log is not None
+            if dist.get_rank() == 1:
+                dist.all_reduce(torch.ones(1), async_op=True)
+            else:
+                while lockstep._log.read(lockstep._pass, 1, 0, "end") is ABSENT:
+                    time.sleep(1e-3)
+            raise ValueError("left")
+    except HessianError as caught:
+        said = str(caught)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return said, int(total)
+
+
+def test_a_rank_that_fails_after_another_one_asks_for_its_log(ranks: Ranks) -> None:
+    """It read that the other had left, asked for nothing, and read that for ever."""
+    found = ranks(2).run(leave_one_after_the_other, timeout=60)
+    assert found == [("while trying, rank 0: ValueError: left", 2)] * 2
 
 
 def leave_between(failing: int, places: list[int]) -> list[str]:
