@@ -244,13 +244,14 @@ class Session(Protocol):
         """Return the values that this rank's weights are rounded from, `(n_local,)` fp32."""
         ...
 
-    def add_gradient(self, out: Tensor, micro_batches: range, factor: float = 1.0) -> None:
+    def add_gradient(self, out: Tensor | None, micro_batches: range, factor: float = 1.0) -> None:
         """Add the gradient terms of these units at the current weights to `out`.
 
         The gradient of the loss is `gradient_scale` times the sum over all units.
 
         Args:
-            out: `(n_local,)` fp32.
+            out: `(n_local,)` fp32; None where hooks on the passes are all that is wanted: gradients
+                that need not be reduced are not.
             micro_batches: The same range on every rank.
             factor: The loss is multiplied by it before the backward, and the gradient divided
                 afterwards: the same terms, otherwise rounded.

@@ -264,11 +264,13 @@ class RestrictedSession:
         """Return the discrete choices of the whole model, and how many would have changed."""
         return self.whole.choices(micro_batches)
 
-    def add_gradient(self, out: Tensor, micro_batches: range, factor: float = 1.0) -> None:
+    def add_gradient(self, out: Tensor | None, micro_batches: range, factor: float = 1.0) -> None:
         """Add the chosen coordinates of these units' gradients to `out`."""
         if not micro_batches:
             return
-        gradient = self.whole.space.zeros()
+        gradient = None if out is None else self.whole.space.zeros()
         self.whole.add_gradient(gradient, micro_batches, factor)
+        if out is None or gradient is None:
+            return
         for part, (_, own) in zip(self.restricted.parts, self.layout, strict=True):
             out[own] += gradient[part]

@@ -37,6 +37,21 @@ def factors(
         return forms, [(f.layer.name, f.layer.shape, dict(f.samples), f.mismatch) for f in found]
 
 
+def reductions(layout: Job) -> tuple[int, int]:
+    """How often EK-FAC's factors, of two passes, reduce gradients, and the micro-batches."""
+    from ds_hessian.backends.megatron.reductions import Reductions
+
+    make, count = Reductions.make, [0]
+
+    def counted(self: Reductions) -> None:
+        count[0] += 1
+        make(self)
+
+    with mock.patch.object(Reductions, "make", counted):
+        factors(layout, kinds=("ekfac",))
+    return count[0], len(job.micro_batches())
+
+
 def gathered(layout: Job, draws: int) -> Any:
     """`factors` of a model whose logits every tensor-parallel rank has whole."""
     build = job.gpt

@@ -54,6 +54,11 @@ def test_factors_are_those_of_one_process(
             assert (forms[layer][kind] - whole).norm() < 1e-4 * whole.norm(), (layer, kind)
 
 
+def test_passes_whose_gradients_nobody_needs_do_not_reduce_them(megatron_ranks: Ranks) -> None:
+    ((count, micro_batches),) = megatron_ranks(1).run(kronecker_jobs.reductions, Job())
+    assert count == micro_batches > 0
+
+
 DRAWN: dict[str, tuple[int, dict[str, Any]]] = {
     **LAYOUTS,
     "PP x DP": (4, {"pp": 2, "distributed": True}),

@@ -309,7 +309,7 @@ class MegatronSession(ShardedSession):
         names = [name for name, _ in backend.parameters]
         self._replicas = Replicas(backend.chunks, backend.replicated, backend.runs, names)
 
-    def add_gradient(self, out: Tensor, micro_batches: range, factor: float = 1.0) -> None:
+    def add_gradient(self, out: Tensor | None, micro_batches: range, factor: float = 1.0) -> None:
         """Run the schedule on these units, reduce the gradients, and add them to `out`."""
         if not micro_batches:
             return
@@ -317,13 +317,17 @@ class MegatronSession(ShardedSession):
         # The schedule averages over the micro-batches of the run, or sums over tokens.
         terms = (1.0 if self._forward.per_token else float(len(micro_batches))) / factor
         self.cotangent_scale = terms * host.share_of_rank(self._forward.per_token, self.head)
-        with self._reductions.begun(overlap=not self._replicas.pending):
+        wanted = out is not None
+        with self._reductions.begun(overlap=wanted and not self._replicas.pending):
             with host.scaled(backend.chunks, factor):
                 self._run(micro_batches.start * backend.group, len(micro_batches) * backend.group)
-            with self._replicas.checked(self.space, self.unit_roundoff**0.5):
-                self._meet_stages("reducing gradients")
-                self._reductions.make()
+            if wanted:
+                with self._replicas.checked(self.space, self.unit_roundoff**0.5):
+                    self._meet_stages("reducing gradients")
+                    self._reductions.make()
         self._note(micro_batches)
+        if out is None:
+            return
         for run, (_, part) in zip(backend.runs, self.layout, strict=True):
             out[part].add_(run.gradient.to(out.dtype), alpha=terms)
 

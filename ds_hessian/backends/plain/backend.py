@@ -286,17 +286,18 @@ class ModuleSession(ShardedSession):
                     dist.broadcast(found[id(value)], src=0)
         return found
 
-    def add_gradient(self, out: Tensor, micro_batches: range, factor: float = 1.0) -> None:
+    def add_gradient(self, out: Tensor | None, micro_batches: range, factor: float = 1.0) -> None:
         """Add the gradients of these micro-batches, averaged over the ranks, to `out`."""
         if not micro_batches:
             return
-        mine = self.space.zeros() if self.space.distributed else out
+        averages = self.space.distributed and out is not None
+        mine = self.space.zeros() if averages else out
         for index in micro_batches:
             with self._evaluating(index):
                 self._evaluate(mine, index, factor)
             if len(self._states) == index + 1:  # first evaluation: the next one starts from here
                 self._states.append(self._guard.random.get())
-        if self.space.distributed:
+        if out is not None and mine is not None and averages:
             dist.all_reduce(mine)
             out.add_(mine, alpha=1 / self.space.world_size)
         if self.gradient_scale is None and len(self._totals) == self.num_micro_batches:
@@ -325,7 +326,7 @@ class ModuleSession(ShardedSession):
         with self._guard.function.forward():
             return self._objective.loss(self._backend.module, index, device, self._widen, first)
 
-    def _evaluate(self, out: Tensor, index: int, factor: float) -> None:
+    def _evaluate(self, out: Tensor | None, index: int, factor: float) -> None:
         for p in self._trained:
             p.grad = None
         loss, count = self._loss(index)
@@ -336,7 +337,7 @@ class ModuleSession(ShardedSession):
         (loss if scale == 1 else loss.float() * scale).backward()
         self._totals.add(index, float(loss.detach()), count)
         for p, (_, part) in zip(self._trained, self.layout, strict=True):
-            if p.grad is not None:
+            if p.grad is not None and out is not None:
                 out[part].add_(p.grad.reshape(-1), alpha=1 / scale)
 
     def _scale(self, loss: Tensor, index: int) -> float:

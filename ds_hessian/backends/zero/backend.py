@@ -323,7 +323,7 @@ class ZeroSession(ShardedSession):
         self._replicas_checked = backend.tensor_ranks == 1
         self.watch_autocast(guard, widen)
 
-    def add_gradient(self, out: Tensor, micro_batches: range, factor: float = 1.0) -> None:
+    def add_gradient(self, out: Tensor | None, micro_batches: range, factor: float = 1.0) -> None:
         """Add the gradients of these micro-batches, each reduced by the engine, to `out`."""
         accumulates = self._backend.shards.accumulates
         for index in micro_batches:
@@ -414,14 +414,14 @@ class ZeroSession(ShardedSession):
         self.cotangent_scale = self._share / (scale * self.space.world_size)
         return self._share * host.averaging_factor(engine) / (scale * factor)
 
-    def _collect(self, out: Tensor, factor: float) -> None:
+    def _collect(self, out: Tensor | None, factor: float) -> None:
         backend, first = self._backend, not self._replicas_checked
         gradients = backend.shards.gradients(backend.pieces)
         replicas = Replicas(backend.tensor_rank, backend.tensor_ranks)
         for (fragment, part), piece, gradient in zip(
             self.layout, backend.pieces, gradients, strict=True
         ):
-            if gradient is not None:
+            if gradient is not None and out is not None:
                 out[part].add_(gradient.to(out.device), alpha=factor)
             if first and backend.placements[id(piece.parameter)][1].replicated:
                 replicas.add(fragment, gradient)

@@ -238,22 +238,22 @@ class _Estimation:
 
     def _pass(self, *sums: Mapping[str, Accumulator]) -> None:
         """Evaluate each unit with hooks on the layers, with the labels that the factors are of."""
-        spared, waste = {x.name for x in self.layers}, self.space.zeros()
+        spared = {x.name for x in self.layers}
         self.session.displace(None, 0.0)
         for number in range(self.labels.draws) if self.labels.draws else (None,):
             for unit in range(self.session.num_micro_batches):
-                self._evaluate(unit, sums, spared, waste, number)
+                self._evaluate(unit, sums, spared, None, number)
 
     def _evaluate(
         self,
         unit: int,
         sums: Sequence[Mapping[str, Accumulator]],
         spared: Collection[str],
-        gradient: Tensor,
+        gradient: Tensor | None,
         number: int | None = None,
     ) -> None:
         """Add what the hooks see of a unit to all sums, and its gradient, without those of the
-        spared layers' weights, to `gradient`.
+        spared layers' weights, to `gradient`, if that is wanted.
 
         Of `Seen`, only calls are told that are in the gradient.
         """

@@ -367,7 +367,7 @@ def _places(session: Session, module: nn.Module, several: bool) -> list[int]:
 
     handle = module.register_forward_hook(hook)
     try:
-        session.add_gradient(session.space.zeros(), range(1))
+        session.add_gradient(None, range(1))
     finally:
         handle.remove()
     size = int(session.space.reduce(torch.tensor([float(len(seen))], dtype=torch.float64))[0])
@@ -397,7 +397,7 @@ def _has_cross_entropy(session: Session, module: nn.Module) -> bool:
     """
     listener = _Entropic()
     with Tap("", module).listening(range(1), listener):
-        session.add_gradient(session.space.zeros(), range(1))
+        session.add_gradient(None, range(1))
     found = session.space.reduce(torch.tensor([float(listener.failed)], dtype=torch.float64))
     return not bool(found[0])
 
@@ -428,7 +428,7 @@ def _takes_others(session: Session, tap: Tap) -> bool:
     """
     others = _Others()  # of which the cotangent is zero then
     with LogitsTap().listening(range(1), _Apart()), tap.listening(range(1), others):
-        session.add_gradient(session.space.zeros(), range(1))
+        session.add_gradient(None, range(1))
     found = session.space.reduce(torch.tensor([float(others.told)], dtype=torch.float64))
     return not bool(found[0])
 
@@ -450,7 +450,7 @@ def _strike_gates(session: Session, watch: _Watch) -> None:
         return
     judge = _Doubts(session, watch, [same[0] for same in doubtful])
     with judge.judging():
-        session.add_gradient(session.space.zeros(), range(1))
+        session.add_gradient(None, range(1))
     for same in doubtful:
         if same[0] in judge.failed:
             watch.strike(same)

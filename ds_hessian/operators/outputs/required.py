@@ -85,7 +85,7 @@ def require_one_head(session: Session, tap: Tap) -> None:
         for number, (name, module) in enumerate(tap.others):
             stack.callback(module.register_forward_hook(partial(hook, number, name)).remove)
         with tap.listening(range(1), Silence()):
-            session.add_gradient(session.space.zeros(), range(1))
+            session.add_gradient(None, range(1))
     found = union(mine, session.space.device)
     if found:
         _, other = max(found)
