@@ -8,15 +8,19 @@ Cost of a product, in gradients over all micro-batches: 2 (forward 1, fourth_ord
 trials of the displacement on a *pilot* of one micro-batch in eight, some 0.2 - 0.4 more; one for
 the third difference of the first product; rarely a second product, where the pilot turns out to
 differ from the rest. Where runs of the host are costly (`Session.costly_runs`), trials are of all
-micro-batches from the third product on: 2.3 - 2.5 gradients in as many runs, for 2.2 in five. Each
-trial costs three small all-reduces, in 16 bits four until it is known what steps lack, a third
-difference of the pilot one, a product four. Memory per rank, in vectors of
-`n_local` fp32: one for each gradient of a trial, two for those at w (of all micro-batches and of
-the pilot) and two for the products of trials, or one of them and a third difference: forward and
-central 6, fourth_order 8, which has one more for a moment in each trial. A finished product
-overwrites its first gradient. With a tolerance, central differences become one-sided ones where
-these are good enough: 1.0 - 1.2 gradients, in the same memory; and, below
-`ds_hessian.config.EXTRAPOLATED`, those of fourth order where nothing cheaper is, in theirs.
+micro-batches from the third product on: 2.3 - 2.5 gradients in as many runs, for 2.2 in five. A
+product costs ten small all-reduces with the trial that becomes part of it, two more with a third
+difference of the pilot, and each further trial three, in 16 bits four until it is known what steps
+lack.
+
+Memory per rank, in vectors of `n_local` fp32: one for each gradient of a trial, two for those at w
+(of all micro-batches and of the pilot) and two for the products of trials, or one of them and a
+third difference: forward and central 6, fourth_order 8, which has one more for a moment in each
+trial. A finished product overwrites its first gradient.
+
+With a tolerance, central differences become one-sided ones where these are good enough: 1.0 - 1.2
+gradients, in the same memory; and, below `ds_hessian.config.EXTRAPOLATED`, those of fourth order
+where nothing cheaper is, in theirs.
 
 Source: the paper's equation (1); `ds_hessian.operators.displacement.schemes`; the step is that of
 `ds_hessian.operators.displacement.control`; the sides, `ds_hessian.operators.displacement.sides`.

@@ -43,7 +43,9 @@ gradients (36), the difference (20), and its share of trials (16)."""
 STEP_BYTES = 40
 """Bytes for the recurrence, the norm and the copy into the basis."""
 
-PRODUCT_REDUCTIONS, STEP_REDUCTIONS = 4, 3
+PRODUCT_REDUCTIONS, STEP_REDUCTIONS = 11, 3
+"""Small all-reduces: of a product with the trial that becomes part of it ten, and two more with a
+third difference, which every second one has."""
 
 
 @dataclass(frozen=True)
