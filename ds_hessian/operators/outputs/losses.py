@@ -140,6 +140,21 @@ class Tokens:
         d = _less_labels(p, torch.where(here, labels, -1))
         return _shaped(d * self.weights.clamp_min(0).sqrt()[:, None], f, self.dim)
 
+    def is_like(self, other: Tokens) -> bool:
+        """Return whether all tokens of each of two micro-batches have one weight, and the two are
+        the same or have the same sum: the mean over tokens of one loss.
+        """
+        bound, found = ROUNDING * max(self.roundoff, other.roundoff), list[tuple[float, float]]()
+        for tokens in (self, other):
+            read = tokens.weights[tokens.read & (tokens.weights > 0)].double()
+            if not len(read):  # of no token there is a loss, or all are sure
+                return True
+            mean = float(read.mean())
+            if float((read - mean).abs().max()) > bound * mean:
+                return False
+            found.append((mean, mean * float((tokens.weights > 0).sum())))
+        return any(math.isclose(a, b, rel_tol=bound) for a, b in zip(*found, strict=True))
+
 
 @dataclass(frozen=True)
 class Squares:

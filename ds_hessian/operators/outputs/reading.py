@@ -3,11 +3,12 @@
 Outputs and loss are read in the one gradient that an operator needs anyway. Beside it, one
 micro-batch of a cross entropy is evaluated once more, with something added to the outputs, since a
 cotangent like that of a cross entropy may be one of a loss whose weights of tokens depend on the
-outputs (focal loss); where these are in 16 bits, as it is in fp32, too. Where the loss is no cross
-entropy, each micro-batch is evaluated twice more with something added to the outputs, to see
-whether the loss is quadratic in them, and the first one once more as it is where the outputs had to
-be found; none is after one that shows that it is not. Where outputs in 16 bits have a loss that is
-neither, cotangents are sampled in an evaluation of all micro-batches in fp32.
+outputs (focal loss); where these are in 16 bits, as it is in fp32, too. So is each micro-batch with
+other weights, whose loss may be another one. Where the loss is no cross entropy, each micro-batch
+is evaluated twice more with something added to the outputs, to see whether the loss is quadratic in
+them, and the first one once more as it is where the outputs had to be found; none is after one that
+shows that it is not. Where outputs in 16 bits have a loss that is neither, cotangents are sampled
+in an evaluation of all micro-batches in fp32.
 """
 
 from __future__ import annotations
@@ -311,20 +312,33 @@ class Reading:
         return known is None and outputs is None
 
     def _verify(self, reader: _Reader) -> bool:
-        """Return whether the pilot has a cross entropy at other outputs, too: a micro-batch without
-        a loss has any.
+        """Return whether the pilot has a cross entropy at other outputs, too, and micro-batches
+        whose weights do not show that theirs is the same loss: one without a loss has any.
         """
         verifier, waste = _Verifier(self.session, reader.tokens), self.space.zeros()
-        one = range(self.pilot, self.pilot + 1)
-        if self._anywhere(any(tokens.roundoff > ROUNDOFF for tokens in reader.tokens.values())):
-            verifier.widens = True
-            self._pass(verifier, self.space.zeros(), one)
-            verifier.widens = False
-        self.seconds += self._pass(verifier, waste, one)
+        wide = self._anywhere(any(found.roundoff > ROUNDOFF for found in reader.tokens.values()))
+        for i in [self.pilot, *self._unlike(reader.tokens)]:
+            one = range(i, i + 1)
+            if wide:
+                verifier.widens = True
+                self._pass(verifier, self.space.zeros(), one)
+                verifier.widens = False
+            seconds = self._pass(verifier, waste, one)
+            self.seconds += seconds if i == self.pilot else 0.0
         self._partial = bool(self.space.norm(waste))
         if self._partial:
             require_one_head(self.session, self.tap)
         return not self._failed(verifier)
+
+    def _unlike(self, tokens: Mapping[int, Tokens]) -> list[int]:
+        """Return the units in which weights of some rank are unlike those of its pilot."""
+        every = range(self.session.num_micro_batches)
+        calls = [self.tap.calls(every[i : i + 1]) for i in every]
+        units = [[tokens[k] for k in some if k in tokens] for some in calls]
+        pilot = units[self.pilot]
+        apart = [float(not all(a.is_like(b) for a in pilot for b in unit)) for unit in units]
+        found = self.space.reduce(torch.tensor(apart, dtype=torch.float64)).tolist()
+        return [i for i in every if i != self.pilot and found[i]]
 
     def _probe(self, every: range, before: dict[int, Tensor]) -> int:
         """Read squares, unit by unit as long as they are; return how many units have been.
