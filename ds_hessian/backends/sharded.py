@@ -57,6 +57,7 @@ class ShardedWeights:
         space: Their space.
         publish: A function that makes every rank's next forward read the written weights.
             Collective.
+        settle: A function after which they can be written again.
 
     Attributes:
         weights: Flat views, in the order of the layout.
@@ -69,8 +70,9 @@ class ShardedWeights:
         layout: Layout,
         space: VectorSpace,
         publish: Callable[[], None],
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
-        self.layout, self.space, self.publish = layout, space, publish
+        self.layout, self.space, self.publish, self._settle = layout, space, publish, settle
         self.weights = [shard.weight for shard in shards]
         self.masters = [_master(shard) for shard in shards]
 
@@ -93,6 +95,7 @@ class ShardedWeights:
         # Elsewhere than the vectors where parameters are offloaded.
         direction = direction.to(self._shards.device)
         on = across and self._exact
+        self._settle()
         change = self._shards.displace(direction, 2 * h if on else h, self.space.n_owned, on)
         torch.clear_autocast_cache()
         self.publish()
@@ -117,6 +120,7 @@ class ShardedWeights:
     @torch.no_grad()
     def restore(self) -> None:
         """Write this rank's weights from the masters; all ranks must publish afterwards."""
+        self._settle()
         for weight, master in zip(self.weights, self.masters, strict=True):
             weight.copy_(master)
 

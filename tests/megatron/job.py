@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -886,42 +887,84 @@ def compare_training(job: Job, measures: list[str], config: dict[str, Any]) -> l
     return out
 
 
-def overlapped(job: Job) -> tuple[int, int, bool, bool]:
-    """Of the reductions of a measurement in a job that has trained: how many there were, how many
-    of them began inside of a backward, and whether a product has the same bits as without overlap
-    and the job's switches are what they were.
+class Overlaps(NamedTuple):
+    """Of a measurement in a job that has trained, and the same one without overlap.
+
+    Attributes:
+        reductions: How many there were.
+        in_backward: How many of them began inside of a backward.
+        gathers: How many there were.
+        for_modules: For how many of them a module has waited.
+        same: Whether products have the same bits.
+        kept: Whether the job's switches are what they were, and no hook is left.
     """
+
+    reductions: int
+    in_backward: int
+    gathers: int
+    for_modules: int
+    same: bool
+    kept: bool
+
+
+def overlapped(job: Job) -> Overlaps:
+    """Measure with the job's overlap, and without."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
 
-    begin, inside = Group.start_grad_sync, list[bool]()
+    from ds_hessian.backends.megatron.gathers import Gathers
 
-    def begun(self: Any, *args: Any, **kwargs: Any) -> None:
-        inside.append(torch._C._current_graph_task_id() != -1)
-        begin(self, *args, **kwargs)
+    reduce, gather, wait = Group.start_grad_sync, Gathers.begin, Gathers.finish
+    in_backward, gathers, for_modules, kept = list[bool](), 0, 0, list[bool]()
+
+    def reducing(self: Any, *args: Any, **kwargs: Any) -> None:
+        in_backward.append(torch._C._current_graph_task_id() != -1)
+        reduce(self, *args, **kwargs)
+
+    def gathering(self: Any) -> None:
+        nonlocal gathers
+        gather(self)
+        gathers += len(self._begun)
+
+    def waiting(self: Any, which: Any = None) -> None:
+        nonlocal for_modules
+        for_modules += len(self._begun.keys() & (which or ()))
+        wait(self, which)
 
     with running(job) as chunks:
         optimizer = make_optimizer(job, chunks)
         run_schedule(job, chunks, my_batches())
         optimizer.step()
-        hessian, ddp = hessian_of(chunks, job), chunks[0].ddp_config
-        products = []
+        hessian, ddp, products = hessian_of(chunks, job), chunks[0].ddp_config, []
+        modules = [m for chunk in chunks for m in chunk.modules()]
         for overlap in (True, False):
             ddp.overlap_grad_reduce = overlap
-            Group.start_grad_sync = begun if overlap else begin
-            try:
-                with hessian.measuring(displacement=3e-2):
-                    products.append(hessian.matvec(hessian.random_vector(seed=5)).vector)
-            finally:
-                Group.start_grad_sync = begin
-            kept = all(c.ddp_config is ddp and ddp.overlap_grad_reduce == overlap for c in chunks)
-        return len(inside), sum(inside), torch.equal(*products), kept
+            if not overlap and job.distributed:
+                for chunk in chunks:
+                    chunk.disable_forward_pre_hook()
+            hooks = [len(m._forward_pre_hooks) for m in modules]
+            with (
+                mock.patch.object(Group, "start_grad_sync", reducing if overlap else reduce),
+                mock.patch.object(Gathers, "begin", gathering),
+                mock.patch.object(Gathers, "finish", waiting),
+                hessian.measuring(displacement=3e-2),
+            ):
+                products.append(hessian.matvec(hessian.random_vector(seed=5)).vector)
+            kept += [c.ddp_config is ddp and ddp.overlap_grad_reduce == overlap for c in chunks]
+            kept.append(hooks == [len(m._forward_pre_hooks) for m in modules])
+        figures = len(in_backward), sum(in_backward), gathers, for_modules
+        return Overlaps(*figures, torch.equal(*products), all(kept))
 
 
 # ---- traps
 
 
+def note_weights(seen: dict[int, Tensor], module: nn.Module, _: Any) -> None:
+    """Keep copies of a module's own weights, by their ids."""
+    seen.update((id(p), p.detach().clone()) for p in module.parameters(recurse=False))
+
+
 def gather_in_flight() -> list[tuple[list[Tensor], list[int]]]:
-    """Weights after the first displacement: without and with an asynchronous gather that training
+    """Weights of the first displaced forward: without and with an asynchronous gather that training
     has left in flight, and with one while training has its hooks off; and the numbers of hooks that
     gather before forward: before, inside, after.
     """
@@ -938,7 +981,13 @@ def gather_in_flight() -> list[tuple[list[Tensor], list[int]]]:
             with hessian.backend.measuring(hessian._objective) as session:
                 counts.append(len(hooks))
                 session.displace(hessian.random_vector(seed=5), 1.0)
-                displaced = [p.detach().clone() for p in chunks[0].parameters()]
+                seen = dict[int, Tensor]()
+                hook = functools.partial(note_weights, seen)
+                taps = [m.register_forward_pre_hook(hook) for m in chunks[0].modules()]
+                session.add_gradient(None, range(1))
+                for tap in taps:
+                    tap.remove()
+                displaced = [seen[id(p)] for p in chunks[0].parameters()]
             out.append((displaced, [*counts, len(hooks)]))
     return out
 

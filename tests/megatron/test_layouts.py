@@ -303,13 +303,17 @@ def test_the_gradient_of_a_scaled_loss_is_the_gradient_but_for_rounding(
         [(2, {"distributed": True})],
     ),
 )
-def test_reductions_overlap_with_the_backward_where_those_of_training_do(
+def test_collectives_overlap_with_passes_where_those_of_training_do(
     megatron_ranks: Ranks, size: int, layout: dict[str, Any]
 ) -> None:
     runs = megatron_ranks(size).run(job.overlapped, Job(**layout, overlap=True))
-    for count, inside, same, kept in runs:
-        assert 0 < inside <= count and same and kept
-    assert sum(inside for _, inside, *_ in runs) > 0.5 * sum(count for count, *_ in runs)
+    for found in runs:
+        assert found.same and found.kept
+        assert 0 < found.in_backward <= found.reductions
+        assert found.for_modules == found.gathers and (found.gathers > 0) == (
+            "distributed" in layout
+        )
+    assert sum(x.in_backward for x in runs) > 0.5 * sum(x.reductions for x in runs)
 
 
 @pytest.mark.full

@@ -22,6 +22,7 @@ from ds_hessian.backends.adam import collect, moments
 from ds_hessian.backends.guard import Guard, guarded
 from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.forward import FixedForward
+from ds_hessian.backends.megatron.gathers import Gathers, of_optimizer
 from ds_hessian.backends.megatron.memory import MegatronFigures, memory_of_megatron
 from ds_hessian.backends.megatron.objective import ForwardStep, PipelineObjective
 from ds_hessian.backends.megatron.reductions import Reductions
@@ -176,6 +177,7 @@ class MegatronBackend:
                 stack.callback(host.keep_gather_hooks(self.chunks))
             stack.callback(self._gather_parameters)  # on all ranks, wherever one fails
             with lockstep.together("keeping weights and gradients"):
+                overlaps = host.overlaps_gathers(self.chunks)
                 host.finish_gathers(self.chunks)
                 # Undone before the gather hooks come back, which read what `quiet` has switched.
                 stack.callback(guard.attributes.restore)
@@ -184,7 +186,10 @@ class MegatronBackend:
                 stack.callback(_restore_gradients, self.chunks, _take_gradients(self.chunks))
                 wide = passes.precision == "fp32" and self.compute_dtype == torch.bfloat16
                 masters = masters_of(self.chunks, self.runs, uneven)
-                weights = self._widened(guard, stack, masters) if wide else self._sharded(masters)
+                if wide:
+                    weights = self._widened(guard, stack, masters, overlaps)
+                else:
+                    weights = self._sharded(stack, masters, overlaps)
                 if self.compute_dtype == torch.float32:
                     without_rounding(self.chunks, guard.attributes)
                 stack.callback(weights.restore)
@@ -195,12 +200,21 @@ class MegatronBackend:
                     self, objective, forward, guard, reductions, weights, lockstep, passes
                 )
 
-    def _sharded(self, masters: Sequence[Tensor | None]) -> ShardedWeights:
+    def _sharded(
+        self, stack: ExitStack, masters: Sequence[Tensor | None], overlaps: bool
+    ) -> ShardedWeights:
         parts = [Shard(run.weight, m) for run, m in zip(self.runs, masters, strict=True)]
-        return ShardedWeights(parts, self.layout, self.space, self._gather_parameters)
+        if not overlaps:
+            return ShardedWeights(parts, self.layout, self.space, self._gather_parameters)
+        gathers = Gathers(self.chunks, of_optimizer(self.chunks), stack)
+        return ShardedWeights(parts, self.layout, self.space, gathers.begin, gathers.finish)
 
     def _widened(
-        self, guard: Guard, stack: ExitStack, masters: Sequence[Tensor | None]
+        self,
+        guard: Guard,
+        stack: ExitStack,
+        masters: Sequence[Tensor | None],
+        overlaps: bool,
     ) -> ShardedWeights:
         """Let the passes run on fp32 stand-ins of the parameters, made of the masters."""
         wide = WideWeights(self.chunks)
@@ -213,7 +227,10 @@ class MegatronBackend:
         wide.gather()
         stack.enter_context(wide.taken())
         parts = [Shard(wide.weight(run), m) for run, m in zip(self.runs, masters, strict=True)]
-        return ShardedWeights(parts, self.layout, self.space, wide.gather)
+        if not overlaps:
+            return ShardedWeights(parts, self.layout, self.space, wide.gather)
+        gathers = Gathers(self.chunks, wide.gathers(), stack)
+        return ShardedWeights(parts, self.layout, self.space, gathers.begin, gathers.finish)
 
     def _refuse_training(self, guard: Guard, stack: ExitStack) -> None:
         models: list[nn.Module] = [host.unwrap(chunk) for chunk in self.chunks]

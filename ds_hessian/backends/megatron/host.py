@@ -377,6 +377,11 @@ def gather_parameters(chunks: Sequence[Chunk]) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
+def overlaps_gathers(chunks: Sequence[Chunk]) -> bool:
+    """Return whether training's gathers overlap with the forward."""
+    return any(map(_gather_hooks, chunks))
+
+
 def keep_gather_hooks(chunks: Sequence[Chunk]) -> Callable[[], None]:
     """Return what restores the hooks that overlap gathers with the forward."""
     hooked = [(c, len(hooks)) for c in chunks if (hooks := _gather_hooks(c))]

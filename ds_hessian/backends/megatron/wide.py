@@ -15,6 +15,7 @@ Memory: the weights of this rank's layers in fp32.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from ds_hessian.backends.guard import Attributes
 from ds_hessian.backends.megatron import host
+from ds_hessian.backends.megatron.gathers import Gather
 from ds_hessian.backends.megatron.reductions import ready_for
 from ds_hessian.backends.megatron.runs import ParameterRun
 from ds_hessian.memory import NARROW
@@ -83,6 +85,16 @@ class WideWeights:
         """Make every rank's next forward read the weights that were written."""
         for whole, mine, group in self._gathered:
             dist.all_gather_into_tensor(whole, mine, group=group)
+
+    def gathers(self) -> Iterator[Gather]:
+        """Yield the gathers of `gather`, which begin by themselves."""
+        for whole, mine, group in self._gathered:
+            store = whole.untyped_storage().data_ptr()
+            inside = [p for p in self.made.values() if p.untyped_storage().data_ptr() == store]
+            begin = functools.partial(
+                dist.all_gather_into_tensor, whole, mine, group=group, async_op=True
+            )
+            yield Gather(begin, inside)
 
     @contextmanager
     def taken(self) -> Iterator[None]:
