@@ -745,6 +745,18 @@ def test_a_step_that_autocast_loses_has_no_product(
     assert relative(after.vector, before.vector.double()) < 3 * (before.error + after.error) < 0.3
 
 
+def test_a_product_of_which_the_pilot_tells_nothing_has_all_of_it_for_its_error() -> None:
+    """Trials whose steps were lost in the pilot alone left one without an error, as of a zero."""
+    steps = OutputSteps(2.0**-8, 1.0, 1 / 4, 0, None)
+    lost, product = (
+        Trial(1e-3, size, nonlinearity=0.9, roundoff=0, spread=size, form=size, back=size)
+        for size in (0.0, 1.0)
+    )
+    assert steps.advise([lost]) == (1e-3, True)
+    assert steps.conclude(product, 0.1) == (None, 1.0)
+    assert steps.conclude(lost, 0.0) == (None, None)
+
+
 def test_truncation_of_vectors_of_another_kind_is_forgotten() -> None:
     """Random vectors after some towards the top had displacements a quarter as long as theirs."""
     steps = OutputSteps(2.0**-8, 1.0, 1.0, 0, None)

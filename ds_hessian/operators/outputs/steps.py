@@ -527,8 +527,10 @@ class OutputSteps:
                 times r.
         """
         found = self.learnt
-        if product.size == 0 or not self._noise:
+        if product.size == 0:
             return None, None
+        if not self._noise:  # products of the pilot were 0, which tells nothing of the others
+            return None, max(1.0, doubt / product.size)
         beside = self._kappa_beside(product)
         if beside is not None:
             square = self._kappa**2 + self.beside * beside**2
