@@ -108,7 +108,7 @@ class Estimate:
         logarithm = self.mean + self.spread * NODES
         off = np.log(value / np.hypot(rounding, np.exp(logarithm) * unit))
         table = student(NODES, TAIL) + student(off / KAPPA_SCATTER, FREEDOM)
-        return _estimate(logarithm, np.exp(table - table.max()))
+        return estimate(logarithm, np.exp(table - table.max()))
 
     def shared_by(self, before: Estimate, after: Estimate, spread: float) -> Estimate:
         """Return the estimate after one of them, which is like it up to `spread`, has changed from
@@ -463,10 +463,10 @@ class Belief:
         return np.exp(self.noise[rows]), np.exp(self.bend[columns]), weight / weight.sum()
 
     def _rows(self, table: Array) -> Estimate:
-        return _estimate(self.noise, np.exp(table - table.max()).sum(axis=1))
+        return estimate(self.noise, np.exp(table - table.max()).sum(axis=1))
 
     def _columns(self, table: Array) -> Estimate:
-        return _estimate(self.bend, np.exp(table - table.max()).sum(axis=0))
+        return estimate(self.bend, np.exp(table - table.max()).sum(axis=0))
 
 
 def _truncated(bent: Array, order: int) -> Array:
@@ -512,7 +512,7 @@ def student(t: Array, freedom: float) -> Array:
     return -(freedom + 1) / 2 * np.log1p(t**2 / freedom)
 
 
-def _estimate(logarithm: Array, weight: Array) -> Estimate:
+def estimate(logarithm: Array, weight: Array) -> Estimate:
     """Return mean and standard deviation of a logarithm, from the weights of its values."""
     weight = weight / weight.sum()
     mean = float(logarithm @ weight)

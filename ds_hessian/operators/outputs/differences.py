@@ -238,6 +238,7 @@ class OutputDifferences:
             third=math.sqrt(quotient(thirds[2], thirds[0], nothing=0.0)),
             beside=nonlinearity(*thirds[:2]),
             apart=abs(dot * unit / length - form),
+            growth=math.sqrt(first / whole) / (2 * h) if whole > 0 else math.inf,
             lost=is_lost(size, fidelity, h, self.of_weights),
         )
         return Figures(trial, fidelity, decided)

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ds_hessian.operators.displacement.priors import NOISE_SPREAD
+
 TYPICAL = 1.0
 """kappa before it is measured: 2/3 for an exponential, more where curvature is concentrated."""
+
+SPREAD = 1.0
+"""Scatter of ln kappa before it is measured: Student's, of three degrees of freedom, of 159
+products of the 20 families of benchmarks/families.py."""
 
 
 @dataclass
@@ -16,9 +22,11 @@ class Learnt:
         h: The displacement of the next vector's first trial.
         largest: Above it something was not finite.
         noise: N of the pilot.
+        noise_spread: The standard deviation of its logarithm, for the next vector.
         ratio_noise: The noise of r, times h and the spread.
         bend: b of the last vector.
         kappa: kappa, by which displacements are chosen: the geometric mean of the last vectors'.
+        kappa_spread: The standard deviation of its logarithm, for the next vector.
         square: The mean of kappa^2 over the vectors that have shown it, for estimates of others.
         shown: Their number.
         spread: `Trial.spread` of the first vector of this kind, of which these three are.
@@ -35,9 +43,11 @@ class Learnt:
     h: float
     largest: float
     noise: float = 0.0
+    noise_spread: float = NOISE_SPREAD
     ratio_noise: float = 0.0
     bend: float = 0.0
     kappa: float = TYPICAL
+    kappa_spread: float = SPREAD
     square: float = TYPICAL**2
     shown: int = 0
     spread: float = 0.0

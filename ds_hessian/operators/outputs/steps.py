@@ -40,13 +40,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_hessian.operators.displacement.belief import LARGEST, VISIBLE
+from ds_hessian.operators.displacement.belief import LARGEST, VISIBLE, Estimate
 from ds_hessian.operators.displacement.control import OTHER
+from ds_hessian.operators.displacement.priors import KAPPA_SPREAD as DRIFT
+from ds_hessian.operators.displacement.priors import NOISE_DRIFT, NOISE_SPREAD
 from ds_hessian.operators.displacement.steps import least_displacement
 from ds_hessian.operators.displacement.trials import ROUNDOFF
 from ds_hessian.operators.displacement.witnesses import has_thirds, products_of_a_third
+from ds_hessian.operators.outputs.fitted import Shown, alike, fitted
 from ds_hessian.operators.outputs.forms import KIND
-from ds_hessian.operators.outputs.learnt import TYPICAL, Learnt
+from ds_hessian.operators.outputs.learnt import SPREAD, TYPICAL, Learnt
 from ds_hessian.operators.outputs.trials import BENT, Trial
 
 UNEXPECTED = 2.0
@@ -62,6 +65,10 @@ outputs bend too much at all of them: along parameters that are far smaller than
 ACCEPT, REPEAT = 1.5, 2.5
 """Ratio of the expected error to the least possible, up to which a trial is accepted, and above
 which a product is made again."""
+
+ROUNDINGS = 1.5
+"""Standard deviation of ln N of the first vector around the roundoff of its outputs: in the median
+of 16 families in bf16 it is 0.7 of that, and 3 to 10 of deeper nets, which round more often."""
 
 SELDOM = 16
 """One vector in so many, the second first, has a second trial, so that kappa and N are measured
@@ -127,6 +134,10 @@ class OutputSteps:
         self._seen = 0.0  # the largest |P| of its trials
         self._doubt = 0.0  # what its last trial has shown that the model does not explain
         self._kappa = self._noise = 0.0  # as the present vector's trials have it
+        self._noisy = Estimate(0.0, ROUNDINGS)  # ln N, as they have it
+        self._growth = 0.0  # of the present vector's outputs
+        self._curved = Estimate(math.log(TYPICAL), SPREAD)  # ln kappa of the pilot
+        self._others = self._curved  # of the others
         self._shown = False  # whether it is the present vector's own kappa
         self._light = 1.0  # by how much the first product is larger than the pilot alone has it
 
@@ -144,6 +155,8 @@ class OutputSteps:
         """Return the displacement of the next vector's first trial."""
         found = self.learnt
         self._bend, self._kappa, self._noise = found.bend, found.kappa, found.noise
+        self._noisy = Estimate(math.log(found.noise or 1.0), found.noise_spread)
+        self._curved = Estimate(math.log(found.kappa), found.kappa_spread)
         self._shown, self._lowest = False, self.smallest
         return self.fixed or self._clamp(found.h * (ABOVE if self._due or found.unseen else 1.0))
 
@@ -207,14 +220,18 @@ class OutputSteps:
 
     def _unexplained(self, trials: list[Trial]) -> float:
         """Return the largest relative change across the last trial's displacement that is more than
-        the model explains.
+        the model explains, as far as N and kappa are known.
         """
         h, found = trials[-1].h, 0.0
         for a, b in zip(trials, trials[1:], strict=False):
             if not self._noise or not min(a.h, b.h) <= h <= max(a.h, b.h):
                 continue
-            bent = self._kappa * self._bend**2 * abs(a.h**2 - b.h**2) * b.size
-            noise = self._noise * math.hypot(1 / a.h, 1 / b.h)
+            if a.beyond or b.beyond:  # and the displacement is not
+                continue
+            bent = self._bend**2 * abs(a.h**2 - b.h**2) * b.size
+            bent *= math.exp(self._curved.mean + self._curved.spread)
+            noise = math.hypot(self._rounding(a), self._rounding(b))
+            noise *= math.exp(self._noisy.spread)
             expected = math.hypot(noise, bent, self._of_loss(a, b))
             if b.size and math.isfinite(b.change) and b.change > UNEXPECTED * expected:
                 found = max(found, b.change / b.size)
@@ -222,6 +239,7 @@ class OutputSteps:
 
     def _advise(self, trials: list[Trial]) -> tuple[float, bool]:
         last, count = trials[-1], len(trials)
+        self._growth = self._grows(last)
         self._seen = max((t.size for t in trials if t.finite), default=0.0)
         if last.size == 0 or count > MOST:
             return last.h, True
@@ -317,19 +335,59 @@ class OutputSteps:
         for a, b in pairs:
             change = max(b.change, 1e-30)
             bent.append(abs(a.h**2 - b.h**2) * size / change)
-            noisy.append(math.hypot(1 / a.h, 1 / b.h) / change)
-        truncation, self._noise = _two_terms(bent, noisy)
+            noisy.append(math.hypot(self._shorter(a), self._shorter(b)) / change)
+        truncation, _ = _two_terms(bent, noisy)
         bending = [t for t in finite if 0 < t.nonlinearity < BENT]
         ratio = [t.h / t.nonlinearity for t in bending]
-        rounding = [1 / (t.h * t.spread * t.nonlinearity) for t in bending]
+        rounding = [self._shorter(t) / (t.spread * t.nonlinearity) for t in bending]
         bend, self.learnt.ratio_noise = _two_terms(ratio, rounding) if ratio else (0.0, 0.0)
         self._bend = bend or math.sqrt(truncation / TYPICAL)
-        # Truncation that no pair tells from noise is no more than any pair's change.
-        hidden = min((1 / b for b in bent if b), default=math.inf)
-        truncation = truncation or min(TYPICAL * self._bend**2, hidden)
-        self._kappa = max(truncation / self._bend**2, 1e-3) if self._bend else TYPICAL
+        first = max(finite, key=lambda t: t.size)
+        rounded = math.hypot(first.roundoff, self.unit_roundoff / 2) * first.size
+        self._noisy = Estimate(math.log(rounded / self._shorter(first)), ROUNDINGS)
+        self._curved = Estimate(math.log(TYPICAL), SPREAD)
+        self._learn([self._changed(a, b) for a, b in pairs if self._tells(a, b)])
         self._shown = True
         self._noise = max(self._noise, 1e-3 * self.rounding * size)
+
+    def _learn(self, shown: list[Shown]) -> None:
+        """Learn N and kappa from what trials have shown."""
+        self._noisy, self._curved = fitted(shown, self._noisy, self._curved)
+        self._noise, self._kappa = math.exp(self._noisy.mean), math.exp(self._curved.mean)
+
+    def _tells(self, a: Trial, b: Trial) -> bool:
+        """Return whether the change between two trials tells of N and kappa: not where both are
+        beyond what a power describes.
+        """
+        within = self._bend * min(a.h, b.h) < LARGEST[1]
+        return within and 0 < b.change < math.inf and min(a.size, b.size) > 0
+
+    def _changed(self, a: Trial, b: Trial) -> Shown:
+        """Return the change between two trials."""
+        size, u = min(a.size, b.size), self.unit_roundoff
+        return Shown(
+            value=b.change,
+            noisy=math.hypot(1 / a.h, 1 / b.h),
+            grown=math.hypot(self._grows(a), self._grows(b)),
+            most=math.hypot(u, u) * size,
+            bent=abs(self._square(a.h) - self._square(b.h)) * size,
+            rest=math.hypot(self._of_loss(a, b), ROUNDOFF * size),
+        )
+
+    def _heard(self, trial: Trial) -> Shown:
+        """Return what the witness of a trial says: no more than its noise and its truncation.
+
+        Rounding of the backward is of all coordinates, and next to none of it along v.
+        """
+        return Shown(
+            value=trial.apart,
+            noisy=1 / trial.h,
+            grown=self._grows(trial),
+            most=self.unit_roundoff * trial.size,
+            bent=self._square(trial.h) * trial.size,
+            rest=self.least_error * trial.size,
+            least=True,
+        )
 
     def _observe(self, trials: list[Trial]) -> None:
         """Learn from the last trial of a later vector, and from its change to the one before."""
@@ -340,19 +398,16 @@ class OutputSteps:
         self._bend = self.learnt.bend
         for trial in trials:
             self._bend = self._bend_of(trial)
-        self._hear(last)
-        if len(trials) < 2 or not trials[-2].finite or not self._bend:
-            return
-        above, below = sorted(trials[-2:], key=lambda t: -t.h)
-        noise = self._noise * math.hypot(1 / above.h, 1 / below.h)
-        noise = math.hypot(noise, self._of_loss(above, below))
-        width = (above.h**2 - below.h**2) * self._bend**2 * last.size
-        seen = last.change
-        if seen > 3 * noise and width > 0:
-            self._kappa, self._shown = math.sqrt(seen**2 - noise**2) / width, True
-        elif seen > 3 * self._kappa * width:
-            rest = math.sqrt(seen**2 - (self._kappa * width) ** 2)
-            self._noise *= math.sqrt(rest / noise) if noise > 0 else 1.0
+        self._noisy = Estimate(math.log(self.learnt.noise), self.learnt.noise_spread)
+        self._curved = Estimate(math.log(self.learnt.kappa), self.learnt.kappa_spread)
+        finite = [t for t in trials if t.finite and t.size > 0]
+        pairs = [(a, b) for a, b in zip(finite, finite[1:], strict=False) if self._tells(a, b)]
+        if self._bend:
+            heard = [self._heard(t) for t in finite if self._hears(t)]
+            self._learn([self._changed(a, b) for a, b in pairs] + heard)
+        for a, b in pairs[-1:]:
+            noise = math.hypot(self._rounding(a), self._rounding(b), self._of_loss(a, b))
+            self._shown = b.change > VISIBLE * noise
 
     def _forget_others(self, trial: Trial) -> None:
         """Forget the kappa of vectors of another kind, whose outputs move much more, or less: those
@@ -362,13 +417,15 @@ class OutputSteps:
         found, square = self.learnt, trial.spread**2
         if not found.spread**2 <= KIND * square <= KIND**2 * found.spread**2:
             self._kappa = found.kappa = TYPICAL
+            found.kappa_spread = SPREAD
+            self._curved = Estimate(math.log(TYPICAL), SPREAD)
             found.square, found.shown, found.spread = TYPICAL**2, 0, trial.spread
 
     def _observe_ratio(self, pair: list[Trial]) -> None:
         """Learn the noise of r from two trials: where r is larger at the smaller displacement."""
         above, below = max(pair, key=lambda t: t.h), min(pair, key=lambda t: t.h)
         if above.finite and below.finite and below.nonlinearity > above.nonlinearity:
-            noise = below.nonlinearity * below.h * below.spread
+            noise = below.nonlinearity * below.spread / self._shorter(below)
             self.learnt.ratio_noise = max(self.learnt.ratio_noise, noise)
 
     def _bend_of(self, trial: Trial) -> float:
@@ -380,7 +437,24 @@ class OutputSteps:
         return trial.nonlinearity > 2 * self._noise_of_ratio(trial)
 
     def _noise_of_ratio(self, trial: Trial) -> float:
-        return self.learnt.ratio_noise / (trial.h * trial.spread) if trial.spread else math.inf
+        noise = self.learnt.ratio_noise * self._shorter(trial)
+        return noise / trial.spread if trial.spread else math.inf
+
+    def _grows(self, trial: Trial) -> float:
+        """Return the growth of a trial's outputs, over no less than a step that is not lost."""
+        return min(trial.growth, 1 / self.least)
+
+    def _shorter(self, trial: Trial) -> float:
+        """Return the factor from N to the noise of a trial, of outputs that grow with h."""
+        return math.hypot(1 / trial.h, self._grows(trial))
+
+    def _rounding(self, trial: Trial) -> float:
+        """Return the noise of a trial's product."""
+        return self._rounding_at(trial.h, trial.size, self._grows(trial))
+
+    def _rounding_at(self, h: float, size: float, growth: float) -> float:
+        share = min(self._noise * growth, self.unit_roundoff * size)
+        return math.hypot(self._noise / h, share)
 
     def _best(self, size: float) -> float:
         """Return the displacement at which the error of all micro-batches is expected least."""
@@ -403,7 +477,8 @@ class OutputSteps:
     def error(self, h: float, size: float, quiet: float = 1.0, kappa: float | None = None) -> float:
         """Return the expected relative error at a displacement, without the backward's."""
         truncation = (self._kappa if kappa is None else kappa) * self._square(h)
-        return math.hypot(min(quiet * self._noise / (h * size), 2.0), truncation)
+        noise = self._rounding_at(h, size, self._growth) / size
+        return math.hypot(min(quiet * noise, 2.0), truncation)
 
     def _square(self, h: float) -> float:
         """Return (b h)^2, of which kappa is a multiple: as far as it tells."""
@@ -483,39 +558,49 @@ class OutputSteps:
             self._noise *= light / self._light
             self.learnt.backward *= math.sqrt(light / self._light)
             self._light = light
+        self._growth, self._others = self._grows(product), alike(self._curved)
         bend = self._bend_of(product)
         if bend > UNEXPECTED * self._bend:  # kappa is that of the pilot, which bends less
             self._kappa, self._shown = TYPICAL, False
+            self._others = Estimate(math.log(TYPICAL), SPREAD)
         self._bend = max(self._bend, bend)
-        self._hear(product, self.quiet)
+        self._hear(product)
         if self.fixed is not None:
             return product.h
         best = self._best(product.size)
         return best if self._excess(product, best) > REPEAT else product.h
 
-    def _hear(self, trial: Trial, quiet: float = 1.0) -> None:
-        """Raise kappa to what the witness shows of truncation, in 16 bits: third differences are
-        rounding there, and in fp32 they show it, without taking noise that varies for it.
-
-        Rounding of the backward is of all coordinates, and next to none of it along v.
-        """
-        if self.unit_roundoff <= ROUNDOFF:
+    def _hear(self, product: Trial) -> None:
+        """Raise kappa to what the witness of a product shows of truncation."""
+        if not self._hears(product):
             return
-        bent = self._square(trial.h)
-        noise = math.hypot(quiet * self._noise / trial.h, self.least_error * trial.size)
-        if bent > 0 and trial.apart > UNEXPECTED * noise:
-            rest = math.sqrt(trial.apart**2 - noise**2)
-            self._kappa = max(self._kappa, rest / (bent * trial.size))
+        bent = self._square(product.h)
+        noise = self.quiet * self._rounding(product)
+        noise = math.hypot(noise, self.least_error * product.size)
+        if bent > 0 and product.apart > UNEXPECTED * noise:
+            rest = math.sqrt(product.apart**2 - noise**2)
+            self._kappa = max(self._kappa, rest / (bent * product.size))
 
-    def _kappa_beside(self, product: Trial) -> float | None:
-        """Return the kappa that third differences show well above rounding, or None."""
+    def _hears(self, trial: Trial) -> bool:
+        """Return whether the witness of a trial tells of truncation, as it does in 16 bits: third
+        differences are rounding there, and in fp32 they show it, without taking noise that varies
+        for it.
+        """
+        return self.unit_roundoff > ROUNDOFF and trial.apart > 0
+
+    def _kappa_beside(self, product: Trial) -> Estimate | None:
+        """Return kappa of the micro-batches beside the pilot, whose third differences tell of it
+        beside what the pilot has shown of its own; None where they tell nothing.
+        """
         noise = max(self._noise_of_ratio(product), OF_SECOND * product.roundoff)
-        if not math.inf > product.third > VISIBLE * OF_THIRD * noise:
+        if not 0 < product.third < math.inf or not UNEXPECTED * noise < product.beside <= BENT:
             return None
-        if not UNEXPECTED * noise < product.beside <= BENT:
-            return None
-        third = math.sqrt(product.third**2 - (OF_THIRD * noise) ** 2)
-        return third / (product.beside**2 - noise**2)
+        bent = product.beside**2 - noise**2
+        return self._others.after_change(product.third, OF_THIRD * noise, bent)
+
+    def _mixed(self, kappa: float, beside: float) -> float:
+        """Return kappa of the pilot and of the micro-batches beside it."""
+        return math.sqrt((kappa**2 + self.beside * beside**2) / (1 + self.beside))
 
     def conclude(self, product: Trial, doubt: float) -> tuple[float | None, float | None]:
         """Learn from the product that is kept; return its relative noise and error.
@@ -532,15 +617,16 @@ class OutputSteps:
         if not self._noise:  # products of the pilot were 0, which tells nothing of the others
             return None, max(1.0, doubt / product.size)
         beside = self._kappa_beside(product)
-        if beside is not None:
-            square = self._kappa**2 + self.beside * beside**2
-            self._kappa, self._shown = math.sqrt(square / (1 + self.beside)), True
+        kappa = self._kappa
+        if beside is not None:  # the error has its mean, displacements the geometric one
+            kappa = self._mixed(self._kappa, math.exp(beside.mean + beside.spread**2 / 2))
+            self._kappa, self._shown = self._mixed(self._kappa, math.exp(beside.mean)), True
         back = self.quiet * self._backward(product)
-        noise = math.hypot(self.quiet * self._noise / (product.h * product.size), back)
+        noise = math.hypot(self.quiet * self._rounding(product) / product.size, back)
         if self._shown:
             found.shown += 1
             found.square += (self._kappa**2 - found.square) / found.shown
-        kappa = self._kappa if self._shown else max(self._kappa, math.sqrt(found.square))
+        kappa = kappa if self._shown else max(kappa, math.sqrt(found.square))
         error = self.error(product.h, product.size, self.quiet, kappa)
         error = math.hypot(error, back)
         if product.nonlinearity > BENT:  # it does not tell how far the outputs bend
@@ -550,8 +636,10 @@ class OutputSteps:
         error = max(error, doubt / product.size, self._doubt)
         error = math.hypot(error, values, self.least_error)
         first = found.products == 0
-        found.noise = self._noise if first else math.sqrt(found.noise * self._noise)
-        found.kappa = self._kappa if first else math.sqrt(found.kappa * self._kappa)
+        found.noise, told = self._noise, math.exp(self._curved.mean)
+        found.kappa = self._kappa if first else math.sqrt(told * self._kappa)
+        found.noise_spread = min(math.hypot(self._noisy.spread, NOISE_DRIFT), NOISE_SPREAD)
+        found.kappa_spread = min(math.hypot(self._curved.spread, DRIFT), SPREAD)
         found.spread = found.spread or product.spread
         found.bend, found.unseen = self._bend, not self._shows_bend(product)
         if self.fixed is None:

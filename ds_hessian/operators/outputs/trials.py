@@ -33,6 +33,8 @@ class Trial:
             that have it; else 0.
         beside: r of these.
         apart: How far v'(Gv) by the backward and by the outputs alone are apart.
+        growth: `|J v| / |f|`: where h is longer than the inverse of it, the outputs at its ends are
+            rounded to a share of their change, which no longer h makes smaller; 0 if unknown.
         lost: Whether the product is zero, and its step may be lost in the rounding of the weights.
     """
 
@@ -48,6 +50,7 @@ class Trial:
     third: float = 0.0
     beside: float = 0.0
     apart: float = 0.0
+    growth: float = 0.0
     lost: bool = False
 
     @property
