@@ -328,9 +328,14 @@ def wrap(inner: nn.Module, job: Job) -> Any:
     )
     config.finalize_model_grads_func = finalize_model_grads
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=job.distributed, grad_reduce_in_fp32=job.dtype == "bfloat16"
+        use_distributed_optimizer=job.distributed,
+        overlap_grad_reduce=job.overlap,
+        bucket_size=1500 if job.overlap else None,
+        grad_reduce_in_fp32=job.dtype == "bfloat16",
     )
-    return DistributedDataParallel(config, ddp, Plain(inner.to(job.torch_dtype)))
+    chunk = DistributedDataParallel(config, ddp, Plain(inner.to(job.torch_dtype)))
+    config.no_sync_func = chunk.no_sync if job.overlap else None
+    return chunk
 
 
 def weight(name: str, shape: Any) -> Tensor:
@@ -665,12 +670,14 @@ def make_optimizer(job: Job, chunks: list[Any], **options: Any) -> Any:
     return optimizer
 
 
-def run_schedule(job: Job, chunks: list[Any], batches: list[Any]) -> None:
+def run_schedule(
+    job: Job, chunks: list[Any], batches: list[Any], forward_step: Callable[..., Any] | None = None
+) -> None:
     """Forward and backward of training."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     get_forward_backward_func()(
-        forward_step_func=make_forward_step(job),
+        forward_step_func=forward_step or make_forward_step(job),
         data_iterator=[iter(batches) for _ in chunks] if job.vpp > 1 else iter(batches),
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(batches),
@@ -953,6 +960,43 @@ def overlapped(job: Job) -> Overlaps:
             kept.append(hooks == [len(m._forward_pre_hooks) for m in modules])
         figures = len(in_backward), sum(in_backward), gathers, for_modules
         return Overlaps(*figures, torch.equal(*products), all(kept))
+
+
+class Sometimes(nn.Module):
+    """Two layers with as many parameters, each in a bucket, of which not all data need the second.
+
+    Args:
+        width: Of both.
+    """
+
+    def __init__(self, width: int = 40) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, whole: bool) -> Tensor:
+        """The loss."""
+        y = self.always(x)
+        return (self.sometimes(y) if whole else y).square().mean()
+
+
+def overlapped_in_one_order(job: Job) -> list[Tensor]:
+    """Gradients with reductions that overlap, and without, where rank 1 needs one layer alone."""
+    from ds_hessian.megatron import MegatronHessian
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        return model(*next(iterator)), lambda loss: (loss, {})
+
+    with groups_of(job):
+        torch.manual_seed(0)
+        chunk, x, found = wrap(Sometimes(), job), torch.randn(4, 40), []
+        run_schedule(job, [chunk], [(x, True)], forward_step)
+        for overlap in (True, False):
+            chunk.ddp_config.overlap_grad_reduce = overlap
+            hessian = MegatronHessian(chunk, QUIET)
+            hessian.use([(x, dist.get_rank() == 0)], forward_step, **SIZES)
+            with hessian.measuring(displacement=3e-2) as operator:
+                found.append(operator.gradient.clone())
+    return found
 
 
 # ---- traps

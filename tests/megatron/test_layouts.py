@@ -316,6 +316,15 @@ def test_collectives_overlap_with_passes_where_those_of_training_do(
     assert sum(x.in_backward for x in runs) > 0.5 * sum(x.reductions for x in runs)
 
 
+def test_reductions_that_overlap_have_one_order_where_one_rank_needs_fewer_modules(
+    megatron_ranks: Ranks,
+) -> None:
+    """One that needs all of them began with another bucket: the gradients of both were added."""
+    runs = megatron_ranks(2).run(job.overlapped_in_one_order, Job(overlap=True))
+    for with_overlap, without in runs:
+        assert torch.equal(with_overlap, without)
+
+
 @pytest.mark.full
 def test_zero_3_and_megatron_have_the_same_spectrum(megatron_ranks: Ranks, ranks: Ranks) -> None:
     """Of the same model and data, on two data-parallel ranks each."""

@@ -187,7 +187,7 @@ class MegatronBackend:
                 wide = passes.precision == "fp32" and self.compute_dtype == torch.bfloat16
                 masters = masters_of(self.chunks, self.runs, uneven)
                 if wide:
-                    weights = self._widened(guard, stack, masters, overlaps)
+                    weights = self._widened(guard, stack, masters, reductions, overlaps)
                 else:
                     weights = self._sharded(stack, masters, overlaps)
                 if self.compute_dtype == torch.float32:
@@ -214,10 +214,11 @@ class MegatronBackend:
         guard: Guard,
         stack: ExitStack,
         masters: Sequence[Tensor | None],
+        reductions: Reductions,
         overlaps: bool,
     ) -> ShardedWeights:
         """Let the passes run on fp32 stand-ins of the parameters, made of the masters."""
-        wide = WideWeights(self.chunks)
+        wide = WideWeights(self.chunks, reductions)
         without_casts(self.chunks, guard.attributes)
         for buffers in guard.buffers:
             buffers.wide = True

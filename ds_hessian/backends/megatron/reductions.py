@@ -4,9 +4,10 @@ With `overlap_grad_reduce`, Megatron's DDP reduces a bucket of parameters once a
 gradients of the last micro-batch, and waits for all buckets in the end. When that is, it knows by
 how often each parameter had one in the first step of training: nothing overlaps before that step,
 nor between several instances of the distributed optimizer, whose streams are CUDA's alone. Passes
-here may leave parameters without gradients, which DDP's own hooks refuse while they overlap: the
-hooks are told that they do not, and others tell the buckets. One that stays incomplete is reduced
-in the end.
+here may leave parameters without gradients, on one rank alone where its data need fewer modules,
+which DDP's own hooks refuse while they overlap: the hooks are told that they do not, and others
+tell the buckets. These begin in the same order on all ranks, which would take one for another: one
+that stays incomplete, and those after it, in the end.
 
 A rank that fails follows the reductions that the others begin (`ds_hessian.ranks.lockstep`).
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -26,17 +27,6 @@ from ds_hessian.errors import MeasurementError
 
 if TYPE_CHECKING:
     from ds_hessian.backends.megatron.host import Chunk
-
-
-def ready_for(chunk: Chunk, parameter: nn.Parameter) -> Callable[[], None]:
-    """Return what says that a parameter has the gradient of a micro-batch, or none."""
-    group = chunk.param_to_bucket_group[parameter]
-
-    def ready() -> None:
-        if group.ddp_config.overlap_grad_reduce:
-            group.register_grad_ready(parameter)
-
-    return ready
 
 
 class Reductions:
@@ -60,11 +50,7 @@ class Reductions:
         self._chunks, self._finalize = chunks, finalize
         for chunk in chunks:
             chunk.zero_grad_buffer()  # the next step knows how often gradients came in the last
-        self._groups = [
-            group
-            for chunk in chunks
-            for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
-        ]
+        self._groups = [group for chunk in reversed(chunks) for group in _as_completed(chunk)]
         counted = not any(getattr(group, "is_first_batch", True) for group in self._groups)
         self._configs = list({id(chunk.ddp_config): chunk.ddp_config for chunk in chunks}.values())
         for ddp in self._configs:
@@ -78,12 +64,32 @@ class Reductions:
             alone.overlap_grad_reduce = False
             attributes.set(chunk, "ddp_config", alone)
             for node in chunk.grad_accs:
-                ready = ready_for(chunk, node.variable)
+                ready = self.ready_for(chunk, node.variable)
                 stack.callback(node.register_hook(lambda *_, ready=ready: ready()).remove)
         if overlapping:
             waits = [chunk.no_sync for chunk in chunks]
             config = host.model_config(chunks[0])
             attributes.set(config, "no_sync_func", waits if len(chunks) > 1 else waits[0])
+
+    def ready_for(self, chunk: Chunk, parameter: nn.Parameter) -> Callable[[], None]:
+        """Return what says that a parameter has the gradient of a micro-batch, or none."""
+        group = chunk.param_to_bucket_group[parameter]
+
+        def ready() -> None:
+            if group.ddp_config.overlap_grad_reduce and group.is_last_microbatch:
+                counts = group.per_param_grad_ready_counts
+                counts[parameter] = counts.get(parameter, 0) + 1
+                self._begin()
+
+        return ready
+
+    def _begin(self) -> None:
+        """Begin those of complete buckets, up to the first that is not."""
+        for group in self._groups:
+            if group.grad_reduce_handle is None:
+                if not _complete(group):
+                    return
+                group.start_grad_sync()
 
     @contextmanager
     def begun(self, overlap: bool) -> Iterator[None]:
@@ -113,9 +119,7 @@ class Reductions:
             MeasurementError: one did.
         """
         for group in self._groups:
-            if group.grad_reduce_handle is None:
-                continue
-            if group.per_param_grad_ready_counts != group.golden_per_param_grad_ready_counts:
+            if group.grad_reduce_handle is not None and not _complete(group):
                 raise MeasurementError(
                     "parameters have gradients more often than in the first step of training, by "
                     "which overlap_grad_reduce knows when to reduce them; train without it"
@@ -129,3 +133,16 @@ class Reductions:
             if group.ddp_config.overlap_grad_reduce and group.grad_reduce_handle is None:
                 group.start_grad_sync()
         (self._finalize or finalize_model_grads)(list(self._chunks), None)
+
+
+def _as_completed(chunk: Chunk) -> list[Any]:
+    """Return the buckets of a chunk in the order in which a backward completes them."""
+    place = {p: i for i, p in enumerate(chunk.parameters())}
+    groups: list[Any] = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+    return sorted(groups, key=lambda group: -min(map(place.__getitem__, group.params)))
+
+
+def _complete(group: Any) -> bool:
+    """Return whether all parameters of a bucket have their gradients, as in the first step."""
+    counts: dict[nn.Parameter, int] = group.per_param_grad_ready_counts
+    return counts == group.golden_per_param_grad_ready_counts

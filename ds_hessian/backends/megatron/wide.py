@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ds_hessian.backends.guard import Attributes
 from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.gathers import Gather
-from ds_hessian.backends.megatron.reductions import ready_for
+from ds_hessian.backends.megatron.reductions import Reductions
 from ds_hessian.backends.megatron.runs import ParameterRun
 from ds_hessian.memory import NARROW
 
@@ -47,11 +47,12 @@ class WideWeights:
 
     Args:
         chunks: The model chunks.
+        reductions: Those of their gradients.
 
     Collective: `gather`.
     """
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, chunks: Sequence[Chunk], reductions: Reductions) -> None:
         self._chunks = chunks
         self._gathered: list[tuple[Tensor, Tensor, dist.ProcessGroup]] = []
         values = self._buckets()
@@ -59,7 +60,10 @@ class WideWeights:
         for chunk in chunks:
             for p in chunk.parameters():
                 if p.is_floating_point() and id(p) not in self.made:
-                    self.made[id(p)] = _stand_in(p, values.get(id(p)), chunk)
+                    self.made[id(p)] = made = _stand_in(p, values.get(id(p)))
+                    if p.requires_grad:
+                        ready = reductions.ready_for(chunk, p)
+                        made.register_post_accumulate_grad_hook(_accumulates(ready))
 
     def _buckets(self) -> dict[int, Tensor]:
         """Return places of the parameters of which the distributed optimizer gathers shards."""
@@ -115,20 +119,17 @@ class WideWeights:
                 module._parameters[name] = p
 
 
-def _stand_in(p: Any, place: Tensor | None, chunk: Chunk) -> nn.Parameter:
+def _stand_in(p: Any, place: Tensor | None) -> nn.Parameter:
     values = torch.empty(p.shape, dtype=torch.float32, device=p.device)
     if place is not None:
         values = place.view(p.shape)
     copy = nn.Parameter(values.copy_(p.detach()), requires_grad=p.requires_grad)
     vars(copy).update(vars(p))
-    if p.requires_grad:
-        copy.register_post_accumulate_grad_hook(_accumulates(p, chunk))
     return copy
 
 
-def _accumulates(parameter: nn.Parameter, chunk: Chunk) -> Callable[[Any], None]:
+def _accumulates(ready: Callable[[], None]) -> Callable[[Any], None]:
     """Return what does with the gradient of a stand-in as DDP's hook with that of the parameter."""
-    ready = ready_for(chunk, parameter)
 
     def accumulate(p: Any) -> None:
         """Add it to Megatron's buffer, unless a fused kernel already has."""
