@@ -8,6 +8,8 @@ import functools
 import gc
 import hashlib
 import inspect
+import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -1034,6 +1036,40 @@ def gather_in_flight() -> list[tuple[list[Tensor], list[int]]]:
                 displaced = [seen[id(p)] for p in chunks[0].parameters()]
             out.append((displaced, [*counts, len(hooks)]))
     return out
+
+
+def signalled(job: Job) -> tuple[str, bool]:
+    """The message where rank 1 gets a signal once stages have met to begin a schedule, and whether
+    the next product is that of before.
+    """
+    import ds_hessian
+    from ds_hessian.backends.megatron import host
+
+    run, calls = host.run_schedule, [0]
+
+    def late(*args: Any, **kwargs: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 2 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        run(*args, **kwargs)
+
+    with running(job) as chunks:
+        hessian, said = hessian_of(chunks, job), "no error"
+
+        def product() -> Tensor:
+            with hessian.measuring(displacement=3e-2):
+                found: Tensor = hessian.matvec(hessian.random_vector(seed=5)).vector
+            return found
+
+        before, handler = product(), signal.signal(signal.SIGUSR2, lambda *_: None)
+        try:
+            with mock.patch.object(host, "run_schedule", late):
+                product()
+        except ds_hessian.HessianError as error:
+            said = str(error)
+        finally:
+            signal.signal(signal.SIGUSR2, handler)
+        return said, torch.equal(product(), before)
 
 
 def deferred_weight_gradients() -> list[tuple[Tensor, Tensor, int]]:

@@ -84,6 +84,13 @@ def test_deferred_weight_gradients_of_the_output_layer_are_made_in_each_pass(
         assert deferred[2] == 0
 
 
+def test_a_signal_after_stages_have_met_waits_for_the_first_step(megatron_ranks: Ranks) -> None:
+    """It ended its rank between the meeting and the schedule, in which the others waited for it."""
+    for said, again in megatron_ranks(2).run(job.signalled, Job(pp=2), timeout=60.0):
+        assert "received SIGUSR2" in said and "end the job" not in said
+        assert again
+
+
 def test_what_training_sets_and_logs_neither_changes_a_product_nor_is_changed(
     megatron_ranks: Ranks,
 ) -> None:
