@@ -59,14 +59,18 @@ def automatic(job: Job, context: str = "") -> tuple[Stored, Stored, float, tuple
 def runs_of_products(job: Job, products: int) -> list[tuple[int, int, int]]:
     """How many runs of the schedule, reductions and gathers each of some products makes."""
     from ds_hessian.backends.megatron import host
+    from ds_hessian.backends.megatron.reductions import Reductions
 
+    places = [(host, "run_schedule"), (Reductions, "make"), (host, "gather_parameters")]
     with running(job) as chunks:
         hessian, found = hessian_of(chunks, job), list[tuple[int, int, int]]()
         vectors = [hessian.random_vector(seed=seed) for seed in range(products)]
         with hessian.measuring(), contextlib.ExitStack() as stack:
             calls = [
-                stack.enter_context(mock.patch.object(host, name, wraps=getattr(host, name)))
-                for name in ("run_schedule", "reduce_gradients", "gather_parameters")
+                stack.enter_context(
+                    mock.patch.object(place, name, autospec=True, side_effect=getattr(place, name))
+                )
+                for place, name in places
             ]
             for v in vectors:
                 before = [call.call_count for call in calls]
