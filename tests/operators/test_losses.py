@@ -302,6 +302,16 @@ def test_products_and_their_errors_are_right_and_add_up(name: str) -> None:
         assert abs(form.value - float(v.double() @ exact(v))) < SLACK * form.error
 
 
+def require_by_values(net: nn.Module, data: Any, loss: Any, outputs: str) -> None:
+    """Require a product of a loss that is known by its values alone, and right within its bar."""
+    with operators(net, data, loss, "ggn") as (backend, (matrix,)):
+        assert matrix.outputs == f"{outputs or 'the model itself'}: {VALUES}"
+        v = random_vector(backend.layout, backend.space, seed=0)
+        g = matrix.matvec(v)
+    assert g.error is not None
+    assert relative(g.vector, ExactGaussNewton(net, outputs, loss, data)(v)) < 3 * g.error < 1e-3
+
+
 COUPLING: dict[str, Callable[[Tensor], Tensor]] = {
     "variance": lambda r: r.var(),
     "neighbours": lambda r: r.diff(dim=0).square().mean(),
@@ -321,12 +331,7 @@ def test_squares_that_couple_examples_are_no_squares_of_single_outputs(name: str
     def loss(net: nn.Module, b: Any) -> Tensor:
         return COUPLING[name](net(b[0]) - b[1])
 
-    with operators(net, data, loss, "ggn") as (backend, (matrix,)):
-        assert matrix.outputs == f"the model itself: {VALUES}"
-        v = random_vector(backend.layout, backend.space, seed=0)
-        g = matrix.matvec(v)
-    assert g.error is not None
-    assert relative(g.vector, ExactGaussNewton(net, "", loss, data)(v)) < 3 * g.error < 1e-3
+    require_by_values(net, data, loss, "")
 
 
 def test_a_loss_that_is_another_one_on_some_micro_batches_is_no_cross_entropy() -> None:
@@ -339,12 +344,7 @@ def test_a_loss_that_is_another_one_on_some_micro_batches_is_no_cross_entropy() 
         each = functional.cross_entropy(net(b[0]), b[1], reduction="none")
         return (each if b[2] < COUNT - 1 else (1 - torch.exp(-each)).square() * each).mean()
 
-    with operators(net, data, loss, "ggn") as (backend, (matrix,)):
-        assert matrix.outputs == f"2: {VALUES}"
-        v = random_vector(backend.layout, backend.space, seed=0)
-        g = matrix.matvec(v)
-    assert g.error is not None
-    assert relative(g.vector, ExactGaussNewton(net, "2", loss, data)(v)) < 3 * g.error < 1e-3
+    require_by_values(net, data, loss, "2")
 
 
 class Labelled(Language):
