@@ -27,7 +27,7 @@ from ds_hessian.operators.displacement.belief import (
     student,
 )
 from ds_hessian.operators.displacement.priors import KAPPA_SPREAD as DRIFT
-from ds_hessian.operators.outputs.learnt import SPREAD, TYPICAL
+from ds_hessian.operators.outputs.learnt import SPREAD, TINY, TYPICAL
 
 NODES = np.arange(-12.0, 12.01, 0.25)
 """Of the table of N and kappa, in their logarithms, around what is expected."""
@@ -82,3 +82,23 @@ def alike(kappa: Estimate) -> Estimate:
     share, typical = 1 - (DRIFT / SPREAD) ** 2, math.log(TYPICAL)
     mean = typical + share * (kappa.mean - typical)
     return Estimate(mean, math.hypot(share * kappa.spread, DRIFT * math.sqrt(1 + share)))
+
+
+def two_terms(first: list[float], second: list[float]) -> tuple[float, float]:
+    """Return x, y >= 0 with `(x first)^2 + (y second)^2` near 1 for all entries but a few.
+
+    Their logarithms are to be small, in absolute value, in the sum: changes span many orders of
+    magnitude, and one that passes a kink, or saturates, is unlike all others. The sum is smallest
+    near where one term alone fits an entry, so that each of these is tried.
+    """
+    a, b = np.square(first), np.square(second)
+    if not (a.max() > 0 and b.max() > 0):
+        return 0.0, 0.0
+    tried = [(x, y) for x in (0.0, *_inverse(a)) for y in (0.0, *_inverse(b)) if x or y]
+    sums = [np.abs(np.log(np.maximum(x * a + y * b, TINY))).sum() for x, y in tried]
+    x, y = tried[int(np.argmin(sums))]
+    return math.sqrt(x), math.sqrt(y)
+
+
+def _inverse(squares: Array) -> list[float]:
+    return [float(1 / square) for square in squares if square > 0]

@@ -254,7 +254,7 @@ class GaussNewton:
                 continue
             trials.append(self._steps.without_noise_of_loss(trial))
             if doubted:
-                self._steps.note_values(made.values(h, length), trials[0])
+                self._steps.learnt.note_values(made.values(h, length), trials[0])
             if len(trials) == 1 and not self._steps.learnt.products:
                 self._steps.note_backward(made.backward(v, out, h, length), trials[0])
             made.passes.forget()
@@ -295,7 +295,7 @@ class GaussNewton:
         low, high = rungs[best - 1], rungs[best]
         if math.isfinite(errors[low]) and errors[high] > 0:
             found.rho, found.loss_roundoff = high, errors[low] * low
-            (between,) = self.space.of_rank_0(self._steps.balanced(errors[high]))
+            (between,) = self.space.of_rank_0(self._steps.learnt.balanced(errors[high]))
             found.rho = min(max(between, low), high)
         passes.rho = found.rho
 
@@ -319,10 +319,10 @@ class GaussNewton:
         """
         if self._differences.passes.product is not None or not self._differences.smooth:
             return False
-        (rho,) = self.space.of_rank_0(self._steps.narrower(values) or 0.0)
+        (rho,) = self.space.of_rank_0(self._steps.learnt.narrower(values) or 0.0)
         if not rho:
             return False
-        self._steps.narrow(rho)
+        self._steps.learnt.narrow(rho)
         self._differences.passes.rho = rho
         return True
 

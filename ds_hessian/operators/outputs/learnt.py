@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ds_hessian.operators.displacement.priors import NOISE_SPREAD
+from ds_hessian.operators.displacement.trials import ROUNDOFF
+from ds_hessian.operators.outputs.trials import Trial
 
 TYPICAL = 1.0
 """kappa before it is measured: 2/3 for an exponential, more where curvature is concentrated."""
@@ -12,6 +15,9 @@ TYPICAL = 1.0
 SPREAD = 1.0
 """Scatter of ln kappa before it is measured: Student's, of three degrees of freedom, of 159
 products of the 20 families of benchmarks/families.py."""
+
+TINY = 1e-30
+"""A change, an error, or a square of one, that counts as none."""
 
 
 @dataclass
@@ -58,3 +64,44 @@ class Learnt:
     loss_roundoff: float = 0.0
     unseen: bool = False
     products: int = 0
+
+    # ---- of a loss that is known by its values alone
+
+    def narrower(self, values: float) -> float | None:
+        """Return the `balanced` rho, of a loss without kinks, where that is less than half of the
+        present one; None otherwise.
+
+        Truncation is as rho^2, and of the present rho it is `values`; noise is the roundoff over
+        rho.
+        """
+        found = self.balanced(values)
+        return found if found < self.rho / 2 else None
+
+    def balanced(self, values: float) -> float:
+        """Return the rho at which truncation is as large as noise, if the error is `values` at the
+        present one, all of it truncation.
+        """
+        return (self._roundoff_of_loss * self.rho**2 / max(values, TINY)) ** (1 / 3)
+
+    def narrow(self, rho: float) -> None:
+        """Go on with a smaller rho, over which the noise of the backward is as much larger."""
+        self.backward *= self.rho / rho
+        self.rho = rho
+
+    def note_values(self, error: float, trial: Trial) -> None:
+        """Learn the error from differencing the loss in the outputs of such a trial."""
+        if trial.size > 0 and math.isfinite(error):
+            self.values, self.bent = error / trial.size, trial.values
+
+    @property
+    def _roundoff_of_loss(self) -> float:
+        return self.loss_roundoff or ROUNDOFF
+
+    def of_loss(self, bent: float) -> float:
+        """Return the relative error from differencing the loss, of a product with such
+        `Trial.values`: truncation goes with them, of all micro-batches and of its own vector.
+        """
+        noise = min(self._roundoff_of_loss / self.rho, self.values) if self.rho else 0.0
+        more = max(1.0, bent / self.bent) if self.bent else 1.0
+        truncation = math.sqrt(self.values**2 - noise**2) * more
+        return min(max(math.hypot(truncation, noise), bent), 1.0)

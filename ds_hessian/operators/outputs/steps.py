@@ -37,9 +37,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ds_hessian.operators.displacement.belief import LARGEST, VISIBLE, Estimate
 from ds_hessian.operators.displacement.control import OTHER
 from ds_hessian.operators.displacement.priors import KAPPA_SPREAD as DRIFT
@@ -47,9 +44,9 @@ from ds_hessian.operators.displacement.priors import NOISE_DRIFT, NOISE_SPREAD
 from ds_hessian.operators.displacement.steps import least_displacement
 from ds_hessian.operators.displacement.trials import ROUNDOFF
 from ds_hessian.operators.displacement.witnesses import has_thirds, products_of_a_third
-from ds_hessian.operators.outputs.fitted import Shown, alike, fitted
+from ds_hessian.operators.outputs.fitted import Shown, alike, fitted, two_terms
 from ds_hessian.operators.outputs.forms import KIND
-from ds_hessian.operators.outputs.learnt import SPREAD, TYPICAL, Learnt
+from ds_hessian.operators.outputs.learnt import SPREAD, TINY, TYPICAL, Learnt
 from ds_hessian.operators.outputs.trials import BENT, Trial
 
 UNEXPECTED = 2.0
@@ -94,9 +91,6 @@ INDEPENDENT = 0.25
 """The noise of k pilots falls as k^-0.25: micro-batches share the rounding of the weights. From 1
 to 4 and to 16 of them the exponent was 0.1 to 0.4 on most calibration families of
 benchmarks/families.py (attention, convolution, regression; fp32 and bf16)."""
-
-TINY = 1e-30
-"""A square of a change that counts as none."""
 
 
 class OutputSteps:
@@ -333,14 +327,14 @@ class OutputSteps:
         size = min(t.size for t in finite)
         bent, noisy = [], []
         for a, b in pairs:
-            change = max(b.change, 1e-30)
+            change = max(b.change, TINY)
             bent.append(abs(a.h**2 - b.h**2) * size / change)
             noisy.append(math.hypot(self._shorter(a), self._shorter(b)) / change)
-        truncation, _ = _two_terms(bent, noisy)
+        truncation, _ = two_terms(bent, noisy)
         bending = [t for t in finite if 0 < t.nonlinearity < BENT]
         ratio = [t.h / t.nonlinearity for t in bending]
         rounding = [self._shorter(t) / (t.spread * t.nonlinearity) for t in bending]
-        bend, self.learnt.ratio_noise = _two_terms(ratio, rounding) if ratio else (0.0, 0.0)
+        bend, self.learnt.ratio_noise = two_terms(ratio, rounding) if ratio else (0.0, 0.0)
         self._bend = bend or math.sqrt(truncation / TYPICAL)
         first = max(finite, key=lambda t: t.size)
         rounded = math.hypot(first.roundoff, self.unit_roundoff / 2) * first.size
@@ -500,51 +494,11 @@ class OutputSteps:
         count = self.learnt.products
         return count == 0 or (count - 1) % self.thirds == 0
 
-    def narrower(self, values: float) -> float | None:
-        """Return the `balanced` rho, of a loss without kinks, where that is less than half of the
-        present one; None otherwise.
-
-        Truncation is as rho^2, and of the present rho it is `values`; noise is the roundoff over
-        rho.
-        """
-        found = self.balanced(values)
-        return found if found < self.learnt.rho / 2 else None
-
-    def balanced(self, values: float) -> float:
-        """Return the rho at which truncation is as large as noise, if the error is `values` at the
-        present one, all of it truncation.
-        """
-        return (self._roundoff_of_loss * self.learnt.rho**2 / max(values, TINY)) ** (1 / 3)
-
-    def narrow(self, rho: float) -> None:
-        """Go on with a smaller rho, over which the noise of the backward is as much larger."""
-        self.learnt.backward *= self.learnt.rho / rho
-        self.learnt.rho = rho
-
-    def note_values(self, error: float, trial: Trial) -> None:
-        """Learn the error from differencing the loss in the outputs of such a trial."""
-        if trial.size > 0 and math.isfinite(error):
-            self.learnt.values, self.learnt.bent = error / trial.size, trial.values
-
-    @property
-    def _roundoff_of_loss(self) -> float:
-        return self.learnt.loss_roundoff or ROUNDOFF
-
-    def _values(self, bent: float) -> float:
-        """Return the relative error from differencing the loss, of a product with such
-        `Trial.values`: truncation goes with them, of all micro-batches and of its own vector.
-        """
-        found = self.learnt
-        noise = min(self._roundoff_of_loss / found.rho, found.values) if found.rho else 0.0
-        more = max(1.0, bent / found.bent) if found.bent else 1.0
-        truncation = math.sqrt(found.values**2 - noise**2) * more
-        return min(max(math.hypot(truncation, noise), bent), 1.0)
-
     def _of_loss(self, a: Trial, b: Trial) -> float:
         """Return what differencing the loss makes of the change between two trials: rho is the same
         share of the differences of the outputs up to a power of 2.
         """
-        return math.hypot(*(self._values(trial.values) * trial.size for trial in (a, b)))
+        return math.hypot(*(self.learnt.of_loss(trial.values) * trial.size for trial in (a, b)))
 
     # ---- after a product
 
@@ -632,7 +586,7 @@ class OutputSteps:
         if product.nonlinearity > BENT:  # it does not tell how far the outputs bend
             # Nor does the product's length, of which the trials may have shown more.
             error = max(error, product.nonlinearity, self._seen / product.size)
-        values = self._values(product.values)
+        values = found.of_loss(product.values)
         error = max(error, doubt / product.size, self._doubt)
         error = math.hypot(error, values, self.least_error)
         first = found.products == 0
@@ -646,23 +600,3 @@ class OutputSteps:
             found.h = self._clamp(self._best(product.size) / (AFTER_PROBE if first else 1.0))
         found.products += 1
         return noise, error
-
-
-def _two_terms(first: list[float], second: list[float]) -> tuple[float, float]:
-    """Return x, y >= 0 with `(x first)^2 + (y second)^2` near 1 for all entries but a few.
-
-    Their logarithms are to be small, in absolute value, in the sum: changes span many orders of
-    magnitude, and one that passes a kink, or saturates, is unlike all others. The sum is smallest
-    near where one term alone fits an entry, so that each of these is tried.
-    """
-    a, b = np.square(first), np.square(second)
-    if not (a.max() > 0 and b.max() > 0):
-        return 0.0, 0.0
-    tried = [(x, y) for x in (0.0, *_inverse(a)) for y in (0.0, *_inverse(b)) if x or y]
-    sums = [np.abs(np.log(np.maximum(x * a + y * b, TINY))).sum() for x, y in tried]
-    x, y = tried[int(np.argmin(sums))]
-    return math.sqrt(x), math.sqrt(y)
-
-
-def _inverse(squares: NDArray[np.float64]) -> list[float]:
-    return [float(1 / square) for square in squares if square > 0]
