@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
+from ds_hessian.backends.megatron import host
+
 if TYPE_CHECKING:
     from ds_hessian.backends.megatron.host import Chunk
 
@@ -39,7 +41,7 @@ def of_optimizer(chunks: Sequence[Chunk]) -> Iterator[Gather]:
         return work
 
     for chunk in chunks:
-        for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+        for group in host.bucket_groups(chunk):
             yield Gather(functools.partial(begin, group), list(group.params))
 
 

@@ -370,7 +370,7 @@ def gather_parameters(chunks: Sequence[Chunk]) -> None:
     """
     for chunk in chunks:
         if chunk.ddp_config.use_distributed_optimizer:
-            for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+            for group in bucket_groups(chunk):
                 if group.param_gather_handle is not None:
                     group.param_gather_handle.wait()
                     group.param_gather_handle = None
@@ -514,6 +514,11 @@ def buckets(chunk: Chunk) -> Iterator[tuple[Any, Any]]:
     for buffer in chunk.buffers + chunk.expert_parallel_buffers:
         for bucket in buffer.buckets:
             yield buffer, bucket
+
+
+def bucket_groups(chunk: Chunk) -> list[Any]:
+    """Return Megatron's groups of buckets, each of one collective, those of experts last."""
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 
 def places(buffer: Any, bucket: Any) -> Iterator[tuple[nn.Parameter, int, int]]:

@@ -138,7 +138,7 @@ class Reductions:
 def _as_completed(chunk: Chunk) -> list[Any]:
     """Return the buckets of a chunk in the order in which a backward completes them."""
     place = {p: i for i, p in enumerate(chunk.parameters())}
-    groups: list[Any] = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+    groups = host.bucket_groups(chunk)
     return sorted(groups, key=lambda group: -min(map(place.__getitem__, group.params)))
 
 

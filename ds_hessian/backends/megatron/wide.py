@@ -87,8 +87,8 @@ class WideWeights:
 
     def gather(self) -> None:
         """Make every rank's next forward read the weights that were written."""
-        for whole, mine, group in self._gathered:
-            dist.all_gather_into_tensor(whole, mine, group=group)
+        for gather in self.gathers():
+            gather.begin().wait()
 
     def gathers(self) -> Iterator[Gather]:
         """Yield the gathers of `gather`, which begin by themselves."""
