@@ -1038,20 +1038,26 @@ def gather_in_flight() -> list[tuple[list[Tensor], list[int]]]:
     return out
 
 
-def signalled(job: Job) -> tuple[str, bool]:
-    """The message where rank 1 gets a signal once stages have met to begin a schedule, and whether
-    the next product is that of before.
+def late(job: Job, signalled: bool) -> tuple[str, bool]:
+    """The message where rank 1 gets a signal once stages have met to begin a schedule, or fails in
+    what it does for one; and whether the next product is that of before.
     """
     import ds_hessian
     from ds_hessian.backends.megatron import host
+    from ds_hessian.backends.megatron.backend import MegatronSession
 
-    run, calls = host.run_schedule, [0]
+    places: Any = [(host, "pipeline_rank", 2), (MegatronSession, "_meet_stages", 3)]
+    owner, name, last = places[signalled]
+    function, calls = getattr(owner, name), [0]
 
-    def late(*args: Any, **kwargs: Any) -> None:
+    def failing(*args: Any) -> Any:
+        found = function(*args)
         calls[0] += 1
-        if calls[0] == 2 and dist.get_rank() == 1:
+        if calls[0] == last and dist.get_rank() == 1:
+            if not signalled:
+                raise Broken("on purpose")
             os.kill(os.getpid(), signal.SIGUSR2)
-        run(*args, **kwargs)
+        return found
 
     with running(job) as chunks:
         hessian, said = hessian_of(chunks, job), "no error"
@@ -1063,9 +1069,9 @@ def signalled(job: Job) -> tuple[str, bool]:
 
         before, handler = product(), signal.signal(signal.SIGUSR2, lambda *_: None)
         try:
-            with mock.patch.object(host, "run_schedule", late):
+            with mock.patch.object(owner, name, failing):
                 product()
-        except ds_hessian.HessianError as error:
+        except (ds_hessian.HessianError, RuntimeError) as error:
             said = str(error)
         finally:
             signal.signal(signal.SIGUSR2, handler)

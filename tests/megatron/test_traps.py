@@ -84,10 +84,16 @@ def test_deferred_weight_gradients_of_the_output_layer_are_made_in_each_pass(
         assert deferred[2] == 0
 
 
-def test_a_signal_after_stages_have_met_waits_for_the_first_step(megatron_ranks: Ranks) -> None:
-    """It ended its rank between the meeting and the schedule, in which the others waited for it."""
-    for said, again in megatron_ranks(2).run(job.signalled, Job(pp=2), timeout=60.0):
-        assert "received SIGUSR2" in said and "end the job" not in said
+@pytest.mark.parametrize(
+    "signalled, said",
+    cells([(True, "received SIGUSR2"), (False, "on purpose")], [(False, "on purpose")]),
+)
+def test_what_ends_a_rank_as_a_schedule_begins_ends_the_call_on_all(
+    megatron_ranks: Ranks, signalled: bool, said: str
+) -> None:
+    """It ended between the meeting of the stages and the schedule, in which others wait for it."""
+    for message, again in megatron_ranks(2).run(job.late, Job(pp=2), signalled, timeout=60.0):
+        assert said in message and "end the job" not in message
         assert again
 
 

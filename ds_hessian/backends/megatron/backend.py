@@ -373,18 +373,17 @@ class MegatronSession(ShardedSession):
             self._forward.function.running(self._forward.keys(first, count)),
         ):
             data = [objective.iterator(first, count) for _ in chunks]
-            with self._lockstep.undisturbed():  # the others wait for what this stage sends
-                self._meet_stages("beginning a schedule")
-                host.run_schedule(
-                    chunks,
-                    self._forward,
-                    data,
-                    self._lockstep,
-                    num_microbatches=count,
-                    begin=self._begin_backward,
-                    forward_only=forward_only,
-                    **objective.sizes,
-                )
+            host.run_schedule(
+                chunks,
+                self._forward,
+                data,
+                self._lockstep,
+                num_microbatches=count,
+                meet=lambda: self._meet_stages("beginning a schedule"),
+                begin=self._begin_backward,
+                forward_only=forward_only,
+                **objective.sizes,
+            )
             self._reductions.require_whole()
 
     def _begin_backward(self) -> None:

@@ -418,11 +418,12 @@ def run_schedule(
     num_microbatches: int,
     seq_length: int,
     micro_batch_size: int,
+    meet: Callable[[], object],
     begin: Callable[[], object],
     forward_only: bool = False,
 ) -> None:
     """Run forward, and backward unless `forward_only`, of `num_microbatches` micro-batches, in a
-    pass of the lockstep; `begin` is called before the backward of each.
+    pass of the lockstep; `meet` is called before it, and `begin` before the backward of each.
 
     Collective.
     """
@@ -440,6 +441,7 @@ def run_schedule(
         dtype=config.pipeline_dtype or config.params_dtype,
         device=device(chunks),
         last=chunks[-1] if stage == stages - 1 else None,
+        meet=meet,
         begin=begin,
     )
     interleaved = len(chunks) > 1

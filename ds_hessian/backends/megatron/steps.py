@@ -31,10 +31,10 @@ Activations: TypeAlias = Tensor | list["Activations"] | None
 class Steps:
     """The forward and backward step of one run of a schedule.
 
-    Between the steps, a rank cannot leave: others wait for what it sends. Signals wait for the next
-    step there. A schedule that fails there, as where it allocates what it will receive, is run once
-    more, past the steps and exchanges that it has made, to the end; if it fails there again, the
-    job ends.
+    From the meeting of the stages on, a rank cannot leave between the steps: others wait for what
+    it sends. Signals wait for the next step there. A schedule that fails there, as where it
+    allocates what it will receive, is run once more, past the steps and exchanges that it has made,
+    to the end; if it fails there again, the job ends.
 
     Failures are ordered by what may follow from what: a forward of a later stage from that of an
     earlier one, a backward of an earlier stage from that of a later one.
@@ -49,6 +49,7 @@ class Steps:
         device: Their device.
         last: The model chunk whose output is not sent, but given to `loss_func`; None on the stages
             before the last.
+        meet: Lets the stages meet.
         begin: Is called before each backward.
     """
 
@@ -62,22 +63,24 @@ class Steps:
         dtype: torch.dtype,
         device: torch.device,
         last: object,
+        meet: Callable[[], object],
         begin: Callable[[], object],
     ) -> None:
         self.lockstep, self.stage = lockstep, stage
         self._schedules, self._counts = schedules, [0, 0]
         self._forward, self._backward = schedules.forward_step, schedules.backward_step
         self._output, self._varies, self._last_chunk = (shape, dtype, device), varies, last
-        self._begin_backward = begin
+        self._meet, self._begin_backward = meet, begin
         self._begun = 0  # steps, in all attempts
         self._last: tuple[int, ...] = (FORWARD, 0, stage)
 
     def run(self, schedule: Callable[[], object]) -> None:
-        """Run a schedule, which calls these steps."""
+        """Run a schedule, which calls these steps, after a meeting of the stages."""
         with ExitStack() as stack:
             swap(stack, self._schedules, "forward_step", self.forward)
             swap(stack, self._schedules, "backward_step", self.backward)
             stack.enter_context(self.lockstep.between_segments())
+            self._meet()  # the last before `again`: what fails after it, fails in that
             self.lockstep.again(lambda: self._attempt(schedule), lambda: (*self._last, sys.maxsize))
 
     def _attempt(self, schedule: Callable[[], object]) -> None:
