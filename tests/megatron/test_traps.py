@@ -129,14 +129,18 @@ def test_the_rerun_machine_does_not_refuse_losses(megatron_ranks: Ranks) -> None
 @pytest.mark.parametrize(
     "layout, name",
     [
-        ({"etp": 1, "bias": False}, "experts that are replicated over tensor-parallel ranks"),
+        ({"etp": 1, "bias": False}, "experts of another tensor-parallel size"),
+        (
+            {"tp": 1, "etp": 2, "sequence_parallel": False, "bias": False},
+            "experts of another tensor-parallel size",
+        ),
         ({"ep": 2, "bias": True}, "biases of experts under sequence and expert parallelism"),
     ],
 )
 def test_experts_whose_gradients_megatron_does_not_sum_right_are_refused(
     megatron_ranks: Ranks, layout: dict[str, Any], name: str
 ) -> None:
-    whole_job = Job(tp=2, sequence_parallel=True, experts=4, **layout)
+    whole_job = Job(**{"tp": 2, "sequence_parallel": True, "experts": 4, **layout})
     for message in megatron_ranks(2).run(job.refused, whole_job):
         assert f"does not support {name}" in message
 

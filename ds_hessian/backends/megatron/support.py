@@ -120,10 +120,11 @@ def _findings(chunk: Chunk) -> list[tuple[str, bool, str]]:
             "Megatron gives them no gradient: freeze them too, or train the weights",
         ),
         (
-            "experts that are replicated over tensor-parallel ranks without expert parallelism",
-            experts and expert == 1 and tensor > host.expert_tensor_parallel_size(),
-            "their gradients are not summed by Megatron: use expert_tensor_parallel_size = "
-            "tensor_model_parallel_size, or expert parallelism",
+            "experts of another tensor-parallel size than that of the other layers without expert "
+            "parallelism",
+            experts and expert == 1 and tensor != host.expert_tensor_parallel_size(),
+            "Megatron sums their gradients over the data-parallel ranks of the other layers: use "
+            "expert_tensor_parallel_size = tensor_model_parallel_size, or expert parallelism",
         ),
         (
             "global_aux_loss in layers that are recomputed",
