@@ -125,6 +125,20 @@ def _trained(job: Job) -> tuple[Tensor, Tensor]:
         return found[0].float(), ((found[1] - found[2]) / 2e-5).float()
 
 
+def made_in_a_measurement(job: Job) -> list[str]:
+    """Names of the modules' attributes that a measurement before the first forward of training has
+    changed, with routers that add noise to their inputs.
+    """
+    with running(job) as chunks:
+        chunks[0].config.moe_input_jitter_eps = 0.1
+        hessian = hessian_of(chunks, job)
+        before = [dict(vars(m)) for m in chunks[0].modules()]
+        hessian.matvec(hessian.random_vector(seed=5))
+        after = [vars(m) for m in chunks[0].modules()]
+        pairs = [(a, b) for a, b in zip(before, after, strict=True)]
+        return [k for a, b in pairs for k in a.keys() | b.keys() if a.get(k) is not b.get(k)]
+
+
 # ---- stopped gradients
 
 

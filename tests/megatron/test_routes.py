@@ -189,6 +189,14 @@ def test_choices_that_would_have_changed_are_counted(megatron_ranks: Ranks) -> N
         assert symmetric
 
 
+def test_what_modules_make_in_their_first_forward_is_left_to_training(
+    megatron_ranks: Ranks,
+) -> None:
+    """Training went on with noise in fp32, whose type the activations of a bf16 model became."""
+    bf16 = Job(**MOE, dtype="bfloat16", precision="auto")
+    assert megatron_ranks(1).run(routes_jobs.made_in_a_measurement, bf16) == [[]]
+
+
 @pytest.mark.full
 def test_a_call_in_no_grad_or_no_sync_is_as_one_outside(megatron_ranks: Ranks) -> None:
     ranks, layout = megatron_ranks(2), Job()

@@ -169,10 +169,11 @@ class MegatronBackend:
         lockstep = Lockstep(self.device, peers=host.ranks_of_stage())
         with lockstep, ExitStack() as stack:
             with lockstep.together("saving the training state"):
+                stack.callback(host.keep_attributes(self.chunks))
                 guard = stack.enter_context(
                     guarded(self.chunks, self.device, passes, objective.forward_step)
                 )
-                stack.callback(host.keep_logs(self.chunks))
+                stack.callback(host.keep_logs())
                 self._refuse_training(guard, stack)
                 stack.callback(host.keep_gather_hooks(self.chunks))
             stack.callback(self._gather_parameters)  # on all ranks, wherever one fails

@@ -327,11 +327,8 @@ def running_counts(module: nn.Module) -> list[Tensor]:
     return [count for count in found if count is not None]
 
 
-def keep_logs(chunks: Sequence[Chunk]) -> Callable[[], None]:
-    """Save what forward passes add to logged losses and qk-clip; return a function to restore it.
-
-    `current_max_attn_logits` (Transformer Engine, qk-clip) is read by the next optimizer step.
-    """
+def keep_logs() -> Callable[[], None]:
+    """Save what forward passes add to logged losses; return a function to restore it."""
     from megatron.core.transformer import multi_token_prediction
     from megatron.core.transformer.moe import moe_utils
 
@@ -339,16 +336,34 @@ def keep_logs(chunks: Sequence[Chunk]) -> Callable[[], None]:
     if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):
         trackers.append(moe_utils.get_moe_layer_wise_logging_tracker())
     kept = [(tracker, _copy(tracker)) for tracker in trackers]
-    name = "current_max_attn_logits"
-    modules = [m for c in chunks for m in unwrap(c).modules() if hasattr(m, name)]
-    logits = [_copy(getattr(m, name)) for m in modules]
 
     def restore() -> None:
         for tracker, entries in kept:
             tracker.clear()
             tracker.update(entries)
-        for module, value in zip(modules, logits, strict=True):
-            setattr(module, name, value)
+
+    return restore
+
+
+def keep_attributes(chunks: Sequence[Chunk]) -> Callable[[], None]:
+    """Save the attributes of the models' modules; return a function to restore them.
+
+    Routers make the noise of their inputs in the first forward, in the type of these, which may be
+    that of fp32 passes (`apply_input_jitter` of moe/router.py). `current_max_attn_logits`
+    (Transformer Engine, qk-clip), which is written in place, is read by the next optimizer step.
+    """
+    kept = []
+    for module in (m for chunk in chunks for m in unwrap(chunk).modules()):
+        before, maxima = dict(vars(module)), "current_max_attn_logits"
+        if maxima in before:
+            before[maxima] = _copy(before[maxima])
+        kept.append((vars(module), before))
+
+    def restore() -> None:
+        for attributes, before in kept:
+            for name in attributes.keys() - before.keys():
+                del attributes[name]
+            attributes.update(before)
 
     return restore
 
