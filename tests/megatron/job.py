@@ -199,6 +199,7 @@ def groups_of(job: Job) -> Iterator[None]:
         expert_model_parallel_size=job.ep,
         expert_tensor_parallel_size=job.etp if job.experts else None,
         num_distributed_optimizer_instances=job.instances,
+        get_embedding_ranks=functools.partial(embedding_ranks, job),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     torch.manual_seed(1234)
@@ -210,6 +211,16 @@ def groups_of(job: Job) -> Iterator[None]:
         for group in list(distributed_c10d._world.pg_map):  # each keeps its threads until then
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
+
+
+def embedding_ranks(job: Job, ranks: list[int]) -> list[int]:
+    """The ranks of a pipeline that have the embedding of words, as Megatron-LM finds them."""
+    from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
+
+    found = {ranks[0], *([ranks[-1]] if job.tied else [])}
+    if job.predicted:
+        found.update(get_mtp_ranks(ranks, model_config(job)))
+    return sorted(found)
 
 
 def gpt(job: Job, config: Any, stage: int = 0) -> Any:

@@ -372,6 +372,12 @@ def measured_or_refused(job: Job, freeze: str = "", split_keys: bool = True) -> 
     return "measured"
 
 
+def apart(job: Job) -> str:
+    """The same where the last stage is not in Megatron's embedding group."""
+    with mock.patch("tests.megatron.job.embedding_ranks", lambda _, ranks: ranks[:1]):
+        return measured_or_refused(job)
+
+
 def given_weight(frozen: bool) -> str:
     """What is said of a trained bias of an output layer that is given the embedding's weight,
     frozen or not, inside of a module of one's own."""

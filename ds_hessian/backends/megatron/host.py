@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 OLDEST = (0, 14)
 
 
+VARYING = ("variable_seq_lengths", "mtp_standalone")
+"""Flags of a configuration with which stages tell each other the shapes of what they send."""
+
 Optimizer = Any
 """An optimizer of megatron-core's, around those of torch or Transformer Engine."""
 
@@ -185,6 +188,17 @@ def loses_biases(chunk: Chunk) -> bool:
 def is_tied_over_stages(parameter: nn.Parameter) -> bool:
     """Return whether another pipeline stage has a copy of the parameter."""
     return bool(getattr(parameter, "shared_embedding", False))
+
+
+def is_summed_over_stages() -> bool:
+    """Return whether Megatron sums the gradient of this rank's copy of an embedding with those of
+    others: `_allreduce_embedding_grad` (distributed/finalize_model_grads.py) does so in one group.
+    """
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_embedding_group(check_initialized=False)
+    ranks = [] if group is None else dist.get_process_group_ranks(group)
+    return len(ranks) > 1 and dist.get_rank() in ranks
 
 
 def is_replicated_over_tensor_ranks(parameter: nn.Parameter, tensor: ShardedTensor) -> bool:
@@ -452,7 +466,7 @@ def run_schedule(
         lockstep,
         stage=stage,
         shape=(length, micro_batch_size, config.hidden_size),
-        varies=getattr(config, "variable_seq_lengths", False),
+        varies=any(getattr(config, name, False) for name in VARYING),
         dtype=config.pipeline_dtype or config.params_dtype,
         device=device(chunks),
         last=chunks[-1] if stage == stages - 1 else None,

@@ -61,7 +61,14 @@ def refuse_uneven_copies(
     tied = [p for c in chunks for p in c.parameters() if host.is_tied_over_stages(p)]
     for p in tied:
         sums[-1, int(p.requires_grad)] += 1
-    *found, (frozen, trained, _) = space.reduce(sums.view(-1)).view(-1, 3).tolist()
+        sums[-1, 2] += not host.is_summed_over_stages()
+    *found, (frozen, trained, apart) = space.reduce(sums.view(-1)).view(-1, 3).tolist()
+    if apart:
+        raise UnsupportedError(
+            "ds_hessian does not support copies of an embedding on pipeline stages that are not in "
+            "Megatron's embedding group: it does not sum their gradients, and they become different "
+            "in training; give initialize_model_parallel the get_embedding_ranks of Megatron-LM"
+        )
     if frozen and trained:
         raise UnsupportedError(
             "ds_hessian does not support an embedding of which one pipeline stage trains its copy "
