@@ -66,8 +66,8 @@ def refuse_uneven_copies(
     if apart:
         raise UnsupportedError(
             "ds_hessian does not support copies of an embedding on pipeline stages that are not in "
-            "Megatron's embedding group: it does not sum their gradients, and they become different "
-            "in training; give initialize_model_parallel the get_embedding_ranks of Megatron-LM"
+            "Megatron's embedding group: it does not sum their gradients, and training makes them "
+            "different; give initialize_model_parallel the get_embedding_ranks of Megatron-LM"
         )
     if frozen and trained:
         raise UnsupportedError(
