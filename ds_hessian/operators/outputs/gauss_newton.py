@@ -125,9 +125,11 @@ class GaussNewton:
         started, (v, length, unit) = time.perf_counter(), measurable(v, self.space)
         h, out, found, trials, bent = self._first(v, length)
         (better,) = self.space.of_rank_0(self._steps.judge(found.trial))
-        if self._narrow(found.trial.values) or better != h:
+        rho, values = self._narrow(found.trial.values), found.trial.values
+        if rho or better != h:
             del out  # before that of another displacement
             out, found = self._differences.at(v, length, better, bent)
+            self._widen(rho, values, found.trial.values)
             fails = found.trial.lost or not found.trial.finite
             (worse,) = self.space.of_rank_0(fails and self._steps.fixed is None)
             if worse:
@@ -208,6 +210,7 @@ class GaussNewton:
         known = made.passes.product is not None
         v, length, _ = measurable(v, self.space)
         self._choose_rho(v, length, steps.learnt.h)
+        rho = before = 0.0
         while True:
             value, error, h = self._ladder.settled(
                 lambda h, some: made.forms(v, h, some),
@@ -217,7 +220,11 @@ class GaussNewton:
                 None if known else lambda: made.bends,
             )
             bent = quotient(float(made.bends.mean()), abs(value), nothing=0.0)
-            if not self._narrow(max(bent, self._ladder.valued)):
+            bent = max(bent, self._ladder.valued)
+            if self._widen(rho, before, bent):
+                break
+            rho, before = self._narrow(bent), bent
+            if not rho:
                 break
             self._ladder.forget()
         if not math.isfinite(value):
@@ -313,18 +320,32 @@ class GaussNewton:
         off, size = self.space.norm(error), self.space.norm(out)
         return off / size if size > 0 else math.inf, nonlinearity(*values) ** 2
 
-    def _narrow(self, values: float) -> bool:
+    def _narrow(self, values: float) -> float:
         """Make rho smaller where a product of all micro-batches is off by more than the noise from
-        differencing the loss; return whether it is to be made again.
+        differencing the loss; return what it was if it is to be made again, 0 otherwise.
         """
         if self._differences.passes.product is not None or not self._differences.smooth:
-            return False
+            return 0.0
         (rho,) = self.space.of_rank_0(self._steps.learnt.narrower(values) or 0.0)
-        if not rho:
-            return False
-        self._steps.learnt.narrow(rho)
-        self._differences.passes.rho = rho
-        return True
+        return self._use(rho) if rho else 0.0
+
+    def _widen(self, rho: float, before: float, after: float) -> bool:
+        """Go back to the rho before a smaller one with which differencing the loss is off by no
+        less: that is noise, as of all cotangents of a vector that G maps to nothing.
+        """
+        narrow = self._steps.learnt.rho
+        (noise,) = self.space.of_rank_0(rho > 0 and not after * rho < before * narrow)
+        if noise:
+            self._use(rho)
+        return bool(noise)
+
+    def _use(self, rho: float) -> float:
+        """Take another rho; return the one before."""
+        learnt, passes = self._steps.learnt, self._differences.passes
+        before = learnt.rho
+        learnt.narrow(rho)
+        passes.rho = rho
+        return before
 
     def _made(
         self,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ds_hessian.operators.displacement.priors import NOISE_SPREAD
 from ds_hessian.operators.displacement.trials import ROUNDOFF
 from ds_hessian.operators.outputs.trials import Trial
+from ds_hessian.operators.protocol import COVERAGE
 
 TYPICAL = 1.0
 """kappa before it is measured: 2/3 for an exponential, more where curvature is concentrated."""
@@ -35,6 +36,8 @@ class Learnt:
         kappa_spread: The standard deviation of its logarithm, for the next vector.
         square: The mean of kappa^2 over the vectors that have shown it, for estimates of others.
         shown: Their number.
+        of_nothing: The largest kappa |P| of products that were all error, of vectors that G maps to
+            nothing: for others of these.
         spread: `Trial.spread` of the first vector of this kind, of which these three are.
         backward: nu.
         values: The relative error from differencing the loss in the outputs; 0 where it is known.
@@ -56,6 +59,7 @@ class Learnt:
     kappa_spread: float = SPREAD
     square: float = TYPICAL**2
     shown: int = 0
+    of_nothing: float = 0.0
     spread: float = 0.0
     backward: float = 0.0
     values: float = 0.0
@@ -89,9 +93,14 @@ class Learnt:
         self.rho = rho
 
     def note_values(self, error: float, trial: Trial) -> None:
-        """Learn the error from differencing the loss in the outputs of such a trial."""
-        if trial.size > 0 and math.isfinite(error):
-            self.values, self.bent = error / trial.size, trial.values
+        """Learn the error from differencing the loss in the outputs of such a trial: after the
+        first one, of none that is all error.
+        """
+        if not (trial.size > 0 and math.isfinite(error)):
+            return
+        error /= trial.size
+        if not self.values or COVERAGE * max(error, trial.values) < 1:
+            self.values, self.bent = error, trial.values
 
     @property
     def _roundoff_of_loss(self) -> float:

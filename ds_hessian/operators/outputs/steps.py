@@ -48,6 +48,7 @@ from ds_hessian.operators.outputs.fitted import Shown, alike, fitted, two_terms
 from ds_hessian.operators.outputs.forms import KIND
 from ds_hessian.operators.outputs.learnt import SPREAD, TINY, TYPICAL, Learnt
 from ds_hessian.operators.outputs.trials import BENT, Trial
+from ds_hessian.operators.protocol import COVERAGE
 
 UNEXPECTED = 2.0
 """Ratio of a change to what is expected of it, above which something else has made it: a kink."""
@@ -577,10 +578,8 @@ class OutputSteps:
             self._kappa, self._shown = self._mixed(self._kappa, math.exp(beside.mean)), True
         back = self.quiet * self._backward(product)
         noise = math.hypot(self.quiet * self._rounding(product) / product.size, back)
-        if self._shown:
-            found.shown += 1
-            found.square += (self._kappa**2 - found.square) / found.shown
         kappa = kappa if self._shown else max(kappa, math.sqrt(found.square))
+        kappa = max(kappa, found.of_nothing / product.size)
         error = self.error(product.h, product.size, self.quiet, kappa)
         error = math.hypot(error, back)
         if product.nonlinearity > BENT:  # it does not tell how far the outputs bend
@@ -589,7 +588,20 @@ class OutputSteps:
         values = found.of_loss(product.values)
         error = max(error, doubt / product.size, self._doubt)
         error = math.hypot(error, values, self.least_error)
-        first = found.products == 0
+        found.products += 1
+        first = found.products == 1
+        if first or COVERAGE * error < 1:
+            self._conclude(product, first)
+        elif self._shown:  # it is all error, which shows nothing of others
+            found.of_nothing = max(found.of_nothing, self._kappa * product.size)
+        return noise, error
+
+    def _conclude(self, product: Trial, first: bool) -> None:
+        """Keep what the product has shown for the next one."""
+        found = self.learnt
+        if self._shown:
+            found.shown += 1
+            found.square += (self._kappa**2 - found.square) / found.shown
         found.noise, told = self._noise, math.exp(self._curved.mean)
         found.kappa = self._kappa if first else math.sqrt(told * self._kappa)
         found.noise_spread = min(math.hypot(self._noisy.spread, NOISE_DRIFT), NOISE_SPREAD)
@@ -598,5 +610,3 @@ class OutputSteps:
         found.bend, found.unseen = self._bend, not self._shows_bend(product)
         if self.fixed is None:
             found.h = self._clamp(self._best(product.size) / (AFTER_PROBE if first else 1.0))
-        found.products += 1
-        return noise, error
