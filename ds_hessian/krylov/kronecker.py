@@ -228,6 +228,7 @@ class _Products:
         basis, images = scaled.lanczos(start, effort.extremes)
         found = [0.0, 0.0]
         if basis:
+            assert form is not None
             q, w = torch.stack(basis).double().flatten(1), torch.stack(images).double().flatten(1)
             t = q @ w.T
             values, vectors = torch.linalg.eigh((t + t.T) / 2)
@@ -238,8 +239,9 @@ class _Products:
             top = torch.einsum("i,imn->mn", y.to(basis[0]), torch.stack(basis))
             reach, value = scaled.length(top), float(values[-1])
             wrong = COVERAGE * reach * float(np.linalg.norm(wrong * y.cpu().numpy()))
-            rounded = value * scaled.rounding * reach**2
-            found = [value, math.hypot(residual, wrong, rounded)]
+            # K and d are off by a share of themselves, beyond what fp32 sums make of K.
+            sums = ROUNDOFF * float(form.values.max()) * reach**2
+            found = [value, math.hypot(residual, wrong, value * (form.rounding + sums))]
         value, error = self.space.known(found)
         return value, error
 
@@ -250,8 +252,6 @@ class _Scaled(_Products):
     def __init__(self, plain: _Products, form: Eigenform | None, ridge: float) -> None:
         super().__init__(plain.operator, plain.space, plain.draw)
         self.plain, self.form, self.ridge = plain, form, ridge
-        # That of K, of sums in fp32, which moves an eigenvalue by its share of K + d.
-        self.rounding = 0.0 if form is None else ROUNDOFF * float(form.values.max())
 
     def of(self, x: Tensor | None) -> Tensor | None:
         """Return `S C S x` on the owner."""
