@@ -54,7 +54,7 @@ class HessianKronecker(Measured):
         draws: Times that labels were drawn from the model; 0 for the labels of the data.
         damping: See `solves`.
         ridge: See `extremes`.
-        left_out: Other weights of two dims, with the reason.
+        left_out: Other weights of two dims or more, with the reason.
         num_matvecs: Products made.
     """
 

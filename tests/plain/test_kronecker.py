@@ -631,7 +631,7 @@ def test_a_plan_has_passes_decompositions_and_figures_at_different_times() -> No
 
 
 def test_weights_of_other_than_two_dims_are_refused_by_their_dims() -> None:
-    """They were said to be no trainable parameters."""
+    """They were said to be no trainable parameters, and not named among all."""
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
     entries = [(torch.randn(2, 1, 4, 4), torch.arange(2))]
     hessian: Any = ds_hessian.attach(net, config=QUIET).use(entries, loss_of)
@@ -642,7 +642,8 @@ def test_weights_of_other_than_two_dims_are_refused_by_their_dims() -> None:
     ):
         with pytest.raises(UnsupportedError, match=message):
             hessian.kronecker(["kfac"], layers)
-    assert hessian.kronecker(["kfac"], "weight", basis=1, probes=2).layers == ("2.weight",)
+    found = hessian.kronecker(["kfac"], "weight", basis=1, probes=2, extremes=0)
+    assert found.layers == ("2.weight",) and found.left_out == {"0.weight": "it has 4 dims"}
 
 
 class Rows(nn.Module):

@@ -64,7 +64,7 @@ class Layer:
 
 
 def find_layers(backend: Backend, choice: Choice | None) -> tuple[list[Layer], dict[str, str]]:
-    """Return the linear layers of a job, and the other weights of two dims with the reason.
+    """Return the linear layers of a job, and the other weights of two dims or more with the reason.
 
     Args:
         backend: The job.
@@ -112,10 +112,10 @@ def _shapes(backend: Backend) -> dict[str, torch.Size]:
 
 
 def _candidates(backend: Backend, choice: Choice | None) -> list[str]:
-    """Return the names that are chosen: of two dims, unless they were asked for one by one."""
+    """Return the names that are chosen: of two dims or more, unless asked for one by one."""
     shapes = _shapes(backend)
     names = list(shapes) if choice is None else chosen(list(shapes), choice)
-    return names if named(choice) else [name for name in names if len(shapes[name]) == 2]
+    return names if named(choice) else [name for name in names if len(shapes[name]) >= 2]
 
 
 def foreseen_shapes(backend: Backend, choice: Choice | None) -> list[tuple[int, int]]:
