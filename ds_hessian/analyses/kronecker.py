@@ -65,7 +65,8 @@ class Kronecker(Analysis[HessianKronecker]):
         probes: Products of each layer with random vectors, at least 2.
         extremes: Products of each layer and kind for the largest eigenvalue of K^-1/2 C K^-1/2; 0
             leaves it out.
-        damping: Damping of the solutions, in units of the largest eigenvalue in magnitude.
+        damping: Damping of the solutions, in units of the largest eigenvalue in magnitude, beyond
+            the smallest one where that is negative.
         draws: Times that labels are drawn from the model, for the Fisher matrix of a cross entropy;
             0 for the labels of the data, for the empirical one.
         layers_at_once: Layers whose factors are summed in one pass; None for all.

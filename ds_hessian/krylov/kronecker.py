@@ -8,6 +8,9 @@ to Q (Z = P z), give Y = C Z. The same products serve every K:
     diag(C)       =  diag of Q W' + W Q' - Q (Q'W) Q'  +  E Z * P Y       in any orthonormal basis
     (C + l)^-1 b  =  Q y with y the least-squares solution of (W + l Q) y = b          (MINRES)
 
+where l is a share of the largest eigenvalue, beyond the smallest one where that is negative, so
+that C + l is definite: near an eigenvalue of -l a solution is anything.
+
 The first terms are exact and hold what dominates, so that few probes suffice where plain ones are
 useless (docs/krylov.md). |diag(C)|^2 takes pairs of independent probes, so that it is unbiased. The
 largest eigenvalue of (K + d)^-1/2 C (K + d)^-1/2 takes a Lanczos run of its own for each K.
@@ -55,7 +58,8 @@ class Effort:
         basis: Steps of Lanczos from the gradient.
         probes: Random probes, at least 2.
         extremes: Steps of Lanczos for the largest eigenvalue of each K^-1/2 C K^-1/2; 0 for none.
-        damping: Added to C, in units of its largest eigenvalue in magnitude, and to K there.
+        damping: The least eigenvalue of C + l, in units of C's largest one in magnitude, in the
+            damped solutions of C and K.
         ridge: Added to K before its root, in units of its mean eigenvalue.
     """
 
@@ -80,10 +84,10 @@ class Compared:
         share: Share of |C|^2 on the diagonal of K's eigenbasis. Where eigenvalues of K are equal to
             rounding it has others, and the error has how far the share is from theirs.
         extreme: The largest eigenvalue of (K + d)^-1/2 C (K + d)^-1/2.
-        solve: The cosine of `(c K + l)^-1 b` and `(C + l)^-1 b`; NaN where c is not positive. Its
-            error has what that of c makes of it, and a bound on `|x - exact| / |x|` of the second
-            solution x: the residual, with the products' errors, over the smallest Ritz value of
-            C + l in magnitude, at most l.
+        solve: The cosine of `(c K + l)^-1 b` and `(C + l)^-1 b`; NaN where c is not positive, and
+            where nothing is known of it. Its error has what that of c makes of it, and the angle of
+            the second solution x to the exact one, of which `|x - exact|` is at most the residual,
+            with the products' errors, over the least eigenvalue of C + l.
     """
 
     cosine: Value
@@ -101,6 +105,7 @@ class Comparison:
         kinds: By name of K.
         norm: `|C|_F`.
         top: The largest eigenvalue of C in magnitude, from below.
+        damping: l, with which C + l is definite.
         share: Share of |C|^2 on the diagonal, in the basis of the parameters.
         residual: `|b - (C + l) x| / |b|` of the damped solution x.
     """
@@ -108,6 +113,7 @@ class Comparison:
     kinds: Mapping[str, Compared]
     norm: Value
     top: float
+    damping: float
     share: Value
     residual: float
 
@@ -139,20 +145,20 @@ def compare(
     probes, answers = run.probes(effort.probes, basis)
     errors = list(run.errors)
     tops = {k: run.extreme(forms.get(k), effort) for k in kinds}
-    found = [math.nan] * (6 + 8 * len(kinds))
+    found = [math.nan] * (7 + 8 * len(kinds))
     with together("comparing Kronecker factors", device=space.space.device):
         if space.owns:
             assert gradient is not None
             dense = _Dense(basis, images, probes, answers, gradient, errors)
             with np.errstate(divide="ignore", invalid="ignore"):  # of a weight without a gradient
                 found = dense.figures([forms[k] for k in kinds], effort.damping)
-    norm, norm_error, top, residual, *rest = space.known(found)
+    norm, norm_error, top, shift, residual, *rest = space.known(found)
     compared = {}
     for i, kind in enumerate(kinds):
         mine = rest[2 + 8 * i : 10 + 8 * i]
         cosine, scale, share, solve = zip(mine[::2], mine[1::2], strict=True)
         compared[kind] = Compared(cosine, scale, share, tops[kind], solve)
-    return Comparison(compared, (norm, norm_error), top, (rest[0], rest[1]), residual)
+    return Comparison(compared, (norm, norm_error), top, shift, (rest[0], rest[1]), residual)
 
 
 def _start(space: LayerSpace, gradient: Tensor | None, draw: Draw) -> Tensor | None:
@@ -300,15 +306,19 @@ class _Dense:
         self.doubt = COVERAGE * math.sqrt(off / whole) if whole else math.nan
 
     def figures(self, forms: Sequence[Eigenform], damping: float) -> list[float]:
-        """Return the norm, the top, the residual, and the share of C; then four figures of each K,
-        each with its error.
+        """Return the norm, the top, the damping, the residual, and the share of C; then four
+        figures of each K, each with its error.
         """
         norms = np.sqrt(self._averages(self.own, self.rest))
-        t = (self.inside + self.inside.T) / 2
-        top = float(torch.linalg.eigvalsh(t).abs().max())
-        x, residual, inexact = self._solution(damping * top)
+        values, vectors = torch.linalg.eigh((self.inside + self.inside.T) / 2)
+        top, lowest = float(values.abs().max()), float(values[0])
+        shift = damping * top + max(-lowest, 0.0)
+        least = shift + lowest if damping == 0 or lowest < 0 else shift
+        if lowest < 0:  # of which some eigenvalue is as near as its residual
+            least -= self._residual(lowest, vectors[:, 0])
+        x, residual, angle = self._solution(shift, least)
         plain = self._diagonal(None)
-        found = [norms[0], self._bar(norms, norms[0]), top, residual]
+        found = [norms[0], self._bar(norms, norms[0]), top, shift, residual]
         found += [plain[0], self._bar(plain, _reach(plain[0]))]
         for form in forms:
             inner = self._inner(form)
@@ -322,21 +332,30 @@ class _Dense:
                 (share, _reach(share[0]), self._turns(form, share[0])),
             ):
                 found += [values[0], math.hypot(self._bar(values, reach), of_k)]
-            solve, error = self._solve(form, found[-4], found[-3], damping * top, x)
-            found += [solve, error + inexact]
+            found += self._solve(form, found[-4], found[-3], shift, x, angle)
         return found
 
     def _solve(
-        self, form: Eigenform, scale: float, error: float, shift: float, x: Tensor
-    ) -> tuple[float, float]:
-        """Return the cosine of K's damped solution with x, and what the scale's error makes."""
-        if not scale > 0:
+        self, form: Eigenform, scale: float, error: float, shift: float, x: Tensor, angle: float
+    ) -> Value:
+        """Return the cosine of K's damped solution with that of C, which is at an angle to x, at
+        most; with what the scale's error makes of it.
+        """
+        if not (scale > 0 and angle < math.pi):
             return UNKNOWN
         solve, *others = (
             _cosine(_damped(form, c, shift, self.b), x)
             for c in (scale, max(scale - error, 0.0), scale + error)
         )
-        return solve, max(abs(other - solve) for other in others)
+        between = math.acos(min(max(solve, -1.0), 1.0))
+        turned = (math.cos(max(between - angle, 0.0)), math.cos(min(between + angle, math.pi)))
+        far = max(abs(other - solve) for other in others) + max(abs(c - solve) for c in turned)
+        return solve, min(far, 1 + abs(solve))  # a cosine is no farther
+
+    def _residual(self, value: float, y: Tensor) -> float:
+        """Return a bound on `|C x - value x|` of a Ritz vector, from its coordinates."""
+        rest = (self.w.double() - value * self.q.double()).flatten(1).T @ y
+        return math.hypot(float(rest.norm()), COVERAGE * float((self.slips * y).norm()))
 
     def _averages(self, own: Tensor, rest: Tensor) -> np.ndarray:
         """Return own + mean(rest), and the same with each probe left out in turn."""
@@ -406,19 +425,19 @@ class _Dense:
         found = [float(self._diagonal(k)[0]) - share for k in others if k is not None]
         return math.sqrt(float(np.square(found).mean())) if found else 0.0
 
-    def _solution(self, shift: float) -> tuple[Tensor, float, float]:
-        """Return the damped solution in the Krylov space, its relative residual, and its error."""
+    def _solution(self, shift: float, least: float) -> tuple[Tensor, float, float]:
+        """Return the damped solution in the Krylov space, its relative residual, and its largest
+        angle to the exact one, by the least eigenvalue of C + shift; pi where nothing is known.
+        """
         images = (self.w + shift * self.q).double().flatten(1).T
         b = self.b.double().reshape(-1)
         y = torch.linalg.lstsq(images.cpu(), b[:, None].cpu()).solution.to(b)
         size = float(b.norm())
         residual = float((images @ y - b[:, None]).norm()) / size if size else math.nan
         x = torch.einsum("i,imn->mn", y[:, 0], self.q.double())
-        gap = float((torch.linalg.eigvalsh((self.inside + self.inside.T) / 2) + shift).abs().min())
-        gap = min(gap, shift or math.inf)  # most eigenvalues lie about zero, as `solves` has it
-        known = gap > 0 and bool(x.any())
         missing = residual * size + COVERAGE * float((self.slips * y[:, 0]).norm())
-        return x, residual, missing / (gap * float(x.norm())) if known else math.inf
+        reach = least * float(x.norm())
+        return x, residual, math.asin(missing / reach) if missing < reach else math.pi
 
     def _project(self, x: Tensor) -> Tensor:
         """Return the part of each x in the span of the basis."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -42,13 +42,16 @@ class HessianKronecker(Measured):
             `ridge` times K's mean eigenvalue.
         extreme_errors: `(L, k)` bounds on their errors: some eigenvalue is that near.
         solves: `(L, k)` the cosine of `(c K + l)^-1 g` and `(C + l)^-1 g`, with g the gradient, c
-            the best scale and l `damping` times `tops`.
+            the best scale and l `dampings`; NaN where `unsolved` says why.
         solve_errors: `(L, k)` their errors: of c, and a bound on that of the solution with C.
         norms: `(L,)` `|C|_F`, in loss per squared parameter.
         norm_errors: `(L,)` their errors.
         tops: `(L,)` the largest eigenvalue of C in magnitude, from below.
         plain_shares: `(L,)` share of `|C|^2` on the diagonal in the parameters' own basis.
         plain_share_errors: `(L,)` their errors; NaN with two probes.
+        dampings: `(L,)` l: `damping` times `tops` beyond C's smallest eigenvalue, where that is
+            negative, so that C + l is definite; empty in records of versions without it, which
+            have `damping` times `tops`.
         residuals: `(L,)` relative residual of the damped solution with C.
         mismatches: `(L,)` relative distance of what the hooks saw to the job's gradient.
         draws: Times that labels were drawn from the model; 0 for the labels of the data.
@@ -77,6 +80,7 @@ class HessianKronecker(Measured):
         "tops": Axes("L"),
         "plain_shares": Axes("L"),
         "plain_share_errors": Axes("L", least=0),
+        "dampings": Axes("L", optional=True),
         "residuals": Axes("L", least=0),
         "mismatches": Axes("L"),
     }
@@ -108,6 +112,7 @@ class HessianKronecker(Measured):
     ridge: float
     left_out: Mapping[str, str]
     num_matvecs: int
+    dampings: Array = field(default_factory=lambda: np.zeros(0))
 
     @property
     def unknown(self) -> dict[str, str]:
@@ -124,6 +129,24 @@ class HessianKronecker(Measured):
                 found[name] = f"K is zero ({', '.join(without)}): the weight has no gradient"
         return found
 
+    @property
+    def unsolved(self) -> dict[str, str]:
+        """Other layers of which some damped solutions are not compared, with the reason."""
+        found, unknown = {}, self.unknown
+        for i, name in enumerate(self.layers):
+            without = np.isnan(self.solves[i])
+            away = [k for k, c in zip(self.kinds, self.scales[i], strict=True) if not c > 0]
+            if name in unknown or not without.any():
+                continue
+            if len(away) < without.sum():
+                found[name] = (
+                    f"the solution with C is not known (relative residual {self.residuals[i]:.1e}):"
+                    " a larger basis or damping helps"
+                )
+            else:
+                found[name] = f"the best scale of K is not positive ({', '.join(away)})"
+        return found
+
 
 def columns(comparisons: Mapping[str, Comparison], kinds: tuple[str, ...]) -> dict[str, Array]:
     """Return the arrays of the record that comparisons by layer make."""
@@ -134,6 +157,7 @@ def columns(comparisons: Mapping[str, Comparison], kinds: tuple[str, ...]) -> di
         "tops": [c.top for c in found],
         "plain_shares": [c.share[0] for c in found],
         "plain_share_errors": [c.share[1] for c in found],
+        "dampings": [c.damping for c in found],
         "residuals": [c.residual for c in found],
     }
     for figure in FIGURES:

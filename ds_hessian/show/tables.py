@@ -250,6 +250,7 @@ def _kronecker(found: HessianKronecker) -> Table:
         plain = barred(k.plain_shares[i], k.plain_share_errors[i])
         rows.append(("", "parameters ", "", "", plain, "", "", ""))
     without = _reasons("left out", k.left_out) + _reasons("no figures", k.unknown)
+    without += _reasons("no solve", k.unsolved)
     return Table(
         f"Kronecker factors beside {PHRASES[source.operator]} at step {source.step}",
         rows,

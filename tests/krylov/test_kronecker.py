@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pytest
 import torch
 
 from ds_hessian.krylov.kronecker import _Dense
@@ -26,7 +27,7 @@ def test_the_error_of_the_scale_is_its_own_and_not_that_of_the_cosine() -> None:
     q, z = (list(x.T.reshape(-1, m, n).float()) for x in (q, z))
     w, y = (list(form.apply(torch.stack(x).double()).float()) for x in (q, z))
     dense = _Dense(q, w, z, y, torch.randn(m, n).double(), [0.0] * (known + probes))
-    cosine, error, scale, scale_error, *_ = dense.figures([form], 0.1)[6:]
+    cosine, error, scale, scale_error, *_ = dense.figures([form], 0.1)[7:]
     assert abs(cosine - 1) < 5 * error  # of 6 probes
     assert 1.8 < scale_error / scale * cosine / error < 2.2
 
@@ -57,8 +58,8 @@ def test_the_error_of_a_solve_has_those_of_products_and_of_the_scale() -> None:
     noise *= wrong * c.norm(dim=0) / noise.norm(dim=0)
     basis, images = (list(x.T.reshape(-1, m, n).float()) for x in (eye, c + noise))
     dense = _Dense(basis, images, [], [], b, [wrong] * (m * n))
-    top, *_, scale, scale_error, _, _, solve, error = dense.figures([form], damping)[2:]
-    k, shift = form.values.flatten().diag(), damping * top * eye
+    _, shift, *_, scale, scale_error, _, _, solve, error = dense.figures([form], damping)[2:]
+    k, shift = form.values.flatten().diag(), shift * eye
     exact = float((c * k).sum() / k.square().sum())
     x, y = (torch.linalg.solve(a + shift, b.flatten()) for a in (c, exact * k))
     assert abs(scale - exact) < scale_error
@@ -82,7 +83,50 @@ def test_the_error_of_a_share_has_the_choice_among_eigenvectors() -> None:
         turned = torch.eye(m).double()
         null = slice(0, m - rank)
         turned[null, null] = torch.linalg.qr(torch.randn(m - rank, m - rank).double())[0]
-        found = dense.figures([form, replace(form, left=turned)], damping)[6:]
+        found = dense.figures([form, replace(form, left=turned)], damping)[7:]
         (share, error), (another, its_error) = found[4:6], found[12:14]
         assert abs(share - another) <= 3 * math.hypot(error, its_error)
         assert (error > 1e-2) == (rank < m)
+
+
+def krylov(c: torch.Tensor, b: torch.Tensor, steps: int) -> tuple[list[torch.Tensor], ...]:
+    """An orthonormal basis of the Krylov space of `b` `(m, n)`, and its products."""
+    columns = [b.flatten() / b.norm()]
+    for _ in range(steps - 1):
+        rest = torch.stack(columns, 1)
+        x = c @ columns[-1]
+        for _ in range(2):
+            x = x - rest @ (rest.T @ x)
+        columns.append(x / x.norm())
+    q = torch.stack(columns, 1)
+    basis, images = (list(x.T.reshape(-1, *b.shape).float()) for x in (q, c @ q))
+    return basis, images
+
+
+def test_a_damped_system_is_definite_so_that_its_solve_is_known() -> None:
+    """That of an indefinite one had an error of 3.3."""
+    torch.manual_seed(0)
+    m, n, damping = 4, 6, 0.1
+    turn = torch.linalg.qr(torch.randn(m * n, m * n).double())[0]
+    c = turn @ torch.linspace(-0.3, 1.0, m * n).double().diag() @ turn.T
+    b, form = torch.randn(m, n).double(), Eigenform(torch.rand(m, n).double() + 0.5)
+    basis, images = krylov(c, b, 10)
+    dense = _Dense(basis, images, [], [], b, [1e-6] * 10)
+    _, _, top, shift, _, _, _, *figures = dense.figures([form], damping)
+    scale, solve, error = figures[2], *figures[6:]
+    assert top == pytest.approx(1, rel=0.1) and shift == pytest.approx(0.4, rel=0.1)
+    k, shifted = form.values.flatten().diag(), shift * torch.eye(m * n).double()
+    assert float(torch.linalg.eigvalsh(c + shifted)[0]) > 0.05
+    x, y = (torch.linalg.solve(a + shifted, b.flatten()) for a in (c, scale * k))
+    assert abs(solve - float(x @ y / (x.norm() * y.norm()))) < error < 0.2
+
+
+def test_a_solve_of_which_nothing_is_known_has_no_figure() -> None:
+    """It had an error of 208, and a cosine is between -1 and 1."""
+    torch.manual_seed(0)
+    c, b = torch.randn(12, 12).double(), torch.randn(3, 4).double()
+    c = c + c.T
+    basis, images = krylov(c, b, 2)
+    dense = _Dense(basis, images, [], [], b, [1e-6] * 2)
+    figures = dense.figures([Eigenform(torch.rand(3, 4).double() + 0.5)], 0.01)[7:]
+    assert math.isfinite(figures[0]) and math.isnan(figures[6]) and math.isnan(figures[7])

@@ -298,7 +298,7 @@ def test_comparisons_are_those_of_dense_matrices(record: HessianKronecker, net: 
             scale = float((c * k).sum() / k.square().sum())
             assert abs(record.scales[i, j] - scale) <= 4 * record.scale_errors[i, j]
             _check_extreme(record, i, j, c, k)
-            shift = record.damping * record.tops[i] * torch.eye(len(c))
+            shift = record.dampings[i] * torch.eye(len(c))
             a, b = (torch.linalg.solve(m + shift, gradient) for m in (c, scale * k))
             assert abs(record.solves[i, j] - cosine(a, b)) <= 2 * record.solve_errors[i, j]
     # Products whose ratio is far above the pilot's have that ratio as their error: 4 of 156 here.

@@ -195,6 +195,17 @@ def test_all_that_kronecker_factors_leave_out_is_named_or_counted() -> None:
     assert lines[-1] == "left out: 18 others" and max(map(len, lines)) <= 120
 
 
+def test_a_solve_without_a_figure_has_a_reason_in_the_table() -> None:
+    factors = next(r for r in EXAMPLES if isinstance(r, HessianKronecker))
+    nothing = np.full_like(factors.solves, math.nan)
+    turned = dataclasses.replace(factors, solves=nothing, scales=-factors.scales)
+    assert "best scale of K is not positive (kfac, shampoo)" in turned.table()
+    short = dataclasses.replace(factors, solves=nothing)
+    assert list(short.unsolved) == list(factors.layers)
+    assert "a larger basis or damping helps" in short.table()
+    assert not factors.unsolved
+
+
 def test_names_beside_the_rows_of_a_picture_are_plain_text(tmp_path: Path) -> None:
     pairs = next(r for r in EXAMPLES if isinstance(r, HessianEigenpairs))
     shares = {f"${i} {'long' * 20}": np.full(len(pairs.values), 0.1) for i in range(70)}
