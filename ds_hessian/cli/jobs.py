@@ -30,6 +30,10 @@ UNKNOWN = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
+    *("hybrid_override_pattern", "experimental_attention_variant", "attention_output_gate"),
+    *("moe_latent_size", "moe_shared_expert_gate"),
+    *("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2"),
 )
 """Arguments of Megatron whose parameters or stages are others than `Shape` and `Mesh` know."""
 
@@ -191,9 +195,11 @@ MESH = {
     "tensor_model_parallel_size": "tensor",
     "pipeline_model_parallel_size": "pipeline",
     "virtual_pipeline_model_parallel_size": "virtual",
+    "num_virtual_stages_per_pipeline_rank": "virtual",
     "context_parallel_size": "context",
     "expert_model_parallel_size": "expert",
     "expert_tensor_parallel_size": "expert_tensor",
+    "num_distributed_optimizer_instances": "instances",
     "sequence_parallel": "sequence_parallel",
 }
 SHAPE = {

@@ -117,10 +117,8 @@ class Job:
 
     def _of_stage(self, mesh: Mesh, stage: int) -> Share:
         parts = self.on_rank(mesh, stage)
-        n_local = sum(parts)
-        if mesh.distributed_optimizer:
-            copies = mesh.copies(self.world_size)
-            n_local = sum(math.ceil(n / c) for n, c in zip(parts, copies, strict=True))
+        ranks = mesh.sharers(self.world_size)
+        n_local = sum(math.ceil(n / r) for n, r in zip(parts, ranks, strict=True))
         narrow = self.dtype != "fp32"
         alone = 0 if narrow else FP32 * n_local
         figures = MegatronFigures(sum(parts), alone, narrow, self.tier)

@@ -22,6 +22,7 @@ class Mesh:
         expert_tensor: Tensor-parallel size of experts; 0 for that of the other layers.
         sequence_parallel: Whether tensor-parallel ranks split activations by the sequence.
         distributed_optimizer: Whether data-parallel ranks split the optimizer's state.
+        instances: Groups of data-parallel ranks that split it, each all of it.
     """
 
     tensor: int = 1
@@ -32,6 +33,7 @@ class Mesh:
     expert_tensor: int = 0
     sequence_parallel: bool = False
     distributed_optimizer: bool = True
+    instances: int = 1
 
     def __str__(self) -> str:
         names = {
@@ -52,13 +54,18 @@ class Mesh:
         return {"tensor": self.tensor, "expert": self.expert, "expert_tensor": expert_tensor}
 
     def copies(self, ranks: int) -> tuple[int, int]:
-        """Return how many ranks have the same parameters: of experts, and of all others.
-
-        With the distributed optimizer they share them out (`intra_dp_cp` and `intra_expt_dp`
-        of megatron-core's parallel_state.py).
-        """
+        """Return how many ranks have the same parameters: of experts, and of all others."""
         of_expert = self.expert * self.sizes["expert_tensor"] * self.pipeline
         return ranks // of_expert, ranks // (self.tensor * self.pipeline)
+
+    def sharers(self, ranks: int) -> tuple[int, int]:
+        """Return how many of these share the parameters out: with the distributed optimizer, those
+        of an instance (`intra_dp_cp` and `intra_expt_dp` of megatron-core's parallel_state.py).
+        """
+        if not self.distributed_optimizer:
+            return 1, 1
+        of_expert, others = self.copies(ranks)
+        return of_expert // self.instances, others // self.instances
 
     def data(self, ranks: int) -> int:
         """Return the data-parallel size."""
@@ -83,7 +90,7 @@ class Mesh:
         Raises:
             ConfigError: says which sizes do not fit which.
         """
-        for name in ("tensor", "pipeline", "virtual", "context", "expert"):
+        for name in ("tensor", "pipeline", "virtual", "context", "expert", "instances"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"the {name} size must be at least 1: {getattr(self, name)}")
         model = self.tensor * self.pipeline * self.context
@@ -98,6 +105,12 @@ class Mesh:
                 f"{ranks} ranks are not a multiple of expert {self.expert} x expert-tensor "
                 f"{self.sizes['expert_tensor']} x pipeline {self.pipeline} = {of_expert}"
             )
+        for of, copies in zip(("experts", "other layers"), self.copies(ranks), strict=True):
+            if copies % self.instances:
+                raise ConfigError(
+                    f"{self.instances} instances of the optimizer do not divide the {copies} "
+                    f"data-parallel ranks of {of}"
+                )
         if self.virtual > 1 and self.pipeline == 1:
             raise ConfigError("virtual stages need a pipeline: give its stages too")
         if self.sequence_parallel and self.tensor == 1:

@@ -138,14 +138,15 @@ def of_run(job: Job, stage: int = 0) -> Traffic:
     if job.mesh is None:
         return _of_zero_run(job)
     mesh, found = job.mesh, Traffic()
-    parts, copies = job.on_rank(mesh, stage), mesh.copies(job.world_size)
-    for number, ranks in zip(parts, copies, strict=True):
-        if ranks > 1 and number:
-            buckets = math.ceil(number / max(MEGATRON_BUCKET, 1_000_000 * ranks))
-            # An all-reduce; or a scatter of gradients, and the gather of the weights.
-            other = job.weight_bytes if mesh.distributed_optimizer else FP32
-            messages = buckets * (2 if mesh.distributed_optimizer else 1)
-            found += Traffic(messages, ring(ranks) * number * (FP32 + other))
+    ranks = mesh.copies(job.world_size), mesh.sharers(job.world_size)
+    for number, copies, sharers in zip(job.on_rank(mesh, stage), *ranks, strict=True):
+        if copies > 1 and number:
+            buckets = math.ceil(number / max(MEGATRON_BUCKET, 1_000_000 * copies))
+            if sharers > 1:  # a scatter of gradients, and the gather of the weights
+                found += Traffic(2 * buckets, ring(sharers) * number * (FP32 + job.weight_bytes))
+            others = copies // sharers  # have the same share: an all-reduce
+            if others > 1:
+                found += Traffic(buckets, ring(others) * number / sharers * 2 * FP32)
     ends = stage in (0, mesh.pipeline - 1)
     if mesh.pipeline > 1 and ends and job.shape is not None and job.shape.tied:
         embedding = job.shape.vocabulary * job.shape.hidden / mesh.tensor

@@ -182,6 +182,15 @@ def test_experts_and_what_megatron_adds_are_read(tmp_path: Path) -> None:
     assert found.recompute == "selective"
 
 
+def test_instances_of_the_optimizer_share_out_parameters_each(tmp_path: Path) -> None:
+    path, more = tmp_path / "arguments", {"num_distributed_optimizer_instances": 2}
+    path.write_text(json.dumps(VALUES | more))
+    found = job_of({}, ranks=16, arguments=path)
+    assert found == Job(**FOUND | {"mesh": replace(MESH, instances=2)})
+    half = Job(**FOUND | {"world_size": 8})
+    assert found.share.n_local == half.share.n_local > Job(**FOUND).share.n_local
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -247,6 +256,8 @@ def test_broken_input_is_one_line_and_2(options: list[str], words: str) -> None:
         ("--megatron", {"recompute_granularity": [1]}, "recompute_granularity cannot be [1]"),
         ("--megatron", {"num_layers_per_virtual_pipeline_stage": 2}, "needs num_layers"),
         ("--megatron", {"num_layers": 2, "swiglu": True}, "needs ffn_hidden_size or hidden_size"),
+        ("--megatron", {"use_megatron_fsdp": True}, "a plan does not know use_megatron_fsdp"),
+        ("--megatron", {"num_distributed_optimizer_instances": 3}, "3 instances of the optimizer"),
     ],
 )
 def test_files_with_values_of_other_types_are_one_line_and_2(

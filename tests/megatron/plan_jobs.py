@@ -36,6 +36,7 @@ def planned(job: Job, ranks: int) -> Planned:
         expert_tensor=job.etp if job.experts else 0,
         sequence_parallel=job.sequence_parallel,
         distributed_optimizer=job.distributed,
+        instances=job.instances,
     )
     return Planned(
         num_parameters=shape.parameters,

@@ -44,6 +44,7 @@ SHARED_OUT: dict[str, tuple[int, dict[str, Any]]] = {
     "DP distributed optimizer bf16": (2, {"distributed": True, "dtype": "bfloat16"}),
     "TP x DP distributed optimizer": (4, {"tp": 2, "distributed": True}),
     "PP x DP distributed optimizer": (4, {"pp": 2, "distributed": True}),
+    "two optimizer instances": (4, {"distributed": True, "instances": 2}),
 }
 
 
