@@ -255,5 +255,7 @@ class Kronecker(Analysis[HessianKronecker]):
         gradient = space.gather(operator.gradient * operator.scale)
         gradient = None if gradient is None else gradient.double()
         forms = {str(kind): form for kind, form in factors.forms.items()}
-        found = compare(operator, space, forms, self.kinds, gradient, draw, self.effort)
+        found = compare(
+            operator, space, forms, self.kinds, gradient, factors.rounding, draw, self.effort
+        )
         return found, operator

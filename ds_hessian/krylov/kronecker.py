@@ -124,6 +124,7 @@ def compare(
     forms: Mapping[str, Eigenform],
     kinds: Sequence[str],
     gradient: Tensor | None,
+    rounding: float,
     draw: Draw,
     effort: Effort,
 ) -> Comparison:
@@ -135,6 +136,7 @@ def compare(
         forms: Each K, on the layer's owner.
         kinds: The names of all K, on every rank.
         gradient: b, `(m, n)`, on the owner.
+        rounding: A bound on its error.
         draw: Random unit vectors by number.
         effort: The products.
 
@@ -149,7 +151,7 @@ def compare(
     with together("comparing Kronecker factors", device=space.space.device):
         if space.owns:
             assert gradient is not None
-            dense = _Dense(basis, images, probes, answers, gradient, errors)
+            dense = _Dense(basis, images, probes, answers, gradient, errors, rounding)
             with np.errstate(divide="ignore", invalid="ignore"):  # of a weight without a gradient
                 found = dense.figures([forms[k] for k in kinds], effort.damping)
     norm, norm_error, top, shift, residual, *rest = space.known(found)
@@ -288,12 +290,13 @@ class _Dense:
         answers: list[Tensor],
         gradient: Tensor,
         errors: list[float],
+        rounding: float = 0.0,
     ) -> None:
         empty = gradient.new_zeros((0, *gradient.shape), dtype=torch.float32)
         self.q, self.w = torch.stack(basis), torch.stack(images)
         self.z = torch.stack(probes) if probes else empty
         self.y = torch.stack(answers) if answers else empty
-        self.b = gradient
+        self.b, self.rounding = gradient, rounding
         self.inside = self._dots(self.q, self.w)
         self.own = _squares(self.w).sum()
         self.rest = _squares(self.y)
@@ -435,7 +438,7 @@ class _Dense:
         size = float(b.norm())
         residual = float((images @ y - b[:, None]).norm()) / size if size else math.nan
         x = torch.einsum("i,imn->mn", y[:, 0], self.q.double())
-        missing = residual * size + COVERAGE * float((self.slips * y[:, 0]).norm())
+        missing = residual * size + COVERAGE * float((self.slips * y[:, 0]).norm()) + self.rounding
         reach = least * float(x.norm())
         return x, residual, math.asin(missing / reach) if missing < reach else math.pi
 

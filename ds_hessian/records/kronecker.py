@@ -139,9 +139,14 @@ class HessianKronecker(Measured):
             if name in unknown or not without.any():
                 continue
             if len(away) < without.sum():
+                # Of a definite system with this damping it would have to be larger.
+                short = self.residuals[i] > self.damping / 4
                 found[name] = (
-                    f"the solution with C is not known (relative residual {self.residuals[i]:.1e}):"
-                    " a larger basis or damping helps"
+                    f"the solution with C is not known: its relative residual is "
+                    f"{self.residuals[i]:.1e}; a larger basis or damping helps"
+                    if short
+                    else "the solution with C is not known: rounding leaves nothing of a gradient "
+                    "whose tokens cancel, or errors of products are too large"
                 )
             else:
                 found[name] = f"the best scale of K is not positive ({', '.join(away)})"

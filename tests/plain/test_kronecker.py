@@ -114,6 +114,26 @@ def test_factors_are_those_of_their_definitions(net: nn.Module) -> None:
             assert (matrix_of(f.forms[kind]) - matrix).norm() < 1e-4 * matrix.norm(), kind
 
 
+def test_factors_at_a_minimum_are_those_of_their_definitions() -> None:
+    """Layers were said to be none: what is left of their gradients is rounding."""
+    torch.manual_seed(0)
+    data = [(torch.randn(20, 4), torch.randn(20, 3)) for _ in range(2)]
+    x, y = (torch.cat(parts).double() for parts in zip(*data, strict=True))
+    net = nn.Sequential(nn.Linear(4, 3, bias=False))
+    net[0].weight.data.copy_(torch.linalg.lstsq(x, y).solution.T)
+
+    def loss(net: Any, entry: Any) -> Tensor:
+        x, y = (each.to(net[0].weight) for each in entry)
+        return functional.mse_loss(net(x), y)
+
+    (found,) = factors_of(net, data, loss, kinds=("kfac", "shampoo"))
+    k = matrices(seen(net, data, loss)["0.weight"])["kfac"]
+    assert (matrix_of(found.forms["kfac"]) - k).norm() < 1e-4 * k.norm()
+    hessian: Any = ds_hessian.attach(net, config=QUIET).use(data, loss)
+    record = hessian.kronecker(["kfac", "shampoo"], basis=4, probes=2, extremes=0)
+    assert np.isnan(record.solves).all() and "whose tokens cancel" in record.unsolved["0.weight"]
+
+
 class Branch(nn.Module):
     """A layer that only some micro-batches use, as an expert."""
 

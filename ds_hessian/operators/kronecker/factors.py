@@ -55,6 +55,7 @@ from ds_hessian.operators.kronecker.labels import Labels
 from ds_hessian.operators.kronecker.layers import Layer, listening
 from ds_hessian.operators.kronecker.sums import (
     KFAC,
+    SKETCH,
     Accumulator,
     Count,
     Moments,
@@ -123,12 +124,14 @@ class Factors:
         samples: `{kind: number}` of tokens, micro-batches or optimizer steps behind K.
         mismatch: `|sum c a' - gradient| / |gradient|` of the units whose gradients were evaluated,
             from `sums.SKETCH` products.
+        rounding: What fp32 rounds of the gradient of the loss in the weight.
     """
 
     layer: Layer
     forms: Mapping[Kind, Eigenform]
     samples: Mapping[Kind, int]
     mismatch: float
+    rounding: float
 
 
 def estimate(
@@ -181,6 +184,8 @@ class _Estimation:
         self.tokens: dict[str, int] = {}
         self.batches: dict[str, int] = {}
         self.evaluated: dict[str, int] = {}  # micro-batches, also those without its tokens
+        self.rounded: dict[str, tuple[float, float]] = {}  # of gradients, of so many micro-batches
+        self.squares: dict[str, float] = {}  # of what is rounded of each, as Shampoo's trace is
 
     def run(self) -> list[Factors]:
         """Make all passes."""
@@ -191,6 +196,7 @@ class _Estimation:
         if self.labels.draws:
             self._pass(counts, first, second)
         self._count(counts)
+        self._measure_squares(second)
         forms: dict[str, dict[Kind, Eigenform]] = {x.name: {} for x in self.layers}
         covariances = {x.name: self._parts(x, first) for x in self.layers if first}
         factors = {x.name: self._squares(x, second) for x in self.layers if second}
@@ -221,6 +227,7 @@ class _Estimation:
                 {k: forms[layer.name][k] for k in self.kinds if k in forms[layer.name]},
                 self._samples(layer),
                 mismatches[layer.name],
+                self._rounding_of_gradient(layer),
             )
             for layer in self.layers
         ]
@@ -352,7 +359,24 @@ class _Estimation:
         assert session.gradient_scale is not None
         gradient.mul_(session.gradient_scale)
         self.cotangent_scale = self.cotangent_scale or session.cotangent_scale
+        self._measure(seen)
         return {x.name: self._fit(x, seen[x.name], gradient) for x in self.layers}
+
+    def _measure(self, seen: Mapping[str, Seen]) -> None:
+        """Find what fp32 rounds of the gradients that were seen, in units of the sums."""
+        mine = [(float(seen[x.name].lengths), float(seen[x.name].batches)) for x in self.layers]
+        counts = torch.tensor([[x.counts] for x in self.layers])
+        found = self.space.reduce((torch.tensor(mine, dtype=torch.float64) * counts).flatten())
+        for x, (length, batches) in zip(self.layers, found.view(-1, 2).tolist(), strict=True):
+            self.rounded[x.name] = ROUNDOFF * length, batches
+
+    def _measure_squares(self, sums: Mapping[str, Shampoo]) -> None:
+        """Find the squares of what fp32 rounds of each micro-batch's gradient, in their sum."""
+        if sums:
+            mine = [float(sums[x.name].lengths) * x.counts for x in self.layers]
+            found = self.space.reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
+            squares = zip(self.layers, found, strict=True)
+            self.squares = {x.name: ROUNDOFF**2 * square for x, square in squares}
 
     def _known_ones(self, seen: Mapping[str, Seen]) -> set[str]:
         """Return the names of layers of which some rank has seen something."""
@@ -361,14 +385,23 @@ class _Estimation:
         return {x.name for x, count in zip(self.layers, found, strict=True) if count}
 
     def _fit(self, layer: Layer, seen: Seen, gradient: Tensor) -> float:
-        """Find the factor of a layer; return the mismatch."""
+        """Find the factor of a layer; return the mismatch, beyond the rounding of both sums.
+
+        Where the terms cancel, as at a minimum, nothing else is left of these, and the factor is
+        what the host says of its scaling.
+        """
         total, known = self._owned(layer, seen.sketch).double(), self._whole(layer, gradient)
+        assert self.session.gradient_scale is not None
+        host = self.session.gradient_scale * self.cotangent_scale
         figures = torch.zeros(2, dtype=torch.float64)
         if known is not None:
             known = (known @ seen.signs).double()
             square = float((total * total).sum())
             scale = float((total * known).sum()) / square if square else 0.0
+            least = abs(host) * self.rounded[layer.name][0] * math.sqrt(SKETCH) / MISMATCH
             size = float(known.norm())
+            if size < least:
+                scale, size = host, least
             distance = float((scale * total - known).norm())
             figures[:] = torch.tensor([scale, distance / size if size else float(square > 0)])
         scale, mismatch = self.space.reduce(figures).tolist()
@@ -430,8 +463,19 @@ class _Estimation:
         return Eigenform.of_factors(b, a, self._gain(layer, tokens) / max(tokens, 1))
 
     def _shampoo(self, layer: Layer, left: Tensor, right: Tensor) -> Eigenform:
-        gain = self._gain(layer, self.evaluated[layer.name])
-        return Eigenform.of_factors(left, right, gain / max(float(left.trace()), TINY))
+        gain, trace = self._gain(layer, self.evaluated[layer.name]), float(left.trace())
+        form = Eigenform.of_factors(left, right, gain / max(trace, TINY))
+        return replace(form, rounding=math.hypot(ROUNDOFF, self._rounding(layer, trace)))
+
+    def _rounding_of_gradient(self, layer: Layer) -> float:
+        """Return that of all micro-batches, of which some were seen."""
+        rounded, batches = self.rounded[layer.name]
+        every = self.evaluated[layer.name] / max(self.labels.draws, 1)
+        return abs(self.scales[layer.name]) * rounded * every / max(batches, 1.0)
+
+    def _rounding(self, layer: Layer, trace: float) -> float:
+        """Return that of sums of squares of gradients, whose tokens may cancel."""
+        return 2 * math.sqrt(self.squares[layer.name] / trace) if trace > 0 else 0.0
 
     def _ekfac(self, forms: Mapping[str, dict[Kind, Eigenform]]) -> None:
         bases = self._bases({x.name: forms[x.name].get("kfac") for x in self.layers})
@@ -463,6 +507,7 @@ class _Estimation:
         `vec(G)' K^-1 vec(G)` is m n, as it is at the fixed point.
         """
         roots = {x.name: list[Tensor]() for x in self.layers}
+        own = {x.name: self._rounding(x, float(factors[x.name][0].trace())) for x in self._mine()}
         for _ in range(ROUNDS):
             with together("inverting Kronecker factors", device=self.device):
                 for x in self._mine():
@@ -483,7 +528,8 @@ class _Estimation:
                 spent = float((root * (factors[x.name][0] @ root)).sum()) / x.shape[0]
                 scale = self._gain(x, self.evaluated[x.name]) * spent
                 form = Eigenform.of_factors(left, right, scale)
-                forms[x.name]["klshampoo"] = replace(form, rounding=_rounding_of_roots(form))
+                rounding = math.hypot(_rounding_of_roots(form), own[x.name])
+                forms[x.name]["klshampoo"] = replace(form, rounding=rounding)
 
     def _kept(self, forms: Mapping[str, dict[Kind, Eigenform]]) -> None:
         """Read the optimizer's own factors, where several ranks have some their mean."""

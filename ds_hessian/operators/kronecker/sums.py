@@ -55,16 +55,31 @@ class Count(Accumulator):
 
 
 class Seen(Accumulator):
-    """Products of `sum c a'` with random signs, of the calls that the job's gradient has in it."""
+    """Products of `sum c a'` with random signs, of the calls that the job's gradient has in it.
+
+    Attributes:
+        sketch: `(m, SKETCH)` the products.
+        lengths: `sum |c| |a|`.
+        batches: Micro-batches with such calls.
+    """
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
         m, n = shape
         self.signs = _signs(n).to(device)
         self.sketch = torch.zeros(m, SKETCH, device=device)
+        self.lengths = torch.zeros((), dtype=torch.float64, device=device)
+        self.batches, self._open = 0, False
 
     def note(self, a: Tensor, c: Tensor) -> None:
         """Add `c' a` times the signs."""
         self.sketch.addmm_(c.T, a @ self.signs)
+        self.lengths += _lengths(a, c)
+        self._open = True
+
+    def close(self) -> None:
+        """Count the micro-batch, if it had some."""
+        self.batches += self._open
+        self._open = False
 
 
 class Square:
@@ -116,18 +131,26 @@ class KFAC(Accumulator):
 
 
 class Shampoo(Accumulator):
-    """The factors `sum G G'` and `sum G' G` over micro-batches."""
+    """The factors `sum G G'` and `sum G' G` over micro-batches.
+
+    Attributes:
+        lengths: `sum |c| |a|` of each micro-batch, squared and added up.
+    """
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        self.lengths, self._length = torch.zeros(2, dtype=torch.float64, device=device)
         self.gradient = torch.zeros(shape, device=device)
         self.squares = [Square(s, device) for s in shape]
 
     def note(self, a: Tensor, c: Tensor) -> None:
         """Add to the gradient of the micro-batch."""
         self.gradient.addmm_(c.T, a)
+        self._length += _lengths(a, c)
 
     def close(self) -> None:
         """Add the squares of the gradient, which begins anew."""
+        self.lengths += self._length.square()
+        self._length.zero_()
         self.squares[0].add(self.gradient.T)
         self.squares[1].add(self.gradient)
         self.gradient.zero_()
@@ -157,12 +180,21 @@ class Round(Shampoo):
         self.left, self.right = roots
         super().__init__(shape, self.left.device)
 
+    def note(self, a: Tensor, c: Tensor) -> None:
+        """Add to the gradient of the micro-batch."""
+        self.gradient.addmm_(c.T, a)
+
     def close(self) -> None:
         """Add the squares of the gradient times the roots; it begins anew."""
         g = self.gradient
         self.squares[0].add((g @ self.right).T, alpha=1 / g.shape[1])
         self.squares[1].add(self.left.T @ g, alpha=1 / g.shape[0])
         g.zero_()
+
+
+def _lengths(a: Tensor, c: Tensor) -> Tensor:
+    """Return `sum |c| |a|`: fp32 rounds `sum c a'` to its roundoff times that."""
+    return (c.norm(dim=1) * a.norm(dim=1)).sum(dtype=torch.float64)
 
 
 def _signs(n: int) -> Tensor:
