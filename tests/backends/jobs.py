@@ -600,6 +600,31 @@ def after_destroy(config: dict[str, Any]) -> tuple[str, str]:
     return found[0], found[-1]
 
 
+def in_a_backward(config: dict[str, Any]) -> tuple[str, bool]:
+    """The message for a measurement in a hook of training's backward, and whether training has
+    ended with the same weights as without.
+    """
+    said, ends = "measured", []
+    for measures in (False, True):
+        engine = make_engine(hessian=QUIET, **config)
+        hessian = engine.hessian.use(my_batches())
+
+        def hook(_: Tensor, measures: bool = measures, hessian: Any = hessian) -> None:
+            nonlocal said
+            if measures and not FixedFunction.is_evaluated():
+                try:
+                    hessian.matvec(hessian.random_vector(seed=5))
+                except HessianError as error:
+                    said = str(error)
+
+        next(engine.module.parameters()).register_hook(hook)
+        engine.backward(engine(*batch(0, dist.get_rank())))
+        engine.step()
+        ends.append([hessian.backend.shards.weight(p).clone() for p in hessian.backend.pieces])
+        engine.destroy()
+    return said, all(map(torch.equal, *ends))
+
+
 def frozen_since(stage: int) -> str:
     """The message for a parameter that one rank has frozen since the micro-batches were chosen."""
     engine = make_engine(zero={"stage": stage}, hessian=QUIET)

@@ -227,6 +227,12 @@ def test_an_engine_after_its_destroy_is_refused_by_name(ranks: Ranks, name: str)
         assert name != "3" or "parameters that ZeRO-3 has partitioned" in module
 
 
+@pytest.mark.parametrize("name", cells(("0", "1", "2", "3", "2 bf16"), ("3",)))
+def test_a_call_in_a_backward_is_refused_and_changes_nothing(ranks: Ranks, name: str) -> None:
+    for message, same in ranks(2).run(jobs.in_a_backward, ENGINES[name]):
+        assert "a call in a backward pass" in message and same
+
+
 @pytest.mark.parametrize("stage", cells((0, 1, 2, 3), (2,)))
 def test_a_parameter_frozen_before_attaching_is_no_part_of_the_space(
     ranks: Ranks, stage: int

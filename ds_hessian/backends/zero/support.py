@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ds_hessian.backends.decisions import in_backward
 from ds_hessian.backends.guard import has_plain_random_states
 from ds_hessian.backends.weights import findings, other_dtypes
 from ds_hessian.backends.zero import host, tensor_parallel
@@ -52,6 +53,11 @@ def _findings(engine: Engine) -> list[tuple[str, bool, str]]:
             "use the plain DeepSpeedEngine",
         ),
         ("an engine after its destroy()", host.is_destroyed(engine), "measure before it"),
+        (
+            "a call in a backward pass, as from a hook, whose gradients are under way",
+            in_backward(),
+            "call it after the backward",
+        ),
         ("DeepCompile", _is_deepcompile(engine), "switch compile.deepcompile off"),
         ("offload to NVMe", _offloads(zero, "nvme"), 'use "device": "cpu"'),
         (
