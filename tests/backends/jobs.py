@@ -27,6 +27,7 @@ import ds_hessian
 from ds_hessian.backends.function import FixedFunction
 from ds_hessian.backends.zero import ZeroBackend
 from ds_hessian.errors import HessianError
+from ds_hessian.hosts import hessian_of
 from ds_hessian.records import HessianEigenpairs, HessianSolution
 from ds_hessian.vectors import VectorSpace
 from tests.nets import TinyGPT, batch, of_scaled_loss
@@ -623,6 +624,23 @@ def in_a_backward(config: dict[str, Any]) -> tuple[str, bool]:
         ends.append([hessian.backend.shards.weight(p).clone() for p in hessian.backend.pieces])
         engine.destroy()
     return said, all(map(torch.equal, *ends))
+
+
+def taken_over(config: dict[str, Any]) -> list[str]:
+    """The messages for an engine of whose module another one has been made, as it is measured and
+    as it is attached.
+    """
+    old = make_engine(hessian=QUIET, **config)
+    hessian = old.hessian.use(my_batches())
+    other = make_engine(old.module, **config)
+    found = []
+    for call in (lambda: hessian.matvec(hessian.random_vector(seed=5)), lambda: hessian_of(old)):
+        try:
+            call()
+        except HessianError as error:
+            found.append(str(error))
+    other.destroy()
+    return found
 
 
 def frozen_since(stage: int) -> str:

@@ -233,6 +233,13 @@ def test_a_call_in_a_backward_is_refused_and_changes_nothing(ranks: Ranks, name:
         assert "a call in a backward pass" in message and same
 
 
+@pytest.mark.parametrize("name", cells(("1", "2", "2 bf16", "1 bf16 immediate"), ("2 bf16",)))
+def test_an_engine_whose_module_has_another_one_is_refused(ranks: Ranks, name: str) -> None:
+    for messages in ranks(2).run(jobs.taken_over, ENGINES[name]):
+        assert len(messages) == 2
+        assert all("another engine has been made of the model since" in m for m in messages)
+
+
 @pytest.mark.parametrize("stage", cells((0, 1, 2, 3), (2,)))
 def test_a_parameter_frozen_before_attaching_is_no_part_of_the_space(
     ranks: Ranks, stage: int

@@ -89,6 +89,7 @@ class ZeroBackend:
         self.sequence_ranks = host.sequence_parallel_size(engine)
         mine = known(engine)
         self.placements = self._place(mine)
+        self._require_own_memory()
         self._attached = trained_names(self.modules)
         self.layout, self.pieces = self._map()
         self.space = VectorSpace(self.layout.n_local, self.layout.n_owned, self.device)
@@ -135,6 +136,17 @@ class ZeroBackend:
         """Require the engine to be as it was when it was attached."""
         refuse_unsupported(self.engine)
         require_same(self._attached, trained_names(self.modules))
+        self._require_own_memory()
+
+    def _require_own_memory(self) -> None:
+        for p in self.shards.detached():
+            if p.requires_grad:
+                raise UnsupportedError(
+                    f"ds_hessian does not support the parameter {self.placements[id(p)][0]!r}, which "
+                    "has other memory than that in which its engine trains it: another engine has "
+                    "been made of the model since, or it was given other memory; measure the engine "
+                    "that was made last, and write values in place"
+                )
 
     # ---- the function
 

@@ -60,6 +60,12 @@ class FlatShards(Shards):
         return pieces
 
     @override
+    def detached(self) -> Iterator[Private]:
+        for group, params in enumerate(getattr(self.optimizer, self.PARAMETERS)):
+            flat = self._get(self.WEIGHTS, group).untyped_storage().data_ptr()
+            yield from (p for p in params if p.data.untyped_storage().data_ptr() != flat)
+
+    @override
     def weight(self, piece: Piece) -> Tensor:
         partition: Tensor = self._get(self.PARTITIONS, piece.group)[self._rank(piece.group)]
         return partition.narrow(0, piece.offset, piece.numel)

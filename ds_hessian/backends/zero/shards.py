@@ -68,6 +68,10 @@ class Shards(ABC):
     def pieces(self) -> list[Piece]:
         """Return this rank's coordinates; padding may follow a parameter's last element."""
 
+    def detached(self) -> Iterator[Private]:
+        """Yield parameters that have other memory than the optimizer writes."""
+        return iter(())
+
     @abstractmethod
     def weight(self, piece: Piece) -> Tensor:
         """Return a flat view of the weights to displace, in the dtype of the passes."""
