@@ -677,6 +677,23 @@ def schedule_of_dropped_tokens(stage: int) -> tuple[Any, Any]:
     return before, after
 
 
+def without_some(stage: int) -> Any:
+    """(number of coordinates, a vector's parts, products of a sharpness) where the optimizer has all
+    parameters but one.
+    """
+    torch.manual_seed(0)
+    module = TinyGPT()
+    given = [p for p in module.parameters() if p is not module.position]
+    engine = make_engine(module, zero={"stage": stage}, client=torch.optim.Adam(given), hessian=QUIET)
+    engine.backward(engine(*batch(0, dist.get_rank())))
+    engine.step()
+    hessian = engine.hessian.use(my_batches())
+    v = hessian.gather(hessian.random_vector(seed=5))
+    found = hessian.backend.space.n, v, hessian.sharpness(max_matvecs=4).preconditioned.value
+    engine.destroy()
+    return found
+
+
 def frozen_before_attaching(stage: int) -> Any:
     """A product where a parameter was frozen after, and one where it was before the engine."""
     found = []

@@ -250,6 +250,15 @@ def test_a_parameter_frozen_before_attaching_is_no_part_of_the_space(
         assert torch.allclose(after[name], product, rtol=0, atol=1e-4 * float(product.norm()))
 
 
+@pytest.mark.parametrize("stage", cells((0, 1, 2, 3), (0,)))
+def test_a_parameter_that_the_optimizer_does_not_have_is_no_part_of_the_space(
+    ranks: Ranks, stage: int
+) -> None:
+    n, v, sharpness = ranks(2).run(jobs.without_some, stage)[0]
+    assert "position" not in v and n == sum(part.numel() for part in v.values())
+    assert sharpness > 0
+
+
 FAILING_ENGINES = {
     "0": zero(0),
     "1": zero(1, reduce_bucket_size=150),

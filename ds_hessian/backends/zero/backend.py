@@ -87,7 +87,8 @@ class ZeroBackend:
         self.shards = _shards_of(engine)
         self.tensor_rank, self.tensor_ranks = host.tensor_parallel(engine)
         self.sequence_ranks = host.sequence_parallel_size(engine)
-        mine = known(engine)
+        stepped = set(map(id, self.shards.stepped_parameters()))
+        mine = [each for each in known(engine) if id(each.parameter) in stepped]
         self.placements = self._place(mine)
         self._require_own_memory()
         self._attached = trained_names(self.modules)
@@ -287,7 +288,11 @@ class ZeroBackend:
         accumulated = getattr(optimizer, "grad_partitions_flat_buffer", None)
         return ZeroFigures(
             stage=int(zero.stage),
-            n=sum(host.shape(p).numel() for _, p in trained(self.engine.module)),
+            n=sum(
+                host.shape(p).numel()
+                for _, p in trained(self.engine.module)
+                if id(p) in self.placements
+            ),
             n_local=self.space.n_local,
             weight_bytes=max((w.element_size() for w in weights), default=0),
             narrow=self.compute_dtype != torch.float32,

@@ -7,6 +7,7 @@ owns one partition, with masters and reduced gradients. Vectors are partitioned 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
@@ -40,6 +41,10 @@ class FlatShards(Shards):
 
     def _rank(self, group: int) -> int:
         return dist.get_rank(self.optimizer.real_dp_process_group[group])
+
+    def stepped_parameters(self) -> Iterator[Private]:
+        """Yield the parameters of all groups."""
+        return itertools.chain.from_iterable(getattr(self.optimizer, self.PARAMETERS))
 
     def pieces(self) -> list[Piece]:
         """Return this rank's partition, by the offsets of the weights in the flat buffer.

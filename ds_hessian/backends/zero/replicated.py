@@ -7,6 +7,7 @@ it shares with the ranks of its expert-data-parallel group.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
@@ -17,7 +18,7 @@ from typing_extensions import override
 from ds_hessian.backends.guard import swap
 from ds_hessian.backends.names import trained
 from ds_hessian.backends.sharded import widen
-from ds_hessian.backends.zero.host import Engine, copies
+from ds_hessian.backends.zero.host import Engine, Private, copies
 from ds_hessian.backends.zero.shards import Piece, Shards
 from ds_hessian.errors import UnsupportedError
 
@@ -39,6 +40,13 @@ class ReplicatedShards(Shards):
         flat, params = optimizer.fp32_groups_flat[group], optimizer.fp16_groups[group]
         return list(flat.detach().split([p.numel() for p in params]))
 
+    def stepped_parameters(self) -> Iterator[Private]:
+        """Yield the parameters of all groups."""
+        groups = getattr(self.optimizer, "fp16_groups", None)
+        if groups is None:
+            groups = [group["params"] for group in self.optimizer.param_groups]
+        return itertools.chain.from_iterable(groups)
+
     def pieces(self) -> list[Piece]:
         """Return all coordinates, split at the ends of the part that this rank owns of those that
         it shares with the same ranks.
@@ -46,7 +54,8 @@ class ReplicatedShards(Shards):
         Raises:
             UnsupportedError: a parameter's memory is not contiguous.
         """
-        named = trained(self.engine.module)
+        stepped = set(map(id, self.stepped_parameters()))
+        named = [(name, p) for name, p in trained(self.engine.module) if id(p) in stepped]
         shares = {id(p): copies(self.engine, p) for _, p in named}
         totals: dict[tuple[int, int], int] = {}
         for _, p in named:

@@ -65,6 +65,10 @@ class Shards(ABC):
             )
 
     @abstractmethod
+    def stepped_parameters(self) -> Iterator[Private]:
+        """Yield the parameters that the optimizer has; some may be frozen."""
+
+    @abstractmethod
     def pieces(self) -> list[Piece]:
         """Return this rank's coordinates; padding may follow a parameter's last element."""
 

@@ -49,6 +49,10 @@ class Stage3Shards(Shards):
             _GRADIENTS,
         )
 
+    def stepped_parameters(self) -> Iterator[Private]:
+        """Yield the parameters of all sub-groups."""
+        return (p for p, _, _ in self._parameters())
+
     def pieces(self) -> list[Piece]:
         """Return one piece for each parameter, with the padding at its end."""
         pieces = []
