@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,16 @@ def findings(module: nn.Module) -> Iterator[tuple[str, bool, str]]:
     scripted = (m for m in module.modules() if isinstance(m, torch.jit.ScriptModule))
     name = next((type(m).__name__ for m in scripted), "")
     yield f"modules of torch.jit ({name})", bool(name), "use what was scripted or traced"
+
+
+def sharing(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the names of two tensors of which each has memory of the other; "" without any."""
+    extents = [(p.untyped_storage().data_ptr(), p.storage_offset(), p.numel(), n) for n, p in named]
+    extents.sort()
+    for (memory, begin, numel, name), (other, next_begin, _, next_name) in pairwise(extents):
+        if memory == other and next_begin < begin + numel:
+            return f"{name} and {next_name}"
+    return ""
 
 
 def other_dtypes(parameters: Iterable[nn.Parameter]) -> list[str]:

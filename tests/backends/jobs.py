@@ -494,6 +494,10 @@ def refused(feature: str) -> str:
     if feature == "sparse gradients":
         module[0].sparse = True
         config["zero_optimization"] = {"stage": 0}
+    if feature == "parameters that share memory at stage 0":
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        module[1].weight.data = module[0].weight.data
+        config["zero_optimization"] = {"stage": 0}
     if feature == "the engine class PipelineEngine":
         layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
         module = PipelineModule(layers=layers, num_stages=2, loss_fn=nn.MSELoss())
@@ -678,13 +682,14 @@ def schedule_of_dropped_tokens(stage: int) -> tuple[Any, Any]:
 
 
 def without_some(stage: int) -> Any:
-    """(number of coordinates, a vector's parts, products of a sharpness) where the optimizer has all
-    parameters but one.
+    """(number of coordinates, a vector's parts, preconditioned sharpness) where the optimizer has
+    all parameters but one.
     """
     torch.manual_seed(0)
     module = TinyGPT()
     given = [p for p in module.parameters() if p is not module.position]
-    engine = make_engine(module, zero={"stage": stage}, client=torch.optim.Adam(given), hessian=QUIET)
+    adam = torch.optim.Adam(given)
+    engine = make_engine(module, zero={"stage": stage}, client=adam, hessian=QUIET)
     engine.backward(engine(*batch(0, dist.get_rank())))
     engine.step()
     hessian = engine.hessian.use(my_batches())

@@ -142,11 +142,12 @@ class ZeroBackend:
     def _require_own_memory(self) -> None:
         for p in self.shards.detached():
             if p.requires_grad:
+                name, _ = self.placements[id(p)]
                 raise UnsupportedError(
-                    f"ds_hessian does not support the parameter {self.placements[id(p)][0]!r}, which "
-                    "has other memory than that in which its engine trains it: another engine has "
-                    "been made of the model since, or it was given other memory; measure the engine "
-                    "that was made last, and write values in place"
+                    f"ds_hessian does not support the parameter {name!r}, which has other memory "
+                    "than that in which its engine trains it: another engine has been made of the "
+                    "model since, or it was given other memory; measure the engine that was made "
+                    "last, and write values in place"
                 )
 
     # ---- the function

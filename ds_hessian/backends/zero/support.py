@@ -6,7 +6,8 @@ import torch
 
 from ds_hessian.backends.decisions import in_backward
 from ds_hessian.backends.guard import has_plain_random_states
-from ds_hessian.backends.weights import findings, other_dtypes
+from ds_hessian.backends.names import trained
+from ds_hessian.backends.weights import findings, other_dtypes, sharing
 from ds_hessian.backends.zero import host, tensor_parallel
 from ds_hessian.backends.zero.host import Engine
 from ds_hessian.errors import UnsupportedError
@@ -45,6 +46,7 @@ def _findings(engine: Engine) -> list[tuple[str, bool, str]]:
     zero, kind = config.zero_config, type(optimizer).__name__
     stage, plain = int(zero.stage), isinstance(optimizer, torch.optim.Optimizer)
     others = other_dtypes(engine.module.parameters())
+    shared = sharing(trained(engine.module)) if stage == 0 else ""
     return [
         ("an engine without an optimizer", kind in NO_OPTIMIZER, "give it one"),
         (
@@ -73,6 +75,11 @@ def _findings(engine: Engine) -> list[tuple[str, bool, str]]:
         ),
         ("MiCS", getattr(zero, "mics_shard_size", -1) > 0, "use plain ZeRO-3"),
         *findings(engine.module),
+        (
+            f"parameters that share memory at stage 0 without being one: {shared}",
+            bool(shared),
+            "tie them as one parameter, or use ZeRO 1, 2 or 3, which parts them",
+        ),
         (
             f"trainable parameters in {' and '.join(others)}",
             bool(others),
