@@ -240,9 +240,9 @@ def _kronecker(found: HessianKronecker) -> Table:
         for j, kind in enumerate(k.kinds):
             figures = (
                 barred(k.cosines[i, j], k.cosine_errors[i, j]),
-                f"{k.scales[i, j]:.3g}",
+                _estimated(k.scales[i, j], k.scale_errors[i, j]),
                 barred(k.shares[i, j], k.share_errors[i, j]),
-                f"{k.extremes[i, j]:.3g}",
+                _estimated(k.extremes[i, j], k.extreme_errors[i, j]),
                 barred(k.solves[i, j], k.solve_errors[i, j]),
                 f"{k.samples[i, j]:,d}",
             )
@@ -260,6 +260,11 @@ def _kronecker(found: HessianKronecker) -> Table:
         ),
         notes=[f"{_price(k)}; {_measured_on(k)}", *without],
     )
+
+
+def _estimated(value: float, error: float) -> str:
+    """Return a figure with its error, or nan alone."""
+    return str(value) if math.isnan(value) else str(Estimate(float(value), float(error)))
 
 
 def _ended(name: str) -> str:

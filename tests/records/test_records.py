@@ -195,6 +195,15 @@ def test_all_that_kronecker_factors_leave_out_is_named_or_counted() -> None:
     assert lines[-1] == "left out: 18 others" and max(map(len, lines)) <= 120
 
 
+def test_every_figure_of_kronecker_factors_has_its_error_in_the_table() -> None:
+    """A largest eigenvalue of 28.9 +- 102 was 28.9."""
+    factors = next(r for r in EXAMPLES if isinstance(r, HessianKronecker))
+    values = np.full_like(factors.scales, 28.9)
+    given = {"extremes": values, "extreme_errors": 4 * values, "scale_errors": values}
+    table = dataclasses.replace(factors, scales=values / 10, **given).table()
+    assert table.count("29 ± 116") == table.count("3 ± 29") == 4
+
+
 def test_a_solve_without_a_figure_has_a_reason_in_the_table() -> None:
     factors = next(r for r in EXAMPLES if isinstance(r, HessianKronecker))
     nothing = np.full_like(factors.solves, math.nan)
