@@ -73,6 +73,7 @@ def collect(
     if figures[0] or not figures[1]:
         raise ConfigError(
             f"the optimizer {type(optimizer).__name__} has no second moments to precondition with: "
-            "use Adam or AdamW, and make an optimizer step (with a learning rate above 0) first"
+            "use Adam or AdamW for all trainable parameters (freeze others), and make an optimizer "
+            "step (with a learning rate above 0) first"
         )
     return whole
