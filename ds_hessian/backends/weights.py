@@ -68,6 +68,11 @@ def findings(module: nn.Module) -> Iterator[tuple[str, bool, str]]:
         any(getattr(m, "sparse", False) is True for m in module.modules()),
         "make embeddings with sparse=False",
     )
+    yield (
+        "parameters on the meta device, which have no values",
+        any(p.is_meta for p in module.parameters()),
+        "load the weights first",
+    )
     scripted = (m for m in module.modules() if isinstance(m, torch.jit.ScriptModule))
     name = next((type(m).__name__ for m in scripted), "")
     yield f"modules of torch.jit ({name})", bool(name), "use what was scripted or traced"

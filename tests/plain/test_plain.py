@@ -381,6 +381,8 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
         ModuleBackend(nn.DataParallel(net))
     with pytest.raises(UnsupportedError, match="not support lazy modules"):
         ModuleBackend(nn.LazyLinear(3))
+    with pytest.raises(UnsupportedError, match="not support parameters on the meta device"):
+        ds_hessian.attach(nn.Linear(3, 1, device="meta"))
     with pytest.raises(UnsupportedError, match="without trainable parameters"):
         ModuleBackend(net.requires_grad_(False))
     with pytest.raises(UnsupportedError, match="not support sparse gradients"):
