@@ -429,6 +429,26 @@ def changed_since_wrapping(job: Job, change: str) -> str:
     return "measured"
 
 
+def in_a_backward(job: Job) -> str:
+    """The message for a measurement in a hook of training's backward."""
+    import ds_hessian
+
+    said = list[str]()
+    with running(job) as chunks:
+        hessian = hessian_of(chunks, job)
+
+        def hook(_: Tensor) -> None:
+            try:
+                hessian.spectrum(num_matvecs=1)
+            except ds_hessian.HessianError as error:
+                said.append(str(error))
+
+        handle = next(chunks[0].parameters()).register_hook(hook)
+        run_schedule(job, chunks, my_batches()[:1])
+        handle.remove()
+    return said[0]
+
+
 def frozen_since_wrapping(job: Job) -> tuple[float, float, bool]:
     """<w, H v>, <v, H w> of a model of which a weight is frozen after it was wrapped, and whether
     the coordinates of that are left out."""

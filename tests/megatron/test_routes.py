@@ -391,6 +391,11 @@ def test_wrappers_derived_from_megatrons_are_measured(megatron_ranks: Ranks) -> 
     assert megatron_ranks(1).run(routes_jobs.subclassed) == [True]
 
 
+def test_a_call_in_a_backward_is_refused(megatron_ranks: Ranks) -> None:
+    (message,) = megatron_ranks(1).run(routes_jobs.in_a_backward, Job())
+    assert "does not support a call in a backward pass" in message
+
+
 @pytest.mark.parametrize("change", routes_jobs.CHANGES)
 def test_a_parameter_that_is_not_in_the_buffers_of_its_wrapper_is_refused(
     megatron_ranks: Ranks, change: str
