@@ -8,7 +8,7 @@ An evaluation is of a pilot, or of the other micro-batches, which finish its pro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,11 +39,19 @@ class Figures:
         trial: The product.
         fidelity: Cosine between the realised displacement and v.
         choices: `Session.choices` at the displaced weights, of all ranks.
+        backs: The square of what goes back into the model of each micro-batch, up to a factor.
     """
 
     trial: Trial
     fidelity: float
     choices: Sequence[float]
+    backs: Sequence[float]
+
+    @property
+    def typical(self) -> int:
+        """The micro-batch with the part in the product that is nearest to one of all alike."""
+        mean = sum(self.backs) / len(self.backs)
+        return max(range(len(self.backs)), key=lambda i: _alike(self.backs[i], mean))
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,8 @@ class OutputDifferences:
         scale: `Session.gradient_scale`.
         words: The module of the outputs, and how the loss in them is known.
         read: Bytes of the largest outputs, and whether the loss in them is known.
-        pilot, beside: The micro-batch of trials, and those whose outputs may be doubted.
+        pilot, beside: The micro-batch of trials (`take_pilot`), and those whose outputs may be
+            doubted.
         smooth: Whether the loss has no kinks in the outputs.
         passes: The passes of an evaluation.
         weight_norm: The norm |w| of the weights.
@@ -93,10 +102,8 @@ class OutputDifferences:
         self.words = reading.words
         self.read = reading.largest, reading.kind is not None
         count = session.num_micro_batches
-        one, self.count = reading.pilot, count
-        self.pilot, self._rest = range(one, one + 1), [range(one), range(one + 1, count)]
-        start = min(one, max(count - SAMPLE, 0))
-        self.beside = range(start, min(start + SAMPLE, count))
+        self.count = count
+        self._split(reading.pilot)
         self.smooth = not reading.kinked
         self.passes = Passes(
             session,
@@ -113,6 +120,20 @@ class OutputDifferences:
         self.before: Before | None = None
         self.bends = np.zeros(count)
         self.choices = [0.0] * 4
+
+    def _split(self, one: int) -> None:
+        self.pilot, self._rest = range(one, one + 1), [range(one), range(one + 1, self.count)]
+        start = min(one, max(self.count - SAMPLE, 0))
+        self.beside = range(start, min(start + SAMPLE, self.count))
+
+    def take_pilot(self, one: int) -> None:
+        """Have this micro-batch for the pilot from now on."""
+        self._split(one)
+        self.passes.pilot = self.pilot
+        if self._around is not None:
+            self.session.displace(None, 0.0)
+            self._around = self._gradient_around()
+            self.cost.gradient_evaluations += 1
 
     @property
     def share(self) -> float:
@@ -192,7 +213,7 @@ class OutputDifferences:
             sums.thirds += more.thirds
             sums.squares += more.squares
             sums.form += more.form
-            sums.back += more.back
+            sums.backs |= more.backs
             sums.choices += more.choices
             sums.values += more.values
         found = self.figures(v, length, h, out, sums, 1.0)
@@ -211,12 +232,15 @@ class OutputDifferences:
         if self.before is not None:
             pairs += [(self.before.vector, self.before.vector), (self.before.vector, out)]
         dots = ops.dots(pairs, self.space.n_owned).cpu()
-        mine = torch.tensor([sums.form, sums.back], dtype=torch.float64)
-        parts = [sums.squares, mine, sums.change, sums.choices, sums.values, sums.thirds, dots]
-        figures = self.space.reduce(torch.cat(parts)).tolist()
-        _, count, first, second, whole, q, back, along, moved, *figures = figures
+        mine = torch.tensor([sums.form], dtype=torch.float64)
+        parts = [mine, sums.change, sums.choices, sums.values, sums.thirds, dots]
+        every = torch.cat([self._by_micro_batch(sums.backs), sums.squares, *parts])
+        figures = self.space.reduce(every).tolist()
+        backs, figures = figures[: self.count], figures[self.count :]
+        _, count, first, second, whole, q, along, moved, *figures = figures
         decided, (values, bent), thirds = figures[:4], figures[4:6], figures[6:9]
         square, dot, *before = figures[9:]
+        back = sum(backs)
         unit, kappa, change = self.unit(h, length) / share, self.passes.kappa, math.inf
         form = q * self.scale / (share * (2 * _stepped(h, length) * kappa) ** 2)
         if before and self.before is not None:
@@ -241,7 +265,14 @@ class OutputDifferences:
             growth=math.sqrt(first / whole) / (2 * h) if whole > 0 else math.inf,
             lost=is_lost(size, fidelity, h, self.of_weights),
         )
-        return Figures(trial, fidelity, decided)
+        return Figures(trial, fidelity, decided, backs)
+
+    def _by_micro_batch(self, calls: Mapping[int, float]) -> Tensor:
+        """Return sums over the calls of the outputs' module for each micro-batch, `(count,)`."""
+        found = torch.zeros(self.count, dtype=torch.float64)
+        for i, value in calls.items():
+            found[i // self.passes.tap.per_unit] += value
+        return found
 
     def backward(self, v: Tensor, out: Tensor, h: float, length: float) -> float:
         """Return the noise of the backward in the pilot's product `out`: the same differences, at
@@ -319,6 +350,11 @@ class OutputDifferences:
 def _stepped(h: float, length: float) -> float:
     """Return the displacement that is made of h: `displace` rounds its factor of v to fp32."""
     return float(np.float32(h / length)) * length
+
+
+def _alike(a: float, b: float) -> float:
+    """Return the smaller of two figures over the larger one."""
+    return quotient(min(a, b), max(a, b))
 
 
 def nonlinearity(first: float, second: float) -> float:

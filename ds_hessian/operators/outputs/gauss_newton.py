@@ -7,7 +7,7 @@ is the (true) Fisher matrix; it is positive semidefinite where the loss is conve
 The empirical Fisher matrix is a sum over tokens, `sum omega_t g_t g_t'`, with their gradients.
 
 Cost of a product: 5/3 gradients where the loss in the outputs is known, 8/3 else
-(`ds_hessian.operators.outputs.passes`), and trials on the first micro-batch, of which there are
+(`ds_hessian.operators.outputs.passes`), and trials on one micro-batch, of which there are
 some for the first two vectors and few afterwards. Memory per rank: four vectors (six, where part of
 the loss does not pass the outputs), and differences of outputs of about one.
 """
@@ -104,10 +104,14 @@ class GaussNewton:
         """Return the cost so far, and what the next product depends on beside weights and
         micro-batches, as JSON values.
         """
-        return {"steps": self._steps.state_dict(), "cost": asdict(self.cost)}
+        pilot = self._differences.pilot.start
+        return {"steps": self._steps.state_dict(), "cost": asdict(self.cost), "pilot": pilot}
 
     def load_state_dict(self, figures: Mapping[str, Any]) -> None:
         """Continue from the `state_dict` of another operator of the same matrix."""
+        pilot = figures["pilot"]
+        if pilot != self._differences.pilot.start and pilot < self._differences.count:
+            self._differences.take_pilot(pilot)  # more ranks may have fewer
         self._steps.load_state_dict(figures["steps"])
         passes = self._differences.passes
         passes.rho = self._steps.learnt.rho or passes.rho
@@ -141,6 +145,9 @@ class GaussNewton:
         if self.cost.kinks_crossed is not None:  # the error is of first order in h, as r is
             doubt = max(doubt, found.trial.nonlinearity * found.trial.size)
         noise, error = self._steps.conclude(found.trial, doubt)
+        (unlike,) = self.space.of_rank_0(self._steps.is_unlike(found.trial))
+        if unlike:
+            self._take_pilot(found)
         self._note_product(found.choices)
         self.cost.trials += trials
         self.cost.product_seconds += time.perf_counter() - started
@@ -151,7 +158,8 @@ class GaussNewton:
 
     def _first(self, v: Tensor, length: float) -> tuple[float, Tensor, Figures, int, range]:
         """Return displacement, product, figures, the number of discarded trials, and micro-batches
-        whose outputs are doubted. Where it is not finite, and its pilot is, it is made anew nearer.
+        whose outputs are doubted. Where it is not finite, and its pilot is, it is made anew nearer;
+        the first one, of a pilot that tells nothing of it, with another.
         """
         discarded = 0
         while True:
@@ -159,12 +167,24 @@ class GaussNewton:
             bent = self._differences.beside if self._steps.doubts_outputs else range(0)
             found = self._differences.finish(v, length, h, out, sums, bent)
             discarded += trials
-            (nearer,) = self.space.of_rank_0(not found.trial.finite and self._steps.stays_below(h))
-            if not nearer:
+            nearer, anew = self.space.of_rank_0(
+                not found.trial.finite and self._steps.stays_below(h),
+                found.trial.finite and self._steps.begins_anew(found.trial),
+            )
+            if not nearer and not (anew and self._take_pilot(found)):
                 _require_finite(found.trial)
                 return h, out, found, discarded, bent
             discarded += 1
             del out
+
+    def _take_pilot(self, found: Figures) -> bool:
+        """Have a typical micro-batch of a product for the pilot; return whether that is another."""
+        other = found.typical
+        if other == self._differences.pilot.start:
+            return False
+        self._differences.take_pilot(other)
+        self._steps.take_pilot()
+        return True
 
     def product_at(self, v: Tensor, h: float) -> Product:
         """Return the product at displacement h, without trials or estimates of its error.

@@ -38,7 +38,8 @@ class Sums:
         squares: `(5,)` fp64: the squares of delta and their number; of a sample, those of the first
             and of the second differences, and of the outputs themselves.
         form: `<kappa delta, H_out kappa delta>`.
-        back: The square of `H_out kappa delta`, which goes back into the model.
+        backs: The square of `H_out kappa delta`, which goes back into the model, of each call
+            of the module of the outputs.
         change: `(2,)`: what `displace` returned for the way from `w + h v` to `w - h v`.
         choices: `(4,)` fp64: `Session.choices` of the forwards at `w - h v`.
         values: `(2,)` fp64: the squares of the first and of the second differences of a sample of
@@ -49,7 +50,7 @@ class Sums:
 
     squares: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
     form: float = 0.0
-    back: float = 0.0
+    backs: dict[int, float] = field(default_factory=dict)
     change: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
     choices: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
     values: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
@@ -87,7 +88,7 @@ class _Known:
         u = self.group.differences[index]
         found = self.product(index, f, u)
         self.sums.form += _dot(found, u)
-        self.sums.back += _square(found)
+        self.sums.backs[index] = _square(found)
         return found.div_(self.session.cotangent_scale).to(c.dtype)
 
 
@@ -136,7 +137,7 @@ class _Shifted:
         difference = above.sub_(c).mul_(factor / (2 * self.rho))
         along = _dot(difference, self.group.differences[index])
         self.sums.form -= factor * along * scale
-        self.sums.back += _square(difference) * scale**2
+        self.sums.backs[index] = _square(difference) * scale**2
         return difference.to(c.dtype)
 
 

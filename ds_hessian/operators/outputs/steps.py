@@ -17,6 +17,9 @@ part differently: for the first vector at as many displacements, each a quarter 
 nu is measured once, by a backward at weights displaced by their rounding. Where the loss in the
 outputs is known by its values alone, differencing it has an error of its own, which a third
 difference of the cotangents shows: of the first two vectors, and then as often as that is cheap.
+The pilot is a micro-batch with a typical part in the products: where its own are much smaller than
+those of all, another one takes its place, and where they tell nothing of the first product, this is
+made anew.
 Some micro-batches beside the pilot have third differences of the outputs, which show truncation to
 a factor of 0.4 to 4 (nine in ten of 1030 products of 60 families) where r^2 alone leaves 0.25 to
 32. kappa scatters from vector to vector, too: where a vector does not show its own, an estimate has
@@ -128,6 +131,7 @@ class OutputSteps:
         self._bend = 0.0  # of the present vector
         self._seen = 0.0  # the largest |P| of its trials
         self._doubt = 0.0  # what its last trial has shown that the model does not explain
+        self._anew = False  # whether another pilot was taken for the first vector
         self._kappa = self._noise = 0.0  # as the present vector's trials have it
         self._noisy = Estimate(0.0, ROUNDINGS)  # ln N, as they have it
         self._growth = 0.0  # of the present vector's outputs
@@ -152,7 +156,7 @@ class OutputSteps:
         self._bend, self._kappa, self._noise = found.bend, found.kappa, found.noise
         self._noisy = Estimate(math.log(found.noise or 1.0), found.noise_spread)
         self._curved = Estimate(math.log(found.kappa), found.kappa_spread)
-        self._shown, self._lowest = False, self.smallest
+        self._shown, self._lowest, self._light = False, self.smallest, 1.0
         return self.fixed or self._clamp(found.h * (ABOVE if self._due or found.unseen else 1.0))
 
     @property
@@ -507,15 +511,15 @@ class OutputSteps:
         """Return the displacement at which to make a product again, or its own."""
         if product.size == 0 or not product.finite:
             return product.h
-        if self.learnt.products == 0 and product.size > OTHER * self._seen > 0:
-            # The pilot tells nothing of the others, whose noise is as their size.
+        unlike = self._seen > 0 and self.is_unlike(product)
+        if self.learnt.products == 0 and unlike:
+            # Of a random vector, the noise of the others is as their part in it.
             light = max(self._light, product.size / self._seen)
             self._noise *= light / self._light
-            self.learnt.backward *= math.sqrt(light / self._light)
             self._light = light
         self._growth, self._others = self._grows(product), alike(self._curved)
         bend = self._bend_of(product)
-        if bend > UNEXPECTED * self._bend:  # kappa is that of the pilot, which bends less
+        if unlike or bend > UNEXPECTED * self._bend:  # kappa is that of the pilot, or it bends less
             self._kappa, self._shown = TYPICAL, False
             self._others = Estimate(math.log(TYPICAL), SPREAD)
         self._bend = max(self._bend, bend)
@@ -524,6 +528,30 @@ class OutputSteps:
             return product.h
         best = self._best(product.size)
         return best if self._excess(product, best) > REPEAT else product.h
+
+    def is_unlike(self, product: Trial) -> bool:
+        """Return whether the pilot has so small a part in a product that it tells little of it."""
+        return product.size > VISIBLE * self._seen
+
+    def begins_anew(self, product: Trial) -> bool:
+        """Return whether the pilot has told nothing of the first product, which is to be made with
+        another one: once.
+        """
+        anew = not self.learnt.products and not self._anew and product.size > OTHER * self._seen
+        self._anew = self._anew or anew
+        return anew
+
+    def take_pilot(self) -> None:
+        """Go on with a typical micro-batch for the pilot, of which the last one's kappa tells as
+        much as of any other. What was learnt before the first product does not hold for it.
+        """
+        found = self.learnt
+        if not found.products:
+            self.learnt = replace(self._fresh)
+            return
+        kappa = alike(Estimate(math.log(found.kappa), found.kappa_spread))
+        found.noise, found.noise_spread = found.noise * self._light, NOISE_SPREAD
+        found.kappa, found.kappa_spread = math.exp(kappa.mean), min(kappa.spread, SPREAD)
 
     def _hear(self, product: Trial) -> None:
         """Raise kappa to what the witness of a product shows of truncation."""
@@ -602,7 +630,7 @@ class OutputSteps:
         if self._shown:
             found.shown += 1
             found.square += (self._kappa**2 - found.square) / found.shown
-        found.noise, told = self._noise, math.exp(self._curved.mean)
+        found.noise, told = self._noise / self._light, math.exp(self._curved.mean)
         found.kappa = self._kappa if first else math.sqrt(told * self._kappa)
         found.noise_spread = min(math.hypot(self._noisy.spread, NOISE_DRIFT), NOISE_SPREAD)
         found.kappa_spread = min(math.hypot(self._curved.spread, DRIFT), SPREAD)
