@@ -22,7 +22,7 @@ from ds_hessian.errors import UnsupportedError
 if TYPE_CHECKING:  # for modules in which an engine is a module too, not only an `Engine`
     from deepspeed import DeepSpeedEngine as DeepSpeedEngine
 
-OLDEST = (0, 16, 7)
+OLDEST = (0, 19, 8)
 T = TypeVar("T")
 
 Private = Any
