@@ -130,7 +130,7 @@ def _read(name: str, kind: str, state: list[tuple[str, Any]], shape: Sequence[in
         return left, right
     if left is None or right is None:  # one side alone, of the mean over the other
         return _over(left, shape[1]), _over(right, shape[0])
-    return left, _over(right, float(left.trace()) or 1.0)
+    return left, _over(right, float(left.float().trace()) or 1.0)  # torch 2.9 has none in bf16
 
 
 def _over(factor: Tensor | None, divisor: float) -> Tensor | None:
