@@ -128,7 +128,8 @@ class GaussNewton:
         """
         started, (v, length, unit) = time.perf_counter(), measurable(v, self.space)
         h, out, found, trials, bent = self._first(v, length)
-        (better,) = self.space.of_rank_0(self._steps.judge(found.trial))
+        judged = self._steps.judge(found.trial), self._pilot_after(found)
+        better, pilot = self.space.of_rank_0(*judged)
         rho, values = self._narrow(found.trial.values), found.trial.values
         if rho or better != h:
             del out  # before that of another displacement
@@ -141,13 +142,12 @@ class GaussNewton:
                 out, found = self._differences.at(v, length, h, bent)
             _require_finite(found.trial)
             self._steps.judge(found.trial)
+            (pilot,) = self.space.of_rank_0(self._pilot_after(found))
         doubt = found.trial.apart
         if self.cost.kinks_crossed is not None:  # the error is of first order in h, as r is
             doubt = max(doubt, found.trial.nonlinearity * found.trial.size)
         noise, error = self._steps.conclude(found.trial, doubt)
-        (unlike,) = self.space.of_rank_0(self._steps.is_unlike(found.trial))
-        if unlike:
-            self._take_pilot(found)
+        self._take_pilot(int(pilot))
         self._note_product(found.choices)
         self.cost.trials += trials
         self.cost.product_seconds += time.perf_counter() - started
@@ -161,28 +161,33 @@ class GaussNewton:
         whose outputs are doubted. Where it is not finite, and its pilot is, it is made anew nearer;
         the first one, of a pilot that tells nothing of it, with another.
         """
-        discarded = 0
+        made, discarded = self._differences, 0
         while True:
             h, out, sums, trials = self._search(v, length)
-            bent = self._differences.beside if self._steps.doubts_outputs else range(0)
-            found = self._differences.finish(v, length, h, out, sums, bent)
+            bent = made.beside if self._steps.doubts_outputs else range(0)
+            found = made.finish(v, length, h, out, sums, bent)
             discarded += trials
-            nearer, anew = self.space.of_rank_0(
+            anew = found.trial.finite and self._steps.begins_anew(found.trial)
+            nearer, pilot = self.space.of_rank_0(
                 not found.trial.finite and self._steps.stays_below(h),
-                found.trial.finite and self._steps.begins_anew(found.trial),
+                found.typical if anew else made.pilot.start,
             )
-            if not nearer and not (anew and self._take_pilot(found)):
+            if not nearer and not self._take_pilot(int(pilot)):
                 _require_finite(found.trial)
                 return h, out, found, discarded, bent
             discarded += 1
             del out
 
-    def _take_pilot(self, found: Figures) -> bool:
-        """Have a typical micro-batch of a product for the pilot; return whether that is another."""
-        other = found.typical
-        if other == self._differences.pilot.start:
+    def _pilot_after(self, found: Figures) -> int:
+        """Return the micro-batch that trials are to be of after a product."""
+        unlike = self._steps.is_unlike(found.trial)
+        return found.typical if unlike else self._differences.pilot.start
+
+    def _take_pilot(self, one: int) -> bool:
+        """Have this micro-batch for the pilot; return whether that is another."""
+        if one == self._differences.pilot.start:
             return False
-        self._differences.take_pilot(other)
+        self._differences.take_pilot(one)
         self._steps.take_pilot()
         return True
 
@@ -353,8 +358,9 @@ class GaussNewton:
         """Go back to the rho before a smaller one with which differencing the loss is off by no
         less: that is noise, as of all cotangents of a vector that G maps to nothing.
         """
-        narrow = self._steps.learnt.rho
-        (noise,) = self.space.of_rank_0(rho > 0 and not after * rho < before * narrow)
+        if not rho:
+            return False
+        (noise,) = self.space.of_rank_0(not after * rho < before * self._steps.learnt.rho)
         if noise:
             self._use(rho)
         return bool(noise)

@@ -537,9 +537,8 @@ class OutputSteps:
         """Return whether the pilot has told nothing of the first product, which is to be made with
         another one: once.
         """
-        anew = not self.learnt.products and not self._anew and product.size > OTHER * self._seen
-        self._anew = self._anew or anew
-        return anew
+        first = not self.learnt.products and not self._anew
+        return first and product.size > OTHER * self._seen
 
     def take_pilot(self) -> None:
         """Go on with a typical micro-batch for the pilot, of which the last one's kappa tells as
@@ -547,7 +546,7 @@ class OutputSteps:
         """
         found = self.learnt
         if not found.products:
-            self.learnt = replace(self._fresh)
+            self._anew, self.learnt = True, replace(self._fresh)
             return
         kappa = alike(Estimate(math.log(found.kappa), found.kappa_spread))
         found.noise, found.noise_spread = found.noise * self._light, NOISE_SPREAD
