@@ -58,6 +58,7 @@ from ds_hessian.operators.kronecker.sums import (
     SKETCH,
     Accumulator,
     Count,
+    Gradients,
     Moments,
     Round,
     Seen,
@@ -317,7 +318,7 @@ class _Estimation:
         return _summed(part, layer, self.space)
 
     def _parts(
-        self, layer: Layer, sums: Mapping[str, KFAC | Shampoo]
+        self, layer: Layer, sums: Mapping[str, KFAC | Gradients]
     ) -> list[tuple[Square, Tensor]]:
         """Return the sums of squares of a layer over all ranks, in pieces, on its owner; nothing
         elsewhere.
@@ -325,7 +326,7 @@ class _Estimation:
         parts = [(square, self._owned(layer, square.flat)) for square in sums[layer.name].squares]
         return parts if layer.owner == self.space.rank else []
 
-    def _squares(self, layer: Layer, sums: Mapping[str, KFAC | Shampoo]) -> list[Tensor]:
+    def _squares(self, layer: Layer, sums: Mapping[str, KFAC | Gradients]) -> list[Tensor]:
         """Return the sums of squares of a layer over all ranks on its owner; nothing elsewhere."""
         return [square.whole(flat) for square, flat in self._parts(layer, sums)]
 

@@ -130,7 +130,19 @@ class KFAC(Accumulator):
         self.squares[1].add(c)
 
 
-class Shampoo(Accumulator):
+class Gradients(Accumulator):
+    """A micro-batch's gradient G, of which sums of squares are made, `(m, m)` and `(n, n)`."""
+
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        self.gradient = torch.zeros(shape, device=device)
+        self.squares = [Square(s, device) for s in shape]
+
+    def note(self, a: Tensor, c: Tensor) -> None:
+        """Add to the gradient of the micro-batch."""
+        self.gradient.addmm_(c.T, a)
+
+
+class Shampoo(Gradients):
     """The factors `sum G G'` and `sum G' G` over micro-batches.
 
     Attributes:
@@ -138,13 +150,12 @@ class Shampoo(Accumulator):
     """
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        super().__init__(shape, device)
         self.lengths, self._length = torch.zeros(2, dtype=torch.float64, device=device)
-        self.gradient = torch.zeros(shape, device=device)
-        self.squares = [Square(s, device) for s in shape]
 
     def note(self, a: Tensor, c: Tensor) -> None:
-        """Add to the gradient of the micro-batch."""
-        self.gradient.addmm_(c.T, a)
+        """Add to the gradient of the micro-batch, and to its lengths."""
+        super().note(a, c)
         self._length += _lengths(a, c)
 
     def close(self) -> None:
@@ -168,7 +179,7 @@ class Moments(Accumulator):
         self.total.addmm_((c @ self.left).square_().T, (a @ self.right).square_())
 
 
-class Round(Shampoo):
+class Round(Gradients):
     """The sums of one round of KL-Shampoo: G R^-1 G' / n and G' L^-1 G / m over micro-batches.
 
     Args:
@@ -179,10 +190,6 @@ class Round(Shampoo):
     def __init__(self, shape: tuple[int, int], roots: tuple[Tensor, Tensor]) -> None:
         self.left, self.right = roots
         super().__init__(shape, self.left.device)
-
-    def note(self, a: Tensor, c: Tensor) -> None:
-        """Add to the gradient of the micro-batch."""
-        self.gradient.addmm_(c.T, a)
 
     def close(self) -> None:
         """Add the squares of the gradient times the roots; it begins anew."""
