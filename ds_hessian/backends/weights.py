@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hessian.backends.names import checkpoint_name
-from ds_hessian.ops.checks import WEIGHTS
 
 COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights with which layers compute as they are; others are stored forms."""
@@ -57,37 +55,3 @@ def module_weights(
         name = checkpoint_name(f"{path}.weight" if path else "weight")
         if name in known and "weight" in module._parameters:
             yield Weight(name, module)
-
-
-def findings(module: nn.Module) -> Iterator[tuple[str, bool, str]]:
-    """Yield what hosts of plain modules do not support in them: its name, whether it is there, and
-    what to do. Parameters and buffers of torch.jit's are no attributes of Python's.
-    """
-    yield (
-        "sparse gradients",
-        any(getattr(m, "sparse", False) is True for m in module.modules()),
-        "make embeddings with sparse=False",
-    )
-    yield (
-        "parameters on the meta device, which have no values",
-        any(p.is_meta for p in module.parameters()),
-        "load the weights first",
-    )
-    scripted = (m for m in module.modules() if isinstance(m, torch.jit.ScriptModule))
-    name = next((type(m).__name__ for m in scripted), "")
-    yield f"modules of torch.jit ({name})", bool(name), "use what was scripted or traced"
-
-
-def sharing(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the names of two tensors of which each has memory of the other; "" without any."""
-    extents = [(p.untyped_storage().data_ptr(), p.storage_offset(), p.numel(), n) for n, p in named]
-    extents.sort()
-    for (memory, begin, numel, name), (other, next_begin, _, next_name) in pairwise(extents):
-        if memory == other and next_begin < begin + numel:
-            return f"{name} and {next_name}"
-    return ""
-
-
-def other_dtypes(parameters: Iterable[nn.Parameter]) -> list[str]:
-    """Return the dtypes of trainable parameters that cannot be displaced: fp64 and complex ones."""
-    return sorted({str(p.dtype) for p in parameters if p.requires_grad and p.dtype not in WEIGHTS})

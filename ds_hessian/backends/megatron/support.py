@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ds_hessian.backends.decisions import in_backward
+from ds_hessian.backends.findings import Finding, backward_under_way
 from ds_hessian.backends.guard import has_plain_random_states
 from ds_hessian.backends.megatron import host
 from ds_hessian.errors import ConfigError, UnsupportedError
@@ -56,7 +56,7 @@ def refuse_unsupported(chunks: Sequence[Chunk]) -> None:
         )
 
 
-def _findings(chunk: Chunk) -> list[tuple[str, bool, str]]:
+def _findings(chunk: Chunk) -> list[Finding]:
     config, ddp, mesh = host.model_config(chunk), chunk.ddp_config, host.mesh()
     experts = bool(getattr(config, "num_moe_experts", None))
     tensor, expert = mesh.get("TP", 1), mesh.get("EP", 1)
@@ -67,11 +67,7 @@ def _findings(chunk: Chunk) -> list[tuple[str, bool, str]]:
         return any(getattr(owner, name, None) not in (None, False, "none") for name in names)
 
     return [
-        (
-            "a call in a backward pass, as from a hook, whose gradients are under way",
-            in_backward(),
-            "call it after the backward",
-        ),
+        backward_under_way(),
         ("Megatron-FSDP", on(ddp, "use_megatron_fsdp", "use_custom_fsdp"), "use plain DDP"),
         ("fp8 or fp4 layers", on(config, "fp8", "fp4"), "measure a bf16 or fp32 job"),
         (

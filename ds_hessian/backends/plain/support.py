@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ds_hessian.backends.weights import findings, other_dtypes
+from ds_hessian.backends.findings import Finding, findings, other_dtypes
 from ds_hessian.errors import UnsupportedError
 
 
@@ -47,7 +47,7 @@ def refuse_unsupported(module: nn.Module) -> None:
             raise UnsupportedError(f"ds_hessian does not support {name}; {remedy}")
 
 
-def _findings(module: nn.Module) -> Iterator[tuple[str, bool, str]]:
+def _findings(module: nn.Module) -> Iterator[Finding]:
     kinds = {type(m).__name__ for m in module.modules()}
     parameters = list(module.parameters())
     yield (

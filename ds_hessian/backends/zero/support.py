@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from ds_hessian.backends.decisions import in_backward
+from ds_hessian.backends.findings import (
+    Finding,
+    backward_under_way,
+    findings,
+    other_dtypes,
+    sharing,
+)
 from ds_hessian.backends.guard import has_plain_random_states
 from ds_hessian.backends.names import trained
-from ds_hessian.backends.weights import findings, other_dtypes, sharing
 from ds_hessian.backends.zero import host, tensor_parallel
 from ds_hessian.backends.zero.host import Engine
 from ds_hessian.errors import UnsupportedError
@@ -41,7 +46,7 @@ NO_OPTIMIZER = ("NoneType", "DummyOptim", "DeepSpeedZeRoOffload")
 """Kinds of `engine.optimizer` where it has none; the last at ZeRO-3, for inference."""
 
 
-def _findings(engine: Engine) -> list[tuple[str, bool, str]]:
+def _findings(engine: Engine) -> list[Finding]:
     config, optimizer = engine._config, engine.optimizer
     zero, kind = config.zero_config, type(optimizer).__name__
     stage, plain = int(zero.stage), isinstance(optimizer, torch.optim.Optimizer)
@@ -55,11 +60,7 @@ def _findings(engine: Engine) -> list[tuple[str, bool, str]]:
             "use the plain DeepSpeedEngine",
         ),
         ("an engine after its destroy()", host.is_destroyed(engine), "measure before it"),
-        (
-            "a call in a backward pass, as from a hook, whose gradients are under way",
-            in_backward(),
-            "call it after the backward",
-        ),
+        backward_under_way(),
         ("DeepCompile", _is_deepcompile(engine), "switch compile.deepcompile off"),
         ("offload to NVMe", _offloads(zero, "nvme"), 'use "device": "cpu"'),
         (
@@ -90,7 +91,7 @@ def _findings(engine: Engine) -> list[tuple[str, bool, str]]:
     ]
 
 
-def _expert_findings(engine: Engine) -> list[tuple[str, bool, str]]:
+def _expert_findings(engine: Engine) -> list[Finding]:
     if not host.has_experts(engine):
         return []
     layers = [layer for _, layer in host.expert_layers(engine)]
@@ -117,7 +118,7 @@ def _expert_findings(engine: Engine) -> list[tuple[str, bool, str]]:
     ]
 
 
-def _model_parallel_findings(engine: Engine) -> list[tuple[str, bool, str]]:
+def _model_parallel_findings(engine: Engine) -> list[Finding]:
     instead = "measure a job on megatron-core (ds_hessian.megatron), or a data-parallel one"
     sequences = host.sequence_parallel_size(engine) > 1
     split = host.tensor_parallel(engine)[1] > 1
