@@ -35,9 +35,10 @@ from ds_hessian.operators.outputs.differences import (
     OutputDifferences,
     nonlinearity,
 )
+from ds_hessian.operators.outputs.estimates import UNEXPECTED
 from ds_hessian.operators.outputs.forms import Ladder
 from ds_hessian.operators.outputs.passes import Sums
-from ds_hessian.operators.outputs.steps import LADDER, MOST, UNEXPECTED, OutputSteps
+from ds_hessian.operators.outputs.steps import LADDER, MOST, OutputSteps
 from ds_hessian.operators.outputs.trials import Trial
 from ds_hessian.operators.protocol import Form, OperatorCost, Product
 

@@ -23,7 +23,7 @@ TINY = 1e-30
 
 @dataclass
 class Learnt:
-    """What products have shown so far; see `ds_hessian.operators.outputs.steps`.
+    """What products have shown so far; see `ds_hessian.operators.outputs.estimates`.
 
     Attributes:
         h: The displacement of the next vector's first trial.

@@ -28,10 +28,10 @@ from ds_hessian.memory import FP32
 from ds_hessian.operators.checks import measurable
 from ds_hessian.operators.displacement.schemes import SchemeName
 from ds_hessian.operators.finite_difference import FiniteDifferenceHessian
+from ds_hessian.operators.outputs.estimates import INDEPENDENT
 from ds_hessian.operators.outputs.find import find_outputs, known_outputs
 from ds_hessian.operators.outputs.losses import group_of, read_cross_entropy
 from ds_hessian.operators.outputs.required import require_function
-from ds_hessian.operators.outputs.steps import INDEPENDENT
 from ds_hessian.operators.outputs.tap import Silence, Tap
 from ds_hessian.operators.protocol import Product
 
