@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from ds_hessian.backends.megatron import host
+from ds_hessian.backends.megatron import buffers
 
 if TYPE_CHECKING:
     from ds_hessian.backends.megatron.host import Chunk
@@ -41,7 +41,7 @@ def of_optimizer(chunks: Sequence[Chunk]) -> Iterator[Gather]:
         return work
 
     for chunk in chunks:
-        for group in host.bucket_groups(chunk):
+        for group in buffers.bucket_groups(chunk):
             yield Gather(functools.partial(begin, group), list(group.params))
 
 

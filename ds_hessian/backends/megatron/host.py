@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hessian.backends.guard import Attributes
+from ds_hessian.backends.megatron.buffers import bucket_groups, held_by
 from ds_hessian.backends.megatron.steps import Steps
 from ds_hessian.backends.protocol import Head
 from ds_hessian.ranks import device_of_collectives
@@ -521,70 +522,15 @@ def _unscaled(optimizer: Any, stepped: Tensor) -> Mapping[str, Any]:
     return {**state, **{name: optimizer.get_unscaled_state(stepped, name) for name in scaled}}
 
 
-def shards(chunk: Chunk) -> Iterator[tuple[nn.Parameter, int, int]]:
-    """Yield `(parameter, first, last)`: this rank's part of each flattened trainable parameter.
-
-    It is all of it, or with the distributed optimizer the content of the rank's buckets. A
-    parameter that was frozen after the wrapping has a place there, but no gradient.
-    `bucket.param_to_index` ignores padding up to 0.16; `param_index_map` is right in all versions.
-    """
-    for buffer, bucket in buckets(chunk):
-        first, last = 0, bucket.grad_data.numel()
-        if chunk.ddp_config.use_distributed_optimizer:
-            size = last // buffer.data_parallel_world_size
-            first = buffer.data_parallel_group.rank() * size
-            last = first + size
-        for parameter, start, stop in places(buffer, bucket):
-            low, high = max(start, first), min(stop, last)
-            if parameter.requires_grad and low < high:
-                yield parameter, low - start, high - start
-
-
-def buckets(chunk: Chunk) -> Iterator[tuple[Any, Any]]:
-    """Yield `(buffer, bucket)` of a chunk's gradients, Megatron's own, those of experts last."""
-    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-        for bucket in buffer.buckets:
-            yield buffer, bucket
-
-
-def bucket_groups(chunk: Chunk) -> list[Any]:
-    """Return Megatron's groups of buckets, each of one collective, those of experts last."""
-    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
-
-
-def places(buffer: Any, bucket: Any) -> Iterator[tuple[nn.Parameter, int, int]]:
-    """Yield `(parameter, first, last)`: the place of each parameter in a bucket."""
-    for parameter in bucket.params_list:
-        start, stop = buffer.param_index_map[parameter][:2]
-        yield parameter, start - bucket.offset, stop - bucket.offset
-
-
-def buffered(chunk: Chunk) -> Iterator[nn.Parameter]:
-    """Yield the parameters that the chunk trains, on whichever ranks its shards of them are."""
-    for _, bucket in buckets(chunk):
-        yield from (p for p in bucket.params_list if p.requires_grad)
-
-
 def detached(chunk: Chunk) -> Iterator[str]:
     """Yield the names of parameters that require gradients, but have no place in the chunk's
     buffers, from which Megatron reduces gradients and gathers weights: they were added, replaced,
     unfrozen, moved or wrapped once more since the chunk was made.
     """
-    held = set[nn.Parameter]()
-    for buffer, bucket in buckets(chunk):
-        for parameter, start, _ in places(buffer, bucket):
-            known: Any = parameter
-            pairs = [(known.main_grad, bucket.grad_data), (known.data, bucket.param_data)]
-            if all(_begins_at(view, whole, start) for view, whole in pairs):
-                held.add(parameter)
+    held = set(held_by(chunk))
     for name, parameter in unwrap(chunk).named_parameters():
         if parameter.requires_grad and parameter not in held:
             yield name
-
-
-def _begins_at(view: Tensor, whole: Tensor | None, start: int) -> bool:
-    """Return whether a tensor begins at an element of another; True for another that is None."""
-    return whole is None or view.data_ptr() == whole.data_ptr() + start * whole.element_size()
 
 
 def sharded_tensors(chunk: Chunk) -> Iterator[tuple[nn.Parameter, int, ShardedTensor]]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ds_hessian.backends.guard import Attributes
-from ds_hessian.backends.megatron import host
+from ds_hessian.backends.megatron import buffers, host
 from ds_hessian.errors import MeasurementError
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Reductions:
 def _as_completed(chunk: Chunk) -> list[Any]:
     """Return the buckets of a chunk in the order in which a backward completes them."""
     place = {p: i for i, p in enumerate(chunk.parameters())}
-    groups = host.bucket_groups(chunk)
+    groups = buffers.bucket_groups(chunk)
     return sorted(groups, key=lambda group: -min(map(place.__getitem__, group.params)))
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hessian.backends.checksums import checksums, sign
-from ds_hessian.backends.megatron import host
+from ds_hessian.backends.megatron import buffers, host
 from ds_hessian.backends.megatron.runs import ParameterRun
 from ds_hessian.backends.names import checkpoint_name
 from ds_hessian.errors import UnsupportedError
@@ -111,7 +111,7 @@ def masters_of(
     names = {id(run.parameter): run.fragment.name for run in runs if run.fragment.name in uneven}
     received: dict[int, Tensor] = {}
     for chunk in chunks:
-        for buffer, bucket in host.buckets(chunk):
+        for buffer, bucket in buffers.buckets(chunk):
             wanted = [p for p in bucket.params_list if id(p) in names]
             if wanted:
                 received.update(_received(wanted, names, buffer.data_parallel_group))

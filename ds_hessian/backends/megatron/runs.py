@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.megatron import host
+from ds_hessian.backends.megatron import buffers, host
 from ds_hessian.backends.names import checkpoint_name
 from ds_hessian.backends.weights import Weight
 from ds_hessian.errors import UnsupportedError
@@ -87,7 +87,7 @@ def parameters_of(chunks: Sequence[Chunk], device: torch.device) -> list[tuple[s
     mine: set[tuple[str, tuple[int, ...]]] = set()
     for chunk in chunks:
         tensors = _tensors(chunk)
-        for parameter in host.buffered(chunk):
+        for parameter in buffers.buffered(chunk):
             for tensor in tensors.get(id(parameter), {}).values():
                 mine.add((checkpoint_name(tensor.key), tuple(tensor.global_shape)))
     found = sorted(union(mine, device))
@@ -116,7 +116,7 @@ def _runs(chunk: Chunk) -> list[ParameterRun]:
     sharded = chunk.ddp_config.use_distributed_optimizer
     first_instance = not sharded or host.first_optimizer_instance(chunk)
     runs = []
-    for parameter, first, last in host.shards(chunk):
+    for parameter, first, last in buffers.shards(chunk):
         missing = last - first
         for offset, tensor in tensors.get(id(parameter), {}).items():
             low, high = max(first, offset), min(last, offset + tensor.data.numel())

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hessian.backends.guard import Attributes
-from ds_hessian.backends.megatron import host
+from ds_hessian.backends.megatron import buffers
 from ds_hessian.backends.megatron.gathers import Gather
 from ds_hessian.backends.megatron.reductions import Reductions
 from ds_hessian.backends.megatron.runs import ParameterRun
@@ -71,12 +71,12 @@ class WideWeights:
         for chunk in self._chunks:
             if not chunk.ddp_config.use_distributed_optimizer:
                 continue
-            for buffer, bucket in host.buckets(chunk):
+            for buffer, bucket in buffers.buckets(chunk):
                 group = buffer.data_parallel_group
                 whole = torch.zeros_like(bucket.param_data, dtype=torch.float32).view(-1)
                 mine = whole.chunk(buffer.data_parallel_world_size)[group.rank()]
                 self._gathered.append((whole, mine, group))
-                for p, start, stop in host.places(buffer, bucket):
+                for p, start, stop in buffers.places(buffer, bucket):
                     values[id(p)] = whole[start:stop]
         return values
 
