@@ -3,7 +3,7 @@
 A layer is a module whose weight has two dims and which computes `y = W a` for every token of its
 input (`torch.nn.Linear`, the `Conv1D` of transformers, whose weight is transposed, and Megatron's
 parallel layers), so that the gradient of W is `sum_t c_t a_t'`. Whether it is one is not taken on
-trust: `ds_hessian.operators.kronecker.factors` compares that sum with the job's own gradient.
+trust: `ds_hessian.operators.kronecker.passes` compares that sum with the job's own gradient.
 """
 
 from __future__ import annotations

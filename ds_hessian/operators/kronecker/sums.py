@@ -1,7 +1,7 @@
 """What passes sum over the tokens of one linear layer, for its Kronecker factors.
 
 Each of the sums is an `Accumulator` of one layer on one rank; the sum over ranks is made by
-`ds_hessian.operators.kronecker.factors`.
+`ds_hessian.operators.kronecker.passes`.
 """
 
 from __future__ import annotations

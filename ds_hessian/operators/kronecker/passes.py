@@ -1,0 +1,270 @@
+"""Passes with hooks on linear layers, and what brings their sums to units of the loss.
+
+Sums are those of `ds_hessian.operators.kronecker.sums`, completed over ranks on a layer's owner.
+How a host scales the terms of its gradient is read off its gradient of the weight: it is the factor
+of what the hooks have seen, `sum c a'`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hessian.backends.protocol import Backend, Session
+from ds_hessian.operators.displacement.trials import ROUNDOFF
+from ds_hessian.operators.kronecker.labels import Labels
+from ds_hessian.operators.kronecker.layers import Layer, listening
+from ds_hessian.operators.kronecker.sums import (
+    KFAC,
+    SKETCH,
+    Accumulator,
+    Count,
+    Gradients,
+    Seen,
+    Shampoo,
+    Square,
+)
+from ds_hessian.vectors import VectorSpace, collected
+
+MISMATCH = 0.05
+"""Largest relative distance of `sum c a'` to the job's gradient: above what rounding of bf16 passes
+makes, below what another use of the weight does."""
+
+
+class LayerPasses:
+    """The passes of some layers.
+
+    Args:
+        session: The open measurement of the whole job.
+        backend: The job.
+        layers: The layers.
+        labels: The labels of which the sums are.
+    """
+
+    def __init__(
+        self, session: Session, backend: Backend, layers: Sequence[Layer], labels: Labels
+    ) -> None:
+        self.session, self.backend, self.layers = session, backend, list(layers)
+        self.labels, self.space = labels, session.space
+        self.device = self.space.device
+        self.scales: dict[str, float] = {}
+        self.cotangent_scale = 0.0  # in whose units all sums are
+        self.tokens: dict[str, int] = {}
+        self.batches: dict[str, int] = {}
+        self.evaluated: dict[str, int] = {}  # micro-batches, also those without its tokens
+        self.rounded: dict[str, tuple[float, float]] = {}  # of gradients, of so many micro-batches
+        self.squares: dict[str, float] = {}  # of what is rounded of each, as Shampoo's trace is
+
+    # ---- passes and transport
+
+    def _pass(self, *sums: Mapping[str, Accumulator]) -> None:
+        """Evaluate each unit with hooks on the layers, with the labels that the factors are of."""
+        spared = {x.name for x in self.layers}
+        self.session.displace(None, 0.0)
+        for number in range(self.labels.draws) if self.labels.draws else (None,):
+            for unit in range(self.session.num_micro_batches):
+                self._evaluate(unit, sums, spared, None, number)
+
+    def _evaluate(
+        self,
+        unit: int,
+        sums: Sequence[Mapping[str, Accumulator]],
+        spared: Collection[str],
+        gradient: Tensor | None,
+        number: int | None = None,
+    ) -> None:
+        """Add what the hooks see of a unit to all sums, and its gradient, without those of the
+        spared layers' weights, to `gradient`, if that is wanted.
+
+        Of `Seen`, only calls are told that are in the gradient.
+        """
+        every = {x.name: [each[x.name] for each in sums if each] for x in self.layers}
+        latest = dict[str, int]()  # backward of each layer's micro-batch that is open
+
+        def close(name: str) -> None:
+            for each in every[name]:
+                each.close()
+
+        def note(layer: Layer, a: Tensor, c: Tensor, counts: bool) -> None:
+            backward = self.session.backward
+            if latest.setdefault(layer.name, backward) != backward:
+                close(layer.name)
+                latest[layer.name] = backward
+            factor = self._relative() if number is None else self.labels.unit
+            c = c if factor == 1 else c * factor
+            for each in every[layer.name]:
+                if counts or not isinstance(each, Seen):
+                    each.note(a, c)
+
+        labels = nullcontext() if number is None else self.labels.drawn(unit, number)
+        # Labels first: hooks on a tensor run in their order, and a layer may be the outputs.
+        with labels, listening(self.layers, note, spared):
+            self.session.add_gradient(gradient, range(unit, unit + 1))
+        for name in latest:
+            close(name)
+
+    def _relative(self) -> float:
+        """Return the factor that brings a unit's cotangents to the units of the first one's.
+
+        Where the host scales each unit by itself it is known in all backwards.
+        """
+        scale = self.session.cotangent_scale
+        if math.isnan(scale):  # of the first backward of a session whose scale is one
+            return 1.0
+        self.cotangent_scale = self.cotangent_scale or scale
+        return scale / self.cotangent_scale
+
+    def _mine(self) -> list[Layer]:
+        return [layer for layer in self.layers if layer.owner == self.space.rank]
+
+    def _whole(self, layer: Layer, gradient: Tensor) -> Tensor | None:
+        """Return the part of a vector that is a layer's weight on its owner, `(m, n)` fp32."""
+        shape = next(s for n, s in self.backend.parameters if n == layer.name)
+        layout, space = self.backend.layout, self.backend.space
+        whole = collected(layout, space, gradient, layer.name, shape, layer.owner)
+        return layer.oriented(whole) if space.rank == layer.owner else None
+
+    def _owned(self, layer: Layer, part: Tensor) -> Tensor:
+        """Return the sum over all ranks, complete on the owner; nothing elsewhere."""
+        if not layer.counts:
+            part.zero_()
+        return summed(part, layer, self.space)
+
+    def _parts(
+        self, layer: Layer, sums: Mapping[str, KFAC | Gradients]
+    ) -> list[tuple[Square, Tensor]]:
+        """Return the sums of squares of a layer over all ranks, in pieces, on its owner; nothing
+        elsewhere.
+        """
+        parts = [(square, self._owned(layer, square.flat)) for square in sums[layer.name].squares]
+        return parts if layer.owner == self.space.rank else []
+
+    def _squares(self, layer: Layer, sums: Mapping[str, KFAC | Gradients]) -> list[Tensor]:
+        """Return the sums of squares of a layer over all ranks on its owner; nothing elsewhere."""
+        return [square.whole(flat) for square, flat in self._parts(layer, sums)]
+
+    def _known(self, layer: Layer, part: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        """Return the owner's tensor on every rank, fp32."""
+        whole = torch.empty(shape, device=self.device)
+        if part is not None:
+            whole.copy_(part)
+        if self.space.distributed:
+            dist.broadcast(whole, src=layer.owner, group=self.space.group)
+        return whole
+
+    # ---- the factor of the host's scaling
+
+    def _calibrate(self, *sums: Mapping[str, Accumulator]) -> dict[str, float]:
+        """Find the factors from what hooks saw to the gradient of the loss; return the mismatches.
+
+        With the data's labels. Gradients of weights are evaluated until each layer was in one, in
+        one unit for a model whose layers are all used there; a weight that is used in another way
+        too has a gradient in the others as well. Of all units only where there are sums.
+        """
+        session, gradient = self.session, self.space.zeros()
+        seen = {x.name: Seen(x.shape, self.device) for x in self.layers}
+        known = set[str]()
+        session.displace(None, 0.0)
+        for unit in range(session.num_micro_batches):
+            if len(known) == len(seen) and session.gradient_scale is not None and not any(sums):
+                break
+            self._evaluate(unit, [seen, *sums], known, gradient)
+            known |= self._known_ones(seen) if len(known) < len(seen) else set()
+        assert session.gradient_scale is not None
+        gradient.mul_(session.gradient_scale)
+        self.cotangent_scale = self.cotangent_scale or session.cotangent_scale
+        self._measure(seen)
+        return {x.name: self._fit(x, seen[x.name], gradient) for x in self.layers}
+
+    def _measure(self, seen: Mapping[str, Seen]) -> None:
+        """Find what fp32 rounds of the gradients that were seen, in units of the sums."""
+        mine = [(float(seen[x.name].lengths), float(seen[x.name].batches)) for x in self.layers]
+        counts = torch.tensor([[x.counts] for x in self.layers])
+        found = self.space.reduce((torch.tensor(mine, dtype=torch.float64) * counts).flatten())
+        for x, (length, batches) in zip(self.layers, found.view(-1, 2).tolist(), strict=True):
+            self.rounded[x.name] = ROUNDOFF * length, batches
+
+    def _measure_squares(self, sums: Mapping[str, Shampoo]) -> None:
+        """Find the squares of what fp32 rounds of each micro-batch's gradient, in their sum."""
+        if sums:
+            mine = [float(sums[x.name].lengths) * x.counts for x in self.layers]
+            found = self.space.reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
+            squares = zip(self.layers, found, strict=True)
+            self.squares = {x.name: ROUNDOFF**2 * square for x, square in squares}
+
+    def _known_ones(self, seen: Mapping[str, Seen]) -> set[str]:
+        """Return the names of layers of which some rank has seen something."""
+        mine = [float(x.counts and bool(seen[x.name].sketch.any())) for x in self.layers]
+        found = self.space.reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
+        return {x.name for x, count in zip(self.layers, found, strict=True) if count}
+
+    def _fit(self, layer: Layer, seen: Seen, gradient: Tensor) -> float:
+        """Find the factor of a layer; return the mismatch, beyond the rounding of both sums.
+
+        Where the terms cancel, as at a minimum, nothing else is left of these, and the factor is
+        what the host says of its scaling.
+        """
+        total, known = self._owned(layer, seen.sketch).double(), self._whole(layer, gradient)
+        assert self.session.gradient_scale is not None
+        host = self.session.gradient_scale * self.cotangent_scale
+        figures = torch.zeros(2, dtype=torch.float64)
+        if known is not None:
+            known = (known @ seen.signs).double()
+            square = float((total * total).sum())
+            scale = float((total * known).sum()) / square if square else 0.0
+            least = abs(host) * self.rounded[layer.name][0] * math.sqrt(SKETCH) / MISMATCH
+            size = float(known.norm())
+            if size < least:
+                scale, size = host, least
+            distance = float((scale * total - known).norm())
+            figures[:] = torch.tensor([scale, distance / size if size else float(square > 0)])
+        scale, mismatch = self.space.reduce(figures).tolist()
+        self.scales[layer.name] = scale
+        return mismatch
+
+    def _count(self, counts: Mapping[str, Count]) -> None:
+        """Add up tokens and micro-batches of all ranks."""
+        evaluated = self.session.num_micro_batches * self.session.head.per_unit
+        evaluated *= max(self.labels.draws, 1)
+        for x in self.layers:
+            seen = counts[x.name]
+            mine = torch.tensor([seen.tokens, seen.batches, evaluated]).double()
+            self.tokens[x.name], self.batches[x.name], self.evaluated[x.name] = map(
+                int, self.space.reduce(mine * x.counts).tolist()
+            )
+
+    def _gain(self, layer: Layer, count: int) -> float:
+        """Return the factor from sums of squares of `count` terms to a mean of the loss'.
+
+        Drawn labels put cotangents in units of the gradient's terms at the outputs.
+        """
+        scale, labels = self.scales[layer.name], self.labels
+        if not labels.draws:
+            return count * scale**2
+        assert self.session.gradient_scale is not None
+        terms = self.session.gradient_scale * labels.draws * labels.copies
+        return (scale / self.cotangent_scale) ** 2 / terms
+
+    # ---- rounding
+
+    def _rounding_of_gradient(self, layer: Layer) -> float:
+        """Return that of all micro-batches, of which some were seen."""
+        rounded, batches = self.rounded[layer.name]
+        every = self.evaluated[layer.name] / max(self.labels.draws, 1)
+        return abs(self.scales[layer.name]) * rounded * every / max(batches, 1.0)
+
+    def _rounding(self, layer: Layer, trace: float) -> float:
+        """Return that of sums of squares of gradients, whose tokens may cancel."""
+        return 2 * math.sqrt(self.squares[layer.name] / trace) if trace > 0 else 0.0
+
+
+def summed(part: Tensor, layer: Layer, space: VectorSpace) -> Tensor:
+    """Return the sum over all ranks on the layer's owner; nothing elsewhere."""
+    if space.distributed:
+        dist.reduce(part, dst=layer.owner, group=space.group)
+    return part if layer.owner == space.rank else part[:0]
