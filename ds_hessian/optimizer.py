@@ -16,6 +16,7 @@ class Optimizer:
         learning_rate: The largest of its parameter groups.
         momentum: That of SGD; None for another optimizer.
         nesterov: Whether SGD's momentum is Nesterov's.
+        dampening: The share of a gradient that SGD's momentum leaves out.
         beta1: That of Adam; None for another optimizer.
     """
 
@@ -23,6 +24,7 @@ class Optimizer:
     learning_rate: float
     momentum: float | None = None
     nesterov: bool = False
+    dampening: float = 0.0
     beta1: float | None = None
 
     @property
@@ -30,12 +32,14 @@ class Optimizer:
         """The largest eigenvalue of H with which SGD's steps are stable on a quadratic loss.
 
         It is `2 (1 + b) / lr` with momentum b, and `2 (1 + b) / ((1 + 2 b) lr)` with Nesterov's
-        (Cohen et al., arXiv 2103.00065, appendix B). None for another optimizer, or without steps.
+        (Cohen et al., arXiv 2103.00065, appendix B); with dampening d, lr is (1 - d) lr. None for
+        another optimizer, or without steps.
         """
-        if self.momentum is None or self.learning_rate <= 0:
+        rate = self.learning_rate * (1 - self.dampening)
+        if self.momentum is None or rate <= 0:
             return None
         damped = 1 + 2 * self.momentum if self.nesterov else 1.0
-        return 2 * (1 + self.momentum) / (damped * self.learning_rate)
+        return 2 * (1 + self.momentum) / (damped * rate)
 
     @property
     def preconditioned_edge(self) -> float | None:
@@ -46,6 +50,17 @@ class Optimizer:
         if self.beta1 is None or self.learning_rate <= 0:
             return None
         return 2 * (1 + self.beta1) / ((1 - self.beta1) * self.learning_rate)
+
+
+ADAMS = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
+"""Classes of torch, DeepSpeed, apex and Transformer Engine that step as Adam does. Others keep
+moments of the same names, but step in another way (RAdam, NAdam, Lamb) or in another basis (SOAP).
+"""
+
+
+def is_one_of(optimizer: Any, names: tuple[str, ...]) -> bool:
+    """Return whether an optimizer is of a class with such a name, or derived from one."""
+    return any(kind.__name__ in names for kind in type(optimizer).__mro__)
 
 
 def inside(optimizer: Any) -> Iterator[Any]:
@@ -75,17 +90,23 @@ def settings_of(optimizer: Any) -> Optimizer | None:
     learning rate count.
     """
     found = [
-        (float(group["lr"]), type(inner).__name__, group)
+        (float(group["lr"]), inner, group)
         for inner in inside(optimizer)
         for group in getattr(inner, "param_groups", None) or ()
     ]
     if not found:
         return None
-    rate, name, group = max(found, key=lambda entry: entry[0])
-    if "adam" in name.lower() and "betas" in group:
+    rate, inner, group = max(found, key=lambda entry: entry[0])
+    name = type(inner).__name__
+    if is_one_of(inner, ADAMS):
         return Optimizer(name=name, learning_rate=rate, beta1=float(group["betas"][0]))
-    if "sgd" in name.lower():
+    if is_one_of(inner, ("SGD",)):
         momentum = float(group.get("momentum", 0.0))
-        nesterov = bool(group.get("nesterov", False))
-        return Optimizer(name=name, learning_rate=rate, momentum=momentum, nesterov=nesterov)
+        return Optimizer(
+            name=name,
+            learning_rate=rate,
+            momentum=momentum,
+            nesterov=bool(group.get("nesterov", False)),
+            dampening=float(group.get("dampening", 0.0)) if momentum else 0.0,  # of it alone
+        )
     return Optimizer(name=name, learning_rate=rate)

@@ -9,6 +9,7 @@ import torch
 
 from ds_hessian.backends.protocol import AdamState
 from ds_hessian.errors import ConfigError
+from ds_hessian.optimizer import ADAMS, inside, is_one_of
 from ds_hessian.vectors import Layout, VectorSpace
 
 
@@ -70,10 +71,12 @@ def collect(
     # DeepSpeed makes the moments, all zero, before the first step.
     moved = float(whole.last_step.any())
     figures = space.reduce(torch.tensor([missing, moved], dtype=torch.float64))
-    if figures[0] or not figures[1]:
+    parts = list(inside(optimizer))
+    if figures[0] or not figures[1] or not all(is_one_of(part, ADAMS) for part in parts):
+        names = " and ".join(sorted({type(part).__name__ for part in parts}))
         raise ConfigError(
-            f"the optimizer {type(optimizer).__name__} has no second moments to precondition with: "
-            "use Adam or AdamW for all trainable parameters (freeze others), and make an optimizer "
-            "step (with a learning rate above 0) first"
+            f"the optimizer {names} has no second moments of Adam to precondition with: use Adam "
+            "or AdamW for all trainable parameters (freeze others), and make an optimizer step "
+            "(with a learning rate above 0) first"
         )
     return whole

@@ -284,11 +284,18 @@ def _loss_of(output: object) -> object:
 
 
 def _summed(pair: tuple[Tensor, Tensor | int | float]) -> tuple[Tensor, float]:
+    wanted = "loss_fn must return a loss or a pair (summed loss, count)"
     if len(pair) != 2:
+        raise ConfigError(f"{wanted}, got {len(pair)} values")
+    if isinstance(pair[1], Tensor) and pair[1].requires_grad:
         raise ConfigError(
-            f"loss_fn must return a loss or a pair (summed loss, count), got {len(pair)} values"
+            f"{wanted}, got a count that depends on the weights, of which no gradient would be "
+            "taken: detach it, or return a quotient as the loss"
         )
-    count = float(pair[1])
+    try:
+        count = float(pair[1])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{wanted}, got {_kind(pair[1])} as its count; leave it out") from error
     if not count >= 0:
         raise ConfigError(f"loss_fn returned the count {count}; it must be at least 0")
     return pair[0], count

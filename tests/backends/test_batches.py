@@ -161,6 +161,25 @@ def test_an_argument_of_another_host_is_refused_by_name() -> None:
         backend.objective([torch.ones(2, 3)], seq_length=4)
 
 
+def test_what_is_no_count_of_a_loss_is_named() -> None:
+    """A count that depends on the weights was taken for a constant, without a word."""
+    hessian = ds_hessian.attach(nn.Linear(2, 1), None, {"progress": False})
+    kinds: dict[str, Callable[[Tensor], Any]] = {
+        "depends on the weights": lambda out: out.abs().sum(),
+        r"got a tensor of shape \(3, 1\)": lambda out: out.detach(),
+        "got dict as its count; leave it out": lambda out: {"logits": out},
+    }
+    for said, count in kinds.items():
+
+        def loss_fn(model: Any, batch: Tensor, count: Any = count) -> Any:
+            out = model(batch)
+            return out.square().sum(), count(out)
+
+        hessian.use([torch.ones(3, 2)], loss_fn)
+        with pytest.raises(ds_hessian.HessianError, match=said):
+            hessian.matvec(hessian.random_vector(seed=0))
+
+
 def test_a_loader_without_an_end_is_refused() -> None:
     """It was read for ever."""
     data = [torch.ones(1, 2)]

@@ -198,6 +198,20 @@ def test_adams_denominator_and_last_step() -> None:
         ModuleBackend(net).adam()
 
 
+@pytest.mark.parametrize("kind", ["RAdam", "NAdam"])
+def test_what_is_no_adam_has_no_state_of_adam_although_it_keeps_such_moments(kind: str) -> None:
+    """RAdam's first steps have no divisor, and NAdam's look ahead: both were taken for Adam's."""
+    net = nn.Linear(3, 1)
+    optimizer = getattr(torch.optim, kind)(net.parameters(), lr=1e-2)
+    net(torch.randn(5, 3)).square().mean().backward()
+    optimizer.step()
+    backend = ModuleBackend(net, optimizer)
+    with pytest.raises(ConfigError, match=f"{kind} has no second moments of Adam"):
+        backend.adam()
+    described = backend.describe().optimizer
+    assert described is not None and described.preconditioned_edge is None
+
+
 def test_adams_state_is_whole_where_ranks_share_it_out(ranks: Ranks) -> None:
     """As torch's ZeroRedundancyOptimizer does, by whole parameters."""
     for found in ranks(2).run(jobs.adam_shared_out):

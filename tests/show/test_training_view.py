@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 
+from ds_hessian.optimizer import settings_of
 from ds_hessian.records import Comparison, HessianSpectrum, Optimizer
 from ds_hessian.show.monitor import figures_of, histogram_of, stability
 from ds_hessian.show.page.style import Series, over_steps
@@ -111,16 +113,22 @@ def test_edges_of_stability_are_those_of_the_literature(
     )
 
 
-@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+@pytest.mark.parametrize(
+    ("momentum", "nesterov", "dampening"),
+    [(0.0, False, 0.0), (0.9, False, 0.0), (0.9, True, 0.0), (0.9, False, 0.7)],
+)
 def test_torchs_own_steps_diverge_just_above_the_edge_and_not_below(
-    momentum: float, nesterov: bool
+    momentum: float, nesterov: bool, dampening: float
 ) -> None:
     import torch
 
     for share, diverges in ((0.9, False), (1.1, True)):
         w = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
-        sgd = torch.optim.SGD([w], lr=0.1, momentum=momentum, nesterov=nesterov)
-        edge = Optimizer(name="SGD", learning_rate=0.1, momentum=momentum, nesterov=nesterov).edge
+        how: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "dampening": dampening}
+        sgd = torch.optim.SGD([w], lr=0.1, **how)
+        described = settings_of(sgd)
+        assert described is not None
+        edge = described.edge
         assert edge is not None
         for _ in range(300):
             w.grad = share * edge * w.detach()
