@@ -6,7 +6,7 @@ export EXTRAS=dev
 ruff format --check .
 ruff check .
 python -m tests.build & # takes as long as the types
-mypy ds_hessian
+mypy
 git ls-files "csrc/*" | xargs -r clang-format --dry-run --Werror
 wait
 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
