@@ -67,13 +67,14 @@ def collect(
     for entry, (_, part) in zip(found, layout, strict=True):
         if entry is not None:
             whole.denominator[part], whole.last_step[part] = entry
-    missing = float(sum(entry is None for entry in found))
+    parts = [part for part in inside(optimizer) if getattr(part, "param_groups", None)]
+    others = not all(is_one_of(part, ADAMS) for part in parts)
+    missing = float(others or any(entry is None for entry in found))
     # DeepSpeed makes the moments, all zero, before the first step.
     moved = float(whole.last_step.any())
     figures = space.reduce(torch.tensor([missing, moved], dtype=torch.float64))
-    parts = list(inside(optimizer))
-    if figures[0] or not figures[1] or not all(is_one_of(part, ADAMS) for part in parts):
-        names = " and ".join(sorted({type(part).__name__ for part in parts}))
+    if figures[0] or not figures[1]:
+        names = " and ".join(sorted({type(part).__name__ for part in inside(optimizer)}))
         raise ConfigError(
             f"the optimizer {names} has no second moments of Adam to precondition with: use Adam "
             "or AdamW for all trainable parameters (freeze others), and make an optimizer step "
