@@ -73,6 +73,15 @@ def config_from(args: Namespace) -> HessianConfig:
     return HessianConfig().with_overrides(**given)
 
 
+def sizes_of(args: Namespace) -> dict[str, int]:
+    """Return the sizes of what pipeline stages send. With a `decoder_seq_length`, as that of a
+    language model which reads images too, it is that (`get_tensor_shapes` of schedules.py).
+    """
+    decoder = getattr(args, "decoder_seq_length", None)
+    length = args.seq_length if decoder is None else decoder
+    return {"seq_length": length, "micro_batch_size": args.micro_batch_size}
+
+
 class PretrainHook(Measurements):
     """Records micro-batches of training and takes spectra of it.
 
@@ -165,12 +174,7 @@ class PretrainHook(Measurements):
         hessian = megatron_hessian(model, self.config, self._optimizer)
         return self._with_slice(
             hessian,
-            lambda batches: hessian.use(
-                batches,
-                self._forward_step,
-                seq_length=args.seq_length,
-                micro_batch_size=args.micro_batch_size,
-            ),
+            lambda batches: hessian.use(batches, self._forward_step, **sizes_of(args)),
         )
 
     def _with_slice(self, hessian: Hessian, use: Callable[[list[object]], Hessian]) -> Hessian:

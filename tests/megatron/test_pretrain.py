@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +16,7 @@ import pytest
 
 from ds_hessian.config import HessianConfig
 from ds_hessian.errors import ConfigError
+from ds_hessian.integrations.megatron_pretrain import sizes_of
 from ds_hessian.records import HessianSharpness, HessianSpectrum
 from ds_hessian.show.monitor import figures_of
 from tests.backends.test_monitor import wandb_rows
@@ -152,6 +153,13 @@ def test_every_setting_is_an_argument() -> None:
     assert config.dropout
     with pytest.raises(ConfigError, match="num_matvecs"):
         config_from(parser.parse_args(["--hessian-num-matvecs", "0"]))
+
+
+@pytest.mark.parametrize("decoder, expected", [(None, 32), (48, 48)])
+def test_pipelines_send_what_the_decoder_makes(decoder: int | None, expected: int) -> None:
+    """As in pretrain_vlm.py, which trained in a pipeline and was told to pass other sizes."""
+    args = Namespace(seq_length=32, decoder_seq_length=decoder, micro_batch_size=2)
+    assert sizes_of(args) == {"seq_length": expected, "micro_batch_size": 2}
 
 
 def test_pretrain_is_wrapped_by_the_names_of_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
