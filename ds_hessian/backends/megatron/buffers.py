@@ -55,6 +55,18 @@ def buffered(chunk: Chunk) -> Iterator[nn.Parameter]:
         yield from (p for p in bucket.params_list if p.requires_grad)
 
 
+def offloaded(chunk: Chunk) -> bool:
+    """Return whether memory of the buffers was freed (`offload_grad_buffers` of 0.16), to which
+    their tensors still point.
+    """
+    held = [whole for b in chunk.buffers + chunk.expert_parallel_buffers for whole in _wholes(b)]
+    return any(whole.numel() and not whole.untyped_storage().nbytes() for whole in held)
+
+
+def _wholes(buffer: Any) -> list[Tensor]:
+    return [whole for whole in (buffer.grad_data, buffer.param_data) if whole is not None]
+
+
 def held_by(chunk: Chunk) -> Iterator[nn.Parameter]:
     """Yield the parameters whose gradients and weights are where the buffers have them."""
     for buffer, bucket in buckets(chunk):

@@ -9,7 +9,7 @@ import torch
 
 from ds_hessian.backends.findings import Finding, backward_under_way
 from ds_hessian.backends.guard import has_plain_random_states
-from ds_hessian.backends.megatron import host
+from ds_hessian.backends.megatron import buffers, host
 from ds_hessian.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -74,6 +74,11 @@ def _findings(chunk: Chunk) -> list[Finding]:
             "parameters that share memory with gradients (reuse_grad_buf_for_mxfp8_param_ag)",
             on(ddp, "reuse_grad_buf_for_mxfp8_param_ag"),
             "switch it off",
+        ),
+        (
+            "gradient or weight buffers that are offloaded",
+            buffers.offloaded(chunk),
+            "call restore_grad_buffers(), or what else moved them away, before",
         ),
         ("fp16 with loss scaling", on(config, "fp16") or half, "measure a bf16 or fp32 job"),
         (
