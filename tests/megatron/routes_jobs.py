@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,6 +35,7 @@ from tests.megatron.job import (
     run_schedule,
     running,
     stored,
+    wrap,
 )
 
 
@@ -447,6 +449,66 @@ def in_a_backward(job: Job) -> str:
         run_schedule(job, chunks, my_batches()[:1])
         handle.remove()
     return said[0]
+
+
+def offloaded(job: Job) -> tuple[str, bool]:
+    """The message where gradient buffers are offloaded, and whether the job is measured again."""
+    import ds_hessian
+
+    with running(job) as chunks:
+        hessian, said = hessian_of(chunks, job), "measured"
+        v = hessian.random_vector(seed=5)
+        chunks[0].offload_grad_buffers()
+        try:
+            hessian.matvec(v)
+        except ds_hessian.UnsupportedError as error:
+            said = str(error)
+        chunks[0].restore_grad_buffers()
+        return said, hessian.matvec(v).norm > 0
+
+
+class Mixed(nn.Module):
+    """Two layers, of which the second is in bf16, whatever the job's type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8).bfloat16()
+
+    def to(self, *_: Any, **__: Any) -> Mixed:
+        """Return it as it is."""
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss."""
+        y = self.second(self.first(x).tanh().to(self.second.weight.dtype))
+        return y.to(self.first.weight.dtype).tanh().square().mean()
+
+
+def mixed(job: Job) -> tuple[float, float, str]:
+    """How far a product is from one in fp64, what it tells, and the precision of its passes."""
+    from ds_hessian.megatron import MegatronHessian
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        return model(next(iterator)), lambda loss: (loss, {})
+
+    with groups_of(job):
+        torch.manual_seed(0)
+        model, x = Mixed(), torch.randn(16, 8)
+        exact = copy.deepcopy(model).double()
+        hessian = MegatronHessian(wrap(model, job), QUIET)
+        hessian.use([x], forward_step, seq_length=1, micro_batch_size=16)
+        v = hessian.random_vector(seed=5)
+        with hessian.measuring():
+            product = hessian.matvec(v)
+        parameters = dict(exact.named_parameters())
+        directions = [hessian.gather(v)[name].double() for name in parameters]
+        loss = exact(x.double())
+        gradient = torch.autograd.grad(loss, list(parameters.values()), create_graph=True)
+        expected = torch.autograd.grad(gradient, list(parameters.values()), directions)
+        found = [hessian.gather(product.vector)[name].double() for name in parameters]
+        a, b = (torch.cat([t.flatten() for t in each]) for each in (found, expected))
+        precision = hessian.spectrum(num_matvecs=1).provenance.precision
+        return float((a - b).norm() / b.norm()), product.error, precision
 
 
 def frozen_since_wrapping(job: Job) -> tuple[float, float, bool]:

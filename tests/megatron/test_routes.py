@@ -408,6 +408,19 @@ def test_a_parameter_that_is_not_in_the_buffers_of_its_wrapper_is_refused(
         assert "has no place in the buffers of its DistributedDataParallel" in message
 
 
+def test_passes_of_a_model_partly_in_bf16_are_in_fp32(megatron_ranks: Ranks) -> None:
+    """Its first parameter, in fp32, was taken for all."""
+    ((error, told, precision),) = megatron_ranks(1).run(routes_jobs.mixed, Job(dtype="bfloat16"))
+    assert precision == "fp32" and error < 3 * told < 1e-3
+
+
+def test_gradient_buffers_that_are_offloaded_are_refused(megatron_ranks: Ranks) -> None:
+    """Their tensors point to no memory: the process ended by a signal."""
+    ((message, again),) = megatron_ranks(1).run(routes_jobs.offloaded, Job(distributed=True))
+    assert "does not support gradient or weight buffers that are offloaded" in message
+    assert again
+
+
 def test_a_parameter_frozen_after_the_wrapping_has_no_coordinates(megatron_ranks: Ranks) -> None:
     """Displaced, and without a gradient, it left H with columns that had no rows."""
     layout = Job(distributed=True)

@@ -52,11 +52,11 @@ from ds_hessian.backends.protocol import (
 )
 from ds_hessian.backends.refusal import refuse_methods, training_refused
 from ds_hessian.backends.sharded import Shard, ShardedSession, ShardedWeights, widen
-from ds_hessian.backends.weights import Weight
+from ds_hessian.backends.weights import Weight, coarsest
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import Item, tier_of
 from ds_hessian.optimizer import settings_of
-from ds_hessian.ranks import checkpoint, together
+from ds_hessian.ranks import checkpoint, together, union
 from ds_hessian.ranks.lockstep import Lockstep
 from ds_hessian.vectors import Layout, VectorSpace
 
@@ -74,6 +74,7 @@ class MegatronBackend:
 
     Attributes:
         runs: This rank's coordinates, in the order of the layout.
+        compute_dtype: The coarsest dtype of the weights of all stages, in which passes compute.
         replicated: Names and parameters that all tensor-parallel ranks have whole.
         group: The number of micro-batches that the schedule can only run together.
         step: The number of optimizer steps made so far, for the record; set it before measuring.
@@ -95,14 +96,10 @@ class MegatronBackend:
         self._attached = trained_names(self.chunks)
         self.group = host.micro_batch_group(self.chunks)
         self.step = 0
+        dtypes = {p.dtype for chunk in self.chunks for p in chunk.parameters()}
+        self.compute_dtype = coarsest(union(dtypes, self.device))
         narrow = self.compute_dtype == torch.bfloat16 and not accumulates_in_fp32(self.chunks)
         self.precisions: tuple[Precision, ...] = ("model",) if narrow else ("model", "fp32")
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of the weights and of the passes."""
-        found = (p.dtype for chunk in self.chunks for p in chunk.parameters())
-        return next(found, host.model_config(self.chunks[0]).params_dtype)
 
     def require_measurable(self) -> None:
         """Require the job to be as it was when it was attached."""
