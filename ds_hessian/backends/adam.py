@@ -30,7 +30,9 @@ def moments(
     Returns:
         None where the state is not that of an Adam.
     """
-    if not state and {"betas", "eps"} <= settings.keys():
+    if not {"betas", "eps"} <= settings.keys() or len(settings["betas"]) != 2:
+        return None
+    if not state:
         return AdamState(torch.full((numel,), float(settings["eps"])), torch.zeros(numel))
     if not {"exp_avg", "exp_avg_sq"} <= state.keys():
         return None
