@@ -196,8 +196,8 @@ def sides_of(kinked: Kinked, line: Line, some: Tensor, real: Tensor) -> Sides | 
     if again.dtype != real.dtype or again.shape != real.shape:
         return None
     if real.is_floating_point():
-        near = torch.finfo(real.dtype).eps * 8
-        alike = torch.allclose(again.float(), real.float(), rtol=near, atol=near, equal_nan=True)
+        near, wide = torch.finfo(real.dtype).eps * 8, torch.promote_types(real.dtype, torch.float32)
+        alike = torch.allclose(again.to(wide), real.to(wide), rtol=near, atol=near, equal_nan=True)
     else:
         alike = torch.equal(again, real)
     if not alike:

@@ -20,7 +20,9 @@ from torch.utils.checkpoint import (
 )
 
 import ds_hessian
+from ds_hessian.backends import pieces
 from ds_hessian.backends.bits import Bits
+from ds_hessian.backends.choices import sides_of
 from ds_hessian.backends.function import FixedFunction
 from tests.backends import kink_jobs
 from tests.backends.test_kinks import KINKED
@@ -234,6 +236,14 @@ def test_off_the_weights_it_is_a_smooth_function(name: str) -> None:
         ends = [evaluated(function, x + side * h * v, fixed)[1] for side in (1, -1)]
         slopes.append((ends[0] - ends[1]) / (2 * h))
     assert (slopes[0] - slopes[1]).norm() <= 1e-3 * slopes[0].norm()
+
+
+def test_values_in_64_bits_are_compared_as_such() -> None:
+    """The last bit of a value decides to what it is rounded in 32: a kink was crossed for it."""
+    x = torch.tensor([1 + 2.0**-24], dtype=torch.float64)
+    kinked = pieces.found(functional.relu, (x,), {})
+    assert kinked is not None
+    assert sides_of(kinked, (), x, x.nextafter(torch.full_like(x, 2.0))) is not None
 
 
 @pytest.mark.parametrize("allowed", [0, ROOM])
