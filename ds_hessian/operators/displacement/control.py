@@ -208,9 +208,9 @@ class StepController(Estimates):
         if not last.finite:
             self._stay_below(last.h)
             return self._advice(self.largest, last.h, final)
-        pair = trials if len(trials) == 2 else [t for t in trials if t.nonlinearity <= SATURATING]
-        told = len(pair) == 2 and last is pair[1] and last.since in (None, pair[0].h)
-        if told and (between := self._between(*pair)):
+        compared = next((t for t in trials[-2::-1] if last.since in (None, t.h)), None)
+        between = self._between(compared, last) if compared and not final else None
+        if between and min(abs(math.log(between / t.h)) for t in trials) > APART:
             return Advice(between, False)
         farther = None if final or self.fixed is not None else beyond(trials)
         if farther is not None and farther < self.largest:

@@ -93,7 +93,8 @@ class Difference:
     def _tells(self) -> bool:
         usable = self.below.sound and self.above.usable
         lacks = self.below.size < self.above.size  # it is the longer one if that saturates
-        return usable and lacks and self.above.nonlinearity <= SATURATING
+        ratio = max(self.above.nonlinearity, self.below.nonlinearity)  # no noise of all of D either
+        return usable and lacks and ratio <= SATURATING
 
 
 def difference(one: Trial, other: Trial) -> Difference:
