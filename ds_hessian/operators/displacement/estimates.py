@@ -26,7 +26,7 @@ from ds_hessian.operators.displacement.priors import (
     drifted,
 )
 from ds_hessian.operators.displacement.schemes import Scheme
-from ds_hessian.operators.displacement.steps import least_displacement
+from ds_hessian.operators.displacement.steps import DECADE, least_displacement
 from ds_hessian.operators.displacement.trials import ROUNDOFF, Trial
 
 SHARED = 0.9
@@ -223,10 +223,25 @@ class Estimates:
             self.bend = jump.widened(AFTER_PROBE.spread)
             self.h = self.fixed or self._clamp(self.h / FIRST_STEP)
             return
-        (before, _, small), (after, spread, large) = self.taught["firsts"]
+        (before, *_), (after, spread, _) = self.taught["firsts"]
         jump = Estimate(bend.mean + after - before, math.hypot(bend.spread, spread))
         self.bend = jump.widened(BEND_DRIFT)
-        self.h = self.foreseen(self.size * large / small)[0]
+        self.h = self.foreseen(self.size * self._jump)[0]
+
+    @property
+    def longer(self) -> float:
+        """How many times as long as those before the next product is expected to be."""
+        return self._jump if self.products == 1 else 1.0
+
+    @property
+    def _jump(self) -> float:
+        """The ratio of |Hv| of the second vector, rich in outliers, to that of the first, a random
+        one: 12 to 27 for smooth nets of tests/operators/test_tolerance.py.
+        """
+        if self.taught is None:
+            return DECADE
+        (*_, small), (*_, large) = self.taught["firsts"]
+        return float(large / small)
 
     # ---- of the pilot and the slice
 

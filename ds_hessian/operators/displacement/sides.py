@@ -42,7 +42,6 @@ from ds_hessian.operators.displacement.belief import SATURATING, Estimate
 from ds_hessian.operators.displacement.control import APART, StepController
 from ds_hessian.operators.displacement.estimates import KINKED
 from ds_hessian.operators.displacement.schemes import SCHEMES, Scheme
-from ds_hessian.operators.displacement.steps import DECADE
 from ds_hessian.operators.displacement.trials import Trial
 from ds_hessian.operators.protocol import COVERAGE
 
@@ -133,9 +132,7 @@ class Sides:
             return h, False
         # Where it is measured, h is the one that is expected to be best. The other side of a pilot
         # that is all micro-batches gives the central difference.
-        # |Hv| of the second Krylov vector, rich in outliers, was 12 to 27 times that of the first,
-        # a random one, for smooth nets of tests/operators/test_tolerance.py.
-        size = self.scale * (DECADE if control.products == 1 else 1.0)
+        size = self.scale * control.longer
         h = self._best_h(size, deviations=0.0)
         likely = self._reached(self._error(h, size, deviations=0.0), size)
         return (BOTH, False) if control.whole or not likely else (h, True)
