@@ -17,5 +17,5 @@ def names_of(program: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
         found = runpy.run_path(str(BENCHMARKS / program))
-    found["FAMILIES"].update(found["ATTACK"])
+    found["FAMILIES"].update(found.get("ATTACK", {}))
     return found

@@ -13,3 +13,9 @@ from tests.programs import names_of
 def attack() -> dict[str, Any]:
     """The names of benchmarks/attack.py."""
     return names_of("attack.py")
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, Any]:
+    """The names of benchmarks/runs.py."""
+    return names_of("runs.py")

@@ -259,11 +259,11 @@ SMOOTH = ("attention", "tied", "regression", "gru", "swiglu", "rms normalisation
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("count", "most"), [(1, 0.9), (4, 0.4), (8, 0.2)])
-def test_trials_are_spent_sparingly(attack: Found, count: int, most: float) -> None:
-    """Extra gradients of a product, in a run of 20, were 0.99 with one micro-batch, 0.45 with 4."""
+@pytest.mark.parametrize(("count", "most"), [(1, 0.6), (4, 0.35), (8, 0.2)])
+def test_trials_are_spent_sparingly(attack: Found, runs: Found, count: int, most: float) -> None:
+    """Extra gradients of a product, in the run of a spectrum by default."""
     extra = [
-        attack["extra_of"](list(attack["products"](attack["problem"](name, "fp32", count, seed))))
+        runs["extra_of_run"](attack["problem"](name, "fp32", count, seed))
         for name in SMOOTH
         for seed in (0, 1, 2)
     ]

@@ -11,6 +11,7 @@ from torch.nn.utils import parameters_to_vector
 
 from ds_hessian.errors import NumericsError
 from ds_hessian.operators import FiniteDifferenceHessian
+from ds_hessian.operators.displacement.control import MAX_TRIALS
 from tests.operators.nets import Batch, Exact, backend_of, batches, measuring, mlp, relative, train
 from tests.operators.nets import loss_of as plain
 from tests.tiers import cells
@@ -60,7 +61,8 @@ def test_what_the_pilot_does_not_tell_all_micro_batches_do(name: str, count: int
             assert product.error is not None, i
             assert product.error * product.norm > error * size / 5, (i, product.error, error)
             assert error < 1e-3, i
-    assert operator.cost.gradient_evaluations < 6 * (2 + 3), operator.cost
+    wasted = 2 * MAX_TRIALS / min(count, 8)  # a search with the pilot
+    assert operator.cost.gradient_evaluations < 6 * (2 + 2.5) + wasted, operator.cost
 
 
 def test_a_displacement_at_which_only_others_than_the_pilot_are_not_finite_is_given_up() -> None:
@@ -98,7 +100,7 @@ def test_where_runs_are_costly_products_are_of_one_at_each_point_after_two() -> 
             product = operator.matvec(v)
             error = relative(product.vector, truth)
             assert product.error is not None
-            assert error < 2e-4 and 1 / 3 < product.error / error < 5
+            assert error < 2e-4 and 1 / 3 < product.error / error < 10
         state, lessons = (
             json.loads(json.dumps(f)) for f in (operator.state_dict(), operator.lessons())
         )
