@@ -819,8 +819,7 @@ def test_truncation_of_micro_batches_beside_the_pilot_is_in_the_error(seed: int)
     with hessian.measuring(operator="ggn") as found:
         product = found.matvec(v)
     error = relative(product.vector, ExactGaussNewton(net, "1", _entropy, data)(v))
-    # The rounding of another CPU makes it 4.2 of the estimate with seed 4.
-    assert product.error is not None and error < 5 * product.error
+    assert product.error is not None and error < SLACK * product.error
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -1170,4 +1169,4 @@ def test_vectors_that_g_maps_to_nothing_spoil_no_others(smoothing: float, seed: 
             product = operator.matvec(v)
             error, told = float((product.vector - exact(v)).norm()), product.error or 0.0
             if not 4 <= i < 8:
-                assert error < 1e-2 * product.norm and told < 1e-2, (i, error, product)
+                assert error < 1e-3 * product.norm and told < 1e-2, (i, error, product)

@@ -53,7 +53,7 @@ def test_the_first_vectors_of_a_later_measurement_need_no_search(tolerance: floa
         hessian = ds_hessian.attach(net, config={"progress": False})
         first_products(hessian, net, start, tolerance=tolerance)
         train(net, batches(8), 10)
-        hessian.step = 10  # type: ignore[method-assign, assignment]
+        hessian.step = 10
         after, told, _ = first_products(hessian, net, start, tolerance=tolerance)
         assert max(after[:2]) <= 2.25 + 1 / 8, after  # with a third difference of the pilot
         assert min(told) > 0.2 and max(told) < 10, told

@@ -100,7 +100,7 @@ def test_where_runs_are_costly_products_are_of_one_at_each_point_after_two() -> 
             product = operator.matvec(v)
             error = relative(product.vector, truth)
             assert product.error is not None
-            assert error < 2e-4 and 1 / 3 < product.error / error < 10
+            assert error < 2e-4 and 1 / 3 < product.error / error < 5
         state, lessons = (
             json.loads(json.dumps(f)) for f in (operator.state_dict(), operator.lessons())
         )
