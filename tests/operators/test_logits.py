@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn import functional
 from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.config import FiniteDifferenceConfig, OperatorName
 from ds_hessian.operators import curvature
+from ds_hessian.operators.outputs.find import ITSELF
 from ds_hessian.vectors import random_vector
 from tests.operators.gauss_newton import ExactGaussNewton, of_functions
 from tests.operators.nets import batches, relative
@@ -66,17 +68,20 @@ MOVED: dict[str, tuple[Logits, Callable[[Tensor, Tensor], Tensor], str]] = {
 
 
 def products(
-    loss: Callable[..., Tensor], *names: OperatorName
+    loss: Callable[..., Tensor],
+    *names: OperatorName,
+    net: nn.Module | None = None,
+    outputs: str | None = None,
 ) -> tuple[nn.Module, Tensor, list[Any], str]:
     """A net, a random vector, its products by several operators, and the outputs of the first."""
     torch.manual_seed(0)
-    net = Net()
+    net = Net() if net is None else net
     backend = ModuleBackend(net)
     v = random_vector(backend.layout, backend.space, seed=0)
     with backend.measuring(backend.objective(DATA, loss)) as session:
-        found = [curvature(session, FiniteDifferenceConfig(), name) for name in names]
-        outputs: Any = found[0].outputs
-        return net, v, [operator.matvec(v) for operator in found], outputs
+        settings = FiniteDifferenceConfig()
+        found: list[Any] = [curvature(session, settings, name, outputs) for name in names]
+        return net, v, [operator.matvec(v) for operator in found], found[0].outputs
 
 
 def _called(logits: Logits, x: Tensor, net: Callable[..., Any]) -> Tensor:
@@ -155,9 +160,94 @@ def test_of_a_loss_of_several_outputs_of_the_model_the_matrix_is_in_all() -> Non
     def of_both(y: Tensor, f: Tensor) -> Tensor:
         return aside({"head": f[:, :3], "aside": f[:, 3:]}, y)
 
-    net, v, (g, r, h), outputs = products(loss, "ggn", "residual", "hessian")
-    assert outputs == f"the model itself: {VALUES}"
+    require_in_both(loss, both, of_both)
+
+
+def require_in_both(
+    loss: Callable[..., Tensor],
+    both: Callable[..., Tensor],
+    of_both: Callable[[Tensor, Tensor], Tensor],
+    most: float = 1e-2,
+    net: nn.Module | None = None,
+    outputs: str | None = None,
+) -> None:
+    names: list[OperatorName] = ["ggn", "residual", "hessian"]
+    net, v, (g, r, h), words = products(loss, *names, net=net, outputs=outputs)
+    assert words == f"{ITSELF}: {VALUES}"
     each = [of_functions(net, partial(both, x.double()), partial(of_both, y), v) for x, y in DATA]
-    assert relative(g.vector, torch.stack(each).mean(0)) < 3 * g.error < 1e-2
+    assert relative(g.vector, torch.stack(each).mean(0)) < 3 * g.error < most
     gap = float((g.vector + r.vector - h.vector).norm())
     assert gap < 3 * sum(p.error * p.norm for p in (g, r, h))
+
+
+MASKS = [-math.inf, torch.finfo(torch.float32).min, -1e9]
+
+
+def mask(f: Tensor, number: float) -> Tensor:
+    """The middle class of each row, or the last, is masked."""
+    place = 1 + torch.arange(len(f))[:, None] % 2
+    return f.scatter(1, place, number)
+
+
+def focal(f: Tensor, y: Tensor) -> Tensor:
+    each = functional.cross_entropy(f, y, reduction="none")
+    return ((1 - (-each).exp()) ** 2 * each).mean()
+
+
+@pytest.mark.parametrize("number", MASKS)
+@pytest.mark.parametrize(
+    ("of_logits", "kind"), [(functional.cross_entropy, KNOWN), (focal, VALUES)]
+)
+def test_masked_classes_count_for_nothing(
+    of_logits: Callable[[Tensor, Tensor], Tensor], kind: str, number: float
+) -> None:
+    """Infinite ones had been refused, and large ones taken for the size of the outputs: products
+    were 300 times less accurate, of displacements as large as rounding of 1e9 would need.
+    """
+
+    def logits(f: dict[str, Tensor]) -> Tensor:
+        return mask(f["head"], number)
+
+    def loss(net: nn.Module, b: Any) -> Tensor:
+        return of_logits(logits(net(b[0].to(next(net.parameters()).dtype))), 0 * b[1])
+
+    net, v, (g,), outputs = products(loss, "ggn")
+    assert outputs.endswith(kind)
+    each = [
+        of_functions(net, partial(_called, logits, x.double()), partial(_loss, of_logits, 0 * y), v)
+        for x, y in DATA
+    ]
+    assert relative(g.vector, torch.stack(each).mean(0)) < 3 * g.error < 3e-4
+
+
+class Both(nn.Module):
+    """Returns two heads, each with a class that is masked."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.net, self.number = Net(), number
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`(b, 3)` each."""
+        f = self.net(x)
+        return mask(f["head"], self.number), mask(f["aside"], self.number)
+
+
+@pytest.mark.parametrize("number", MASKS)
+@pytest.mark.parametrize("outputs", [None, ITSELF])
+def test_of_several_cross_entropies_of_what_a_model_returns_the_matrix_is_in_all(
+    outputs: str | None, number: float
+) -> None:
+    """It had been in the first one alone; masked heads had looked alike."""
+
+    def of_both(y: Tensor, f: Tensor) -> Tensor:
+        one, other = f.split(3, -1)
+        return functional.cross_entropy(one, 0 * y) + functional.cross_entropy(other, 0 * y)
+
+    def both(x: Tensor, net: Callable[..., Any]) -> Tensor:
+        return torch.cat(net(x), -1)
+
+    def loss(net: nn.Module, b: Any) -> Tensor:
+        return of_both(b[1], both(b[0].to(next(net.parameters()).dtype), net))
+
+    require_in_both(loss, both, of_both, 1e-3, Both(number), outputs)

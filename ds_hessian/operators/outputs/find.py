@@ -36,6 +36,7 @@ from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.operators.outputs.losses import (
     Tokens,
     beside_outputs,
+    heard,
     keeps_weights,
     read_cross_entropy,
 )
@@ -308,12 +309,12 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, 
     entropic, places = bool(table[chosen, SEEN]), [0]
     several = _last_named(session, table, chosen) if name is None and not entropic else None
     if several is not None:
-        places = _places(session, named[several][1], True)
+        places, _ = _places(session, named[several][1], True)
         chosen = several if len(places) > 1 else chosen  # of several heads all have a name
     module = named[chosen][1]
     if len(places) == 1:
-        found = _places(session, module, chosen in watch.several)
-        entropic = entropic and (len(found) == 1 or _has_cross_entropy(session, module))
+        found, tensors = _places(session, module, chosen in watch.several)
+        entropic = entropic and tensors == places
         places = places if entropic else found
     tap = Tap(named[chosen][0] or ITSELF, module, places=places)
     ranks = session.space.world_size
@@ -339,16 +340,16 @@ def _last_named(session: Session, table: Tensor, chosen: int) -> int | None:
     return found if float(order[found]) > float(table[chosen, ORDER]) else None
 
 
-def _places(session: Session, module: nn.Module, several: bool) -> list[int]:
-    """Return which of the tensors that a module returns the loss takes: the first where it takes
-    none but single numbers, which are losses.
+def _places(session: Session, module: nn.Module, several: bool) -> tuple[list[int], list[int]]:
+    """Return which of the tensors that a module returns the loss takes, and which of them are no
+    single numbers; the first where all are, which are losses.
 
     Collective: where it is `several` on some rank, the gradient of the first micro-batch; a small
     all-reduce or two.
     """
     first = [0]
     if not session.space.reduce(torch.tensor([float(several)], dtype=torch.float64))[0]:
-        return first
+        return first, first
     seen = dict[int, tuple[bool, bool]]()  # whether the loss takes it, and whether as a tensor
 
     def judge(place: int, c: Tensor) -> None:
@@ -373,33 +374,8 @@ def _places(session: Session, module: nn.Module, several: bool) -> list[int]:
     size = int(session.space.reduce(torch.tensor([float(len(seen))], dtype=torch.float64))[0])
     mine = [seen.get(i, (False, False)) for i in range(size)]
     taken = session.space.reduce(torch.tensor(mine, dtype=torch.float64).reshape(-1)).view(-1, 2)
-    return taken[:, 0].nonzero().flatten().tolist() if bool(taken[:, 1].any()) else first
-
-
-class _Entropic(Silence):
-    """Reads whether the loss is a cross entropy of outputs to which something is added, in fp32."""
-
-    reads, failed = True, False
-
-    def outputs(self, index: int, f: Tensor) -> Tensor:
-        return beside_outputs(f)
-
-    def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
-        self.failed |= read_cross_entropy(f, c) is None
-        return super().cotangent(index, f, c)
-
-
-def _has_cross_entropy(session: Session, module: nn.Module) -> bool:
-    """Return whether the first tensor that a module returns has a cross entropy, as it seems to:
-    that of another loss may have its cotangent in 16 bits.
-
-    Collective: the gradient of the first micro-batch, and a small all-reduce.
-    """
-    listener = _Entropic()
-    with Tap("", module).listening(range(1), listener):
-        session.add_gradient(None, range(1))
-    found = session.space.reduce(torch.tensor([float(listener.failed)], dtype=torch.float64))
-    return not bool(found[0])
+    found, tensors = (column.nonzero().flatten().tolist() for column in taken.T)
+    return (found, tensors) if tensors else (first, first)
 
 
 class _Others(Silence):
@@ -543,6 +519,9 @@ def _same(a: tuple[Tensor, Tokens], b: tuple[Tensor, Tokens] | None) -> bool:
     if x.shape != y.shape:
         return False
     roundoff = max(torch.finfo(f.dtype).eps for f, _ in (a, b))
+    some = heard(x, x.amax(-1, keepdim=True)) & heard(y, y.amax(-1, keepdim=True))
+    x, y = (z.masked_fill(~some, 0.0) for z in (x, y))  # of masked classes neither tells
     apart = x - y
-    rest = (apart - apart.mean(-1, keepdim=True)).abs().max()
+    means = apart.sum(-1, keepdim=True) / some.sum(-1, keepdim=True)
+    rest = (apart - means).masked_fill_(~some, 0.0).abs().max()
     return bool(rest <= 2 * roundoff * torch.maximum(x.abs().max(), y.abs().max()))

@@ -39,6 +39,9 @@ BLOCKS, LEAST = 16, 2**18
 """Outputs are worked on in so many blocks of tokens, or in fewer that have so many entries: little
 memory beside the outputs, and work enough for an accelerator."""
 
+UNHEARD = 104.0
+"""How far below the likeliest class exp is 0 in fp32, whose least number is 2^-149."""
+
 GOLDEN = 0.6180339887
 """The golden ratio's fraction, of which multiples are spread evenly."""
 
@@ -208,16 +211,32 @@ def size_of(x: Tensor) -> float:
 
 
 def beside_outputs(f: Tensor, least: float = 1e-3) -> Tensor:
-    """Return something as large as the outputs, of entries +-a with a >= `least`, to be added to
-    them.
+    """Return something as large as the outputs that a softmax hears, of entries +-a with
+    a >= `least`, to be added to them.
     """
     # Signs that alternate, but not with a period of the data.
     last = f.shape[-1]
     parts = (torch.arange(count, device=f.device) for count in (f.numel() // last, last))
     rows, columns = (torch.frac(part * GOLDEN) for part in parts)
     signs = (rows[:, None] + columns).frac_().ge_(0.5).mul_(2).sub_(1)
-    size = f.norm(dtype=torch.float32) / math.sqrt(max(f.numel(), 1))
-    return signs.mul_(size.clamp_min(least)).reshape(f.shape)
+    return signs.mul_(max(_size_heard(f), least)).reshape(f.shape)
+
+
+def heard(f: Tensor, highest: Tensor) -> Tensor:
+    """Return which outputs a softmax does not make 0, as it does those of masked classes."""
+    return f >= highest - UNHEARD
+
+
+def _size_heard(f: Tensor) -> float:
+    """Return the root of the mean square of the outputs that a softmax hears."""
+    if not f.numel():
+        return 0.0
+    least, highest = torch.aminmax(f)
+    count = f.numel()
+    if not heard(least, highest):
+        some = heard(f, highest)
+        f, count = f.masked_fill(~some, 0.0), int(some.sum())
+    return float(f.norm(dtype=torch.float32)) / math.sqrt(max(count, 1))
 
 
 def uneven(added: Tensor) -> Tensor:

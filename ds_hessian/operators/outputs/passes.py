@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ds_hessian import ops
 from ds_hessian.backends.protocol import Session
+from ds_hessian.operators.outputs.losses import size_of
 from ds_hessian.operators.outputs.tap import Listener, Silence, Tap, nothing, sample
 
 OutputProduct = Callable[[int, Tensor, Tensor], Tensor]
@@ -196,9 +197,9 @@ class Group:
     def __init__(
         self, above: dict[int, Tensor], below: dict[int, Tensor], beyond: dict[int, Tensor]
     ) -> None:
-        self.beyond = {i: f - 2 * sample(above[i]) for i, f in beyond.items()}
-        self.middles = {i: sample(f) + sample(below[i]) for i, f in above.items()}
-        self.differences = {i: f.sub_(below.pop(i)) for i, f in above.items()}
+        self.beyond = {i: f - 2 * _unmasked(above[i]) for i, f in beyond.items()}
+        self.middles = {i: _unmasked(f) + _unmasked(below[i]) for i, f in above.items()}
+        self.differences = {i: subtract(f, below.pop(i)) for i, f in above.items()}
         self._first = {i: _square(sample(d)) for i, d in self.differences.items()}
         self.cotangents, self.factors = dict[int, Tensor](), dict.fromkeys(above, 1.0)
 
@@ -209,10 +210,10 @@ class Group:
 
     def bend(self, index: int, f: Tensor, sums: Sums) -> None:
         """Add the squares of the second difference, and of the outputs at w."""
-        here = sample(f.float())
+        here = _unmasked(f)
         second = _square(self.middles[index] - 2 * here)
         sums.squares[3] += second
-        sums.squares[4] += _square(here)
+        sums.squares[4] += _square(_moved(here, sample(self.differences[index])))
         if index in self.beyond:
             third = self.beyond[index] - self.middles[index] + 3 * here
             sums.thirds += torch.tensor([self._first[index], second, _square(third) / 9])
@@ -352,7 +353,7 @@ class Passes:
     ) -> Group:
         """Return the differences of the outputs, not scaled yet."""
         some = range(max(micro_batches.start, bent.start), min(micro_batches.stop, bent.stop))
-        beyond = self._outputs(v, 2 * step, some, sample)[0] if some else {}
+        beyond = self._outputs(v, 2 * step, some, _unmasked)[0] if some else {}
         group = Group(*self._ends(v, step, micro_batches, sums), beyond)
         group.sizes(sums)
         return group
@@ -420,7 +421,8 @@ class Passes:
                 form = 0.0
                 for i in self.tap.calls(range(unit, unit + 1)):
                     if i in above:
-                        delta, middle = above[i] - below[i], above[i].add_(below[i]).div_(2)
+                        delta = subtract(above[i].clone(), below[i])
+                        middle = above[i].add_(below[i]).div_(2)
                         form += _dot(product(i, middle, delta), delta)
                 found.append(form)
         return found
@@ -429,6 +431,30 @@ class Passes:
         """Add the gradient that does not pass the outputs to `out`, at the weights as they are."""
         with self.tap.listening(micro_batches, Silence()):
             self.session.add_gradient(out, micro_batches)
+
+
+def subtract(a: Tensor, b: Tensor) -> Tensor:
+    """Return `a - b`, in place of a: 0 where both are the same infinity, as of a masked class."""
+    if math.isfinite(size_of(b)):
+        return a.sub_(b)
+    masked = b.isinf().logical_and_(a == b)
+    return a.sub_(b).masked_fill_(masked, 0.0)
+
+
+def _unmasked(f: Tensor) -> Tensor:
+    """Return a sample of outputs, fp32, 0 for those that are masked by minus infinity, or by the
+    least number, of which sums are.
+    """
+    some = sample(f).float()
+    return some.masked_fill(some < torch.finfo(some.dtype).min / 4, 0.0)
+
+
+def _moved(f: Tensor, delta: Tensor) -> Tensor:
+    """Return outputs, with those that are larger than any that moves cut to that: they are
+    constants, as those of classes that are masked by a large number, and are not rounded.
+    """
+    largest = size_of(f.masked_fill(delta == 0, 0.0))
+    return f.clamp(-largest, largest)
 
 
 def _square(x: Tensor) -> float:

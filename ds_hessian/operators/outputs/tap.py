@@ -237,7 +237,8 @@ class _Calls:
             raise UnsupportedError(
                 f"ds_hessian does not support a module {self.name!r} that is called more than once "
                 "for a micro-batch as the outputs of a Gauss-Newton operator: several heads, or a "
-                'head that is shared, have no single Gauss-Newton matrix; use operator "hessian"'
+                "head that is shared, have no single Gauss-Newton matrix; one that returns all "
+                'that the loss takes in one call has, outputs=...; or use operator "hessian"'
             )
         index = self.micro_batches[self.count]
         self.count += 1
