@@ -30,8 +30,10 @@ def share(n: int = 1000, accelerator: bool = True):  # type: ignore[no-untyped-d
     return Job(num_parameters=n, world_size=1, accelerator=accelerator).share
 
 
-@pytest.mark.parametrize("count", cells([1, 4, 16], [1, 4]))
-@pytest.mark.parametrize("scheme", ["central", "forward", "fourth_order"])
+@pytest.mark.parametrize("count", cells([1, 4, 16], [4]))
+@pytest.mark.parametrize(
+    "scheme", cells(["central", "forward", "fourth_order"], ["central", "fourth_order"])
+)
 @pytest.mark.parametrize("displacement", ["auto", 1e-3])
 def test_the_gradients_of_a_product_are_those_that_operators_evaluate(
     count: int, scheme: str, displacement: float | str
@@ -91,7 +93,7 @@ def test_a_basis_is_read_twice_from_where_it_is_and_two_rows_once_more() -> None
 
 
 @pytest.mark.parametrize("count", cells([1, 4, 16], [16]))
-@pytest.mark.parametrize("scheme", ["central", "fourth_order"])
+@pytest.mark.parametrize("scheme", cells(["central", "fourth_order"], ["central"]))
 @pytest.mark.parametrize("costly", [False, True])
 def test_the_runs_of_a_product_are_those_that_operators_make(
     count: int, scheme: Any, costly: bool
@@ -124,7 +126,7 @@ def test_the_runs_of_a_product_are_those_that_operators_make(
     assert not costly or all(each == range(count) for each in later)
 
 
-@pytest.mark.parametrize("count", cells([8, 16, 32], [16]))
+@pytest.mark.parametrize("count", cells([8, 16, 32], [8]))
 def test_a_product_takes_a_quarter_of_a_gradient_for_its_trials(count: int) -> None:
     """The two first vectors included, but not what is made again. Trials above h, which third
     differences spare, took 0.35 in 6.8 runs with 16 micro-batches.

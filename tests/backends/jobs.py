@@ -261,7 +261,7 @@ def train(
             if mode == "inside" and step in (3, 7) and k == 0:
                 engine.hessian_spectrum(micro_batches, num_matvecs=3)
         if mode == "measured" and step in (3, 7):
-            engine.hessian_spectrum(micro_batches, num_matvecs=4)
+            engine.hessian_spectrum(micro_batches, num_matvecs=2)
         if mode == "kronecker" and step == 3:
             kronecker(engine, micro_batches)
         if mode == "failing" and step == 3:
@@ -825,12 +825,12 @@ def analyse(path: str, stage: int) -> tuple[Any, ...]:
     engine = make_engine(zero={"stage": stage}, hessian=QUIET)
     hessian = engine.hessian.use(my_batches())
     pairs = hessian.eigenpairs(3, "LM", max_matvecs=60)
-    traces = [hessian.trace("hutchinson", 12, blocks="parameters"), hessian.trace("xtrace", 24)]
+    traces = [hessian.trace("hutchinson", 6, blocks="parameters"), hessian.trace("xtrace", 12)]
     b = hessian.random_vector(seed=9)
     solution = hessian.solve(b, [12.0, 30.0], "minres", num_matvecs=30)
-    indefinite = hessian.solve(b, [1.0], "cg", num_matvecs=12)
+    indefinite = hessian.solve(b, [1.0], "cg", num_matvecs=6)
     coupling = hessian.block_coupling("parameters")
-    share = hessian.off_block_share("parameters", num_probes=4)
+    share = hessian.off_block_share("parameters", num_probes=2)
     hessian.save_vectors(pairs.vectors, path, {"values": pairs.values.tolist()})
     reloaded = torch.equal(hessian.load_vectors(path), pairs.vectors)
     records = hessian.save(pairs, Path(path).parent / "records")

@@ -88,7 +88,7 @@ def job(ranks: Ranks, request: pytest.FixtureRequest) -> Ranks:
     ("what", "alone"),
     cells(
         [(what, alone) for what in SAID for alone in (0, 1)],
-        [("break", 0), ("further", 0), ("raise at the end", 1)],
+        [("break", 0), ("raise at the end", 1)],
     ),
 )
 def test_a_rank_that_leaves_a_measurement_alone_ends_it_on_all(

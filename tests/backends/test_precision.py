@@ -27,7 +27,7 @@ PLACES = (  # of masters and of their fp32 copies; products of all engines are i
 )
 
 
-@pytest.mark.parametrize("name", cells(PLACES, ["2 bf16"]))
+@pytest.mark.parametrize("name", cells(PLACES, []))
 def test_the_spectrum_is_that_of_the_masters_without_a_warning(ranks: Ranks, name: str) -> None:
     results = ranks(2).run(jobs.spectrum, LOW_ENGINES[name])
     weights, spectrum = results[0]

@@ -27,8 +27,8 @@ def oracle(weights: dict[str, torch.Tensor], total: int = jobs.TOTAL) -> DenseHe
 
 @pytest.fixture(scope="module")
 def run(ranks: Ranks) -> Callable[[int], Any]:
-    """Weights, probe, product and an 8-step spectrum on so many ranks."""
-    return functools.cache(lambda w: ranks(w).run(jobs.measure, 8, 1, {})[0])
+    """Weights, probe, product and a 4-step spectrum on so many ranks."""
+    return functools.cache(lambda w: ranks(w).run(jobs.measure, 4, 1, {})[0])
 
 
 @pytest.mark.parametrize("world_size", cells([1, 2, 3], [1, 2]))
@@ -208,7 +208,7 @@ SPLIT = {
             *(2, {**SPLIT, "zero_hpz_partition_size": 2}, FAILURES[14:]), marks=pytest.mark.full
         ),
         pytest.param(1, {}, FAILURES_OF_1, marks=pytest.mark.full),
-        (2, SPLIT, FAILURES[4::4]),
+        (2, SPLIT, FAILURES[4::6]),
         pytest.param(2, SPLIT, FAILURES, marks=pytest.mark.full),
         pytest.param(3, SPLIT, FAILURES_OF_3, marks=pytest.mark.full),
     ],

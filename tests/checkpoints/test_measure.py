@@ -82,6 +82,7 @@ def test_a_series_of_state_dicts_makes_a_run_folder_of_exact_spectra(files: Path
             assert abs(found.value - float(value)) <= found.error < 0.01 * float(values[-1])
 
 
+@pytest.mark.full
 def test_a_killed_series_continues_where_it_was(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

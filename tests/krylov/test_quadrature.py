@@ -13,7 +13,7 @@ from tests.tiers import cells
 ROUNDOFF = 2.0**-24
 
 
-@pytest.mark.parametrize("m", cells([1, 2, 5, 12, 40], [1, 5, 40]))
+@pytest.mark.parametrize("m", cells([1, 2, 5, 12, 40], [1, 5]))
 @pytest.mark.parametrize("name", SPECTRA)
 def test_the_measure_lies_within_its_bounds_everywhere(name: str, m: int) -> None:
     values = SPECTRA[name]

@@ -24,6 +24,7 @@ from ds_hessian.ops import async_io
 from ds_hessian.vectors import VectorSpace
 from tests.krylov.matrices import SPECTRA, Matrix
 from tests.ranks import RankPool
+from tests.tiers import cells
 
 N = len(SPECTRA["spiked"])
 DTYPES = [torch.float32, torch.bfloat16]
@@ -294,7 +295,7 @@ def collectives_of_steps(place: str, mode: str) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["full", "selective", "window", "none"])
+@pytest.mark.parametrize("mode", cells(["full", "selective", "window", "none"], ["selective"]))
 @pytest.mark.parametrize("place", ["accelerator", "disk"])
 def test_a_step_makes_three_small_collectives_of_any_kind(
     place: str, mode: str, ranks: Callable[[int], RankPool]

@@ -230,7 +230,7 @@ def train(job: Job, stage: int, measure: str, steps: int = 2, **config: Any) -> 
                 engine.step()
                 losses.append(loss.detach().clone())
             if measure == "spectrum":
-                hessian.spectrum(num_matvecs=2)
+                hessian.spectrum(num_matvecs=1)
             elif measure and step == 0:
                 errors.append(failing_spectrum(hessian, job, measure))
         state = [losses, *state_of(engine, ZeroBackend(engine))]

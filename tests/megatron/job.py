@@ -732,7 +732,7 @@ def train(job: Job, measure: str = "", steps: int = 2, config: dict[str, Any] | 
             run_schedule(job, chunks, batches)
             norms.append(optimizer.step()[1])
             if measure == "spectrum":
-                spectrum = hessian.spectrum(num_matvecs=2)
+                spectrum = hessian.spectrum(num_matvecs=1)
                 measured.append((spectrum.loss, spectrum.gradient_norm, spectrum.n))
             elif measure == "kronecker":
                 found = hessian.kronecker(["ekfac"], FACTORS, basis=1, probes=2, extremes=0)
@@ -1120,7 +1120,7 @@ def amid_training() -> tuple[Any, Any, list[str]]:
         from ds_hessian.backends.megatron.host import unwrap
 
         hessian, inner = hessian_of(chunks, job), make_forward_step(job)
-        bare = hessian.spectrum(num_matvecs=2, displacement=3e-2).alphas
+        bare = hessian.spectrum(num_matvecs=1, displacement=3e-2).alphas
         config, timers, calls = chunks[0].config, Timers(2, "minmax"), []
         config.timers, config.grad_scale_func = timers, lambda loss: loss * 8
         config.param_sync_func = config.grad_sync_func = calls.append
@@ -1139,7 +1139,7 @@ def amid_training() -> tuple[Any, Any, list[str]]:
             return result
 
         hessian.use(my_batches(), forward_step, **SIZES)
-        amid = hessian.spectrum(num_matvecs=2, displacement=3e-2).alphas
+        amid = hessian.spectrum(num_matvecs=1, displacement=3e-2).alphas
         touched = {
             "timers": timers._timers,
             "callbacks": calls,
@@ -1162,7 +1162,7 @@ def gradients_after_a_spectrum() -> list[tuple[bool, bool]]:
             run_schedule(job, chunks, my_batches())
             optimizer.step()
             kept = [p.grad for p in chunks[0].parameters()]
-            hessian_of(chunks, job).spectrum(num_matvecs=2)
+            hessian_of(chunks, job).spectrum(num_matvecs=1)
             left = [p.grad for p in chunks[0].parameters()]
             buffers = [buffer.grad_data for buffer in chunks[0].buffers]
             zero = all(not data.any() for data in buffers)
@@ -1193,7 +1193,7 @@ def with_rerun_machine() -> str:
 
         try:
             hessian = hessian_of(chunks, Job()).use(my_batches(), forward_step, **SIZES)
-            hessian.spectrum(num_matvecs=2)
+            hessian.spectrum(num_matvecs=1)
             return str(machine.get_mode().value)
         finally:
             rerun_state_machine.destroy_rerun_state_machine()

@@ -55,7 +55,7 @@ def products(job: Job, count: int = 2) -> Any:
                 rows.append(row)
                 v = g / space.norm(g)
         names = ("ggn", "residual")[:count]
-        spectra = [hessian.spectrum(operator=name, num_matvecs=3) for name in names]
+        spectra = [hessian.spectrum(operator=name, num_matvecs=2) for name in names]
         after = [p.detach() for c in chunks for p in c.parameters()]
         back = all(map(torch.equal, before, after)) and forward_hooks(*chunks) == hooks
         return rows, found["ggn"].outputs, back, [(s.alphas[0], s.betas[0]) for s in spectra]

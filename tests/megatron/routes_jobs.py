@@ -524,7 +524,7 @@ def frozen_since_wrapping(job: Job) -> tuple[float, float, bool]:
         with hessian.measuring(displacement=2e-2):
             forth, back = (hessian.matvec(x).vector for x in (v, w))
         trained = sum(p.numel() for p in chunks[0].parameters() if p.requires_grad)
-        n = hessian.spectrum(num_matvecs=1).n
+        n = hessian.spectrum(num_matvecs=1, displacement=2e-2).n
         return hessian.dot(w, forth), hessian.dot(v, back), n == trained
 
 
@@ -535,7 +535,7 @@ def edited(job: Job, masters: bool) -> list[float]:
             make_optimizer(job, chunks)
         for p in chunks[0].parameters():
             p.data.mul_(1.25)
-        found: list[float] = hessian_of(chunks, job).spectrum(num_matvecs=2).alphas.tolist()
+        found: list[float] = hessian_of(chunks, job).spectrum(num_matvecs=1).alphas.tolist()
         return found
 
 

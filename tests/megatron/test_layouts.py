@@ -37,8 +37,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP per token": (2, {"pp": 2, "per_token": True}),
 }
 QUICK = (
-    *("DP", "DP distributed optimizer overlap", "TP sequence parallel", "PP interleaved"),
-    *("PP per token", "PP, a rank's first chunk empty"),
+    *("DP", "DP distributed optimizer overlap", "TP sequence parallel"),
+    *("PP per token", "PP, a rank's first chunk empty"),  # which is interleaved
 )
 QUICK_SPECTRA = ("TP sequence parallel",)
 

@@ -112,7 +112,7 @@ def test_training_finds_its_gradients_cleared(megatron_ranks: Ranks) -> None:
 
 
 def test_dropout_is_off_unless_it_is_asked_for(megatron_ranks: Ranks) -> None:
-    ranks = megatron_ranks(2)
+    ranks = megatron_ranks(1)
     plain, off, on = (
         ranks.run(job.measured, Job(dropout=rate), 1, dropout=kept)[0]
         for rate, kept in ((0.0, False), (0.3, False), (0.3, True))
@@ -123,7 +123,7 @@ def test_dropout_is_off_unless_it_is_asked_for(megatron_ranks: Ranks) -> None:
 
 
 def test_the_rerun_machine_does_not_refuse_losses(megatron_ranks: Ranks) -> None:
-    assert megatron_ranks(2).run(job.with_rerun_machine) == ["validate_results"] * 2
+    assert megatron_ranks(1).run(job.with_rerun_machine) == ["validate_results"]
 
 
 @pytest.mark.parametrize(

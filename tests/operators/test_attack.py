@@ -67,7 +67,8 @@ def test_rounding_that_is_opposite_on_both_sides_is_in_the_error(
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("sine", 0.7), ("uneven scales", 0.1), ("badly scaled", 0.3)]
+    ("name", "most"),
+    cells([("sine", 0.7), ("uneven scales", 0.1), ("badly scaled", 0.3)], [("uneven scales", 0.1)]),
 )
 def test_where_most_displacements_saturate_or_are_rounded_the_others_are_found(
     attack: Found, name: str, most: float
@@ -80,7 +81,7 @@ def test_where_most_displacements_saturate_or_are_rounded_the_others_are_found(
     assert np.median(estimates / ratios) < most, estimates / ratios
 
 
-@pytest.mark.parametrize("count", [1, 4, 8, 16])
+@pytest.mark.parametrize("count", cells([1, 4, 8, 16], [4]))
 def test_the_rounding_of_one_weight_among_many_is_seen(attack: Found, count: int) -> None:
     """A bias of 1024, with much curvature: its rounding was opposite on both sides of w."""
     ratios, _ = told(attack, "huge bias", "fp32", count)
@@ -94,7 +95,7 @@ def test_the_rounding_of_one_weight_among_many_is_seen(attack: Found, count: int
             *((name, count, 0) for name in AMONG_KINKS for count in (4, 8, 16)),
             *((name, 16, seed) for name in ("relu", "max pooling", "celu") for seed in (1, 3, 4)),
         ],
-        [("relu", 8, 0), ("elu", 4, 0)],
+        [("relu", 4, 0), ("elu", 4, 0)],
     ),
 )
 def test_among_kinks_the_second_difference_is_the_error(
@@ -158,7 +159,7 @@ def test_what_the_pilot_takes_for_a_kink_is_looked_for_in_the_slice(
     assert LEAST < ratios.min() and ratios.max() < 10, ratios
 
 
-@pytest.mark.parametrize("count", cells([4, 8], [8]))
+@pytest.mark.parametrize("count", cells([4, 8], [4]))
 def test_a_pilot_whose_ratio_is_far_smaller_is_given_up(attack: Found, count: int) -> None:
     """A net that is sure of all micro-batches but one, which makes gradient and noise."""
     found = list(attack["products"](attack["problem"]("sure", "fp32", count, 1)))
@@ -192,7 +193,7 @@ def gauss_newton(attack: Found, name: str, count: int, products: int = 6) -> tup
             for name in ("steep softplus", "huber", "smooth l1", "squared hinge")
             for count in (1, 4, 16)
         ],
-        [("steep softplus", 4), ("huber", 16)],
+        [("steep softplus", 4), ("huber", 4)],
     ),
 )
 def test_a_loss_known_by_its_values_has_an_error_of_its_own(
@@ -232,7 +233,7 @@ def test_what_a_third_difference_of_all_micro_batches_shows_is_kept(attack: Foun
     assert LEAST < ratios.min() and ratios.max() < 5, ratios
 
 
-@pytest.mark.parametrize("seed", [7, 8])
+@pytest.mark.parametrize("seed", cells([7, 8], [7]))
 def test_steps_in_which_a_weight_stays_are_in_the_error(attack: Found, seed: int) -> None:
     """A bias near 1024, which h v does not reach: neither ratio nor third difference shows that D
     has no part of it. Estimates of products that were 0.1 to 0.2 off were 0.001 to 0.01 of that.

@@ -130,9 +130,7 @@ def krylov(backend: ModuleBackend, exact: Any, count: int) -> Iterator[tuple[Ten
         v = (product / product.norm()).float()
 
 
-@pytest.mark.parametrize(
-    "loss", cells(LOSSES, [weighted, smooth, squared]), ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("loss", cells(LOSSES, [weighted, squared]), ids=lambda f: f.__name__)
 def test_products_are_exact_whatever_the_loss(gpt: nn.Module, loss: Callable[..., Tensor]) -> None:
     exact = ExactGaussNewton(gpt, "head", loss, DATA)
     with operators(gpt, DATA, loss, "ggn", "residual", "hessian") as (backend, found):
@@ -176,7 +174,7 @@ def _binary(f: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("outputs", "outer"),
-    cells([(1, _poisson), (1, _binary), (3, _focal)], [(1, _poisson), (3, _focal)]),
+    cells([(1, _poisson), (1, _binary), (3, _focal)], [(3, _focal)]),
     ids=lambda part: getattr(part, "__name__", str(part)).strip("_"),
 )
 def test_a_loss_that_looks_quadratic_or_entropic_at_one_point_is_neither(
@@ -313,7 +311,7 @@ def test_gauss_newton_is_the_hessian_of_softmax_regression() -> None:
 
 def test_no_eigenvalue_is_below_zero_by_more_than_its_bar(gpt: nn.Module) -> None:
     hessian = ds_hessian.attach(gpt).use(DATA)
-    spectrum = hessian.spectrum(num_matvecs=25, operator="ggn", progress=False)
+    spectrum = hessian.spectrum(num_matvecs=15, operator="ggn", progress=False)
     low = spectrum.eigenvalue_min
     assert low.value > -low.error and spectrum.provenance.operator == "ggn"
     assert hessian.spectrum(num_matvecs=25, progress=False).eigenvalue_min.value < -1e-2
@@ -542,7 +540,7 @@ def gated_distance(net: nn.Module, batch: Any) -> Tensor:
         (3, gated_distance, "the model itself: squares"),  # which returns last
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", cells([torch.float32, torch.bfloat16], [torch.bfloat16]))
 def test_gates_between_two_experts_are_no_heads(
     classes: int, loss: Any, outputs: str, dtype: torch.dtype
 ) -> None:
@@ -783,7 +781,7 @@ def _entropy(net: nn.Module, entry: tuple[Tensor, Tensor]) -> Tensor:
     return functional.cross_entropy(net(entry[0]), entry[1])
 
 
-@pytest.mark.parametrize("h", [0.005, 0.02, 0.1])
+@pytest.mark.parametrize("h", cells([0.005, 0.02, 0.1], [0.02]))
 def test_a_given_displacement_is_judged_by_all_micro_batches(h: float) -> None:
     """Outputs of the pilot bend a twentieth as much as those of the others."""
     torch.manual_seed(1)
@@ -822,7 +820,7 @@ def test_truncation_of_micro_batches_beside_the_pilot_is_in_the_error(seed: int)
     assert product.error is not None and error < SLACK * product.error
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", cells([0, 1], [0]))
 def test_a_pilot_with_next_to_no_part_in_a_product_leaves_its_place_to_another(seed: int) -> None:
     """It has 1e-4 of it: errors were up to 4e-2, and told 25 times too small."""
     torch.manual_seed(seed)
@@ -1147,7 +1145,7 @@ def test_a_displacement_at_which_others_than_the_pilot_have_no_outputs_is_given_
         operator.matvec(v)
 
 
-@pytest.mark.parametrize(("smoothing", "seed"), [(0.0, 5), (0.1, 3)])
+@pytest.mark.parametrize(("smoothing", "seed"), cells([(0.0, 5), (0.1, 3)], [(0.0, 5)]))
 def test_vectors_that_g_maps_to_nothing_spoil_no_others(smoothing: float, seed: int) -> None:
     """kappa in units of their products was that of all others, whose errors were 0.2; differences
     of their cotangents were rounding, for which the loss was differenced over less and less: later

@@ -271,7 +271,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", cells(FAMILIES, ("token weights", "contrastive both ways")))
+@pytest.mark.parametrize("name", cells(FAMILIES, ["token weights"]))
 def test_products_and_their_errors_are_right_and_add_up(name: str) -> None:
     family = FAMILIES[name]
     net, data, loss = family.net(), family.data(), family.loss
@@ -500,7 +500,7 @@ def of_pair(net: nn.Module, batch: Any) -> Tensor:
     return pair(*tensors_of(found))
 
 
-@pytest.mark.parametrize("returned", cells(RETURNED, ["dict", "dataclass"]))
+@pytest.mark.parametrize("returned", cells(RETURNED, ["dataclass"]))
 def test_the_matrix_of_a_loss_of_two_heads_is_in_both(returned: str) -> None:
     """G was in one of them alone, or all of it in the residual, with errors of 1e-5."""
     net, data = Pair(returned), points()
@@ -537,7 +537,8 @@ class Inside(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "returned"), [(torch.float32, "nested tuple"), (torch.bfloat16, "dict")]
+    ("dtype", "returned"),
+    cells([(torch.float32, "nested tuple"), (torch.bfloat16, "dict")], [(torch.bfloat16, "dict")]),
 )
 def test_heads_that_a_module_inside_returns_are_found(dtype: torch.dtype, returned: str) -> None:
     """Of a dict only one was, which was refused; in bf16 what is detached had another dtype."""

@@ -25,6 +25,7 @@ from tests.operators.nets import (
     relative,
     train,
 )
+from tests.tiers import cells
 
 GRID = {False: [10 ** (k / 3) for k in range(-13, 0)], True: [10 ** (k / 3) for k in range(-8, 3)]}
 FIXED = {False: 5e-3, True: 0.2}
@@ -61,7 +62,7 @@ def search(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("kappa", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("kappa", cells([0.3, 1.0, 4.0], [1.0]))
 @pytest.mark.parametrize("noise", [1e-8, 1e-6])
 @pytest.mark.parametrize("length", [1e-3, pytest.param(1e-2, marks=FULL), 1e-1])
 @pytest.mark.parametrize("micro_batches", [1, pytest.param(4, marks=FULL), 16])
@@ -201,6 +202,7 @@ def test_a_displacement_to_which_the_search_returns_is_accepted() -> None:
     assert controller.advise(trials) == Advice(10 * H, True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=FULL)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     "steps",

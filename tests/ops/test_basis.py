@@ -128,7 +128,7 @@ def test_all_gpus_have_the_same_bits(emulate, m, dtype) -> None:
 
 
 # 429 rows of fp32 are the most of which a tile fits; then warps have all the rows that they can.
-@pytest.mark.parametrize("m", cells([1, 4, 5, 129, 400, 429, 430, 700], [1, 4, 5, 129, 400, 700]))
+@pytest.mark.parametrize("m", cells([1, 4, 5, 129, 400, 429, 430, 700], [1, 5, 129]))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_number_of_rows(device, m, dtype) -> None:
     n, owned = 3001, 2990

@@ -38,7 +38,7 @@ DDP: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("accumulate", cells([False, True], [True]))
 def test_training_in_one_process_is_bitwise_the_same(accumulate: bool) -> None:
     assert jobs.is_neutral(None, accumulate=accumulate, odd=True)
 

@@ -37,7 +37,7 @@ from ds_hessian.vectors import Fragment, Layout, VectorSpace, random_vector
 from tests.krylov.matrices import SPECTRA, Matrix, layout_of
 from tests.nets import TinyGPT, batch
 
-PROBES, STEPS = 3, 12
+PROBES, STEPS = 2, 12
 LONG = 24  # steps of the run that is killed 20 times
 
 

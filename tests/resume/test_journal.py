@@ -59,6 +59,7 @@ def test_on_the_same_layout_it_ends_with_the_same_bits(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", cells(["eigenpairs", "XTrace", "MINRES"], ["eigenpairs"]))
 def test_a_killed_job_ends_with_the_same_bits(
     ranks: Ranks, tmp_path: Path, in_one_go: InOneGo, kind: str
@@ -116,7 +117,7 @@ def test_reductions_of_every_part_of_an_interrupted_run_are_counted(
     assert reductions(tmp_path / "interrupted", 2, 4) >= reductions(tmp_path / "in one go", 4)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5])
+@pytest.mark.parametrize("share", cells([0.1, 0.5], [0.5]))
 def test_a_replayed_product_is_as_wrong_as_its_vector_is_off(
     ranks: Ranks, tmp_path: Path, share: float
 ) -> None:

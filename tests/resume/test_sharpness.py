@@ -18,6 +18,7 @@ from ds_hessian.operators import FiniteDifferenceHessian
 from ds_hessian.records import HessianSharpness
 from ds_hessian.resume import Journal
 from tests.operators.nets import batches, loss_of, mlp
+from tests.tiers import cells
 
 DATA = batches(2)
 
@@ -84,7 +85,7 @@ def same(a: HessianSharpness, b: HessianSharpness) -> bool:
     return all(getattr(a, n) == getattr(b, n) for n in names) and a.cost.products == b.cost.products
 
 
-@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("warm", cells([False, True], [True]))
 def test_it_is_resumed_by_a_new_process_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: bool
 ) -> None:

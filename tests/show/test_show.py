@@ -16,6 +16,7 @@ import pytest
 from ds_hessian.krylov import slq
 from ds_hessian.show.progress import SpectrumProgress
 from tests.records.makers import DenseOperator, language_model_like, semicircle, spectrum_of
+from tests.tiers import cells
 
 SPECTRA = {
     "outliers": (language_model_like(2000), 20, 2),
@@ -39,7 +40,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return figures
 
 
-@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize("name", cells(SPECTRA, ["long numbers", "outliers", "tiny"]))
 def test_every_spectrum_has_a_picture_whose_texts_do_not_overlap(
     tmp_path: Path, drawn: list[Any], name: str
 ) -> None:
