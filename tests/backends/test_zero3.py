@@ -275,6 +275,7 @@ def test_counts_weight_micro_batches_by_their_tokens(ranks: Ranks) -> None:
     assert relative(dense.flat(product), dense.matvec(dense.flat(v))) < 2e-4
 
 
+@pytest.mark.full
 def test_spectra_and_sharpness_on_schedule(ranks: Ranks, tmp_path: Path) -> None:
     for *steps, fixed in ranks(2).run(jobs.on_schedule, str(tmp_path)):
         assert steps == [[3, 6], [2, 4, 6], []] and fixed

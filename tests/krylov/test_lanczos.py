@@ -234,6 +234,7 @@ CASES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", cells(CASES, ["noisy"]))
 def test_bars_of_ritz_values_hold_in_95_of_100_cases(kind: str) -> None:
     noise, storage = CASES[kind]
