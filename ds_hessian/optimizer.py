@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from torch.optim import Optimizer as TorchOptimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,48 @@ def own_part(optimizer: Any) -> Any:
     """
     kinds = (kind.__name__ for kind in type(optimizer).__mro__)
     return optimizer.optim if "ZeroRedundancyOptimizer" in kinds else optimizer
+
+
+_SCHEDULED: tuple[str, ...] = ("lr", "betas")
+
+
+class Stepped:
+    """A hook of an optimizer: the rates and betas with which it has made its last step, which a
+    scheduler may have changed since. A rate that is a tensor, changed in place, is as it is now.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+
+    def __call__(self, optimizer: TorchOptimizer, *_: object) -> None:
+        """Note those of the groups that were stepped."""
+        for group in optimizer.param_groups:
+            noted = {name: group[name] for name in _SCHEDULED if name in group}
+            self._made[id(group)] = group, noted  # the group itself, so that no other has its id
+
+    def settings(self, group: dict[str, Any]) -> Mapping[str, Any]:
+        """Return the settings of a group; the present ones where no step was seen."""
+        return {**group, **self._made.get(id(group), (group, {}))[1]}
+
+
+def follow_steps(optimizer: Any) -> None:
+    """Note from now on with which settings an optimizer, or each inside of it, makes its steps."""
+    for inner in inside(optimizer):
+        if isinstance(inner, TorchOptimizer) and _stepped(inner) is None:
+            inner.register_step_post_hook(Stepped())
+
+
+def last_settings(optimizer: Any, group: dict[str, Any]) -> Mapping[str, Any]:
+    """Return the settings with which an optimizer has made the last step of a parameter group; the
+    present ones where it was not followed.
+    """
+    stepped = _stepped(optimizer)
+    return group if stepped is None else stepped.settings(group)
+
+
+def _stepped(optimizer: Any) -> Stepped | None:
+    hooks = getattr(optimizer, "_optimizer_step_post_hooks", None) or {}
+    return next((hook for hook in hooks.values() if isinstance(hook, Stepped)), None)
 
 
 def settings_of(optimizer: Any) -> Optimizer | None:

@@ -72,6 +72,11 @@ class Curvatures(Analysis[HessianCurvatures]):
         if "update" in names:
             try:
                 update = backend.adam().last_step
+                if not backend.space.norm(update):
+                    raise ConfigError(
+                        "Adam's last step was of length zero, and has no curvature along it: make "
+                        "one with a learning rate above 0 first"
+                    )
             except (ConfigError, UnsupportedError):  # the same on every rank
                 if self.directions is not None:
                     raise

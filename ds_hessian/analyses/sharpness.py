@@ -139,7 +139,8 @@ class Sharpness(Journaled[HessianSharpness]):
             starts = [_top(operator, draw, metric, search, config) for metric in metrics]
         subspace = krylov.Subspace(operator)
         along = subspace.add(hessian.gradient)
-        step = (None, None) if adam is None else subspace.add(adam[1])
+        update_norm = None if adam is None else space.norm(adam[1])
+        step = subspace.add(adam[1]) if adam is not None and update_norm else (None, None)
         for _, start in zip(metrics, starts, strict=False):
             subspace.add(start)
         pairs = krylov.refine(subspace, metrics, self.tolerance, self.max_matvecs)
@@ -155,7 +156,7 @@ class Sharpness(Journaled[HessianSharpness]):
             "gradient_curvature_error": along[1],
             "update_curvature": step[0],
             "update_curvature_error": step[1],
-            "update_norm": None if adam is None else space.norm(adam[1]),
+            "update_norm": update_norm,
             "gradient_norm": hessian.gradient_norm,
             "loss": run.session.loss,
             "warm": warm,

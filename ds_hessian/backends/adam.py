@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ds_hessian.backends.protocol import AdamState
 from ds_hessian.errors import ConfigError
@@ -13,17 +14,30 @@ from ds_hessian.optimizer import ADAMS, inside, is_one_of
 from ds_hessian.vectors import Layout, VectorSpace
 
 
+class Moments(NamedTuple):
+    """What Adam's state says of a run of one tensor, flat, in fp32.
+
+    Attributes:
+        denominator: `sqrt(v / (1 - beta2^t)) + eps`.
+        last_step: `-lr m / (1 - beta1^t)`, divided by it.
+        moved: Whether there was a gradient other than zero.
+    """
+
+    denominator: Tensor
+    last_step: Tensor
+    moved: bool
+
+
 def moments(
     state: Mapping[str, Any], settings: Mapping[str, Any], offset: int, numel: int
-) -> AdamState | None:
+) -> Moments | None:
     """Return denominator and last step for a run of one tensor that an optimizer steps.
 
-    `D = sqrt(v / (1 - beta2^t)) + eps` and `-lr m / (1 - beta1^t) / D`, flat, in fp32. Of a tensor
-    that has never had a gradient, and so no state, both moments are zero.
+    Of a tensor that has never had a gradient, and so no state, both moments are zero.
 
     Args:
         state: The optimizer's state of the tensor.
-        settings: The parameter group of the tensor.
+        settings: Those of the tensor's parameter group at its last step.
         offset: Index of the run's first element in the flattened tensor.
         numel: Length of the run.
 
@@ -33,7 +47,7 @@ def moments(
     if not {"betas", "eps"} <= settings.keys() or len(settings["betas"]) != 2:
         return None
     if not state:
-        return AdamState(torch.full((numel,), float(settings["eps"])), torch.zeros(numel))
+        return Moments(torch.full((numel,), float(settings["eps"])), torch.zeros(numel), False)
     if not {"exp_avg", "exp_avg_sq"} <= state.keys():
         return None
     step = float(state["step"] if "step" in state else settings["step"])
@@ -46,11 +60,13 @@ def moments(
         for name in ("exp_avg", "max_exp_avg_sq" if settings.get("amsgrad") else "exp_avg_sq")
     )
     denominator = (square / second).sqrt_().add_(settings["eps"])
-    return AdamState(denominator, mean.mul(-float(settings["lr"]) / first).div_(denominator))
+    moved = bool(square.any())
+    last_step = mean.mul(-float(settings["lr"]) / first).div_(denominator)
+    return Moments(denominator, last_step, moved)
 
 
 def collect(
-    found: list[AdamState | None], layout: Layout, space: VectorSpace, optimizer: object
+    found: list[Moments | None], layout: Layout, space: VectorSpace, optimizer: object
 ) -> AdamState:
     """Assemble the state in the coordinates of the space.
 
@@ -68,18 +84,18 @@ def collect(
     whole = AdamState(space.zeros(), space.zeros())
     for entry, (_, part) in zip(found, layout, strict=True):
         if entry is not None:
-            whole.denominator[part], whole.last_step[part] = entry
+            whole.denominator[part], whole.last_step[part] = entry.denominator, entry.last_step
     parts = [part for part in inside(optimizer) if getattr(part, "param_groups", None)]
     others = not all(is_one_of(part, ADAMS) for part in parts)
     missing = float(others or any(entry is None for entry in found))
     # DeepSpeed makes the moments, all zero, before the first step.
-    moved = float(whole.last_step.any())
+    moved = float(any(entry is not None and entry.moved for entry in found))
     figures = space.reduce(torch.tensor([missing, moved], dtype=torch.float64))
     if figures[0] or not figures[1]:
         names = " and ".join(sorted({type(part).__name__ for part in inside(optimizer)}))
         raise ConfigError(
             f"the optimizer {names} has no second moments of Adam to precondition with: use Adam "
             "or AdamW for all trainable parameters (freeze others), and make an optimizer step "
-            "(with a learning rate above 0) first"
+            "first"
         )
     return whole

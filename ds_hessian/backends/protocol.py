@@ -95,7 +95,8 @@ class AdamState(NamedTuple):
 
     Attributes:
         denominator: Adam divides by it: `sqrt(v / (1 - beta2^t)) + eps`, `(n_local,)` fp32.
-        last_step: Adam's last step without weight decay, `(n_local,)` fp32.
+        last_step: Adam's last step without weight decay, `(n_local,)` fp32, with the learning rate
+            of that step; with the present one where the host has seen none.
     """
 
     denominator: Tensor

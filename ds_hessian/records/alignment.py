@@ -54,14 +54,16 @@ class HessianAlignment(Measured):
         gradient: Share of the gradient; None where it is zero.
         gradient_shares: `(k,)` share of the gradient along each eigenvector; empty where the
             gradient is zero.
-        update: Share of Adam's last step, without its weight decay; None without Adam.
-        update_shares: `(k,)` share of the step along each eigenvector; empty without Adam.
+        update: Share of Adam's last step, without its weight decay; None without Adam, or where
+            the step is zero.
+        update_shares: `(k,)` share of the step along each eigenvector; empty where that is None.
         principal_angles: Angles between the space and the earlier one, ascending, in radians, each
             known to within `angle`; empty without an earlier one.
         overlap: Mean squared cosine of the principal angles; None without an earlier space.
         vectors: `(k, n_local)` unit eigenvectors, for a later measurement to compare with.
         gradient_norm: |g|.
-        update_norm: |u|, with the present learning rate; None without Adam.
+        update_norm: |u|, with the learning rate of that step (the present one where no step was
+            made since the attach); None without Adam.
         loss: Mean loss over the measured micro-batches.
         num_matvecs: Products made.
     """

@@ -132,8 +132,9 @@ class HessianSharpness(Measured):
             of versions without it.
         gradient_curvature: `g'Hg / g'g` along the gradient of the measured loss.
         update_curvature: `u'Hu / u'u` along Adam's last step, without its weight decay; None
-            without Adam.
-        update_norm: |u|, with the present learning rate; None without Adam.
+            without Adam, or where the step is zero.
+        update_norm: |u|, with the learning rate of that step (the present one where no step was
+            made since the attach); None without Adam.
         gradient_norm: |g|.
         loss: Mean loss over the measured micro-batches.
         warm: Whether it started from an earlier measurement.

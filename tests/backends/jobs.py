@@ -1069,15 +1069,16 @@ def adam_state(config: dict[str, Any], fused: bool = False) -> Any:
     _train(engine, range(3))
     before = full_weights(engine)
     _train(engine, range(3, 4))
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    settings = inner.param_groups[0]
+    decay = settings["lr"] * settings["weight_decay"]
+    settings["lr"] /= 2  # as a scheduler does after the step
     divisor, step = (hessian.gather(v) for v in hessian.backend.adam())
     squares = {
         name: deepspeed.utils.safe_get_full_optimizer_state(p, "exp_avg_sq")
         for name, p in engine.module.named_parameters()
     }
-    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     steps = {float(state["step"]) for state in inner.state.values() if state}
-    settings = inner.param_groups[0]
-    decay = settings["lr"] * settings["weight_decay"]
     out = (refusals, before, full_weights(engine), divisor, step, squares, steps, decay)
     engine.destroy()
     return out

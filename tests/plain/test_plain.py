@@ -198,6 +198,40 @@ def test_adams_denominator_and_last_step() -> None:
         ModuleBackend(net).adam()
 
 
+def test_adams_last_step_has_the_settings_it_was_made_with() -> None:
+    """Schedulers have changed them since, of each group in another way: OneCycleLR the betas too.
+    At the end of a decay, where the rate is 0, there was no preconditioned sharpness.
+    """
+    torch.manual_seed(0)
+    net, data = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(5, 3)
+    first, last = ({"params": net[i].parameters()} for i in (0, 2))
+    optimizer = torch.optim.Adam([first, last], lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [1e-2, 3e-2], total_steps=4)
+    hessian: Any = ds_hessian.attach(net, optimizer, {"progress": False})
+    hessian.use([data], lambda net, x: net(x).square().mean())
+    for _ in range(3):
+        before = torch.cat([p.detach().flatten() for p in net.parameters()])
+        optimizer.zero_grad()
+        net(data).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+    after = torch.cat([p.detach().flatten() for p in net.parameters()])
+    # The difference of weights up to 1 is exact to 6e-8, of a step of 2e-2.
+    assert torch.allclose(hessian.backend.adam().last_step, after - before, atol=1e-7)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    sharpness = hessian.sharpness()
+    assert sharpness.update_norm == pytest.approx(float((after - before).norm()), rel=1e-5)
+    optimizer.step()  # which moves nothing
+    sharpness = hessian.sharpness(max_matvecs=4)
+    assert sharpness.preconditioned is not None and sharpness.table()
+    assert sharpness.update_norm == 0 and sharpness.update_curvature is None
+    assert hessian.alignment(k=1).update is None
+    assert hessian.curvatures().directions == ("gradient",)
+    with pytest.raises(ConfigError, match="last step was of length zero"):
+        hessian.curvatures(directions=["update"])
+
+
 @pytest.mark.parametrize("kind", ["RAdam", "NAdam", "Adan", "MSVAG"])
 def test_what_is_no_adam_has_no_state_of_adam_although_it_keeps_such_moments(kind: str) -> None:
     """RAdam's first steps have no divisor, and NAdam's look ahead: both were taken for Adam's.

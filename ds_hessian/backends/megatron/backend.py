@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ds_hessian.backends.adam import collect, moments
+from ds_hessian.backends.adam import Moments, collect, moments
 from ds_hessian.backends.guard import Guard, guarded
 from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.forward import FixedForward
@@ -55,7 +55,7 @@ from ds_hessian.backends.sharded import Shard, ShardedSession, ShardedWeights, w
 from ds_hessian.backends.weights import Weight, coarsest
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import Item, tier_of
-from ds_hessian.optimizer import settings_of
+from ds_hessian.optimizer import follow_steps, settings_of
 from ds_hessian.ranks import checkpoint, together, union
 from ds_hessian.ranks.lockstep import Lockstep
 from ds_hessian.vectors import Layout, VectorSpace
@@ -84,6 +84,7 @@ class MegatronBackend:
 
     def __init__(self, chunks: Sequence[Chunk], optimizer: host.Optimizer = None) -> None:
         self.chunks, self.optimizer = list(chunks), optimizer
+        follow_steps(optimizer)
         self.modules: Sequence[nn.Module] = self.chunks
         self.device = host.device(self.chunks)
         with together("mapping the parameters", device=self.device):
@@ -262,7 +263,7 @@ class MegatronBackend:
                 "there is no optimizer to precondition with, which model chunks do not know: pass "
                 "it, MegatronHessian(model, config, optimizer)"
             )
-        found: list[AdamState | None] = []
+        found: list[Moments | None] = []
         for run in self.runs:
             state = host.adam_state(self.optimizer, run.parameter)
             where = run.offset - run.shard, run.fragment.numel

@@ -17,6 +17,7 @@ from ds_hessian.backends.guard import Attributes
 from ds_hessian.backends.megatron.buffers import bucket_groups, held_by
 from ds_hessian.backends.megatron.steps import Steps
 from ds_hessian.backends.protocol import Head
+from ds_hessian.optimizer import last_settings
 from ds_hessian.ranks import device_of_collectives
 from ds_hessian.ranks.lockstep import Lockstep
 
@@ -507,7 +508,7 @@ def adam_state(
         for found in (stepped, parameter):
             settings = next((g for g in groups if any(p is found for p in g["params"])), None)
             if found is not None and settings is not None:
-                return _unscaled(inner, found), settings
+                return _unscaled(inner, found), last_settings(inner, settings)
     return None
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_hessian import ops
-from ds_hessian.backends.adam import collect, moments
+from ds_hessian.backends.adam import Moments, collect, moments
 from ds_hessian.backends.guard import Guard, guarded
 from ds_hessian.backends.hooks import unheard
 from ds_hessian.backends.names import require_same, require_same_parameters, trained
@@ -45,7 +45,7 @@ from ds_hessian.backends.sharded import Shard, ShardedSession, ShardedWeights
 from ds_hessian.backends.weights import Weight, coarsest, module_weights
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import FP32, Item, tier_of
-from ds_hessian.optimizer import own_part, settings_of
+from ds_hessian.optimizer import follow_steps, last_settings, own_part, settings_of
 from ds_hessian.ranks import Shared, balanced, imbalance
 from ds_hessian.ranks.lockstep import Lockstep
 from ds_hessian.vectors import Fragment, Layout, VectorSpace
@@ -86,6 +86,7 @@ class ModuleBackend:
     ) -> None:
         refuse_unsupported(module)
         self.module, self.optimizer, self.masters = module, optimizer, masters
+        follow_steps(optimizer)
         self.model = unwrapped(module)
         self.modules: Sequence[nn.Module] = [self.model]
         named = trained(self.model)
@@ -209,12 +210,12 @@ class ModuleBackend:
         own = own_part(whole)
         settings = {id(p): group for group in own.param_groups for p in group["params"]}
         every = {id(p) for group in whole.param_groups for p in group["params"]}
-        shared, found = own is not whole, list[AdamState | None]()
+        shared, found = own is not whole, list[Moments | None]()
         for _, p in trained(self.model):
             if id(p) in every - settings.keys():  # another rank has it
-                found.append(AdamState(torch.zeros(p.numel()), torch.zeros(p.numel())))
+                found.append(Moments(torch.zeros(p.numel()), torch.zeros(p.numel()), False))
                 continue
-            group = settings.get(id(p), {})
+            group = last_settings(own, settings.get(id(p), {}))
             found.append(moments(own.state.get(p, {}), group, 0, p.numel()))
         state = collect(found, self.layout, self.space, own)
         if shared:

@@ -54,7 +54,7 @@ from ds_hessian.backends.zero.support import refuse_unsupported
 from ds_hessian.backends.zero.tensor_parallel import Placement, Replicas, place
 from ds_hessian.errors import ConfigError, HessianError, UnsupportedError
 from ds_hessian.memory import Item, tier_of
-from ds_hessian.optimizer import settings_of
+from ds_hessian.optimizer import follow_steps, settings_of
 from ds_hessian.ranks import Shared, balanced, gather_objects, imbalance
 from ds_hessian.ranks.lockstep import Lockstep
 from ds_hessian.vectors import Fragment, Layout, VectorSpace
@@ -100,6 +100,7 @@ class ZeroBackend:
         if host.has_experts(engine):
             self.parameters = all_parameters(mine, self.space)
         require_same_parameters(self.parameters, self.space)
+        follow_steps(engine.optimizer)
 
     def _place(self, mine: Sequence[Known]) -> dict[int, tuple[str, Placement]]:
         mesh, found = (self.tensor_rank, self.tensor_ranks), {}

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.adam import moments
+from ds_hessian.backends.adam import Moments, moments
 from ds_hessian.backends.guard import swap
-from ds_hessian.backends.protocol import AdamState
 from ds_hessian.backends.zero.host import Engine, Private
 from ds_hessian.errors import UnsupportedError
+from ds_hessian.optimizer import last_settings
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,12 @@ class Shards(ABC):
         """
         return None
 
-    def adam(self, piece: Piece) -> AdamState | None:
+    def adam(self, piece: Piece) -> Moments | None:
         """Return Adam's state of the piece; None if the optimizer is not Adam."""
         inner: Private = getattr(self.optimizer, "optimizer", self.optimizer)
         tensor, offset, group = self.stepped(piece)
-        state, settings = inner.state.get(tensor, {}), inner.param_groups[group]
-        return moments(state, settings, offset, piece.numel)
+        settings = last_settings(inner, inner.param_groups[group])
+        return moments(inner.state.get(tensor, {}), settings, offset, piece.numel)
 
     @abstractmethod
     def publish(self) -> None:
