@@ -10,6 +10,10 @@ from ds_hessian.operators.outputs.steps import OutputSteps
 from ds_hessian.operators.outputs.trials import Trial
 
 
+def unit(size: float = 1.0) -> Trial:
+    return Trial(1.0, size, 1e-4, 0.0, 1.0, form=size, back=size)
+
+
 def test_noise_is_no_truncation_of_linear_outputs() -> None:
     """Two changes of which one is twice the noise were fitted by a kappa of 55, and the next
     displacement was a fifth of the best one: an error of 9e-3 for 1.5e-3 (recorded).
@@ -37,11 +41,11 @@ def test_noise_of_outputs_that_grow_stays() -> None:
     steps.learnt.noise, steps.learnt.products = 2e-3, 2
     steps.first_h()
     steps.advise([Trial(1.0, 1.0, 1e-4, 2.0**-8 / 20, 1.0, form=1.0, back=1.0, growth=10.0)])
-    near, far = steps.error(0.01, 1.0), steps.error(10.0, 1.0)
+    near, far = (steps.error(h, unit(), 1.0) for h in (0.01, 10.0))
     assert near == pytest.approx(0.2, rel=0.01)
     assert far == pytest.approx(2.0**-8, rel=0.01)  # no more than a roundoff
     steps.advise([Trial(1.0, 1.0, 1e-4, 2.0**-8 / 2, 1.0, form=1.0, back=1.0, growth=1.0)])
-    assert steps.error(10.0, 1.0) == pytest.approx(2e-3, rel=0.01)
+    assert steps.error(10.0, unit(), 1.0) == pytest.approx(2e-3, rel=0.01)
 
 
 def test_a_witness_that_grows_as_displacements_fall_is_noise() -> None:
@@ -61,4 +65,4 @@ def test_a_witness_that_grows_as_displacements_fall_is_noise() -> None:
         trials.append(Trial(h, size, ratio, 1e-2, 1.0, 1.0, 1.0, change * size, apart=apart * size))
         following, _ = steps.advise(trials)
     assert following > 5e-2
-    assert steps.error(0.0538, 6.3) > 0.02
+    assert steps.error(0.0538, unit(6.3), 1.0) > 0.02

@@ -677,8 +677,9 @@ def test_the_displacement_is_the_best_one_of_all_micro_batches(pilot: float, nor
     steps = OutputSteps(2.0**-8, norm, pilot, 0, None)
     steps._bend, steps._kappa, steps._noise = 1.7, 2.0, 4e-4
     heights = np.geomspace(1e-3, 1, 400)
-    errors = [steps.error(float(h), 1.0, steps.quiet) for h in heights]
-    assert steps.error(steps._best(1.0), 1.0, steps.quiet) < 1.001 * min(errors)
+    trial = Trial(1.0, 1.0, 1e-4, 0.0, 1.0, form=1.0, back=1.0)
+    errors = [steps.error(float(h), trial, steps.quiet) for h in heights]
+    assert steps.error(steps._best(trial), trial, steps.quiet) < 1.001 * min(errors)
 
 
 def test_truncation_that_the_witness_shows_makes_displacements_smaller() -> None:

@@ -3,12 +3,14 @@
 Only outputs are differenced; the backward is at w. So a product's relative error, as a function of
 the displacement h of a unit vector, is
 
-    error^2  =  (N / (h |P|))^2  +  (kappa (b h)^2)^2  +  (nu |H_out J v| / |P|)^2
+    error^2  =  (N / (h |P|))^2  +  (kappa (b h)^2 S / |P|)^2  +  (nu |H_out J v| / |P|)^2
 
 N    rounding noise of the outputs, as products see it; hardly depends on the vector
 b    the bend of the outputs along the vector: their nonlinearity ratio r, the norm of the second
      difference of the outputs over that of the first, is b h where it is above its own noise. It
      costs no pass: the outputs at w are those of the backward's forward
+S    the size of which truncation is a share: |P|, but no less than the product of the first vector
+     whose outputs move as much, since G may map v to next to nothing, and its other derivatives not
 kappa, nu   truncation in units of r^2; rounding noise of the backward
 
 N and kappa are measured by products at two displacements on the pilot, which truncation and noise
@@ -144,7 +146,7 @@ class OutputEstimates:
                 continue
             if a.beyond or b.beyond:  # and the displacement is not
                 continue
-            bent = self._bend**2 * abs(a.h**2 - b.h**2) * b.size
+            bent = self._bend**2 * abs(a.h**2 - b.h**2) * self._scale(b)
             bent *= math.exp(self._curved.mean + self._curved.spread)
             noise = math.hypot(self._rounding(a), self._rounding(b))
             noise *= math.exp(self._noisy.spread)
@@ -198,7 +200,7 @@ class OutputEstimates:
             noisy=math.hypot(1 / a.h, 1 / b.h),
             grown=math.hypot(self._grows(a), self._grows(b)),
             most=math.hypot(u, u) * size,
-            bent=abs(self._square(a.h) - self._square(b.h)) * size,
+            bent=abs(self._square(a.h) - self._square(b.h)) * min(self._scale(a), self._scale(b)),
             rest=math.hypot(self._of_loss(a, b), ROUNDOFF * size),
         )
 
@@ -212,7 +214,7 @@ class OutputEstimates:
             noisy=1 / trial.h,
             grown=self._grows(trial),
             most=self.unit_roundoff * trial.size,
-            bent=self._square(trial.h) * trial.size,
+            bent=self._square(trial.h) * self._scale(trial),
             rest=self.least_error * trial.size,
             least=True,
         )
@@ -286,9 +288,20 @@ class OutputEstimates:
         share = min(self._noise * growth, self.unit_roundoff * size)
         return math.hypot(self._noise / h, share)
 
-    def _best(self, size: float) -> float:
+    def _scale(self, trial: Trial) -> float:
+        """Return of what truncation is a share: the size of the product, or of one whose outputs
+        move as much as the trial's and bend elsewhere. Where G maps a vector to next to nothing,
+        the third derivative of its outputs is no smaller than others'.
+        """
+        return max(trial.size, self.learnt.gain * trial.spread)
+
+    def share(self, trial: Trial) -> float:
+        """Return a product's size as a share of what products of such outputs have."""
+        return trial.size / self._scale(trial) if trial.size else 0.0
+
+    def _best(self, trial: Trial) -> float:
         """Return the displacement at which the error of all micro-batches is expected least."""
-        bent = math.sqrt(2) * self._kappa * self._bend**2 * size
+        bent = math.sqrt(2) * self._kappa * self._bend**2 * self._scale(trial)
         if self._noise <= 0 or bent <= 0:
             return self._clamp(self.learnt.h)
         return self._clamp((self.quiet * self._noise / bent) ** (1 / 3))
@@ -296,7 +309,7 @@ class OutputEstimates:
     def _excess(self, trial: Trial, best: float) -> float:
         """Return the error expected at a trial's h, over that at the best one."""
         back = math.hypot(self.quiet * self._backward(trial), self.least_error)
-        errors = [self.error(h, trial.size, self.quiet) for h in (trial.h, best)]
+        errors = [self.error(h, trial, self.quiet) for h in (trial.h, best)]
         here, there = (math.hypot(error, back) for error in errors)
         return here / there
 
@@ -304,10 +317,13 @@ class OutputEstimates:
         """Return the relative error of the pilot's backward."""
         return self.learnt.backward * trial.back / trial.size
 
-    def error(self, h: float, size: float, quiet: float = 1.0, kappa: float | None = None) -> float:
-        """Return the expected relative error at a displacement, without the backward's."""
+    def error(self, h: float, trial: Trial, quiet: float, kappa: float | None = None) -> float:
+        """Return the relative error that is expected of the trial's product at a displacement,
+        without the backward's.
+        """
         truncation = (self._kappa if kappa is None else kappa) * self._square(h)
-        noise = self._rounding_at(h, size, self._growth) / size
+        truncation /= self.share(trial)
+        noise = self._rounding_at(h, trial.size, self._growth) / trial.size
         return math.hypot(min(quiet * noise, 2.0), truncation)
 
     def _square(self, h: float) -> float:
@@ -334,7 +350,7 @@ class OutputEstimates:
         noise = math.hypot(noise, self.least_error * product.size)
         if bent > 0 and product.apart > UNEXPECTED * noise:
             rest = math.sqrt(product.apart**2 - noise**2)
-            self._kappa = max(self._kappa, rest / (bent * product.size))
+            self._kappa = max(self._kappa, rest / (bent * self._scale(product)))
 
     def _hears(self, trial: Trial) -> bool:
         """Return whether the witness of a trial tells of truncation, as it does in 16 bits: third
@@ -379,8 +395,8 @@ class OutputEstimates:
         back = self.quiet * self._backward(product)
         noise = math.hypot(self.quiet * self._rounding(product) / product.size, back)
         kappa = kappa if self._shown else max(kappa, math.sqrt(found.square))
-        kappa = max(kappa, found.of_nothing / product.size)
-        error = self.error(product.h, product.size, self.quiet, kappa)
+        kappa = max(kappa, found.of_nothing / self._scale(product))
+        error = self.error(product.h, product, self.quiet, kappa)
         error = math.hypot(error, back)
         if product.nonlinearity > BENT:  # it does not tell how far the outputs bend
             # Nor does the product's length, of which the trials may have shown more.
@@ -393,7 +409,7 @@ class OutputEstimates:
         if first or COVERAGE * error < 1:
             self._conclude(product, first)
         elif self._shown:  # it is all error, which shows nothing of others
-            found.of_nothing = max(found.of_nothing, self._kappa * product.size)
+            found.of_nothing = max(found.of_nothing, self._kappa * self._scale(product))
         return noise, error
 
     def _conclude(self, product: Trial, first: bool) -> None:
@@ -407,6 +423,8 @@ class OutputEstimates:
         found.noise_spread = min(math.hypot(self._noisy.spread, NOISE_DRIFT), NOISE_SPREAD)
         found.kappa_spread = min(math.hypot(self._curved.spread, DRIFT), SPREAD)
         found.spread = found.spread or product.spread
+        if first and product.spread > 0:
+            found.gain = product.size / product.spread
         found.bend, found.unseen = self._bend, not self._shows_bend(product)
         if self.fixed is None:
-            found.h = self._clamp(self._best(product.size) / (AFTER_PROBE if first else 1.0))
+            found.h = self._clamp(self._best(product) / (AFTER_PROBE if first else 1.0))

@@ -131,7 +131,8 @@ class GaussNewton:
         h, out, found, trials, bent = self._first(v, length)
         judged = self._steps.judge(found.trial), self._pilot_after(found)
         better, pilot = self.space.of_rank_0(*judged)
-        rho, values = self._narrow(found.trial.values), found.trial.values
+        values = found.trial.values
+        rho = self._narrow(values * self._steps.share(found.trial))
         if rho or better != h:
             del out  # before that of another displacement
             out, found = self._differences.at(v, length, better, bent)

@@ -39,6 +39,7 @@ class Learnt:
         of_nothing: The largest kappa |P| of products that were all error, of vectors that G maps to
             nothing: for others of these.
         spread: `Trial.spread` of the first vector of this kind, of which these three are.
+        gain: The size of the first product over the spread of its outputs.
         backward: nu.
         values: The relative error from differencing the loss in the outputs; 0 where it is known.
         bent: `Trial.values` of the trial of which that was measured.
@@ -61,6 +62,7 @@ class Learnt:
     shown: int = 0
     of_nothing: float = 0.0
     spread: float = 0.0
+    gain: float = 0.0
     backward: float = 0.0
     values: float = 0.0
     bent: float = 0.0

@@ -146,7 +146,7 @@ class OutputSteps(OutputEstimates):
             return self._descend(trials)
         self._observe(trials)
         if self._due and count == 1:
-            return self._clamp(min(self._best(last.size), last.h / ABOVE)), False
+            return self._clamp(min(self._best(last), last.h / ABOVE)), False
         return self._accepted(trials)
 
     def _beside(self, trials: list[Trial]) -> tuple[float, bool]:
@@ -196,7 +196,7 @@ class OutputSteps(OutputEstimates):
         """Return as `advise`, by the error expected at the last trial and at the best h."""
         last = trials[-1]
         bent = min((t.h for t in trials if t.finite and t.beyond), default=math.inf)
-        best = min(self._best(last.size), max(bent / LADDER, self.smallest))
+        best = min(self._best(last), max(bent / LADDER, self.smallest))
         good = self._excess(last, best) <= ACCEPT
         return (last.h, True) if good or len(trials) >= MOST else (best, False)
 
@@ -238,7 +238,7 @@ class OutputSteps(OutputEstimates):
         self._hear(product)
         if self.fixed is not None:
             return product.h
-        best = self._best(product.size)
+        best = self._best(product)
         return best if self._excess(product, best) > REPEAT else product.h
 
     def is_unlike(self, product: Trial) -> bool:
