@@ -177,6 +177,11 @@ def _fuse(model: Any) -> None:
     model.config.cross_entropy_loss_fusion = True
 
 
+def _store_in_8_bits(model: Any) -> None:
+    """Use Megatron's fused activation, which keeps what its backward needs in 8 bits."""
+    model.config.bias_activation_fusion = model.config.activation_func_fp8_input_store = True
+
+
 def stopped(job: Job) -> tuple[Stored, Stored, float]:
     """v, product and its error."""
     with changing(_stop):
@@ -189,9 +194,9 @@ def stopped_reference(job: Job, v: dict[str, Tensor]) -> dict[str, Tensor]:
         return reference(job, v)[1]
 
 
-def fused(job: Job) -> tuple[Stored, Stored, float]:
-    """v, product and its error."""
-    with changing(_fuse):
+def fused(job: Job, activation: bool) -> tuple[Stored, Stored, float]:
+    """v, product and its error, with a fused activation or loss."""
+    with changing(_store_in_8_bits if activation else _fuse):
         return chain(job, 1)[0][0]
 
 

@@ -34,9 +34,10 @@ from ds_hessian.memory import NARROW
 if TYPE_CHECKING:
     from ds_hessian.backends.megatron.host import Chunk
 
-ROUNDING = ("cross_entropy_loss_fusion",)
-"""Those that choose what rounds to bf16 in a model of any type: the backward of
-`megatron.core.fusions.fused_cross_entropy`."""
+ROUNDING = ("cross_entropy_loss_fusion", "activation_func_fp8_input_store")
+"""Those that choose what rounds in a model of any type: `fused_cross_entropy` of
+`megatron.core.fusions` in its backward, to bf16, and `fused_bias_swiglu` what it keeps for its own,
+to 8 bits."""
 
 FLAGS = ("bf16", "fp16", "input_in_bf16", "input_in_fp16", "input_in_float16", *ROUNDING)
 """Attributes by which modules and configurations choose 16 bits."""
@@ -154,7 +155,7 @@ def without_casts(chunks: Sequence[Chunk], attributes: Attributes) -> None:
 
 
 def without_rounding(chunks: Sequence[Chunk], attributes: Attributes) -> None:
-    """Keep in fp32 what an fp32 model rounds to bf16, until `attributes.restore()`."""
+    """Keep in fp32 what an fp32 model rounds, until `attributes.restore()`."""
     for owner, name, value in _attributes(chunks):
         if name in ROUNDING and value is True:
             attributes.set(owner, name, False)
