@@ -141,7 +141,7 @@ class Head:
         classes: Where the module's last dimension is split over ranks: how many there are in all.
         group: The ranks over which they are split; None if they are not.
         per_unit: Forward passes of the module in one unit of the session.
-        nested: Whether it is inside of another module that may have further heads.
+        further: Whether the model may have further heads.
     """
 
     modules: Sequence[nn.Module]
@@ -150,7 +150,7 @@ class Head:
     classes: int = 0
     group: dist.ProcessGroup | None = None
     per_unit: int = 1
-    nested: bool = False
+    further: bool = False
 
 
 class SidesOfKinks(Protocol):

@@ -16,11 +16,13 @@ from tests.megatron.job import (
     POSITIONS,
     SEQUENCE,
     SIZE,
+    SIZES,
     VOCABULARY,
     Job,
     Names,
     hessian_of,
     micro_batches,
+    my_batches,
     running,
     stored,
 )
@@ -234,6 +236,50 @@ def nested_head(operator: str, aside: bool, job: Job, **config: Any) -> str:
     with mock.patch("tests.megatron.job.gpt", inside), running(job) as chunks:
         try:
             hessian = hessian_of(chunks, job, **config)
+            found = hessian.spectrum(operator=operator, num_matvecs=1)
+        except ds_hessian.HessianError as error:
+            return str(error)
+        return str(found.provenance.outputs)
+
+
+def bert(operator: str, loss_of_pairs: bool, job: Job, **config: Any) -> str:
+    """The outputs on record of BERT, with or without the loss of its second head; or what is said
+    of them.
+    """
+    import ds_hessian
+
+    def model(job: Job, config: Any, stage: int = 0) -> Any:
+        from megatron.core import parallel_state
+        from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+        from megatron.core.models.bert.bert_model import BertModel
+
+        return BertModel(
+            config,
+            2,
+            bert_layer_local_spec,
+            VOCABULARY,
+            SEQUENCE,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=job.tied,
+        )
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        batch = next(iterator)
+        tokens, mask = batch["tokens"], torch.ones(SIZE, SEQUENCE, dtype=torch.int64)
+
+        def loss(made: Any) -> Any:
+            losses, pairs = made
+            found = losses.mean()
+            if loss_of_pairs:
+                found = found + functional.cross_entropy(pairs, tokens[:, 0] % 2)
+            return found, {}
+
+        return model(tokens, mask, tokens % 2, lm_labels=batch["labels"]), loss
+
+    with mock.patch("tests.megatron.job.gpt", model), running(job) as chunks:
+        try:
+            hessian = hessian_of(chunks, job, **config).use(my_batches(), forward_step, **SIZES)
             found = hessian.spectrum(operator=operator, num_matvecs=1)
         except ds_hessian.HessianError as error:
             return str(error)

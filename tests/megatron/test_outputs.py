@@ -157,6 +157,22 @@ def test_an_output_layer_inside_of_another_module_is_the_outputs_if_it_is_all(
         assert message == "output_layer: cross entropy, without another part of the loss"
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", NESTED)
+def test_the_second_head_of_bert_is_not_left_out_without_a_word(
+    megatron_ranks: Ranks, name: str
+) -> None:
+    """G was that of the output layer alone."""
+    job = Job(**NESTED[name])
+    measured = megatron_ranks(job.tp * job.pp).run
+    for message in measured(output_jobs.bert, "ggn", True, job):
+        assert "beside those of 'output_layer'; name the module" in message
+    for message in measured(output_jobs.bert, "ggn", True, job, outputs="output_layer"):
+        assert message == "output_layer: cross entropy, without another part of the loss"
+    for message in measured(output_jobs.bert, "ggn", False, job):
+        assert message.startswith("output_layer") and "without another part" not in message
+
+
 def test_several_predictions_for_a_token_are_refused(megatron_ranks: Ranks) -> None:
     (message,) = megatron_ranks(1).run(output_jobs.several_predictions)
     assert "'output_layer' that is called more than once" in message

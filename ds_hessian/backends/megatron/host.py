@@ -236,16 +236,18 @@ def head(chunks: Sequence[Chunk], per_unit: int) -> Head:
     """
     from megatron.core import parallel_state
 
-    layers = [layer for layer in (_output_layer(unwrap(chunk)) for chunk in chunks) if layer]
+    models: list[nn.Module] = [unwrap(chunk) for chunk in chunks]
+    layers = [layer for layer in map(_output_layer, models) if layer]
     name, layer = layers[-1] if layers else ("", None)
     if layer is None and parallel_state.get_pipeline_model_parallel_world_size() == 1:
         whole = parallel_state.get_tensor_model_parallel_world_size() == 1
-        return Head([unwrap(chunk) for chunk in chunks] if whole else ())
+        return Head(models if whole else ())
     parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
     group = parallel_state.get_tensor_model_parallel_group() if parallel else None
     classes = getattr(layer, "output_size", 0)
-    nested = name not in ("", "output_layer", "language_model.output_layer")
-    return Head(list(chunks), "output_layer", layer, classes, group, per_unit, nested)
+    further = name not in ("", "output_layer", "language_model.output_layer")
+    further |= any(getattr(model, "binary_head", None) is not None for model in models)  # BERT's
+    return Head(list(chunks), "output_layer", layer, classes, group, per_unit, further)
 
 
 def _output_layer(model: nn.Module) -> tuple[str, Any] | None:

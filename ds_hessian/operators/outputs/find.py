@@ -237,15 +237,15 @@ def known_outputs(session: Session, name: str | None) -> Tap | None:
         raise ConfigError(
             f"outputs: on this host they are those of {head.name!r}, got {name!r}; leave it out"
         )
-    mine = torch.tensor([head.module is not None, head.nested], dtype=torch.float64)
-    have, nested = session.space.reduce(mine).tolist()
+    mine = torch.tensor([head.module is not None, head.further], dtype=torch.float64)
+    have, further = session.space.reduce(mine).tolist()
     if not have:
         raise UnsupportedError(
             f"ds_hessian does not support operators of the outputs of a model without a "
             f"{head.name!r} on any rank"
         )
     tap = Tap(head.name, head.module, head.per_unit)
-    if nested and name is None:
+    if further and name is None:
         # Of a pipeline, the chunk that has the outputs: what another one returns is sent.
         around = [root for root in head.modules if any(m is head.module for m in root.modules())]
         tap.others = _others([x for root in around for x in root.named_modules()], head.module)
