@@ -297,7 +297,7 @@ def generator(value: Any) -> Generator | None:
 
 def held_by(function: object) -> list[Any]:
     """Return the modules, generators and owners of methods to which a function refers, and those
-    that it calls: by closure, defaults, globals, or as attributes.
+    that it calls: by closure, defaults, globals, or as attributes, and in containers there.
 
     Functions of torch's are not looked into.
     """
@@ -310,7 +310,8 @@ def held_by(function: object) -> list[Any]:
         if str(getattr(value, "__module__", "")).split(".")[0] in _LIBRARIES:
             continue
         found[id(value)] = value
-        given += _referred(value)
+        if type(value) not in _HOLDING or max(len(value), len(found)) < LARGE:
+            given += _referred(value)
     methods = [v for v in found.values() if isinstance(v, MethodType)]
     owners = {id(v.__self__): v.__self__ for v in methods if not isinstance(v.__self__, type)}
     functions = (FunctionType, MethodType, functools.partial)
@@ -336,6 +337,8 @@ def _referred(value: Any) -> list[Any]:
     """Return what a function, method or other callable refers to, as far as `held_by` follows."""
     if isinstance(value, nn.Module):
         return []
+    if type(value) in _HOLDING:
+        return list(filter(_is_held, _items(value)))
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, MethodType):
@@ -351,7 +354,7 @@ def _referred(value: Any) -> list[Any]:
 
 def _is_held(value: object) -> bool:
     kinds = (FunctionType, MethodType, functools.partial, nn.Module)
-    return isinstance(value, kinds) or generator(value) is not None
+    return isinstance(value, kinds) or type(value) in _HOLDING or generator(value) is not None
 
 
 def _is_filled(cell: CellType) -> bool:
@@ -365,6 +368,7 @@ def _is_filled(cell: CellType) -> bool:
 
 _GONE = object()
 _KINDS = {list, dict, set, deque, OrderedDict, defaultdict, Counter, np.ndarray}
+_HOLDING = _KINDS - {np.ndarray} | {tuple}
 
 
 LARGE = 4096

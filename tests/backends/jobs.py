@@ -1084,6 +1084,28 @@ def adam_state(config: dict[str, Any], fused: bool = False) -> Any:
     return out
 
 
+def adam_beside() -> Any:
+    """(weights before and after a step, the step that is read, tensors of the other optimizer).
+
+    Another optimizer steps half of the sub-groups, as DeepSpeed has it for an offload with a
+    `ratio` below 1; it makes one for its own CPUAdam and an accelerator alone.
+    """
+    settings = {"lr": 1e-2, "weight_decay": 0.0, "torch_adam": True}
+    zero = {"stage": 3, "sub_group_size": 400, "offload_optimizer": {"device": "cpu"}}
+    engine = make_engine(zero=zero, optimizer={"type": "Adam", "params": settings})
+    devices = engine.optimizer.subgroup_to_device
+    beside = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=1e-2)
+    engine.optimizer.backup_optimizer = beside
+    devices.update({i: "cpu:0" for i in range(len(devices) // 2)})  # which is none of its CPU
+    hessian = ds_hessian.attach(engine, QUIET)
+    _train(engine, range(3))
+    before = full_weights(engine)
+    _train(engine, range(3, 4))
+    out = (before, full_weights(engine), hessian.gather(hessian.backend.adam()[1]))
+    engine.destroy()
+    return *out, len(beside.state)
+
+
 def sharpness_in_training(stage: int, rounds: int, between: int, lr: float, **limits: Any) -> Any:
     """[(weights, D, step, record)] of a training with measurements; then one solve, and b."""
     optimizer = {"type": "Adam", "params": {"lr": lr, "torch_adam": True}}

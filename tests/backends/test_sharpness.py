@@ -63,6 +63,14 @@ def test_adams_divisor_and_step_are_those_of_the_training(name: str, ranks: Rank
     assert any(square is not None for square in squares.values()) or name.startswith("stage 0")
 
 
+def test_adams_state_is_that_of_the_optimizer_that_steps_the_sub_group(ranks: Ranks) -> None:
+    """Sub-groups of another one were taken for parameters without a gradient, whose D is eps."""
+    before, after, step, stepped = ranks(2).run(jobs.adam_beside)[0]
+    assert stepped and step.keys() == before.keys()
+    for name, update in step.items():
+        assert torch.allclose(update, after[name] - before[name], atol=4 * 2.0**-23, rtol=1e-5)
+
+
 @pytest.fixture(scope="module", params=cells([1, 3], [1]))
 def run(request: pytest.FixtureRequest, ranks: Ranks) -> Any:
     """What rank 0 of 2 found."""

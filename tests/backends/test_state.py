@@ -84,15 +84,17 @@ class Criterion(nn.Module):
         return self.scale * functional.mse_loss(model.b(model.hidden(x)), target)
 
 
-@pytest.mark.parametrize("way", ["itself", "closure", "method"])
+@pytest.mark.parametrize("way", ["itself", "closure", "method", "containers"])
 def test_what_a_loss_of_its_own_changes_is_as_it_was(way: str) -> None:
     criterion, net = Criterion(), Net()
+    several = {"all": [criterion]}
     criterion.scale.grad = torch.tensor(5.0)
     kept = criterion.scale.grad
     losses: dict[str, Any] = {
         "itself": criterion,
         "closure": lambda model, entry: criterion(model, entry),
         "method": criterion.forward,
+        "containers": lambda model, entry: several["all"][0](model, entry),
     }
 
     def all_told() -> str:

@@ -96,10 +96,14 @@ class Shards(ABC):
         """
         return None
 
+    def inner(self, tensor: Tensor) -> Private:
+        """Return the optimizer that steps what `stepped` returns."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
     def adam(self, piece: Piece) -> Moments | None:
         """Return Adam's state of the piece; None if the optimizer is not Adam."""
-        inner: Private = getattr(self.optimizer, "optimizer", self.optimizer)
         tensor, offset, group = self.stepped(piece)
+        inner = self.inner(tensor)
         settings = last_settings(inner, inner.param_groups[group])
         return moments(inner.state.get(tensor, {}), settings, offset, piece.numel)
 

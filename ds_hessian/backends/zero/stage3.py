@@ -21,6 +21,7 @@ from ds_hessian.backends.sharded import widen
 from ds_hessian.backends.zero import host
 from ds_hessian.backends.zero.host import Engine, Private, accelerator_synchronize
 from ds_hessian.backends.zero.shards import Piece, Shards
+from ds_hessian.optimizer import follow_steps
 
 _TRACE = "_PartitionedParameterCoordinator__"
 _TRACED = (
@@ -48,6 +49,9 @@ class Stage3Shards(Shards):
             "persistent_parameters",
             _GRADIENTS,
         )
+        # It steps the sub-groups that an offload with a `ratio` below 1 leaves on the accelerator.
+        self._beside: Private = getattr(self.optimizer, "backup_optimizer", None)
+        follow_steps(self._beside)
 
     def stepped_parameters(self) -> Iterator[Private]:
         """Yield the parameters of all sub-groups."""
@@ -89,6 +93,11 @@ class Stage3Shards(Shards):
     def stepped(self, piece: Piece) -> tuple[Tensor, int, int]:
         flat: Tensor = self.optimizer.fp32_partitioned_groups_flat[piece.group]
         return flat, piece.offset, self.optimizer.sub_group_to_group_id[piece.group]
+
+    @override
+    def inner(self, tensor: Tensor) -> Private:
+        stepped = self._beside is not None and tensor in self._beside.state
+        return self._beside if stepped else super().inner(tensor)
 
     def publish(self) -> None:
         """Release gathered parameters, so that the next forward gathers the written shards.
