@@ -31,9 +31,9 @@ from tests.nets import forward_hooks
 Full = dict[str, Tensor]
 
 
-def products(job: Job, count: int = 2) -> Any:
+def products(job: Job, count: int = 2, steps: int = 3) -> Any:
     """(for each vector (v, {operator: (product, error, norm)}, |G + R - H|), outputs, forms,
-    whether the weights came back, spectra of G and, with several vectors, of R).
+    whether the weights came back, spectra of G and, with several vectors, of R: of so many steps).
     """
     with running(job) as chunks:
         before = [p.detach().clone() for c in chunks for p in c.parameters()]
@@ -56,8 +56,8 @@ def products(job: Job, count: int = 2) -> Any:
                 row = stored(backend, v), figures, space.norm(g + r - h), form - space.dot(v, g)
                 rows.append(row)
                 v = g / space.norm(g)
-        names = ("ggn", "residual")[:count]
-        spectra = [hessian.spectrum(operator=name, num_matvecs=2) for name in names]
+        names = ("ggn", "residual")[: count if steps else 0]
+        spectra = [hessian.spectrum(operator=name, num_matvecs=steps) for name in names]
         after = [p.detach() for c in chunks for p in c.parameters()]
         back = all(map(torch.equal, before, after)) and forward_hooks(*chunks) == hooks
         return rows, found["ggn"].outputs, back, [(s.alphas[0], s.betas[0]) for s in spectra]

@@ -71,15 +71,26 @@ def assert_replicas_agree(ranks: list[Stored], tolerance: float) -> None:
 
 @pytest.fixture(scope="module")
 def one(megatron_ranks: Ranks) -> Callable[..., Any]:
-    """Of one process: v, exact gradient and product, and the spectrum in fp32."""
+    """Of one process: v, exact gradient and product."""
+
+    @functools.cache
+    def get(exact: Job) -> Any:
+        ranks = megatron_ranks(1)
+        ((v, *_),) = ranks.run(job.product_in_fp64, exact)
+        full = whole([v])
+        ((gradient, product),) = ranks.run(job.reference, exact, full)
+        return full, gradient, product
+
+    return lambda **layout: get(replace(Job(**layout).alone, dtype="float64"))
+
+
+@pytest.fixture(scope="module")
+def single(megatron_ranks: Ranks) -> Callable[..., Any]:
+    """What one process measures in fp32."""
 
     @functools.cache
     def get(alone: Job) -> Any:
-        ranks = megatron_ranks(1)
-        (run,) = ranks.run(job.measured, alone)
-        v = whole([run[0]])
-        ((gradient, product),) = ranks.run(job.reference, replace(alone, dtype="float64"), v)
-        return v, gradient, product, run
+        return megatron_ranks(1).run(job.measured, alone)[0]
 
     return lambda **layout: get(Job(**layout).alone)
 
@@ -89,7 +100,7 @@ def test_fp64_gradients_and_products_are_those_of_a_double_backward(
     megatron_ranks: Ranks, one: Callable[..., Any], name: str
 ) -> None:
     size, layout = LAYOUTS[name]
-    v, gradient, product, _ = one(**layout)
+    v, gradient, product = one(**layout)
     runs = megatron_ranks(size).run(job.product_in_fp64, Job(**layout, dtype="float64"))
     assert error(whole([r[0] for r in runs]), v) == 0.0  # the same probe, bit for bit
     assert error(whole([r[1] for r in runs]), gradient) < 1e-14
@@ -100,13 +111,11 @@ def test_fp64_gradients_and_products_are_those_of_a_double_backward(
 
 @pytest.mark.parametrize("name", cells(LAYOUTS, QUICK_SPECTRA))
 def test_fp32_spectra_are_those_of_one_process(
-    megatron_ranks: Ranks, one: Callable[..., Any], name: str
+    megatron_ranks: Ranks, one: Callable[..., Any], single: Callable[..., Any], name: str
 ) -> None:
     size, layout = LAYOUTS[name]
-    _, _, product, single = one(**layout)
-    assert_spectra_are_those_of_one(
-        megatron_ranks(size).run(job.measured, Job(**layout)), product, single
-    )
+    runs = megatron_ranks(size).run(job.measured, Job(**layout))
+    assert_spectra_are_those_of_one(runs, one(**layout)[2], single(**layout))
 
 
 def assert_spectra_are_those_of_one(
@@ -135,7 +144,7 @@ def test_learned_offsets_of_softmaxes_are_split_by_heads(
 ) -> None:
     """Megatron does not mark them; they were refused, as copies that differ."""
     layout = {"tp": 2, "softmax": "learnable"}
-    v, _, product, _ = one(**layout)
+    v, _, product = one(**layout)
     runs = megatron_ranks(2).run(job.chain, Job(**layout), 1)
     same, found = (whole([run[0][0][part] for run in runs]) for part in (0, 1))
     assert error(same, v) == 0.0
@@ -144,14 +153,13 @@ def test_learned_offsets_of_softmaxes_are_split_by_heads(
 
 @pytest.mark.parametrize("name", cells(["DP distributed optimizer overlap", "TP", "PP"], []))
 def test_bf16_products_are_those_of_fp64_to_the_rounding_of_gradients(
-    megatron_ranks: Ranks, one: Callable[..., Any], name: str
+    megatron_ranks: Ranks, one: Callable[..., Any], single: Callable[..., Any], name: str
 ) -> None:
     size, layout = LAYOUTS[name]
-    _, _, product, single = one(**layout)
     runs = megatron_ranks(size).run(job.measured, Job(**layout, dtype="bfloat16"))
-    assert error(whole([r[1] for r in runs]), product) < 0.15
+    assert error(whole([r[1] for r in runs]), one(**layout)[2]) < 0.15
     assert all(r[3] and r[4] for r in runs)
-    assert runs[0][5] == pytest.approx(single[5], rel=1e-12)
+    assert runs[0][5] == pytest.approx(single(**layout)[5], rel=1e-12)
 
 
 @pytest.fixture(scope="module")

@@ -162,8 +162,15 @@ def test_a_damaged_product_is_made_again(ranks: Ranks, tmp_path: Path, in_one_go
     path.write_bytes(data)
     found = ranks(2).run(jobs.analysis, "Hutchinson", str(tmp_path))[0]
     assert equal(found, whole) and found[2] == 5
+
+
+@pytest.mark.full
+def test_a_state_with_a_damaged_product_gives_way_to_the_one_before(
+    ranks: Ranks, tmp_path: Path, in_one_go: InOneGo
+) -> None:
+    whole = in_one_go("Hutchinson", 2)[0]
     ranks(2).run(jobs.analysis, "Hutchinson", str(tmp_path), 6)
     for path in tmp_path.glob("*/rank0/product2.safetensors"):
         path.write_bytes(path.read_bytes()[:-4])
     found = ranks(2).run(jobs.analysis, "Hutchinson", str(tmp_path))[0]
-    assert equal(found, whole) and found[2] == 1  # the state before the damaged product
+    assert equal(found, whole) and found[2] == 1
