@@ -192,7 +192,7 @@ def _error(changes: list[float], i: int) -> float:
     this height, STEP^2 times as large.
     """
     beside = changes[i + 1 : i + 2] or changes[max(i - 1, 0) : i]
-    return max(TRUNCATION * changes[i], *(change / STEP**2 for change in beside))
+    return max([TRUNCATION * changes[i], *(change / STEP**2 for change in beside)])
 
 
 def _falling(changes: list[float]) -> bool:

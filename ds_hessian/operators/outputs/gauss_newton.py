@@ -14,6 +14,7 @@ the loss does not pass the outputs), and differences of outputs of about one.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,7 @@ from ds_hessian.operators.outputs.forms import Ladder
 from ds_hessian.operators.outputs.passes import Sums
 from ds_hessian.operators.outputs.steps import LADDER, MOST, OutputSteps
 from ds_hessian.operators.outputs.trials import Trial
-from ds_hessian.operators.protocol import Form, OperatorCost, Product
+from ds_hessian.operators.protocol import COVERAGE, Form, OperatorCost, Product
 
 
 class GaussNewton:
@@ -237,6 +238,7 @@ class GaussNewton:
         known = made.passes.product is not None
         v, length, _ = measurable(v, self.space)
         self._choose_rho(v, length, steps.learnt.h)
+        kept = copy.deepcopy(self._ladder), steps.learnt.rho
         rho = before = 0.0
         while True:
             value, error, h = self._ladder.settled(
@@ -254,6 +256,11 @@ class GaussNewton:
             if not rho:
                 break
             self._ladder.forget()
+        (told,) = self.space.of_rank_0(COVERAGE * error < abs(value))
+        if not told:  # of a vector that G maps to nothing, which tells nothing of others
+            self._ladder = kept[0]
+            if kept[1]:
+                self._use(kept[1])
         if not math.isfinite(value):
             raise NumericsError(
                 f"the curvature at displacement {h:.3e} is not finite: neither are the outputs"
