@@ -28,6 +28,23 @@ class Moments(NamedTuple):
     moved: bool
 
 
+def state_of(optimizer: Any, tensor: Tensor, group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an optimizer's state of a tensor, empty if it has none.
+
+    DeepSpeed's FusedAdam counts the steps of all tensors of a group in the state of one of them.
+
+    Args:
+        optimizer: The optimizer that steps the tensor.
+        tensor: The tensor.
+        group: Its parameter group.
+    """
+    found: Mapping[str, Any] = optimizer.state.get(tensor, {})
+    if "step" not in found or float(found["step"]):
+        return found
+    every = (optimizer.state.get(p, {}) for p in group["params"])
+    return {**found, "step": max(float(state.get("step", 0)) for state in every)}
+
+
 def moments(
     state: Mapping[str, Any], settings: Mapping[str, Any], offset: int, numel: int
 ) -> Moments | None:

@@ -198,6 +198,25 @@ def test_adams_denominator_and_last_step() -> None:
         ModuleBackend(net).adam()
 
 
+def test_adams_steps_may_be_counted_in_the_state_of_one_tensor() -> None:
+    """As DeepSpeed's FusedAdam does, which counts those of the last of a group: of others they were
+    0, and what reads Adam's state ended with a ZeroDivisionError.
+    """
+    torch.manual_seed(0)
+    net = TinyGPT(dropout=0.0)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    backend = ModuleBackend(net, optimizer)
+    for i in range(3):
+        optimizer.zero_grad()
+        net(*batch(i, 0)).backward()
+        optimizer.step()
+    expected = backend.adam()
+    *others, _ = (optimizer.state[p] for p in net.parameters() if p in optimizer.state)
+    for state in others:
+        state["step"] = 0
+    assert all(torch.equal(a, b) for a, b in zip(backend.adam(), expected, strict=True))
+
+
 def test_adams_last_step_has_the_settings_it_was_made_with() -> None:
     """Schedulers have changed them since, of each group in another way: OneCycleLR the betas too.
     At the end of a decay, where the rate is 0, there was no preconditioned sharpness.

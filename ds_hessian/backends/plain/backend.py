@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_hessian import ops
-from ds_hessian.backends.adam import Moments, collect, moments
+from ds_hessian.backends.adam import Moments, collect, moments, state_of
 from ds_hessian.backends.guard import Guard, guarded
 from ds_hessian.backends.hooks import unheard
 from ds_hessian.backends.names import require_same, require_same_parameters, trained
@@ -215,8 +215,9 @@ class ModuleBackend:
             if id(p) in every - settings.keys():  # another rank has it
                 found.append(Moments(torch.zeros(p.numel()), torch.zeros(p.numel()), False))
                 continue
-            group = last_settings(own, settings.get(id(p), {}))
-            found.append(moments(own.state.get(p, {}), group, 0, p.numel()))
+            group = settings.get(id(p), {})
+            kept = state_of(own, p, group)
+            found.append(moments(kept, last_settings(own, group), 0, p.numel()))
         state = collect(found, self.layout, self.space, own)
         if shared:
             for part in state:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.adam import Moments, moments
+from ds_hessian.backends.adam import Moments, moments, state_of
 from ds_hessian.backends.guard import swap
 from ds_hessian.backends.zero.host import Engine, Private
 from ds_hessian.errors import UnsupportedError
@@ -104,8 +104,9 @@ class Shards(ABC):
         """Return Adam's state of the piece; None if the optimizer is not Adam."""
         tensor, offset, group = self.stepped(piece)
         inner = self.inner(tensor)
+        state = state_of(inner, tensor, inner.param_groups[group])
         settings = last_settings(inner, inner.param_groups[group])
-        return moments(inner.state.get(tensor, {}), settings, offset, piece.numel)
+        return moments(state, settings, offset, piece.numel)
 
     @abstractmethod
     def publish(self) -> None:
