@@ -245,7 +245,6 @@ FAMILIES = {
         VALUES,
         "head",
     ),
-    "a second head": Family(of_logits(lambda f, v, a: 0.3 * v.square().mean()), A_PART, "head"),
     "auxiliary loss": Family(
         of_logits(lambda f, v, a: 0.1 * a), A_PART, "head", lambda: Language(experts=True)
     ),
@@ -521,6 +520,27 @@ def test_the_matrix_of_a_loss_of_two_heads_is_in_both(returned: str) -> None:
     assert relative(g.vector, torch.stack(each).mean(0)) < 3 * g.error < 1e-3
     gap = float((g.vector + r.vector - h.vector).norm())
     assert gap < 3 * (g.error * g.norm + r.error * r.norm + h.error * h.norm)
+
+
+def test_values_beside_logits_are_in_the_matrix() -> None:
+    """The model returns both; G was that in the logits alone, which have a cross entropy."""
+    net, data = Language(), texts()
+    loss = of_logits(lambda f, values, auxiliary: 0.3 * values.square().mean())
+
+    def both(x: Tensor, net: Callable[..., Any]) -> Tensor:
+        f, values, _ = net(x)
+        return torch.cat([f, values.reshape(len(f), 1)], -1)
+
+    def of_both(y: Tensor, f: Tensor) -> Tensor:
+        return functional.cross_entropy(f[:, :-1], y.flatten()) + 0.3 * f[:, -1].square().mean()
+
+    with operators(net, data, loss, "ggn") as (backend, (g,)):
+        assert g.outputs == f"the model itself: {VALUES}"
+        v = random_vector(backend.layout, backend.space, seed=0)
+        product = g.matvec(v)
+    each = [of_functions(net, partial(both, x), partial(of_both, y), v) for x, y in data]
+    assert product.error is not None
+    assert relative(product.vector, torch.stack(each).mean(0)) < 3 * product.error < 1e-3
 
 
 class Inside(nn.Module):
