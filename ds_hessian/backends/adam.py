@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_hessian.backends.protocol import AdamState
 from ds_hessian.errors import ConfigError
-from ds_hessian.optimizer import ADAMS, inside, is_one_of
+from ds_hessian.optimizer import ADAMS, inside, is_one_of, last_settings
 from ds_hessian.vectors import Layout, VectorSpace
 
 
@@ -28,15 +28,18 @@ class Moments(NamedTuple):
     moved: bool
 
 
-def state_of(optimizer: Any, tensor: Tensor, group: Mapping[str, Any]) -> Mapping[str, Any]:
+def moments_of(
+    optimizer: Any, tensor: Tensor, group: dict[str, Any], offset: int, numel: int
+) -> Moments | None:
+    """Return `moments` of a run of a tensor that an optimizer has in a parameter group."""
+    state = _state_of(optimizer, tensor, group)
+    return moments(state, last_settings(optimizer, group), offset, numel)
+
+
+def _state_of(optimizer: Any, tensor: Tensor, group: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an optimizer's state of a tensor, empty if it has none.
 
     DeepSpeed's FusedAdam counts the steps of all tensors of a group in the state of one of them.
-
-    Args:
-        optimizer: The optimizer that steps the tensor.
-        tensor: The tensor.
-        group: Its parameter group.
     """
     found: Mapping[str, Any] = optimizer.state.get(tensor, {})
     if "step" not in found or float(found["step"]):

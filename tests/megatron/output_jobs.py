@@ -198,7 +198,6 @@ def nested_head(operator: str, aside: bool, job: Job, **config: Any) -> str:
     """The outputs on record of a model that has another as its auxiliary one, beside a head of its
     own or (not `aside`) alone; or what is said of them.
     """
-    import ds_hessian
     from tests.megatron.job import gpt
 
     def inside(job: Job, config: Any, stage: int = 0) -> Any:
@@ -233,9 +232,20 @@ def nested_head(operator: str, aside: bool, job: Job, **config: Any) -> str:
 
         return Two(gpt(job, config, stage))
 
-    with mock.patch("tests.megatron.job.gpt", inside), running(job) as chunks:
+    return _outputs(inside, operator, job, config)
+
+
+def _outputs(
+    model: Any, operator: str, job: Job, config: dict[str, Any], forward_step: Any = None
+) -> str:
+    """The outputs on record of a job with such a model, or what is said of them."""
+    import ds_hessian
+
+    with mock.patch("tests.megatron.job.gpt", model), running(job) as chunks:
         try:
             hessian = hessian_of(chunks, job, **config)
+            if forward_step is not None:
+                hessian.use(my_batches(), forward_step, **SIZES)
             found = hessian.spectrum(operator=operator, num_matvecs=1)
         except ds_hessian.HessianError as error:
             return str(error)
@@ -246,7 +256,6 @@ def bert(operator: str, loss_of_pairs: bool, job: Job, **config: Any) -> str:
     """The outputs on record of BERT, with or without the loss of its second head; or what is said
     of them.
     """
-    import ds_hessian
 
     def model(job: Job, config: Any, stage: int = 0) -> Any:
         from megatron.core import parallel_state
@@ -277,13 +286,7 @@ def bert(operator: str, loss_of_pairs: bool, job: Job, **config: Any) -> str:
 
         return model(tokens, mask, tokens % 2, lm_labels=batch["labels"]), loss
 
-    with mock.patch("tests.megatron.job.gpt", model), running(job) as chunks:
-        try:
-            hessian = hessian_of(chunks, job, **config).use(my_batches(), forward_step, **SIZES)
-            found = hessian.spectrum(operator=operator, num_matvecs=1)
-        except ds_hessian.HessianError as error:
-            return str(error)
-        return str(found.provenance.outputs)
+    return _outputs(model, operator, job, config, forward_step)
 
 
 def several_predictions() -> str:

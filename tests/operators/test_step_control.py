@@ -203,12 +203,8 @@ def test_a_displacement_to_which_the_search_returns_is_accepted() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=FULL)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "steps",
-    [pytest.param(0, marks=FULL), 40, pytest.param(400, marks=FULL)],
-    ids=["untrained", "trained", "memorised"],
-)
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("steps", [0, 40, 400], ids=["untrained", "trained", "memorised"])
 def test_auto_is_near_the_best_constant_of_each_vector(steps: int, bf16: bool) -> None:
     data, trained = batches(), train(mlp(), batches(), steps)
     if steps == 400:

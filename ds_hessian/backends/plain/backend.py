@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_hessian import ops
-from ds_hessian.backends.adam import Moments, collect, moments, state_of
+from ds_hessian.backends.adam import Moments, collect, moments_of
 from ds_hessian.backends.guard import Guard, guarded
 from ds_hessian.backends.hooks import unheard
 from ds_hessian.backends.names import require_same, require_same_parameters, trained
@@ -45,7 +45,7 @@ from ds_hessian.backends.sharded import Shard, ShardedSession, ShardedWeights
 from ds_hessian.backends.weights import Weight, coarsest, module_weights
 from ds_hessian.errors import ConfigError, UnsupportedError
 from ds_hessian.memory import FP32, Item, tier_of
-from ds_hessian.optimizer import follow_steps, last_settings, own_part, settings_of
+from ds_hessian.optimizer import follow_steps, own_part, settings_of
 from ds_hessian.ranks import Shared, balanced, imbalance
 from ds_hessian.ranks.lockstep import Lockstep
 from ds_hessian.vectors import Fragment, Layout, VectorSpace
@@ -215,9 +215,7 @@ class ModuleBackend:
             if id(p) in every - settings.keys():  # another rank has it
                 found.append(Moments(torch.zeros(p.numel()), torch.zeros(p.numel()), False))
                 continue
-            group = settings.get(id(p), {})
-            kept = state_of(own, p, group)
-            found.append(moments(kept, last_settings(own, group), 0, p.numel()))
+            found.append(moments_of(own, p, settings.get(id(p), {}), 0, p.numel()))
         state = collect(found, self.layout, self.space, own)
         if shared:
             for part in state:

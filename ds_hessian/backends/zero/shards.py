@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.adam import Moments, moments, state_of
+from ds_hessian.backends.adam import Moments, moments_of
 from ds_hessian.backends.guard import swap
 from ds_hessian.backends.zero.host import Engine, Private
 from ds_hessian.errors import UnsupportedError
-from ds_hessian.optimizer import last_settings
 
 
 @dataclass(frozen=True)
@@ -104,9 +103,7 @@ class Shards(ABC):
         """Return Adam's state of the piece; None if the optimizer is not Adam."""
         tensor, offset, group = self.stepped(piece)
         inner = self.inner(tensor)
-        state = state_of(inner, tensor, inner.param_groups[group])
-        settings = last_settings(inner, inner.param_groups[group])
-        return moments(state, settings, offset, piece.numel)
+        return moments_of(inner, tensor, inner.param_groups[group], offset, piece.numel)
 
     @abstractmethod
     def publish(self) -> None:

@@ -238,7 +238,7 @@ class GaussNewton:
         known = made.passes.product is not None
         v, length, _ = measurable(v, self.space)
         self._choose_rho(v, length, steps.learnt.h)
-        kept = copy.deepcopy(self._ladder), steps.learnt.rho
+        ladder, first = copy.deepcopy(self._ladder), steps.learnt.rho
         rho = before = 0.0
         while True:
             value, error, h = self._ladder.settled(
@@ -258,9 +258,9 @@ class GaussNewton:
             self._ladder.forget()
         (told,) = self.space.of_rank_0(COVERAGE * error < abs(value))
         if not told:  # of a vector that G maps to nothing, which tells nothing of others
-            self._ladder = kept[0]
-            if kept[1]:
-                self._use(kept[1])
+            self._ladder = ladder
+            if first:
+                self._use(first)
         if not math.isfinite(value):
             raise NumericsError(
                 f"the curvature at displacement {h:.3e} is not finite: neither are the outputs"

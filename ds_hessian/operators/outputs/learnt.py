@@ -36,7 +36,7 @@ class Learnt:
         kappa_spread: The standard deviation of its logarithm, for the next vector.
         square: The mean of kappa^2 over the vectors that have shown it, for estimates of others.
         shown: Their number.
-        of_nothing: The largest kappa |P| of products that were all error, of vectors that G maps to
+        of_nothing: The largest kappa S of products that were all error, of vectors that G maps to
             nothing: for others of these.
         spread: `Trial.spread` of the first vector of this kind, of which these three are.
         gain: The size of the first product over the spread of its outputs.

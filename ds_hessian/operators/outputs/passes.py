@@ -199,7 +199,7 @@ class Group:
     ) -> None:
         self.beyond = {i: f - 2 * _unmasked(above[i]) for i, f in beyond.items()}
         self.middles = {i: _unmasked(f) + _unmasked(below[i]) for i, f in above.items()}
-        self.differences = {i: subtract(f, below.pop(i)) for i, f in above.items()}
+        self.differences = {i: _subtract(f, below.pop(i)) for i, f in above.items()}
         self._first = {i: _square(sample(d)) for i, d in self.differences.items()}
         self.cotangents, self.factors = dict[int, Tensor](), dict.fromkeys(above, 1.0)
 
@@ -421,7 +421,7 @@ class Passes:
                 form = 0.0
                 for i in self.tap.calls(range(unit, unit + 1)):
                     if i in above:
-                        delta = subtract(above[i].clone(), below[i])
+                        delta = _subtract(above[i].clone(), below[i])
                         middle = above[i].add_(below[i]).div_(2)
                         form += _dot(product(i, middle, delta), delta)
                 found.append(form)
@@ -433,7 +433,7 @@ class Passes:
             self.session.add_gradient(out, micro_batches)
 
 
-def subtract(a: Tensor, b: Tensor) -> Tensor:
+def _subtract(a: Tensor, b: Tensor) -> Tensor:
     """Return `a - b`, in place of a: 0 where both are the same infinity, as of a masked class."""
     if math.isfinite(size_of(b)):
         return a.sub_(b)
