@@ -53,7 +53,7 @@ def moments(
 ) -> Moments | None:
     """Return denominator and last step for a run of one tensor that an optimizer steps.
 
-    Of a tensor that has never had a gradient, and so no state, both moments are zero.
+    Of a tensor that has never had a gradient, and so no state or no step, both moments are zero.
 
     Args:
         state: The optimizer's state of the tensor.
@@ -66,11 +66,11 @@ def moments(
     """
     if not {"betas", "eps"} <= settings.keys() or len(settings["betas"]) != 2:
         return None
-    if not state:
-        return Moments(torch.full((numel,), float(settings["eps"])), torch.zeros(numel), False)
-    if not {"exp_avg", "exp_avg_sq"} <= state.keys():
+    if state and not {"exp_avg", "exp_avg_sq"} <= state.keys():
         return None
-    step = float(state["step"] if "step" in state else settings["step"])
+    step = float(state["step"] if "step" in state else settings["step"]) if state else 0.0
+    if not step:
+        return Moments(torch.full((numel,), float(settings["eps"])), torch.zeros(numel), False)
     first, second = (
         1 - beta**step if settings.get("bias_correction", True) else 1.0
         for beta in settings["betas"]

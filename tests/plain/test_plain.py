@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_hessian
 from ds_hessian.backends import Passes
+from ds_hessian.backends.adam import moments
 from ds_hessian.backends.plain import ModuleBackend, stand_ins
 from ds_hessian.errors import ConfigError, MeasurementError, NumericsError, UnsupportedError
 from ds_hessian.operators import FiniteDifferenceHessian
@@ -271,6 +272,16 @@ def test_what_is_no_adam_has_no_state_of_adam_although_it_keeps_such_moments(kin
     assert described is not None and described.preconditioned_edge is None
 
 
+def test_state_that_is_made_before_the_first_step_has_no_step() -> None:
+    """As DeepSpeed's Muon makes it at stage 0, whose sharpness ended in a ZeroDivisionError."""
+    state = {"step": 0, "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
+    found = moments(state, {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}, 0, 3)
+    assert found is not None and not found.moved
+    assert found.denominator.tolist() == [torch.tensor(1e-8).item()] * 3
+    assert found.last_step.tolist() == [0.0] * 3
+
+
+@pytest.mark.full
 def test_adams_state_is_whole_where_ranks_share_it_out(ranks: Ranks) -> None:
     """As torch's ZeroRedundancyOptimizer does, by whole parameters."""
     for found in ranks(2).run(jobs.adam_shared_out):
