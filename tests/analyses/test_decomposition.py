@@ -44,7 +44,7 @@ def test_parts_are_those_of_dense_matrices(
     net: Any, matrices: dict[str, Tensor], tmp_path: Path
 ) -> None:
     hessian = ds_hessian.attach(*net, {**QUIET, "output_path": str(tmp_path)}).use(DATA, loss_of)
-    parts = hessian.decomposition(num_matvecs=30, num_probes=3)
+    parts = hessian.decomposition(num_matvecs=16, num_probes=3)
     values = {name: torch.linalg.eigvalsh(m) for name, m in matrices.items()}
     for name, spectrum in parts.spectra.items():
         assert spectrum.provenance.operator == name

@@ -32,7 +32,6 @@ from ds_hessian.errors import ConfigError, MeasurementError
 from tests.backends import jobs
 from tests.operators.nets import batches, loss_of, mlp, train
 from tests.ranks import RankPool
-from tests.tiers import cells
 
 QUIET = {"progress": False, "plot": False}
 DATA = TensorDataset(torch.randn(12, 3, generator=torch.Generator().manual_seed(0)))
@@ -300,12 +299,10 @@ def test_a_loader_may_read_each_micro_batch_into_the_same_memory() -> None:
     assert [float(b[0][0]) for b in MicroBatches(read()).batches] == [0, 1, 2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "device"),
-    cells(
-        [(torch.float64, "cpu"), (torch.bfloat16, "cpu"), (torch.float32, "meta")],
-        [(torch.float32, "meta")],
-    ),
+    [(torch.float64, "cpu"), (torch.bfloat16, "cpu"), (torch.float32, "meta")],
 )
 def test_the_defaults_of_the_job_are_its_own(dtype: torch.dtype, device: str) -> None:
     """Figures are those of fp32 on the host, and the job's code makes what it makes in training."""

@@ -17,6 +17,7 @@ from tests.ranks import RankPool
 Ranks = Callable[[int], RankPool]
 
 
+@pytest.mark.full
 def test_scores_are_those_of_the_dense_hessian(ranks: Ranks) -> None:
     results = ranks(2).run(jobs.influences, 12.0)
     weights, found, *_ = results[0]

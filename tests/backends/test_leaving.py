@@ -113,7 +113,8 @@ def test_it_ends_on_three_ranks_too(ranks: Ranks, what: str, alone: int) -> None
         assert kept and right and keys == 0
 
 
-@pytest.mark.parametrize("stage", cells([1, 3], [3]))
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_measurement_in_the_loss_of_another_is_refused_on_all_ranks(
     ranks: Ranks, stage: int
 ) -> None:

@@ -503,7 +503,7 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", cells(JOBS, ["stage 3, recomputed"]))
+@pytest.mark.parametrize("name", cells(JOBS, []))
 def test_products_of_jobs_are_those_of_a_double_backward(ranks: Any, name: str) -> None:
     size, options = JOBS[name]
     v, product, error, _, source = ranks(size).run(kink_jobs.product, **options)[0]

@@ -47,9 +47,8 @@ def test_products_are_those_of_the_hessian_without_quantization(pair: RankPool, 
     assert layout == f"ZeRO-3, 2 ranks, unquantized ({off} off)"
 
 
-@pytest.mark.parametrize(
-    "name, number", cells([*((name, 3) for name in ENGINES), ("qwZ", 1)], [("both, bf16", 3)])
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name, number", [*((name, 3) for name in ENGINES), ("qwZ", 1)])
 def test_training_is_bitwise_the_same_with_spectra_and_with_those_that_fail_on_one_rank(
     pair: RankPool, name: str, number: int
 ) -> None:

@@ -12,7 +12,6 @@ import torch
 from tests.backends import jobs, restricted_jobs
 from tests.nets import DenseHessian, TinyGPT, batch, merged
 from tests.ranks import RankPool
-from tests.tiers import cells
 
 Ranks = Callable[[int], RankPool]
 
@@ -21,9 +20,9 @@ CHOICES: list[Any] = ["up|norm1", ["norm2.weight"]]
 STAGES = (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize(
-    ("stage", "choice"), cells([(s, c) for s in STAGES for c in CHOICES], [(3, CHOICES[1])])
-)
+@pytest.mark.full
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("stage", STAGES)
 def test_blocks_of_engines_are_those_of_the_dense_hessian(
     ranks: Ranks, stage: int, choice: Any
 ) -> None:

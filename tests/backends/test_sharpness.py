@@ -71,7 +71,7 @@ def test_adams_state_is_that_of_the_optimizer_that_steps_the_sub_group(ranks: Ra
         assert torch.allclose(update, after[name] - before[name], atol=4 * 2.0**-23, rtol=1e-5)
 
 
-@pytest.fixture(scope="module", params=cells([1, 3], [1]))
+@pytest.fixture(scope="module", params=cells([1, 3], []))
 def run(request: pytest.FixtureRequest, ranks: Ranks) -> Any:
     """What rank 0 of 2 found."""
     return ranks(2).run(jobs.sharpness_in_training, request.param, 2, 2, 1e-3)[0]

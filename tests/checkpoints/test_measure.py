@@ -58,6 +58,7 @@ def exact_of(net: nn.Module) -> Tensor:
     return torch.linalg.eigvalsh(dense.matrix())
 
 
+@pytest.mark.full
 def test_a_series_of_state_dicts_makes_a_run_folder_of_exact_spectra(files: Path) -> None:
     output = files / "run"
     done = call(
@@ -439,6 +440,7 @@ def test_names_of_wrappers_are_taken_off(tmp_path: Path, prefix: str, inner: str
         assert torch.equal(value, weights[prefix + name]), name
 
 
+@pytest.mark.full
 def test_a_tokenizer_is_read_only_where_there_is_text(tmp_path: Path) -> None:
     jobs.save_gpt2(tmp_path / "gpt2-7")
     (tmp_path / "gpt2-7" / "tokenizer.json").write_text("{")

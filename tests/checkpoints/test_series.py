@@ -176,6 +176,7 @@ def test_what_differs_is_measured_again(
     assert "done before" in measured(files, "--resume", *more)
 
 
+@pytest.mark.full
 def test_the_record_of_another_checkpoint_is_not_replaced(files: Path) -> None:
     """Two runs have a checkpoint of the same step, or names say no step."""
     measured(files)
@@ -192,6 +193,7 @@ def test_the_record_of_another_checkpoint_is_not_replaced(files: Path) -> None:
     measured(files, name="other_20.pt")
 
 
+@pytest.mark.full
 def test_a_series_that_has_grown_may_move_its_places(files: Path) -> None:
     """Names without numbers: what was second is third, and is measured again."""
     for name in ("a.pt", "b.pt", "c.pt"):

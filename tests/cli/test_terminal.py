@@ -94,12 +94,14 @@ def test_no_color_and_dumb_terminals_are_respected(folder: Path) -> None:
     assert "\x1b" not in on_terminal("table", "run", columns=80, cwd=folder, TERM="dumb")
 
 
+@pytest.mark.full
 def test_a_locale_without_the_letters_gets_others(folder: Path) -> None:
     done = installed("table", "run", cwd=folder, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"largest eigenvalue\s+\d+\.\d+ \? 0\.\d+", done.stdout)
 
 
+@pytest.mark.full
 def test_an_output_that_the_shell_has_closed_gets_nothing(folder: Path) -> None:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
     command = ["sh", "-c", f'exec "{COMMAND}" table run >&-']

@@ -19,7 +19,7 @@ from tests.integrations import jobs, plain_jobs
 from tests.nets import DenseHessian
 from tests.operators.gauss_newton import ExactGaussNewton
 from tests.ranks import RankPool
-from tests.tiers import cells, needs
+from tests.tiers import needs
 
 pytestmark = needs("transformers", "accelerate")
 Ranks = Callable[[int], RankPool]
@@ -113,6 +113,7 @@ def test_a_resumed_trainer_measures_the_micro_batches_of_before(ranks: Ranks) ->
         assert len(first) == len(then) == 1 and first == then
 
 
+@pytest.mark.full
 def test_without_deepspeed_too(tmp_path: Path) -> None:
     options: dict[str, Any] = {"saved": True, "settings": {"sharpness_interval": 0}}
     first = plain_jobs.train(tmp_path, True, steps=2, **options)["callback"]
@@ -150,6 +151,7 @@ def test_a_callback_measures_the_dataset_or_the_batches_that_it_is_given(ranks: 
         assert same  # reading a loader that shuffles draws nothing from training's generator
 
 
+@pytest.mark.full
 def test_a_loop_on_accelerate_gets_its_spectra_and_trains_bitwise_the_same(ranks: Ranks) -> None:
     for changed, found in ranks(2).run(jobs.both, jobs.accelerate):
         assert (changed, found["failures"]) == ([], {})
@@ -348,7 +350,8 @@ def test_step_0_of_a_trainer_is_measured_on_given_data(
 TOOLS = ("tensorboard", "wandb", "comet_ml")
 
 
-@pytest.mark.parametrize("tool", cells(TOOLS, ["tensorboard"]))
+@pytest.mark.full
+@pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_of_the_trainer_gets_figures_histograms_and_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str
 ) -> None:

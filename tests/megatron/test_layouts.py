@@ -109,7 +109,8 @@ def test_fp64_gradients_and_products_are_those_of_a_double_backward(
         assert_replicas_agree([r[vector] for r in runs], 1e-10)
 
 
-@pytest.mark.parametrize("name", cells(LAYOUTS, QUICK_SPECTRA))
+@pytest.mark.full
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_fp32_spectra_are_those_of_one_process(
     megatron_ranks: Ranks, one: Callable[..., Any], single: Callable[..., Any], name: str
 ) -> None:

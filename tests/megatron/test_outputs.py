@@ -148,7 +148,8 @@ def test_what_another_module_does_with_logits_is_measured_or_refused(
 NESTED: dict[str, dict[str, Any]] = {"one": {}, "TP": {"tp": 2}, "PP": {"pp": 2, "tied": False}}
 
 
-@pytest.mark.parametrize("name", cells(NESTED, ["one"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", NESTED)
 def test_an_output_layer_inside_of_another_module_is_the_outputs_if_it_is_all(
     megatron_ranks: Ranks, name: str
 ) -> None:

@@ -183,6 +183,7 @@ def test_dropped_tokens_are_the_same_in_each_evaluation(megatron_ranks: Ranks) -
     assert true < 1e-3 and true < 5 * runs[0][2]
 
 
+@pytest.mark.full
 def test_choices_that_would_have_changed_are_counted(megatron_ranks: Ranks) -> None:
     for choices, flips, symmetric in megatron_ranks(2).run(
         routes_jobs.choices_in_bf16, Job(ep=2, **MOE, dtype="bfloat16")
@@ -337,7 +338,8 @@ def test_latent_keys_of_which_ranks_have_parts_are_refused(
         assert "multi-latent attention whose down-projections are split" in message
 
 
-@pytest.mark.parametrize("precision", cells(["auto", "model"], ["auto"]))
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["auto", "model"])
 def test_masters_that_only_some_ranks_keep_displace_all_copies(
     megatron_ranks: Ranks, precision: str
 ) -> None:
@@ -350,6 +352,7 @@ def test_masters_that_only_some_ranks_keep_displace_all_copies(
             assert torch.equal(a[2], b[2])
 
 
+@pytest.mark.full
 def test_the_layer_wise_optimizer_in_fp32_is_measured(megatron_ranks: Ranks) -> None:
     """Each rank has all weights, and nothing else."""
     assert len(megatron_ranks(2).run(routes_jobs.layer_wise, Job())) == 2
@@ -395,6 +398,7 @@ def test_moments_of_adam_are_those_without_their_scale(megatron_ranks: Ranks) ->
     assert megatron_ranks(1).run(routes_jobs.scaled_moments) == [True]
 
 
+@pytest.mark.full
 def test_wrappers_derived_from_megatrons_are_measured(megatron_ranks: Ranks) -> None:
     """NeMo's is; they were refused."""
     assert megatron_ranks(1).run(routes_jobs.subclassed) == [True]
@@ -430,6 +434,7 @@ def test_gradient_buffers_that_are_offloaded_are_refused(megatron_ranks: Ranks) 
     assert again
 
 
+@pytest.mark.full
 def test_a_parameter_frozen_after_the_wrapping_has_no_coordinates(megatron_ranks: Ranks) -> None:
     """Displaced, and without a gradient, it left H with columns that had no rows."""
     layout = Job(distributed=True)
@@ -437,6 +442,7 @@ def test_a_parameter_frozen_after_the_wrapping_has_no_coordinates(megatron_ranks
         assert counted and forth == pytest.approx(back, rel=0.05)
 
 
+@pytest.mark.full
 def test_fp32_passes_are_at_weights_that_were_edited_without_their_masters(
     megatron_ranks: Ranks,
 ) -> None:

@@ -84,9 +84,10 @@ def test_deferred_weight_gradients_of_the_output_layer_are_made_in_each_pass(
         assert deferred[2] == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "signalled, said",
-    cells([(True, "received SIGUSR2"), (False, "on purpose")], [(False, "on purpose")]),
+    [(True, "received SIGUSR2"), (False, "on purpose")],
 )
 def test_what_ends_a_rank_as_a_schedule_begins_ends_the_call_on_all(
     megatron_ranks: Ranks, signalled: bool, said: str
@@ -105,12 +106,14 @@ def test_what_training_sets_and_logs_neither_changes_a_product_nor_is_changed(
         assert touched == []
 
 
+@pytest.mark.full
 def test_training_finds_its_gradients_cleared(megatron_ranks: Ranks) -> None:
     """The buffers, which passes fill, and `param.grad`, which is one after a step in fp32."""
     for runs in megatron_ranks(2).run(job.gradients_after_a_spectrum):
         assert runs == [(True, True)] * 2
 
 
+@pytest.mark.full
 def test_dropout_is_off_unless_it_is_asked_for(megatron_ranks: Ranks) -> None:
     ranks = megatron_ranks(1)
     plain, off, on = (

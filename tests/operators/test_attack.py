@@ -159,7 +159,8 @@ def test_what_the_pilot_takes_for_a_kink_is_looked_for_in_the_slice(
     assert LEAST < ratios.min() and ratios.max() < 10, ratios
 
 
-@pytest.mark.parametrize("count", cells([4, 8], [4]))
+@pytest.mark.full
+@pytest.mark.parametrize("count", [4, 8])
 def test_a_pilot_whose_ratio_is_far_smaller_is_given_up(attack: Found, count: int) -> None:
     """A net that is sure of all micro-batches but one, which makes gradient and noise."""
     found = list(attack["products"](attack["problem"]("sure", "fp32", count, 1)))

@@ -132,6 +132,7 @@ print(cache.obtain(native.plan("cpu"))[1])
 """
 
 
+@pytest.mark.full
 def test_ranks_that_start_at_once_build_once(tmp_path) -> None:
     """Three processes, one empty cache; the compiler is a stand-in that counts its calls."""
     compiler = script(
@@ -339,6 +340,7 @@ def test_importing_ops_imports_no_host_and_builds_nothing(tmp_path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.full
 def test_the_report_prints(monkeypatch) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ds_hessian.ops"],

@@ -55,6 +55,7 @@ def test_spectra_and_eigenpairs_are_those_of_the_dense_hessian(
     assert np.allclose(sorted(pairs.values), values[-2:], rtol=1e-3)
 
 
+@pytest.mark.full
 def test_near_an_eigenvector_that_is_not_extreme_the_extreme_one_is_found(
     hessian: Any, matrix: Tensor
 ) -> None:
@@ -182,6 +183,7 @@ def test_the_schedule_measures_on_captured_micro_batches(tmp_path: Path) -> None
     assert [s.provenance.num_micro_batches for s in found] == [2, 2]
 
 
+@pytest.mark.full
 def test_ddp_has_records_adam_resume_and_a_schedule_too(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks(2).run(jobs.whole_run, str(tmp_path))
     assert first == second

@@ -194,6 +194,7 @@ class Empty(nn.Module):
         return out + self.none.weight.sum() + self.none.bias.sum()
 
 
+@pytest.mark.full
 def test_blocks_of_parameters_without_elements_are_none() -> None:
     job = ds_hessian.attach(Empty(), config=QUIET | {"num_matvecs": 1}).use(batches(1), loss_of)
     assert not any("none" in name for name in job.block_coupling("parameters").names)

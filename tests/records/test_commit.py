@@ -21,7 +21,6 @@ from ds_hessian.records.files import one_writer, replacing
 from ds_hessian.records.safetensors import Reader, Writer
 from ds_hessian.show.canvas import new_figure, save_figure
 from tests.records.makers import semicircle, spectrum_of
-from tests.tiers import cells
 
 KILLED = 9
 FILES = ["spectrum.json", "spectrum.npz"]
@@ -113,7 +112,8 @@ def _vectors(path: Path) -> None:
         writer.append(torch.ones(1, 3))
 
 
-@pytest.mark.parametrize("write", cells([_picture, _vectors], [_vectors]))
+@pytest.mark.full
+@pytest.mark.parametrize("write", [_picture, _vectors])
 def test_other_files_are_the_old_or_the_new_ones(
     tmp_path: Path, write: Callable[[Path], None]
 ) -> None:

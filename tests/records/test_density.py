@@ -206,6 +206,7 @@ def test_bands_hold_the_smoothed_density_in_95_of_100_cases(name):
 # ---- weights of outliers
 
 
+@pytest.mark.full
 def test_reduced_weights_make_outliers_exact_and_less_noisy():
     eigenvalues = DENSITIES["spiked"]
     n = len(eigenvalues)

@@ -215,6 +215,7 @@ def test_a_solve_without_a_figure_has_a_reason_in_the_table() -> None:
     assert not factors.unsolved
 
 
+@pytest.mark.full
 def test_names_beside_the_rows_of_a_picture_are_plain_text(tmp_path: Path) -> None:
     pairs = next(r for r in EXAMPLES if isinstance(r, HessianEigenpairs))
     shares = {f"${i} {'long' * 20}": np.full(len(pairs.values), 0.1) for i in range(70)}

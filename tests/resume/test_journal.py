@@ -142,7 +142,7 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("what", FOREIGN)
+@pytest.mark.parametrize("what", cells(FOREIGN, list(FOREIGN)[:1]))
 def test_a_foreign_state_is_refused(ranks: Ranks, tmp_path: Path, what: str) -> None:
     mine: dict[str, Any] = {"call": {"k": 1}}
     ranks(2).run(jobs.analysis, "eigenpairs", str(tmp_path), 2, **mine)
@@ -153,6 +153,7 @@ def test_a_foreign_state_is_refused(ranks: Ranks, tmp_path: Path, what: str) -> 
     assert jobs.newest(tmp_path)[0] == 2  # and still there
 
 
+@pytest.mark.full
 def test_a_damaged_product_is_made_again(ranks: Ranks, tmp_path: Path, in_one_go: InOneGo) -> None:
     whole = in_one_go("Hutchinson", 2)[0]
     ranks(2).run(jobs.analysis, "Hutchinson", str(tmp_path), 6)

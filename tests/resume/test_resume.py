@@ -58,6 +58,7 @@ def test_a_job_killed_20_times_ends_with_the_same_bits(ranks: Ranks, tmp_path: P
     assert list((tmp_path / "state").iterdir()) == []  # a run that has ended leaves nothing
 
 
+@pytest.mark.full
 def test_what_a_killed_job_was_writing_is_removed(ranks: Ranks, tmp_path: Path) -> None:
     """Files of a rank, of vectors and of states, one after another."""
     left = set[str]()
@@ -196,7 +197,8 @@ def device_for_vector(folder: Path) -> None:
 HARM = [damage_state, alter_state, damage_vector, lose_vector, pipe_for_state, device_for_vector]
 
 
-@pytest.mark.parametrize("harm", cells(HARM, [lose_vector]))
+@pytest.mark.full
+@pytest.mark.parametrize("harm", HARM)
 def test_a_damaged_state_is_not_read_but_the_one_before(
     ranks: Ranks, tmp_path: Path, whole: Any, harm: Callable[[Path], None]
 ) -> None:
@@ -301,6 +303,7 @@ def test_vectors_of_the_state_before_are_kept() -> None:
     assert still_whole(kept) == kept[1:]
 
 
+@pytest.mark.full
 def test_no_rank_lists_what_other_ranks_write(ranks: Ranks, tmp_path: Path) -> None:
     """With the state resumed, a save lists the rank's own folder; a start reads each layout once
     among all ranks."""
@@ -331,7 +334,7 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("what", FOREIGN)
+@pytest.mark.parametrize("what", cells(FOREIGN, list(FOREIGN)[:2]))
 def test_the_state_of_another_measurement_is_refused(
     ranks: Ranks, tmp_path: Path, what: str
 ) -> None:

@@ -167,7 +167,7 @@ def test_recomputed_activations_make_the_same_choices(recompute: str) -> None:
 
 ROUTED = [(model, experts, recompute) for model in MODELS for experts in jobs.EXPERTS
           for recompute in jobs.RECOMPUTE]  # fmt: skip
-QUICK = [("mixtral", "eager", ""), ("qwen2_moe", "grouped_mm", "not reentrant")]
+QUICK = [("qwen2_moe", "grouped_mm", "not reentrant")]
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_the_record_says_that_choices_were_held_and_how_many_would_have_changed(
     assert 0 < trace.provenance.flipped_choices < trace.provenance.held_choices
 
 
-@pytest.mark.parametrize("operator", cells(get_args(OperatorName), ["ggn", "fisher"]))
+@pytest.mark.parametrize("operator", cells(get_args(OperatorName), ["ggn"]))
 def test_operators_of_the_outputs_record_held_choices(operator: OperatorName) -> None:
     """Where the weights are displaced: at the weights, where a product ends, nothing changes."""
     found = jobs.hessian_of(MODELS["mixtral"]()).trace(
