@@ -41,7 +41,7 @@ from ds_hessian.backends.in_python import COMPOSED, INERT, is_composed, undispat
 from ds_hessian.backends.kinks import argument, with_argument
 from ds_hessian.backends.state import STATISTICS, State, is_a_hosts, tensors_in, written_by
 from ds_hessian.defaults import defaults_of_job
-from ds_hessian.errors import UnsupportedError
+from ds_hessian.errors import ConfigError, UnsupportedError
 
 HELD = {*pieces.NAMES, *compositions.EXPANDED}
 """Functions whose sides of kinks are held."""
@@ -73,7 +73,7 @@ class FixedFunction(TorchFunctionMode):
         self.decisions = Decisions(allowed)
         self.state: State | None = None
         self.note_graph: Callable[[Tensor], object] = lambda output: None
-        self._dropout = dropout
+        self._dropout, self._ended = dropout, False
         self._constants, self._within = Constants(), False  # whether a forward is under way
         self._padding = Constants()  # rows of embeddings for padding
         self._bodies: dict[Any, Callable[..., Any]] = {}
@@ -81,6 +81,18 @@ class FixedFunction(TorchFunctionMode):
         self._seen = False  # whether a function has decided, was to drop, or has read padding
 
     # ---- evaluations
+
+    def end(self) -> None:
+        """Refuse evaluations and displacements from now on: nothing would restore what they do."""
+        self._ended = True
+
+    def require_open(self) -> None:
+        """Raise if the measurement has ended."""
+        if self._ended:
+            raise ConfigError(
+                "the measurement of this operator has ended: make its products inside of "
+                "`with hessian.measuring() as operator`"
+            )
 
     @contextmanager
     def running(self, keys: Iterable[Hashable] = ()) -> Iterator[None]:
@@ -90,6 +102,7 @@ class FixedFunction(TorchFunctionMode):
             keys: The forwards, where these are known. Once all have been evaluated, and have
                 not chosen or dropped anything, or read padding, functions are called as they are.
         """
+        self.require_open()
         given = list(keys)
         self.decisions.begin(alone=len(given) == 1)
         self._constants.begin()

@@ -440,6 +440,7 @@ def guarded(
     """
     refuse_context(device)
     with Guard(modules, device, passes, loss) as guard:
+        guard.callback(guard.function.end)
         guard.callback(_drop_modes, _len_torch_function_stack())
         guard.callback(guard.random.set, guard.initial)
         for buffers in guard.buffers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import nn
@@ -25,25 +25,32 @@ def trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(checkpoint_name(name), p) for name, p in named if p.requires_grad]
 
 
-def trained_names(modules: Sequence[nn.Module]) -> list[str]:
-    """Return the names of this rank's parameters that are trained."""
-    return [name for module in modules for name, _ in trained(module)]
+def trained_tensors(modules: Sequence[nn.Module]) -> list[tuple[str, int]]:
+    """Return the name of each of this rank's parameters that are trained, and which tensor it is.
+
+    The optimizer keeps those that it steps, so that no other one has their identity.
+    """
+    return [(name, id(p)) for module in modules for name, p in trained(module)]
 
 
-def require_same(attached: Sequence[str], here: Sequence[str]) -> None:
+def require_same(
+    attached: Sequence[tuple[str, Hashable]], here: Sequence[tuple[str, Hashable]]
+) -> None:
     """Require the trained parameters to be those that were attached.
 
-    A parameter that is frozen later has a coordinate, but no gradient.
+    A parameter that is frozen later, or that another one has replaced, has a coordinate, but no
+    gradient.
 
     Args:
-        attached: The trained parameters of the modules when they were attached.
+        attached: The names of the trained parameters of the modules when they were attached, each
+            with what else must be the same.
         here: Those of now.
 
     Raises:
-        ConfigError: a parameter has been frozen, unfrozen, added, removed or renamed.
+        ConfigError: a parameter has been frozen, unfrozen, added, removed, replaced or renamed.
     """
     if list(here) != list(attached):
-        different = sorted(set(here) ^ set(attached))
+        different = sorted({name for name, _ in set(here) ^ set(attached)})
         raise ConfigError(
             "the trainable parameters have changed since attach(): "
             f"{', '.join(different[:5]) or 'their order'}; freeze and wrap before you attach"

@@ -287,7 +287,7 @@ def _summed(pair: tuple[Tensor, Tensor | int | float]) -> tuple[Tensor, float]:
     wanted = "loss_fn must return a loss or a pair (summed loss, count)"
     if len(pair) != 2:
         raise ConfigError(f"{wanted}, got {len(pair)} values")
-    if isinstance(pair[1], Tensor) and pair[1].requires_grad:
+    if isinstance(pair[1], Tensor) and pair[1].requires_grad and pair[1].numel() == 1:
         raise ConfigError(
             f"{wanted}, got a count that depends on the weights, of which no gradient would be "
             "taken: detach it, or return a quotient as the loss"

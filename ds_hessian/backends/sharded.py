@@ -222,6 +222,7 @@ class ShardedSession:
 
     def displace(self, v: Tensor | None, h: float, across: bool = False) -> Tensor:
         """Displace this rank's shards, and give all ranks the weights of them."""
+        self._function.require_open()
         return self.weights.displace(v, h, across)
 
     def realised(self) -> Tensor:

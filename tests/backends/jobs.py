@@ -647,12 +647,16 @@ def taken_over(config: dict[str, Any]) -> list[str]:
     return found
 
 
-def frozen_since(stage: int) -> str:
-    """The message for a parameter that one rank has frozen since the micro-batches were chosen."""
+def changed_since(stage: int, how: str) -> str:
+    """The message for a parameter that one rank has frozen, or replaced by another of its name and
+    shape, since the micro-batches were chosen.
+    """
     engine = make_engine(zero={"stage": stage}, hessian=QUIET)
     hessian = engine.hessian.use(my_batches())
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and how == "frozen":
         next(engine.module.parameters()).requires_grad_(False)
+    elif dist.get_rank() == 0:
+        engine.module.position = nn.Parameter(engine.module.position.detach().clone())
     try:
         hessian.matvec(hessian.random_vector(seed=5))
     except HessianError as error:

@@ -165,7 +165,8 @@ def test_what_is_no_count_of_a_loss_is_named() -> None:
     hessian = ds_hessian.attach(nn.Linear(2, 1), None, {"progress": False})
     kinds: dict[str, Callable[[Tensor], Any]] = {
         "depends on the weights": lambda out: out.abs().sum(),
-        r"got a tensor of shape \(3, 1\)": lambda out: out.detach(),
+        r"got a tensor of shape \(3, 1\), requires_grad=False": lambda out: out.detach(),
+        r"got a tensor of shape \(3, 1\), requires_grad=True": lambda out: out,
         "got dict as its count; leave it out": lambda out: {"logits": out},
     }
     for said, count in kinds.items():

@@ -121,3 +121,29 @@ def test_a_measurement_in_the_loss_of_another_is_refused_on_all_ranks(
     for message, same, left in ranks(2).run(nested, {"zero_optimization": {"stage": stage}}):
         assert "MeasurementError" in message and "a measurement of the same weights" in message
         assert same and left
+
+
+def after_its_end() -> tuple[str, bool, bool]:
+    """The error of a product that is made after the end of its measurement, whether training has
+    the same state after it, and whether the next product is the right one.
+    """
+    host, error = jobs.here(), ""
+    before, hessian = host.state(), host.attach()
+    v = hessian.random_vector()
+    expected = hessian.matvec(v).vector
+    with hessian.measuring() as ended:
+        ended.matvec(v)
+    try:
+        ended.matvec(v)
+    except HessianError as caught:
+        error = f"{caught}"
+    again = bool((hessian.matvec(v).vector == expected).all())
+    return error, jobs.same(before, host.state()), again
+
+
+@pytest.mark.parametrize("host", ["torch DDP", "ZeRO-3"])
+def test_a_product_after_the_end_of_its_measurement_is_refused(ranks: Ranks, host: str) -> None:
+    """It left weights displaced, and training went on with them."""
+    ranks(2).run(jobs.begin, host)
+    for error, kept, right in ranks(2).run(after_its_end, timeout=60):
+        assert "the measurement of this operator has ended" in error and kept and right

@@ -204,10 +204,17 @@ def test_what_is_not_supported_is_refused_by_name_on_all_ranks(feature: str) -> 
         pool.close()
 
 
+@pytest.mark.parametrize("how", ["frozen", "replaced"])
 @pytest.mark.parametrize("stage", cells((0, 1, 2, 3), (2, 3)))
-def test_a_parameter_frozen_since_is_refused_on_all_ranks(ranks: Ranks, stage: int) -> None:
-    for text in ranks(2).run(jobs.frozen_since, stage):
-        assert "trainable parameters have changed since attach()" in text
+def test_a_parameter_changed_since_is_refused_on_all_ranks(
+    ranks: Ranks, stage: int, how: str
+) -> None:
+    """One that was replaced was still in products, which were zero there."""
+    said = "trainable parameters have changed since attach()"
+    if (stage, how) == (3, "replaced"):
+        said = "parameters that ZeRO-3 has not partitioned"
+    for text in ranks(2).run(jobs.changed_since, stage, how):
+        assert said in text
 
 
 @pytest.mark.parametrize("stage", cells((0, 2), (2,)))

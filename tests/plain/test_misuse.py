@@ -316,3 +316,13 @@ def test_a_loss_that_is_no_function_of_model_and_batch_is_refused(
 def test_an_engine_for_inference_is_refused(ranks: Callable[[int], RankPool]) -> None:
     (message,) = ranks(1).run(jobs.engine_for_inference)
     assert "an engine of deepspeed.init_inference; attach the model before" in message
+
+
+@pytest.mark.parametrize("operator", ["hessian", "ggn", "residual", "fisher"])
+def test_products_after_the_end_of_their_measurement_are_refused(
+    hessian: Any, operator: str
+) -> None:
+    with hessian.measuring(operator=operator) as ended:
+        ended.matvec(hessian.random_vector(seed=1))
+    with pytest.raises(ConfigError, match="the measurement of this operator has ended"):
+        ended.matvec(hessian.random_vector(seed=2))

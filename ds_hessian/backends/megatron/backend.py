@@ -40,7 +40,7 @@ from ds_hessian.backends.megatron.wide import (
     without_casts,
     without_rounding,
 )
-from ds_hessian.backends.names import require_same, trained_names
+from ds_hessian.backends.names import require_same, trained_tensors
 from ds_hessian.backends.objective import common_number, reading
 from ds_hessian.backends.protocol import (
     DEFAULT_PASSES,
@@ -94,7 +94,7 @@ class MegatronBackend:
         self.runs = [runs[i] for i in self.layout.order]
         self.space = VectorSpace(self.layout.n_local, self.layout.n_owned, self.device)
         self.parameters: Sequence[tuple[str, torch.Size]] = parameters_of(self.chunks, self.device)
-        self._attached = trained_names(self.chunks)
+        self._attached = trained_tensors(self.chunks)
         self.group = host.micro_batch_group(self.chunks)
         self.step = 0
         dtypes = {p.dtype for chunk in self.chunks for p in chunk.parameters()}
@@ -105,7 +105,7 @@ class MegatronBackend:
     def require_measurable(self) -> None:
         """Require the job to be as it was when it was attached."""
         refuse_unsupported(self.chunks)
-        require_same(self._attached, trained_names(self.chunks))
+        require_same(self._attached, trained_tensors(self.chunks))
 
     # ---- the function
 

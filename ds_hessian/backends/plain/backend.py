@@ -137,8 +137,7 @@ class ModuleBackend:
     def require_measurable(self) -> None:
         """Require the module to be as it was when it was attached."""
         refuse_unsupported(self.module)
-        attached = [f"{name} {tuple(shape)}" for name, shape in self.parameters]
-        require_same(attached, [f"{name} {tuple(p.shape)}" for name, p in trained(self.model)])
+        require_same(self.parameters, [(name, p.shape) for name, p in trained(self.model)])
 
     @contextmanager
     def measuring(

@@ -20,7 +20,12 @@ from torch import Tensor, nn
 from ds_hessian.backends.adam import collect
 from ds_hessian.backends.applied import outside
 from ds_hessian.backends.guard import Guard, guarded
-from ds_hessian.backends.names import require_same, require_same_parameters, trained, trained_names
+from ds_hessian.backends.names import (
+    require_same,
+    require_same_parameters,
+    trained,
+    trained_tensors,
+)
 from ds_hessian.backends.objective import (
     LossFn,
     ModelObjective,
@@ -91,7 +96,7 @@ class ZeroBackend:
         mine = [each for each in known(engine) if id(each.parameter) in stepped]
         self.placements = self._place(mine)
         self._require_own_memory()
-        self._attached = trained_names(self.modules)
+        self._attached = trained_tensors(self.modules)
         self.layout, self.pieces = self._map()
         self.space = VectorSpace(self.layout.n_local, self.layout.n_owned, self.device)
         self.parameters: Sequence[tuple[str, torch.Size]] = [
@@ -137,7 +142,7 @@ class ZeroBackend:
     def require_measurable(self) -> None:
         """Require the engine to be as it was when it was attached."""
         refuse_unsupported(self.engine)
-        require_same(self._attached, trained_names(self.modules))
+        require_same(self._attached, trained_tensors(self.modules))
         self._require_own_memory()
 
     def _require_own_memory(self) -> None:

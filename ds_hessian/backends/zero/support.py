@@ -74,6 +74,11 @@ def _findings(engine: Engine) -> list[Finding]:
             bool(getattr(zero, "zero_quantized_nontrainable_weights", False)),
             "switch zero_quantized_nontrainable_weights off",
         ),
+        (
+            "parameters that ZeRO-3 has not partitioned, as those added to an engine's model",
+            stage == 3 and not all(hasattr(p, "ds_id") for p in engine.module.parameters()),
+            "make the engine of the whole model",
+        ),
         ("MiCS", getattr(zero, "mics_shard_size", -1) > 0, "use plain ZeRO-3"),
         *findings(engine.module),
         (
