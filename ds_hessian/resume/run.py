@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from ds_hessian.backends.guard import RandomState
+from ds_hessian.backends.guard import RandomState, has_plain_random_states, trackers
 from ds_hessian.operators import Curvature
 from ds_hessian.resume.identity import of_other_training, refuse_foreign
 from ds_hessian.resume.store import Given, StateStore
@@ -45,7 +46,8 @@ class SavedRun:
 
     def __init__(self, folder: Path, layout: Layout, space: VectorSpace) -> None:
         self.layout, self.space = layout, space
-        self._random = RandomState(space.device)
+        tracked = trackers() if has_plain_random_states() else ()
+        self._random = RandomState(space.device, tracked)
         notes = {"random": _plain(self._random.get())}
         self._store = StateStore(folder, layout, space, notes)
         self._began, self._reduced = time.perf_counter(), space.all_reduces
@@ -75,7 +77,9 @@ class SavedRun:
             yield
             return
         here = self._random.get()
-        self._random.set(_random_states(self._store.notes["random"]))
+        *found, tracked = _random_states(self._store.notes["random"])
+        same = len(tracked) == len(self._random.extra)  # trackers as then
+        self._random.set((*found, tracked if same else ()))
         try:
             yield
         finally:
@@ -125,20 +129,30 @@ class SavedRun:
 
 def _plain(states: tuple[Any, ...]) -> list[Any]:
     """Return the states of `RandomState.get()` as JSON values (python, numpy, torch, the
-    accelerator).
+    accelerator, and those of each tracker by name).
     """
-    python, numpy, *tensors, _ = states
-    return [python, [numpy[0], numpy[1].tolist(), *numpy[2:]]] + [
-        None if t is None else t.tolist() for t in tensors
+    python, numpy, cpu, accelerator, tracked = states
+    return [
+        python,
+        [numpy[0], numpy[1].tolist(), *numpy[2:]],
+        cpu.tolist(),
+        None if accelerator is None else accelerator.tolist(),
+        [{name: state.tolist() for name, state in each.items()} for each in tracked],
     ]
 
 
 def _random_states(entry: list[Any]) -> tuple[Any, ...]:
-    (version, words, gauss), numpy, *tensors = entry
+    (version, words, gauss), numpy, cpu, accelerator, *rest = entry
     assert random.getstate()[0] == version
+    tracked = rest[0] if rest else []  # of a run that began before these were kept
     return (
         (version, tuple(words), gauss),
         (numpy[0], np.array(numpy[1], dtype=np.uint32), *numpy[2:]),
-        *(None if t is None else torch.tensor(t, dtype=torch.uint8) for t in tensors),
-        (),
+        _bytes(cpu),
+        None if accelerator is None else _bytes(accelerator),
+        tuple({name: _bytes(state) for name, state in each.items()} for each in tracked),
     )
+
+
+def _bytes(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.uint8)
