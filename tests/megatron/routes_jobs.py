@@ -379,6 +379,36 @@ def measured_or_refused(job: Job, freeze: str = "", split_keys: bool = True) -> 
     return "measured"
 
 
+def other_groups() -> list[str]:
+    """What is said of a model whose gradients are averaged over the rank alone, by process groups
+    that it was given, and of one without Megatron's parallel state.
+    """
+    import torch.distributed as dist
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    import ds_hessian
+    from ds_hessian.megatron import MegatronHessian
+
+    said = []
+    with running(Job()) as chunks:
+        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+        names = ("tp", "pp", "cp", "ep", "dp", "dp_cp", "expt_dp")
+        groups = ProcessGroupCollection(**dict.fromkeys(names, alone))
+        own = DistributedDataParallel(
+            chunks[0].config, chunks[0].ddp_config, chunks[0].module, pg_collection=groups
+        )
+        try:
+            MegatronHessian(own)
+        except ds_hessian.UnsupportedError as error:
+            said.append(str(error))
+    try:
+        MegatronHessian(chunks)
+    except ds_hessian.UnsupportedError as error:
+        said.append(str(error))
+    return said
+
+
 def apart(job: Job) -> str:
     """The same where the last stage is not in Megatron's embedding group."""
     with mock.patch("tests.megatron.job.embedding_ranks", lambda _, ranks: ranks[:1]):

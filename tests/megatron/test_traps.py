@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.megatron import job
+from tests.megatron import job, routes_jobs
 from tests.megatron.job import MOE, Job
 from tests.megatron.test_layouts import assert_replicas_agree, error, whole
 from tests.ranks import RankPool
@@ -154,6 +154,7 @@ def test_experts_whose_gradients_megatron_does_not_sum_right_are_refused(
         ("config", "fp8", "e4m3", "fp8 or fp4 layers"),
         ("config", "cuda_graph_impl", "local", "CUDA graphs"),
         ("config", "fp16", True, "fp16 with loss scaling"),
+        ("config", "dsa_indexer_loss_coeff", 0.1, "the loss of the indexers of sparse attention"),
         ("ddp", "use_megatron_fsdp", True, "Megatron-FSDP"),
         ("ddp", "reuse_grad_buf_for_mxfp8_param_ag", True, "share memory with gradients"),
     ],
@@ -175,6 +176,13 @@ def test_weights_in_fp16_are_refused_whatever_the_configuration_says(
 def test_a_model_that_is_not_in_megatrons_ddp_is_refused(megatron_ranks: Ranks) -> None:
     (message,) = megatron_ranks(1).run(job.refused, Job(), "unwrapped")
     assert "a model wrapped in GPTModel" in message
+
+
+def test_process_groups_of_a_jobs_own_are_refused(megatron_ranks: Ranks) -> None:
+    """Megatron's schedules are told of them in each call, and those of a measurement are not."""
+    for other, none in megatron_ranks(2).run(routes_jobs.other_groups):
+        assert "process groups (pg_collection) of other ranks than those of the parallel" in other
+        assert "without Megatron's parallel state; call" in none
 
 
 def test_interleaved_pipelines_need_whole_groups_and_all_chunks(megatron_ranks: Ranks) -> None:

@@ -119,6 +119,33 @@ def mesh() -> dict[str, int]:
     return {**sizes, "DP": parallel_state.get_data_parallel_world_size()}
 
 
+def has_mesh() -> bool:
+    """Return whether Megatron's parallel state is initialised."""
+    from megatron.core import parallel_state
+
+    return bool(parallel_state.model_parallel_is_initialized())
+
+
+def has_other_groups(chunk: Chunk) -> bool:
+    """Return whether the chunk was given process groups (`pg_collection`) of other ranks than those
+    of the parallel state, which schedules and reductions take unless they are given some.
+    """
+    from megatron.core import parallel_state
+
+    groups = {
+        "tp_group": parallel_state.get_tensor_model_parallel_group(),
+        "pp_group": parallel_state.get_pipeline_model_parallel_group(),
+        "ep_group": parallel_state.get_expert_model_parallel_group(),
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    given = ((getattr(chunk, name, None), group) for name, group in groups.items())
+    return any(
+        dist.get_process_group_ranks(own) != dist.get_process_group_ranks(group)
+        for own, group in given
+        if own is not None
+    )
+
+
 def pipeline_rank() -> int:
     """Return the pipeline stage of this rank."""
     from megatron.core import parallel_state

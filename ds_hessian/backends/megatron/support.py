@@ -31,6 +31,12 @@ def refuse_unsupported(chunks: Sequence[Chunk]) -> None:
             f"megatron-core {'.'.join(map(str, host.OLDEST))} or newer is needed, found "
             f"{host.version()}; upgrade megatron-core"
         )
+    if not host.has_mesh():
+        raise UnsupportedError(
+            "ds_hessian does not support process groups of a job's own without Megatron's parallel "
+            "state; call megatron.core.parallel_state.initialize_model_parallel with the sizes of "
+            "the job"
+        )
     for chunk in chunks:
         kinds = [kind.__name__ for kind in type(chunk).__mro__]  # NeMo has a class of its own
         if "DistributedDataParallel" not in kinds or not hasattr(chunk, "expert_parallel_buffers"):
@@ -68,6 +74,12 @@ def _findings(chunk: Chunk) -> list[Finding]:
 
     return [
         backward_under_way(),
+        (
+            "process groups (pg_collection) of other ranks than those of the parallel state",
+            host.has_other_groups(chunk),
+            "schedules and reductions of a measurement take these: build the model with the groups "
+            "of initialize_model_parallel",
+        ),
         ("Megatron-FSDP", on(ddp, "use_megatron_fsdp", "use_custom_fsdp"), "use plain DDP"),
         ("fp8 or fp4 layers", on(config, "fp8", "fp4"), "measure a bf16 or fp32 job"),
         (
@@ -96,6 +108,12 @@ def _findings(chunk: Chunk) -> list[Finding]:
             "reduce_scatter_with_fp32_accumulation",
             on(ddp, "reduce_scatter_with_fp32_accumulation"),
             "switch it off",
+        ),
+        (
+            "the loss of the indexers of sparse attention (dsa_indexer_loss_coeff)",
+            on(config, "dsa_indexer_loss_coeff"),
+            "Megatron does not divide it by the number of micro-batches, on which its weight then "
+            "depends: set it to 0",
         ),
         (
             "overlap_moe_expert_parallel_comm and delay_wgrad_compute",
