@@ -294,11 +294,15 @@ class HessianConfig(Section):
                 f"{SECTION}.reorthogonalization.window: {found.window} has no effect in mode "
                 f'"{found.mode}": set {" or ".join(map(shown, _WINDOWED))}, or remove window'
             )
-        if self.operator in OUTPUT_MATRICES and self.finite_difference.scheme != "central":
+        scheme, tolerance = self.finite_difference.scheme, self.finite_difference.tolerance
+        if self.operator in OUTPUT_MATRICES and scheme != "central":
+            given = f'scheme: "{scheme}"'
+            if tolerance is not None:
+                given = f'tolerance: {tolerance} (scheme "{scheme}")'
             lines.append(
-                f'{SECTION}.finite_difference.scheme: "{self.finite_difference.scheme}" has no '
-                f'meaning for {SECTION}.operator = "{self.operator}", which takes central '
-                "differences of the outputs: remove one of the two"
+                f"{SECTION}.finite_difference.{given} has no meaning for {SECTION}.operator = "
+                f'"{self.operator}", which takes central differences of the outputs: remove one of '
+                "the two"
             )
         if self.basis.folder is not None and self.basis.device != "disk":
             lines.append(
