@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -159,3 +160,27 @@ def uneven(layout: Job) -> str:
         except HessianError as error:
             return str(error)
         return ""
+
+
+def in_parts() -> Sequence[str]:
+    """The layers on record where a checkpoint has the first weight of the MLP as two parameters."""
+    from megatron.core.ssm.gated_delta_net import _split_tensor_factory
+
+    from ds_hessian.backends.megatron import host
+
+    layout = Job(activation="relu")
+    with job.running(layout) as chunks:
+        layer: Any = host.unwrap(chunks[0]).decoder.layers[0].mlp.linear_fc1
+        whole = layer.sharded_state_dict
+
+        def described(prefix: str = "", *rest: Any, **options: Any) -> Any:
+            found, name = whole(prefix, *rest, **options), f"{prefix}weight"
+            found[name] = _split_tensor_factory(found[name], [8, 12], ["first", "second"], 0)
+            return found
+
+        layer.sharded_state_dict = described
+        hessian, choice = job.hessian_of(chunks, layout), r"layers\.0\.mlp.*weight"
+        layers: Sequence[str] = hessian.kronecker(
+            ["kfac"], choice, basis=1, probes=2, extremes=0
+        ).layers
+        return layers

@@ -139,3 +139,9 @@ def test_a_size_that_the_ranks_do_not_divide_is_refused_with_its_numbers(
     for error in megatron_ranks(2).run(kronecker_jobs.uneven, Job(tp=2)):
         assert "fc1.weight has 16 inputs, which its 2 tensor-parallel ranks must" in error
         assert "divide evenly; this rank sees 15" in error
+
+
+def test_a_weight_that_checkpoints_have_in_parts_is_left_out(megatron_ranks: Ranks) -> None:
+    """As projections of Mamba are: all layers were refused, with a message about ranks."""
+    (layers,) = megatron_ranks(1).run(kronecker_jobs.in_parts)
+    assert [name.split(".", 2)[2] for name in layers] == ["0.mlp.linear_fc2.weight"]

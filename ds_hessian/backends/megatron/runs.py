@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -135,24 +135,27 @@ def _runs(chunk: Chunk) -> list[ParameterRun]:
 
 
 def weights_of(chunk: Chunk) -> list[Weight]:
-    """Return a chunk's weights of two dims, with the unsharded rows and columns of this rank."""
-    modules = {id(m._parameters.get("weight")): m for m in host.unwrap(chunk).modules()}
+    """Return a chunk's weights of two dims, with the unsharded rows and columns of this rank; not
+    those that a checkpoint has as several parameters (the projections of Mamba and of gated delta
+    nets).
+    """
+    modules: dict[int, Any] = {
+        id(m._parameters.get("weight")): m for m in host.unwrap(chunk).modules()
+    }
     found: dict[int, tuple[str, Tensor, Tensor]] = {}
-    for parameter, offset, tensor in host.sharded_tensors(chunk):
-        if id(parameter) not in modules or parameter.dim() != 2 or tensor.prepend_axis_num:
+    for key, parts in _tensors(chunk).items():
+        names = {tensor.key for tensor in parts.values()}
+        stacked = any(tensor.prepend_axis_num for tensor in parts.values())
+        if key not in modules or modules[key].weight.dim() != 2 or stacked or len(names) > 1:
             continue
-        (rows, columns), (top, left) = tensor.local_shape, tensor.global_offset
-        name, down, across = found.setdefault(
-            id(parameter),
-            (
-                tensor.key,
-                torch.zeros(parameter.shape[0], dtype=torch.int64),
-                torch.zeros(parameter.shape[1], dtype=torch.int64),
-            ),
-        )
-        first = offset // parameter.shape[1]
-        down[first : first + rows] = torch.arange(top, top + rows)
-        across[:columns] = torch.arange(left, left + columns)
+        height, width = modules[key].weight.shape
+        down, across = (torch.zeros(size, dtype=torch.int64) for size in (height, width))
+        for offset, tensor in parts.items():
+            (rows, columns), (top, left) = tensor.local_shape, tensor.global_offset
+            first = offset // width
+            down[first : first + rows] = torch.arange(top, top + rows)
+            across[:columns] = torch.arange(left, left + columns)
+        found[key] = names.pop(), down, across
     group, counts = host.tensor_group()
     return [
         Weight(name, modules[key], down, across, group, counts, _whole_master(modules[key].weight))

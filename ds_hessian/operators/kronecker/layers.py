@@ -83,7 +83,7 @@ def find_layers(backend: Backend, choice: Choice | None) -> tuple[list[Layer], d
     everywhere = dict(sorted(union(mine, backend.space.device)))
     kept, others = dict[str, tuple[tuple[int, int], bool]](), dict[str, str]()
     for name in names:
-        reason, transposed = everywhere.get(name, ("it is no weight of a module", False))
+        reason, transposed = everywhere.get(name, ("it is no whole weight of a module", False))
         dims = len(shapes[name])
         if dims != 2:
             reason = f"it has {dims} dim{'s' * (dims != 1)}"
