@@ -137,6 +137,25 @@ def measured(stage: int, loss: str, operator: str = "hessian", **config: Any) ->
     return found
 
 
+def factors(stage: int) -> list[str]:
+    """What is said of Kronecker factors, and of a solve that is preconditioned by them."""
+    engine, found = make(stage), []
+    hessian = ds_hessian.attach(engine, ds_hessian.HessianConfig.parse(QUIET))
+    hessian.use(parts(), pair)
+    v = hessian.random_vector()
+    for measure in (
+        lambda: hessian.kronecker(["kfac", "shampoo"]),
+        lambda: hessian.solve(v, [1.0], preconditioner="ekfac"),
+    ):
+        try:
+            measure()
+            found.append("measured")
+        except ds_hessian.HessianError as error:
+            found.append(str(error))
+    engine.destroy()
+    return found
+
+
 def compare_training(stage: int, loss: str, **config: Any) -> tuple[list[bool], list[str]]:
     """Training of ranks that share sequences, whose parts are added up into one loss."""
     return compared(lambda measure: train(make(stage, **config), parts(), LOSSES[loss], measure))

@@ -75,6 +75,13 @@ def test_the_gauss_newton_matrix_is_that_of_whole_sequences(
     assert np.allclose(spectrum.betas[0], betas, rtol=0, atol=1e-3 * abs(alphas).max())
 
 
+@pytest.mark.full
+def test_kronecker_factors_are_refused(split_ranks: Ranks) -> None:
+    """They were not those of whole sequences, without a word."""
+    for found in split_ranks(2).run(jobs.factors, 1):
+        assert all("Kronecker factors under sequence parallelism" in text for text in found)
+
+
 def test_a_loss_that_is_not_the_integral_of_its_gradient_is_refused(split_ranks: Ranks) -> None:
     for text in split_ranks(2).run(jobs.measured, 1, "wrong"):
         assert text.startswith("ds_hessian cannot measure this loss under sequence parallelism")

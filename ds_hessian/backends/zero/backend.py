@@ -267,13 +267,19 @@ class ZeroBackend:
         """Return the weights of two dims, which the passes gather.
 
         Raises:
-            UnsupportedError: an mpu has split the layers, or there are experts of deepspeed.moe.
+            UnsupportedError: an mpu has split the layers, ranks share sequences, or there are
+                experts of deepspeed.moe.
         """
         if self.tensor_ranks > 1:
             raise UnsupportedError(
                 "ds_hessian does not support Kronecker factors of layers that an mpu of "
                 f"{self.tensor_ranks} tensor-parallel ranks has split; use megatron-core's own, or "
                 "a job without tensor parallelism"
+            )
+        if self.sequence_ranks > 1:
+            raise UnsupportedError(
+                "ds_hessian does not support Kronecker factors under sequence parallelism, whose "
+                "ranks see parts of a micro-batch; measure a data-parallel job"
             )
         if host.has_experts(self.engine):
             raise UnsupportedError(
