@@ -270,6 +270,8 @@ def _described(value: object) -> object:
         return _Blank(value.shape, value.dtype, value.is_cpu)
     if isinstance(value, (list, tuple)):
         return [_described(item) for item in value]
+    if isinstance(value, np.ndarray):  # the sizes of what Megatron's experts exchange
+        return value.tolist()
     if type(value).__name__.endswith("Options"):
         names = [name for name in dir(value) if not name.startswith("_")]
         values = {name: getattr(value, name) for name in names}

@@ -132,6 +132,11 @@ FAILURES: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         ["iterator", "layer on 2", "layer backward", "layer backward on 0", "finalize on 0"],
     ),
     "EP": (2, {"ep": 2, **MOE}, ["layer on 0", "experts", "experts backward"]),
+    "EP, all-to-all": (  # whose sizes are arrays of numpy
+        2,
+        {"ep": 2, "dispatcher": "alltoall", **MOE},
+        ["layer on 0", "experts", "experts backward"],
+    ),
     "TP x EP": (
         4,
         {"tp": 2, "ep": 2, "sequence_parallel": True, **MOE},
