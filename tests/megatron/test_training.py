@@ -73,6 +73,7 @@ def test_training_with_kronecker_factors_in_between_is_bitwise_the_same(
         assert all(mismatch < 0.02 and count == 8 for mismatch, count in measured)
 
 
+@pytest.mark.full  # of cells that wait for --all
 def test_gradients_right_after_a_step_are_the_same_with_and_without_sharded_optimizer(
     gradient_norms: dict[str, list[float]],
 ) -> None:
