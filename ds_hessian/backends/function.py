@@ -21,7 +21,7 @@ say so, are crossed: functions are evaluated as they are, but it is noted that t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -57,6 +57,7 @@ class FixedFunction(TorchFunctionMode):
     Attributes:
         decisions: Those that are held.
         state: What forwards change, which is told of the calls in watched ones.
+        trained: The parameters that are trained when the measurement begins, by name.
         note_graph: Called with what the first backwards of micro-batches begin from, where these
             recompute activations; sessions call it with outputs and losses.
     """
@@ -72,6 +73,7 @@ class FixedFunction(TorchFunctionMode):
         super().__init__()
         self.decisions = Decisions(allowed)
         self.state: State | None = None
+        self.trained: Sequence[tuple[str, Tensor]] = ()
         self.note_graph: Callable[[Tensor], object] = lambda output: None
         self._dropout, self._ended = dropout, False
         self._constants, self._within = Constants(), False  # whether a forward is under way
@@ -87,11 +89,17 @@ class FixedFunction(TorchFunctionMode):
         self._ended = True
 
     def require_open(self) -> None:
-        """Raise if the measurement has ended."""
+        """Raise if the measurement has ended, or a parameter has been frozen since it began."""
         if self._ended:
             raise ConfigError(
                 "the measurement of this operator has ended: make its products inside of "
                 "`with hessian.measuring() as operator`"
+            )
+        frozen = [name for name, p in self.trained if not p.requires_grad]
+        if frozen:
+            raise ConfigError(
+                f"{', '.join(frozen[:5])} was frozen inside of a measurement, where it has "
+                "coordinates and no gradient: freeze before you attach"
             )
 
     @contextmanager

@@ -24,6 +24,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import _len_torch_function_stack, _pop_mode
 
 from ds_hessian.backends.function import FixedFunction
+from ds_hessian.backends.names import trained
 from ds_hessian.backends.protocol import Passes
 from ds_hessian.backends.state import (
     HOSTS,
@@ -441,6 +442,7 @@ def guarded(
     refuse_context(device)
     with Guard(modules, device, passes, loss) as guard:
         guard.callback(guard.function.end)
+        guard.function.trained = [named for module in modules for named in trained(module)]
         guard.callback(_drop_modes, _len_torch_function_stack())
         guard.callback(guard.random.set, guard.initial)
         for buffers in guard.buffers:

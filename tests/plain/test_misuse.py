@@ -328,3 +328,17 @@ def test_products_after_the_end_of_their_measurement_are_refused(
         ended.matvec(hessian.random_vector(seed=1))
     with pytest.raises(ConfigError, match="the measurement of this operator has ended"):
         ended.matvec(hessian.random_vector(seed=2))
+
+
+def test_a_product_after_a_parameter_was_frozen_inside_of_its_measurement_is_refused() -> None:
+    """It was that of a function in which the parameter is displaced, and has no gradient."""
+    net = mlp()
+    job = ds_hessian.attach(net, config=QUIET).use(batches(2), loss_of)
+    v, frozen = job.random_vector(seed=1), next(net.parameters())
+    with job.measuring() as operator:
+        expected = operator.matvec(v).vector
+        frozen.requires_grad_(False)
+        with pytest.raises(ConfigError, match="0.weight was frozen inside of a measurement"):
+            operator.matvec(v)
+        frozen.requires_grad_(True)
+    assert torch.allclose(job.matvec(v).vector, expected, rtol=1e-3, atol=1e-4)
