@@ -141,7 +141,8 @@ def after_its_end() -> tuple[str, bool, bool]:
     return error, jobs.same(before, host.state()), again
 
 
-@pytest.mark.parametrize("host", cells(["torch DDP", "ZeRO-3"], ["ZeRO-3"]))
+@pytest.mark.full
+@pytest.mark.parametrize("host", ["torch DDP", "ZeRO-3"])
 def test_a_product_after_the_end_of_its_measurement_is_refused(ranks: Ranks, host: str) -> None:
     """It left weights displaced, and training went on with them."""
     ranks(2).run(jobs.begin, host)

@@ -159,6 +159,7 @@ def test_a_loop_on_accelerate_gets_its_spectra_and_trains_bitwise_the_same(ranks
         assert steps >= 4 and list(found["spectra"]) == list(range(2, steps + 1, 2))
 
 
+@pytest.mark.full
 def test_a_trainer_without_deepspeed_is_measured_as_a_plain_module(tmp_path: Path) -> None:
     plain = plain_jobs.train(tmp_path / "plain", measured=False)
     found = plain_jobs.train(tmp_path / "measured", measured=True)

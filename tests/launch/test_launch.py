@@ -20,7 +20,6 @@ from ds_hessian.launch import attach_scheduled
 from ds_hessian.records import HessianSharpness, HessianSpectrum
 from ds_hessian.schedule import Capture
 from tests.ranks import RankPool, free_port
-from tests.tiers import cells
 
 pytestmark = pytest.mark.usefixtures("built")
 
@@ -143,10 +142,11 @@ def test_without_a_section_a_script_runs_as_without(
     assert 'no "hessian" section that is enabled' in caplog.text
 
 
-@pytest.mark.parametrize("module", cells(["launch", "self_test"], ["launch"]))
+@pytest.mark.full
+@pytest.mark.parametrize("module", ["launch", "self_test"])
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    cells([([], "usage: deepspeed --module"), GONE := (["gone.py"], "no such script")], [GONE]),
+    [([], "usage: deepspeed --module"), (["gone.py"], "no such script")],
 )
 def test_a_wrong_call_ends_with_a_line(module: str, arguments: list[str], message: str) -> None:
     done = subprocess.run(

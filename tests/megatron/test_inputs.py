@@ -45,7 +45,8 @@ PIPELINE = {"pp": 2}
 INTERLEAVED = {**PIPELINE, "vpp": 2, "layers": 4}
 
 
-@pytest.mark.parametrize("layout", cells([PIPELINE, INTERLEAVED], [PIPELINE]))
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [PIPELINE, INTERLEAVED])
 def test_what_leaves_other_stages_waiting_is_named_on_all(
     megatron_ranks: Callable[[int], RankPool], layout: dict[str, Any]
 ) -> None:

@@ -110,6 +110,7 @@ def test_experts(megatron_ranks: Ranks, experts: Callable[[Job], Any], name: str
     check([run[0][0] for run in runs])
 
 
+@pytest.mark.full
 def test_stages_without_outputs_repeat_products_of_a_loss_that_bends(megatron_ranks: Ranks) -> None:
     """Only the last stage has cotangents that show it."""
     ((v, expected, least),) = megatron_ranks(1).run(output_jobs.bending, Job())

@@ -98,6 +98,7 @@ def test_what_ends_a_rank_as_a_schedule_begins_ends_the_call_on_all(
         assert again
 
 
+@pytest.mark.full
 def test_what_training_sets_and_logs_neither_changes_a_product_nor_is_changed(
     megatron_ranks: Ranks,
 ) -> None:

@@ -357,7 +357,7 @@ def trained(measure: bool) -> list[Tensor]:
             found = hessian.kronecker(("kfac", "adam"), basis=2, probes=2, extremes=0)
             assert found.left_out == {
                 "embed.weight": "it is an embedding",
-                "position": "it is no weight of a module",
+                "position": "it is no whole weight of a module",
             }
             assert found.layers == ("qkv.weight", "out.weight", "up.weight", "down.weight")
             assert np.isnan(found.extremes).all() and np.isfinite(found.cosines).all()

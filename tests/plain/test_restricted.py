@@ -46,6 +46,7 @@ def hessian(net: nn.Module) -> Any:
     return ds_hessian.attach(net, config=QUIET).use(batches(), loss_of)
 
 
+@pytest.mark.full
 def test_spectra_and_eigenpairs_are_those_of_the_block(
     hessian: Any, block: Tensor, inside: Tensor
 ) -> None:

@@ -62,13 +62,14 @@ def killed(step: int, act: Callable[[], object]) -> bool:
         os._exit(1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("new", "every"),
     [
         pytest.param(ONE_ARRAY, 8, id="arrays, one call of 8"),
-        pytest.param(ONE_ARRAY, 1, id="arrays", marks=pytest.mark.full),
-        pytest.param(NO_ARRAY, 3, id="json, one call of 3", marks=pytest.mark.full),
-        pytest.param(LARGER, 5, id="all, one call of 5", marks=pytest.mark.full),
+        pytest.param(ONE_ARRAY, 1, id="arrays"),
+        pytest.param(NO_ARRAY, 3, id="json, one call of 3"),
+        pytest.param(LARGER, 5, id="all, one call of 5"),
     ],
 )
 def test_a_record_is_the_old_or_the_new_one_wherever_its_writer_is_killed(

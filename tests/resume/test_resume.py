@@ -30,7 +30,6 @@ from tests.tiers import cells
 
 Ranks = Callable[[int], RankPool]
 ROUNDOFF = 2.0**-24
-FULL = pytest.mark.full
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -75,14 +74,15 @@ def test_what_a_killed_job_was_writing_is_removed(ranks: Ranks, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(LanczosOptions(storage=Storage(torch.bfloat16, "host")), marks=FULL),
+        LanczosOptions(storage=Storage(torch.bfloat16, "host")),
         LanczosOptions("window", 4, Storage(torch.float32, "disk")),
-        pytest.param(LanczosOptions("none"), marks=FULL),
-        pytest.param(LanczosOptions("selective", 3), marks=FULL),
-        pytest.param(LanczosOptions("selective", 3, Storage(torch.bfloat16, "disk")), marks=FULL),
+        LanczosOptions("none"),
+        LanczosOptions("selective", 3),
+        LanczosOptions("selective", 3, Storage(torch.bfloat16, "disk")),
     ],
     ids=["bf16 on the host", "window on disk", "none", "selective", "selective, bf16 on disk"],
 )
