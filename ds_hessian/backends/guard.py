@@ -411,6 +411,7 @@ class Guard(ExitStack):
         self.buffers = [Buffers(module) for module in modules]
         self.attributes = Attributes()
         self.function = FixedFunction(passes.dropout, _allowed(passes, device))
+        self.function.trained = [named for module in modules for named in trained(module)]
         self.state = self.function.state = State(modules, held, self.random.add)
 
 
@@ -442,7 +443,6 @@ def guarded(
     refuse_context(device)
     with Guard(modules, device, passes, loss) as guard:
         guard.callback(guard.function.end)
-        guard.function.trained = [named for module in modules for named in trained(module)]
         guard.callback(_drop_modes, _len_torch_function_stack())
         guard.callback(guard.random.set, guard.initial)
         for buffers in guard.buffers:

@@ -27,7 +27,6 @@ GATES: dict[str, dict[str, Any]] = {
     "sampled": {"k": 2, "noisy_gate_policy": "Jitter"},
 }
 """Arguments of layers; the last two draw random numbers, from which the others are free."""
-RANDOM = ("random", "sampled")
 NUMBERS = (4, 2)
 FACTOR, LEAST = 1.0, 1  # capacity: some tokens are dropped
 

@@ -22,7 +22,6 @@ from tests.backends.jobs import FEW, full_weights, make_engine, my_batches
 from tests.nets import TinyGPT, batch
 
 WIDTH = 16  # whose shards have whole groups of eight
-QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 
 
 class Quantizer:

@@ -40,7 +40,6 @@ QUICK = (
     *("DP", "DP distributed optimizer overlap", "TP sequence parallel"),
     *("PP per token", "PP, a rank's first chunk empty"),  # which is interleaved
 )
-QUICK_SPECTRA = ("TP sequence parallel",)
 
 
 def whole(ranks: list[Stored]) -> dict[str, Tensor]:

@@ -14,9 +14,6 @@ FP64 = (
     "megatron/test_layouts.py::test_fp64_gradients_and_products_are_those_of_a_double_backward[{}]"
 )
 FP32 = "megatron/test_layouts.py::test_fp32_spectra_are_those_of_one_process[{}]"
-MEGATRON_SAME = (
-    "megatron/test_training.py::test_training_with_spectra_in_between_is_bitwise_the_same[{}]"
-)
 TRAP = "megatron/test_traps.py::test_{}"
 
 
