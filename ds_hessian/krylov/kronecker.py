@@ -15,9 +15,11 @@ The first terms are exact and hold what dominates, so that few probes suffice wh
 useless (docs/krylov.md). |diag(C)|^2 takes pairs of independent probes, so that it is unbiased. The
 largest eigenvalue of (K + d)^-1/2 C (K + d)^-1/2 takes a Lanczos run of its own for each K.
 
-Errors are those of the probes (jackknife) and three times the products' own, all together in units
-of |C|_F: a product of a vector that C maps to almost nothing has a large error of its own, and no
-part in that.
+Errors are those of the probes and three times the products' own, all together in units of |C|_F: a
+product of a vector that C maps to almost nothing has a large error of its own, and no part in that.
+That of the probes is the jackknife's, or by pairs of them where that is more: a mean of `z'Mz` over p
+Gaussian z has the variance 2 |M|_F^2 / p, and `(z'Mz')^2` is |M|_F^2 in the mean, so that the
+p (p - 1) / 2 pairs tell it from more figures than p.
 
 Cost: `basis` + `probes` products, and `extremes` for each K; on the owner of the layer twice as
 many matrices of its shape, fp32.
@@ -299,7 +301,8 @@ class _Dense:
         self.b, self.rounding = gradient, rounding
         self.inside = self._dots(self.q, self.w)
         self.own = _squares(self.w).sum()
-        self.rest = _squares(self.y)
+        self.between = self._dots(self.y, self.y)
+        self.rest = self.between.diag()
         # Errors of products in units of |C|: by squares, as these are in it.
         wrong = torch.tensor(errors, dtype=torch.float64).square().to(self.rest)
         self.slips = (wrong[: len(basis)] * _squares(self.w)).sqrt()
@@ -320,21 +323,25 @@ class _Dense:
         if lowest < 0:  # of which some eigenvalue is as near as its residual
             least -= self._residual(lowest, vectors[:, 0])
         x, residual, angle = self._solution(shift, least)
-        plain = self._diagonal(None)
-        found = [norms[0], self._bar(norms, norms[0]), top, shift, residual]
-        found += [plain[0], self._bar(plain, _reach(plain[0]))]
+        plain, plainly = self._diagonal(None)
+        length = norms[0] or math.nan
+        lengthening = self.between / (2 * length)
+        found = [norms[0], self._bar(norms, norms[0], lengthening), top, shift, residual]
+        found += [plain[0], self._bar(plain, _reach(plain[0]), plainly)]
         for form in forms:
-            inner = self._inner(form)
+            inner, mixed = self._inner(form)
             cosine = inner / (norms * form.norm)
             # Errors of its own: most of those of the product with K cancel in the cosine.
-            scale = inner / (form.norm**2 or math.nan)
-            share, ratio = self._diagonal(form), norms[0] / (form.norm or math.nan)
-            for values, reach, of_k in (
-                (cosine, 1.0, form.rounding),
-                (scale, ratio, form.rounding * ratio),
-                (share, _reach(share[0]), self._turns(form, share[0])),
+            size = form.norm or math.nan
+            scale, ratio = inner / size**2, norms[0] / size
+            share, sharing = self._diagonal(form)
+            turning = mixed / (size * length) - cosine[0] / length * lengthening
+            for values, reach, pairs, of_k in (
+                (cosine, 1.0, turning, form.rounding),
+                (scale, ratio, mixed / size**2, form.rounding * ratio),
+                (share, _reach(share[0]), sharing, self._turns(form, share[0])),
             ):
-                found += [values[0], math.hypot(self._bar(values, reach), of_k)]
+                found += [values[0], math.hypot(self._bar(values, reach, pairs), of_k)]
             found += self._solve(form, found[-4], found[-3], shift, x, angle)
         return found
 
@@ -368,29 +375,33 @@ class _Dense:
         others = (total - rest.cpu().numpy()) / (p - 1)
         return np.append(float(own) + total / p, float(own) + others)
 
-    def _bar(self, values: np.ndarray, reach: float) -> float:
-        """Return the jackknife's standard error, with the products' errors.
+    def _bar(self, values: np.ndarray, reach: float, pairs: Tensor) -> float:
+        """Return the standard error over the probes, with the products' errors.
 
         Args:
             values: The figure, and the same with each probe left out in turn.
             reach: How far errors of the length |C| move it, at most.
+            pairs: `(p, p)` `z'Mz'` of the M with which the mean of `z'Mz` moves it, to first order.
         """
         others, spread = values[1:], 0.0
-        if len(others):
+        if (p := len(others)) > 1:
             squares = float(np.square(others - others.mean()).sum())
-            spread = math.sqrt((len(others) - 1) / len(others) * squares)
+            spread = math.sqrt((p - 1) / p * squares)
+            between = float(pairs.square().sum() - pairs.diag().square().sum()) / (p * (p - 1))
+            spread = max(spread, math.sqrt(2 * between / p))
         return math.hypot(spread, self.doubt * float(reach))
 
-    def _inner(self, form: Eigenform) -> np.ndarray:
-        """Return <C, K>."""
+    def _inner(self, form: Eigenform) -> tuple[np.ndarray, Tensor]:
+        """Return <C, K>, and `z'CKz'` of all pairs of probes."""
         own = (self.w * form.apply(self.q.to(form.values))).sum()
-        rest = (self.y * form.apply(self.z.to(form.values))).flatten(1).sum(1)
-        return self._averages(own, rest)
+        pairs = self._dots(self.y, form.apply(self.z.to(form.values)))
+        return self._averages(own, pairs.diag()), (pairs + pairs.T) / 2
 
-    def _diagonal(self, form: Eigenform | None) -> np.ndarray:
-        """Return the share of |C|^2 on the diagonal, in the eigenbasis of K or the parameters'.
+    def _diagonal(self, form: Eigenform | None) -> tuple[np.ndarray, Tensor]:
+        """Return the share of |C|^2 on the diagonal, in the eigenbasis of K or the parameters',
+        and what moves it, of all pairs of probes.
 
-        Pairs of probes tell the share. Of two without one no pair is left: the error is NaN.
+        Pairs tell the share itself. Of two probes without one no pair is left: the error is NaN.
         """
 
         def rotated(x: Tensor) -> Tensor:
@@ -400,11 +411,12 @@ class _Dense:
         mixed = torch.einsum("ij,jmn->imn", self.inside.to(q), q)
         known = (q * (2 * w - mixed)).sum(0)
         back = rotated(self.y - self._project(self.y))
-        parts = rotated(self.z) * back
+        z = rotated(self.z)
+        parts = z * back
         p = len(parts)
         norms = self._averages(self.own, self.rest)
         if p < 2:
-            return np.array([float((known**2).sum())]) / norms
+            return np.array([float((known**2).sum())]) / norms, self.between
         total, squares = parts.sum(0), _squares(parts)
 
         def square(without: Tensor | None, left: float, count: int) -> float:
@@ -417,7 +429,9 @@ class _Dense:
         whole = float(squares.sum())
         values = [square(None, whole, p)]
         values += [square(d, whole - float(s), p - 1) for d, s in zip(parts, squares, strict=True)]
-        return np.array(values) / norms
+        values = np.array(values) / norms
+        pairs = self._dots(z * (known + total / p), back)
+        return values, (pairs + pairs.T - values[0] * self.between) / norms[0]
 
     def _turns(self, form: Eigenform, share: float) -> float:
         """Return how far the share is from that of other eigenvectors of K, in the mean square; 0
@@ -425,7 +439,7 @@ class _Dense:
         """
         generator = torch.Generator().manual_seed(0)
         others = (form.turned(generator) for _ in range(TURNS))
-        found = [float(self._diagonal(k)[0]) - share for k in others if k is not None]
+        found = [float(self._diagonal(k)[0][0]) - share for k in others if k is not None]
         return math.sqrt(float(np.square(found).mean())) if found else 0.0
 
     def _solution(self, shift: float, least: float) -> tuple[Tensor, float, float]:
