@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -430,6 +431,45 @@ def given_weight(frozen: bool) -> str:
         return measured_or_refused(Job())
 
 
+class Holding(nn.Module):
+    """A module of torch around one of Megatron's."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The other's."""
+        return self.inner(*args, **kwargs)
+
+
+def described_as_copies() -> str:
+    """What is said of tensor-parallel layers inside of a module of torch, of which Megatron's
+    `sharded_state_dict` says that every rank has the whole.
+    """
+    import torch.distributed as dist
+
+    import ds_hessian
+    from tests.megatron.job import gpt
+
+    def wrapped(*args: Any) -> nn.Module:
+        model = gpt(*args)
+        model.decoder.layers[0].mlp = Holding(model.decoder.layers[0].mlp)
+        return model
+
+    job = Job(tp=2)
+    with mock.patch("tests.megatron.job.gpt", wrapped), running(job) as chunks:
+        for name, p in chunks[0].named_parameters():
+            if ".inner." in name and getattr(p, "tensor_model_parallel", False):
+                p.data.mul_(1 + dist.get_rank())
+        try:
+            hessian = hessian_of(chunks, job)
+            hessian.matvec(hessian.random_vector(seed=5))
+        except ds_hessian.UnsupportedError as error:
+            return str(error)
+    return "measured"
+
+
 def frozen_since(job: Job) -> str:
     """The message for a parameter that is frozen after the micro-batches were chosen."""
     import ds_hessian
@@ -519,7 +559,25 @@ class Mixed(nn.Module):
         return y.to(self.first.weight.dtype).tanh().square().mean()
 
 
-def mixed(job: Job) -> tuple[float, float, str]:
+class Aside(nn.Module):
+    """Two layers, and a reference to the weight of the second past its module."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.scale = nn.Linear(8, 8), nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        # As Megatron's Mamba keeps A, D and the bias of its steps for context parallelism.
+        references = {"object": types.SimpleNamespace(scale=self.scale), "list": [self.scale]}
+        self.kept = references.get(kind, functools.partial(lambda scale: scale, self.scale))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss."""
+        kept = self.kept
+        scale = kept.scale if hasattr(kept, "scale") else kept() if callable(kept) else kept[0]
+        y = self.first(x.to(self.first.weight.dtype)).tanh()
+        return (y * scale.to(y.dtype)).tanh().square().mean()
+
+
+def mixed(job: Job, kind: str = "mixed") -> tuple[float, float, str]:
     """How far a product is from one in fp64, what it tells, and the precision of its passes."""
     from ds_hessian.megatron import MegatronHessian
 
@@ -528,7 +586,9 @@ def mixed(job: Job) -> tuple[float, float, str]:
 
     with groups_of(job):
         torch.manual_seed(0)
-        model, x = Mixed(), torch.randn(16, 8)
+        model, x = Mixed() if kind == "mixed" else Aside(kind), torch.randn(16, 8)
+        if kind != "mixed":
+            model = model.bfloat16()
         exact = copy.deepcopy(model).double()
         hessian = MegatronHessian(wrap(model, job), QUIET)
         hessian.use([x], forward_step, seq_length=1, micro_batch_size=16)

@@ -328,6 +328,15 @@ def test_a_gradient_that_megatron_multiplies_is_refused_by_its_name(
         assert "q_layernorm" in message and "trains with 2 times the gradient" in message
 
 
+def test_parts_of_tensor_parallel_layers_that_are_described_as_copies_are_refused(
+    megatron_ranks: Ranks,
+) -> None:
+    """Half of them did not count, and the others were displaced with their coordinates."""
+    for message in megatron_ranks(2).run(routes_jobs.described_as_copies):
+        assert "parameter 'decoder.layers.0.mlp.inner." in message
+        assert "the model's sharded_state_dict says that each has the whole" in message
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_latent_keys_of_which_ranks_have_parts_are_refused(
     megatron_ranks: Ranks, sequence_parallel: bool
@@ -425,6 +434,20 @@ def test_passes_of_a_model_partly_in_bf16_are_in_fp32(megatron_ranks: Ranks) -> 
     """Its first parameter, in fp32, was taken for all."""
     ((error, told, precision),) = megatron_ranks(1).run(routes_jobs.mixed, Job(dtype="bfloat16"))
     assert precision == "fp32" and error < 3 * told < 1e-3
+
+
+@pytest.mark.parametrize(
+    "kind, precision", [("object", "fp32"), ("list", "fp32"), ("function", "model")]
+)
+def test_weights_that_something_else_than_a_module_keeps_are_displaced_too(
+    megatron_ranks: Ranks, kind: str, precision: str
+) -> None:
+    """Passes in fp32 read them as they are in bf16, and not displaced (Megatron's Mamba layers);
+    where such a one cannot be put in their place, passes are those of training.
+    """
+    job = Job(dtype="bfloat16", precision="auto")
+    ((error, told, found),) = megatron_ranks(1).run(routes_jobs.mixed, job, kind)
+    assert found == precision and error < min(3 * told, 0.1 if precision == "model" else 1e-3)
 
 
 def test_gradient_buffers_that_are_offloaded_are_refused(megatron_ranks: Ranks) -> None:

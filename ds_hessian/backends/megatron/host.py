@@ -231,13 +231,13 @@ def is_summed_over_stages() -> bool:
 
 
 def is_replicated_over_tensor_ranks(parameter: nn.Parameter, tensor: ShardedTensor) -> bool:
-    """Return whether all tensor-parallel ranks have the whole parameter.
+    """Return whether all tensor-parallel ranks have the whole parameter, as a checkpoint has it.
 
-    Offsets of learnable softmaxes, one for each head, are split and not marked.
+    Layers do not always know: offsets of learnable softmaxes, one for each head, are split and not
+    marked, and layers that every rank has whole are marked (Transformer Engine's).
     """
-    split = getattr(parameter, "tensor_model_parallel", False)
     whole = tuple(tensor.global_shape[tensor.prepend_axis_num :]) == tuple(tensor.local_shape)
-    return not split and whole and getattr(parameter, "allreduce", True)
+    return whole and getattr(parameter, "allreduce", True)
 
 
 def tensor_group() -> tuple[dist.ProcessGroup, bool]:

@@ -240,7 +240,9 @@ class Replicas:
                     "gradient differs between tensor-parallel ranks (by "
                     f"{apart / reduced[4]:.1e} of its size) after Megatron's reductions: its "
                     "copies become different in training too; sum it over these ranks, or use no "
-                    "tensor parallelism"
+                    "tensor parallelism. Or these have parts of it, and the model's "
+                    "sharded_state_dict says that each has the whole, as of Megatron's layers "
+                    "inside of a module without one: give that module one"
                 )
             equal = max(map(abs, own[:2])) <= EQUAL * own[4]
             larger = 2 if abs(own[2]) > abs(own[3]) else 3

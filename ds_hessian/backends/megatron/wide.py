@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ from ds_hessian.backends.megatron import buffers
 from ds_hessian.backends.megatron.gathers import Gather
 from ds_hessian.backends.megatron.reductions import Reductions
 from ds_hessian.backends.megatron.runs import ParameterRun
+from ds_hessian.backends.places import past_the_model, places
 from ds_hessian.memory import NARROW
 
 if TYPE_CHECKING:
@@ -103,21 +104,21 @@ class WideWeights:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Run the body with the stand-ins in the modules."""
-        kept = [
-            (module, name, p)
-            for chunk in self._chunks
-            for module in chunk.modules()
-            for name, p in module._parameters.items()
-            if p is not None and id(p) in self.made
-        ]
-        try:
-            for module, name, p in kept:
-                module._parameters[name] = self.made[id(p)]
+        """Run the body with the stand-ins in the modules.
+
+        Raises:
+            UnsupportedError: a parameter got a gradient, past its stand-in.
+        """
+        with ExitStack() as stack:
+            for chunk in self._chunks:
+                for name, p in chunk.named_parameters():
+                    if p.requires_grad and id(p) in self.made:
+                        stack.callback(p.register_hook(past_the_model(name)).remove)
+                for container, key, p in places(chunk):
+                    if id(p) in self.made:
+                        stack.callback(container.__setitem__, key, p)
+                        container[key] = self.made[id(p)]
             yield
-        finally:
-            for module, name, p in kept:
-                module._parameters[name] = p
 
 
 def _stand_in(p: Any, place: Tensor | None) -> nn.Parameter:

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from ds_hessian.errors import UnsupportedError
+from ds_hessian.backends.places import past_the_model, places
 
 
 @contextmanager
@@ -38,16 +38,15 @@ def stand_ins(
     """
     made = dict[int, nn.Parameter]()
     with ExitStack() as stack:
-        for module in model.modules():
-            for name, p in list(module._parameters.items()):
-                if p is None or (id(p) not in sources and not (widen and p.is_floating_point())):
-                    continue
-                if id(p) not in made:
-                    made[id(p)] = _stand_in(p, sources.get(id(p), p), widen)
-                    if p.requires_grad:
-                        stack.callback(p.register_hook(_refusal(name)).remove)
-                stack.callback(setattr, module, name, p)
-                setattr(module, name, made[id(p)])
+        for name, p in model.named_parameters():
+            if id(p) in sources or (widen and p.is_floating_point()):
+                made[id(p)] = _stand_in(p, sources.get(id(p), p), widen)
+                if p.requires_grad:
+                    stack.callback(p.register_hook(past_the_model(name)).remove)
+        for container, key, p in places(model):
+            if id(p) in made:
+                stack.callback(container.__setitem__, key, p)
+                container[key] = made[id(p)]
         yield made
 
 
@@ -56,16 +55,6 @@ def _stand_in(p: nn.Parameter, source: Tensor, widen: bool) -> nn.Parameter:
     copy = torch.empty(p.shape, dtype=dtype, device=p.device)
     copy.copy_(source.detach().view(p.shape))
     return nn.Parameter(copy, requires_grad=p.requires_grad)
-
-
-def _refusal(name: str) -> Callable[[Tensor], None]:
-    def refuse(gradient: Tensor) -> None:
-        raise UnsupportedError(
-            f"ds_hessian does not support a parameter ({name!r}) that the loss uses past the "
-            "model, through a reference of its own; read it from the model that loss_fn is given"
-        )
-
-    return refuse
 
 
 @contextmanager
