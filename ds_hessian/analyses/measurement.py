@@ -67,8 +67,8 @@ class Subject:
         crossing: Why kinks are crossed although the settings did not say so; else empty.
         reserved: Bytes of the vectors' memory that this rank is planned to need beside the sides of
             kinks.
-        lessons: What the run's measurements have taught, by kind and optimizer step; those of the
-            latest two steps.
+        lessons: What the run's measurements have taught, by kind, loss and optimizer step; those of
+            the latest two steps.
     """
 
     backend: Backend
@@ -164,14 +164,15 @@ class Subject:
                     del taught[step]
 
     def _taught(self, operator: Curvature, kind: str) -> dict[int, dict[str, Any]]:
-        """Let an operator begin with what a measurement of its kind taught at the latest other
-        step; return what those of all steps did. At the same step figures repeat.
+        """Let an operator begin with what a measurement of its kind and loss taught at the latest
+        other step; return what those of all steps did. At the same step figures repeat.
 
         Collective: one small all-reduce.
         """
         settings, here = settings_of(self.config), self.backend.step
         alike = {key: settings[key] for key in ALIKE}
-        taught = self.lessons.setdefault(json.dumps([kind, alike, names_of(self.backend)]), {})
+        like = [kind, alike, names_of(self.backend), self.objective.loss_code]
+        taught = self.lessons.setdefault(json.dumps(like), {})
         before = max((step for step in taught if step != here), default=None)
         # A measurement that has failed late may have taught some ranks alone.
         have = torch.tensor([before is not None], dtype=torch.float64)

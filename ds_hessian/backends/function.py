@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -39,6 +39,7 @@ from ds_hessian.backends.dropping import PROBABILITIES, drops
 from ds_hessian.backends.hooks import unheard, unseen
 from ds_hessian.backends.in_python import COMPOSED, INERT, is_composed, undispatched
 from ds_hessian.backends.kinks import argument, with_argument
+from ds_hessian.backends.names import Stored, stored
 from ds_hessian.backends.state import STATISTICS, State, is_a_hosts, tensors_in, written_by
 from ds_hessian.defaults import defaults_of_job
 from ds_hessian.errors import ConfigError, UnsupportedError
@@ -53,11 +54,11 @@ class FixedFunction(TorchFunctionMode):
     Args:
         dropout: Whether functions drop as training's do; else their probability is 0.
         allowed: The bytes that may be held of the sides of kinks; 0 to cross all kinks.
+        modules: The modules whose weights are displaced.
 
     Attributes:
         decisions: Those that are held.
         state: What forwards change, which is told of the calls in watched ones.
-        trained: The parameters that are trained when the measurement begins, by name.
         note_graph: Called with what the first backwards of micro-batches begin from, where these
             recompute activations; sessions call it with outputs and losses.
     """
@@ -69,13 +70,13 @@ class FixedFunction(TorchFunctionMode):
         """Return whether a forward in this process now is one of a measurement, not of training."""
         return cls._evaluating > 0
 
-    def __init__(self, dropout: bool, allowed: int = 0) -> None:
+    def __init__(self, dropout: bool, allowed: int = 0, modules: Sequence[nn.Module] = ()) -> None:
         super().__init__()
         self.decisions = Decisions(allowed)
         self.state: State | None = None
-        self.trained: Sequence[tuple[str, Tensor]] = ()
         self.note_graph: Callable[[Tensor], object] = lambda output: None
         self._dropout, self._ended = dropout, False
+        self._modules, self._begun = modules, dict[str, Stored]()
         self._constants, self._within = Constants(), False  # whether a forward is under way
         self._padding = Constants()  # rows of embeddings for padding
         self._bodies: dict[Any, Callable[..., Any]] = {}
@@ -84,22 +85,32 @@ class FixedFunction(TorchFunctionMode):
 
     # ---- evaluations
 
+    def begin(self) -> None:
+        """Note the parameters of the passes, once the host has made them."""
+        self._begun = stored(self._modules)
+
     def end(self) -> None:
         """Refuse evaluations and displacements from now on: nothing would restore what they do."""
         self._ended = True
 
     def require_open(self) -> None:
-        """Raise if the measurement has ended, or a parameter has been frozen since it began."""
+        """Raise if the measurement has ended, or passes would read other weights than displaced
+        ones, or give them no gradient.
+        """
         if self._ended:
             raise ConfigError(
                 "the measurement of this operator has ended: make its products inside of "
                 "`with hessian.measuring() as operator`"
             )
-        frozen = [name for name, p in self.trained if not p.requires_grad]
-        if frozen:
+        if not self._begun:
+            return
+        now = stored(self._modules)
+        changed = [name for name, each in self._begun.items() if now.get(name) != each]
+        if changed:
             raise ConfigError(
-                f"{', '.join(frozen[:5])} was frozen inside of a measurement, where it has "
-                "coordinates and no gradient: freeze before you attach"
+                f"{', '.join(changed[:5])} was frozen, replaced, or given another type or other "
+                "memory inside of a measurement, which has coordinates of what it was: change the "
+                "model before you attach"
             )
 
     @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +24,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import _len_torch_function_stack, _pop_mode
 
 from ds_hessian.backends.function import FixedFunction
-from ds_hessian.backends.names import trained
 from ds_hessian.backends.protocol import Passes
 from ds_hessian.backends.state import (
     HOSTS,
@@ -131,6 +130,11 @@ class RandomState:
             torch.get_device_module(self.device).set_rng_state(accelerator, self.device)
         for (_, put), value in zip(self.extra, (*extra, *self._first[len(extra) :]), strict=True):
             put(value)
+
+
+def kept_grad_mode() -> AbstractContextManager[object]:
+    """Return a context after which gradients are on or off as now, whatever a loss does."""
+    return torch.set_grad_enabled(torch.is_grad_enabled())
 
 
 @contextmanager
@@ -410,8 +414,7 @@ class Guard(ExitStack):
         self.initial = self.random.get()
         self.buffers = [Buffers(module) for module in modules]
         self.attributes = Attributes()
-        self.function = FixedFunction(passes.dropout, _allowed(passes, device))
-        self.function.trained = [named for module in modules for named in trained(module)]
+        self.function = FixedFunction(passes.dropout, _allowed(passes, device), modules)
         self.state = self.function.state = State(modules, held, self.random.add)
 
 

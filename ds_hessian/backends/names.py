@@ -25,6 +25,21 @@ def trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(checkpoint_name(name), p) for name, p in named if p.requires_grad]
 
 
+Stored = tuple[int, torch.dtype | None, int]
+"""A parameter's identity, its type, and the address of its memory; no type and 0 where it has no
+memory of its own, as ZeRO-3 gathers it."""
+
+
+def stored(modules: Sequence[nn.Module]) -> dict[str, Stored]:
+    """Return where the parameters that are trained are stored, by name."""
+    found = dict[str, Stored]()
+    for number, module in enumerate(modules):
+        for name, p in trained(module):
+            place = (None, 0) if hasattr(p, "ds_id") else (p.dtype, p.data_ptr())
+            found[f"{name} of {number}" if name in found else name] = id(p), *place
+    return found
+
+
 def trained_tensors(modules: Sequence[nn.Module]) -> list[tuple[str, int]]:
     """Return the name of each of this rank's parameters that are trained, and which tensor it is.
 

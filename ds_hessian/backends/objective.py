@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hessian.backends.containers import Call, copied, leaves, mapped
-from ds_hessian.backends.guard import kept_random_states
+from ds_hessian.backends.guard import kept_grad_mode, kept_random_states
 from ds_hessian.backends.loaders import kept_positions, parts_of, require_end
 from ds_hessian.defaults import defaults_of_job
 from ds_hessian.errors import ConfigError, NumericsError
@@ -73,6 +73,13 @@ class MicroBatches:
         return [_digest([batch]) for batch in self.batches]
 
 
+def code_of(loss: object) -> int:
+    """Return what tells a loss from others of the process; a function that is made anew by the same
+    code, as a lambda in a loop, is the same.
+    """
+    return hash(getattr(loss, "__code__", None) or id(loss))
+
+
 def _require_loss_fn(loss_fn: object) -> None:
     """Raise for what is no function of a model and a micro-batch.
 
@@ -110,7 +117,7 @@ class ModelObjective(MicroBatches):
         if not self.batches:
             raise ConfigError("batches is empty: at least one micro-batch is needed on every rank")
         _require_loss_fn(loss_fn)
-        self.loss_fn = loss_fn
+        self.loss_fn, self.loss_code = loss_fn, code_of(loss_fn)
 
     def loss(
         self,
@@ -137,13 +144,14 @@ class ModelObjective(MicroBatches):
         batch = _to(self.batches[index], device, widen)
         loss: object
         count: float | None = None
-        if self.loss_fn is not None:
-            result = self.loss_fn(model, batch)
-            if isinstance(result, tuple):
-                result, count = _summed(result)
-            loss = result
-        else:
-            loss = _loss_of(_call(model, batch))
+        with kept_grad_mode():
+            if self.loss_fn is not None:
+                result = self.loss_fn(model, batch)
+                if isinstance(result, tuple):
+                    result, count = _summed(result)
+                loss = result
+            else:
+                loss = _loss_of(_call(model, batch))
         graph = isinstance(loss, Tensor) and (loss.requires_grad or not torch.is_grad_enabled())
         if not (isinstance(loss, Tensor) and loss.numel() == 1 and graph):
             raise ConfigError(

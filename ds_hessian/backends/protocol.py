@@ -113,12 +113,14 @@ class Objective(Protocol):
         outputs: What measurements of the outputs have found of them, by the name of their module,
             None if it was found: entries for each row of a micro-batch, and whether the loss in
             them is known.
+        loss_code: Of the function that computes the loss, to tell it from others of the process.
     """
 
     num_micro_batches: int
     batches: list[Any]
     sides: int
     outputs: dict[str | None, tuple[float, bool]]
+    loss_code: int
 
     def fingerprint(self) -> str:
         """Return a short hash of this rank's micro-batches, for provenance."""

@@ -179,6 +179,7 @@ class ShardedSession:
         self.backward = 0
         self._function, function.note_graph = function, self._note_graph
         self.kinks: SidesOfKinks = function.decisions
+        function.begin()
 
     def _reduce(self, totals: Totals) -> None:
         """Set what all first evaluations have told: scale, loss and unit roundoff. Collective."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import ds_hessian
 from ds_hessian import Hessian
+from ds_hessian.backends.objective import LossFn
 from ds_hessian.krylov import LanczosState
 from tests.operators.nets import Exact, batches, loss_of, mlp, train
 from tests.tiers import cells
@@ -69,3 +71,25 @@ def test_figures_at_the_same_weights_repeat() -> None:
     hessian = ds_hessian.attach(net, config={"progress": False})
     torch.manual_seed(0)
     assert first_products(hessian, net) == first_products(hessian, net)
+
+
+def large(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return 1e6 * loss_of(model, batch)
+
+
+def small() -> LossFn:
+    """Another loss, made anew at each call by the same code."""
+    return lambda model, batch: 1e-6 * loss_of(model, batch)
+
+
+def test_a_measurement_begins_with_what_its_own_loss_has_taught() -> None:
+    """It began with the noise of another loss, which may be any other noise."""
+    net, data = train(mlp(), batches(2), 20), batches(2)
+    taught, untaught = (ds_hessian.attach(net, config={"progress": False}) for _ in range(2))
+    taught.use(data, large).spectrum(num_matvecs=3)
+    taught.step = 1
+    first, fresh = (job.use(data, small()).spectrum(num_matvecs=3) for job in (taught, untaught))
+    assert np.array_equal(first.alphas, fresh.alphas)
+    taught.step = 2
+    later = taught.use(data, small()).spectrum(num_matvecs=3)
+    assert later.trials.sum() < fresh.trials.sum()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import ds_hessian
 from ds_hessian import HessianConfig, HessianSpectrum
-from ds_hessian.errors import ConfigError, NumericsError, UnsupportedError
+from ds_hessian.errors import ConfigError, HessianError, NumericsError, UnsupportedError
 from ds_hessian.hosts import settings_for
 from tests.operators.nets import Exact, batches, loss_of, mlp
 from tests.plain import jobs
@@ -330,15 +330,59 @@ def test_products_after_the_end_of_their_measurement_are_refused(
         ended.matvec(hessian.random_vector(seed=2))
 
 
-def test_a_product_after_a_parameter_was_frozen_inside_of_its_measurement_is_refused() -> None:
-    """It was that of a function in which the parameter is displaced, and has no gradient."""
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "frozen": lambda net: net[0].requires_grad_(False),
+    "half": lambda net: net[0].half(),
+    "given memory": lambda net: setattr(net[0].weight, "data", net[0].weight.data.clone()),
+    "replaced": lambda net: setattr(net[0], "weight", nn.Parameter(net[0].weight.detach())),
+}
+"""What is done to the weights of a model inside of a measurement."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_product_after_parameters_changed_inside_of_its_measurement_is_refused(
+    change: str,
+) -> None:
+    """It was that of a function that does not read what is displaced, or has no gradient there."""
     net = mlp()
+    before = copy.deepcopy(net.state_dict())
     job = ds_hessian.attach(net, config=QUIET).use(batches(2), loss_of)
-    v, frozen = job.random_vector(seed=1), next(net.parameters())
+    v = job.random_vector(seed=1)
     with job.measuring() as operator:
         expected = operator.matvec(v).vector
-        frozen.requires_grad_(False)
-        with pytest.raises(ConfigError, match="0.weight was frozen inside of a measurement"):
+        CHANGES[change](net)
+        with pytest.raises(ConfigError, match=r"0.weight.* inside of a measurement"):
             operator.matvec(v)
-        frozen.requires_grad_(True)
     assert torch.allclose(job.matvec(v).vector, expected, rtol=1e-3, atol=1e-4)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("after", [True, False], ids=["after it", "before it"])
+def test_a_loss_that_leaves_gradients_off_leaves_them_on_for_the_next_one(
+    hessian: Any, after: bool
+) -> None:
+    def loss_fn(model: Any, batch: Any) -> Any:
+        if not after:
+            torch.set_grad_enabled(False)
+        loss = loss_of(model, batch)
+        torch.set_grad_enabled(False)
+        return loss
+
+    v, found = hessian.random_vector(), hessian.use(batches(), loss_fn).matvec
+    if after:
+        left = found(v).vector
+        assert torch.equal(left, hessian.use(batches(), loss_of).matvec(v).vector)
+        return
+    with pytest.raises(HessianError, match=r"one scalar loss that requires gradients.*=False"):
+        found(v)
+
+
+def test_products_are_the_same_where_gradients_are_switched_off_inside_of_the_block(
+    hessian: Any,
+) -> None:
+    v = hessian.random_vector()
+    products = list[Tensor]()
+    for context in (torch.enable_grad, torch.no_grad):
+        with hessian.measuring() as operator, context():
+            products.append(operator.matvec(v).vector)
+    assert torch.equal(*products)

@@ -326,6 +326,7 @@ class MegatronSession(ShardedSession):
         names = [name for name, _ in backend.parameters]
         self._replicas = Replicas(backend.chunks, backend.replicated, backend.runs, names)
 
+    @torch.enable_grad()  # also where the caller has switched gradients off
     def add_gradient(self, out: Tensor | None, micro_batches: range, factor: float = 1.0) -> None:
         """Run the schedule on these units, reduce the gradients, and add them to `out`."""
         if not micro_batches:

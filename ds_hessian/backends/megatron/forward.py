@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.guard import GeneratorState, Guard
+from ds_hessian.backends.guard import GeneratorState, Guard, kept_grad_mode
 from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.objective import ForwardStep
 from ds_hessian.backends.state import tensors_in
@@ -85,7 +85,7 @@ class FixedForward:
         counts = host.running_counts(model)
         for count, start in zip(counts, self._counts.get((chunk, index), ()), strict=False):
             count.copy_(start)
-        with self.function.forward():
+        with self.function.forward(), kept_grad_mode():
             output, loss_func = _pair(self.forward_step(data_iterator, model, *rest))
         if torch.is_grad_enabled():  # without gradients routers do not count
             if (chunk, index + 1) not in self._counts:
@@ -95,7 +95,8 @@ class FixedForward:
             self._counts.setdefault((chunk, index + 1), counts)
 
         def loss(output: Tensor, **options: object) -> tuple[object, ...]:
-            result = loss_func(output, **options)
+            with kept_grad_mode():
+                result = loss_func(output, **options)
             if not isinstance(result, tuple) or len(result) not in (2, 3):
                 raise ConfigError(
                     "loss_func must return (loss, logs) or (sum, tokens, logs), got "

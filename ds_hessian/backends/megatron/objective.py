@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ds_hessian.backends.objective import MicroBatches
+from ds_hessian.backends.objective import MicroBatches, code_of
 from ds_hessian.errors import ConfigError
 
 SIZES = ("seq_length", "micro_batch_size")
@@ -61,6 +61,7 @@ class PipelineObjective(MicroBatches):
                 f"get_forward_backward_func() takes it, got {forward_step!r}"
             )
         self.forward_step, self.sizes, self.copies = forward_step, dict[str, int](), copies
+        self.loss_code = code_of(forward_step)
         for name in SIZES:
             size = given[name]
             if not isinstance(size, int) or size < 1:

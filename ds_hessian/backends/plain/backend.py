@@ -285,6 +285,7 @@ class ModuleSession(ShardedSession):
                     dist.broadcast(found[id(value)], src=0)
         return found
 
+    @torch.enable_grad()  # also where the caller has switched gradients off
     def add_gradient(self, out: Tensor | None, micro_batches: range, factor: float = 1.0) -> None:
         """Add the gradients of these micro-batches, averaged over the ranks, to `out`."""
         if not micro_batches:

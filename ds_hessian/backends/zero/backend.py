@@ -353,6 +353,7 @@ class ZeroSession(ShardedSession):
         self._replicas_checked = backend.tensor_ranks == 1
         self.watch_autocast(guard, widen)
 
+    @torch.enable_grad()  # also where the caller has switched gradients off
     def add_gradient(self, out: Tensor | None, micro_batches: range, factor: float = 1.0) -> None:
         """Add the gradients of these micro-batches, each reduced by the engine, to `out`."""
         accumulates = self._backend.shards.accumulates
