@@ -34,6 +34,7 @@ from ds_hessian.backends import compositions, pieces
 from ds_hessian.backends.applied import applying
 from ds_hessian.backends.choices import DIMS, Sides, chooses
 from ds_hessian.backends.constants import Constants, leaves, refuse_lost, refuse_solves
+from ds_hessian.backends.contexts import refuse_context
 from ds_hessian.backends.decisions import Decisions, in_backward
 from ds_hessian.backends.dropping import PROBABILITIES, drops
 from ds_hessian.backends.hooks import unheard, unseen
@@ -48,6 +49,9 @@ HELD = {*pieces.NAMES, *compositions.EXPANDED}
 """Functions whose sides of kinks are held."""
 
 
+CPU = torch.device("cpu")
+
+
 class FixedFunction(TorchFunctionMode):
     """The mode in which the passes of one measurement run.
 
@@ -55,6 +59,7 @@ class FixedFunction(TorchFunctionMode):
         dropout: Whether functions drop as training's do; else their probability is 0.
         allowed: The bytes that may be held of the sides of kinks; 0 to cross all kinks.
         modules: The modules whose weights are displaced.
+        device: The device of the passes.
 
     Attributes:
         decisions: Those that are held.
@@ -70,13 +75,20 @@ class FixedFunction(TorchFunctionMode):
         """Return whether a forward in this process now is one of a measurement, not of training."""
         return cls._evaluating > 0
 
-    def __init__(self, dropout: bool, allowed: int = 0, modules: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        dropout: bool,
+        allowed: int = 0,
+        modules: Sequence[nn.Module] = (),
+        device: torch.device = CPU,
+    ) -> None:
         super().__init__()
         self.decisions = Decisions(allowed)
         self.state: State | None = None
         self.note_graph: Callable[[Tensor], object] = lambda output: None
         self._dropout, self._ended = dropout, False
-        self._modules, self._begun = modules, dict[str, Stored]()
+        self._modules, self._begun, self._device = modules, dict[str, Stored](), device
+        self._flags = list[tuple[dict[str, Any], bool]]()
         self._constants, self._within = Constants(), False  # whether a forward is under way
         self._padding = Constants()  # rows of embeddings for padding
         self._bodies: dict[Any, Callable[..., Any]] = {}
@@ -86,16 +98,18 @@ class FixedFunction(TorchFunctionMode):
     # ---- evaluations
 
     def begin(self) -> None:
-        """Note the parameters of the passes, once the host has made them."""
+        """Note the parameters of the passes, once the host has made them, and the train flags."""
         self._begun = stored(self._modules)
+        inside = (m for module in self._modules for m in module.modules())
+        self._flags = [(vars(m), m.training) for m in inside]
 
     def end(self) -> None:
         """Refuse evaluations and displacements from now on: nothing would restore what they do."""
         self._ended = True
 
     def require_open(self) -> None:
-        """Raise if the measurement has ended, or passes would read other weights than displaced
-        ones, or give them no gradient.
+        """Raise if the measurement has ended, the caller has changed how torch computes, or passes
+        would read other weights than displaced ones, or give them no gradient.
         """
         if self._ended:
             raise ConfigError(
@@ -104,6 +118,7 @@ class FixedFunction(TorchFunctionMode):
             )
         if not self._begun:
             return
+        refuse_context(self._device)
         now = stored(self._modules)
         changed = [name for name, each in self._begun.items() if now.get(name) != each]
         if changed:
@@ -122,6 +137,8 @@ class FixedFunction(TorchFunctionMode):
                 not chosen or dropped anything, or read padding, functions are called as they are.
         """
         self.require_open()
+        for attributes, flag in self._flags:
+            attributes["training"] = flag
         given = list(keys)
         self.decisions.begin(alone=len(given) == 1)
         self._constants.begin()

@@ -23,6 +23,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import _len_torch_function_stack, _pop_mode
 
+from ds_hessian.backends.contexts import refuse_context
 from ds_hessian.backends.function import FixedFunction
 from ds_hessian.backends.protocol import Passes
 from ds_hessian.backends.state import (
@@ -35,7 +36,6 @@ from ds_hessian.backends.state import (
     held_by,
     modules_of,
 )
-from ds_hessian.errors import UnsupportedError
 from ds_hessian.memory import FP32, free_on, passes_memory
 from ds_hessian.ranks import most_on_a_node
 
@@ -270,25 +270,6 @@ def without_dropout(module: nn.Module, attributes: Attributes) -> None:
                 vars(owner)[name] = 0.0  # a frozen dataclass refuses setattr
 
 
-def refuse_context(device: torch.device) -> None:
-    """Raise where the caller has changed how torch computes, for all that it calls.
-
-    Raises:
-        UnsupportedError: names the context.
-    """
-    if torch.is_inference_mode_enabled():
-        raise UnsupportedError(
-            "ds_hessian does not support a call inside of torch.inference_mode(), in which no "
-            "gradient can be taken; call it outside, or inside of torch.no_grad()"
-        )
-    if any(torch.is_autocast_enabled(kind) for kind in {device.type, "cpu"}):
-        raise UnsupportedError(
-            "ds_hessian does not support a call inside of torch.autocast, which would round its "
-            "own sums too; call it outside, and put autocast where training has it: in the model, "
-            "in loss_fn or in the engine's configuration"
-        )
-
-
 @contextmanager
 def without_parameter_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Run the body without hooks of parameters: what training makes of a gradient (a mask, a scale,
@@ -414,7 +395,8 @@ class Guard(ExitStack):
         self.initial = self.random.get()
         self.buffers = [Buffers(module) for module in modules]
         self.attributes = Attributes()
-        self.function = FixedFunction(passes.dropout, _allowed(passes, device), modules)
+        allowed = _allowed(passes, device)
+        self.function = FixedFunction(passes.dropout, allowed, modules, device)
         self.state = self.function.state = State(modules, held, self.random.add)
 
 

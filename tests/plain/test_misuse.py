@@ -377,12 +377,31 @@ def test_a_loss_that_leaves_gradients_off_leaves_them_on_for_the_next_one(
         found(v)
 
 
-def test_products_are_the_same_where_gradients_are_switched_off_inside_of_the_block(
-    hessian: Any,
+@pytest.mark.parametrize("name", ["no_grad", "inference_mode", "autocast"])
+def test_contexts_inside_of_a_block_are_taken_as_those_around_a_call(
+    hessian: Any, name: str
 ) -> None:
-    v = hessian.random_vector()
-    products = list[Tensor]()
-    for context in (torch.enable_grad, torch.no_grad):
+    v, expected = hessian.random_vector(), hessian.matvec(hessian.random_vector()).vector
+    context = {"autocast": lambda: torch.autocast("cpu")}.get(name, getattr(torch, name))
+    if name == "no_grad":
         with hessian.measuring() as operator, context():
-            products.append(operator.matvec(v).vector)
-    assert torch.equal(*products)
+            assert torch.equal(operator.matvec(v).vector, expected)
+        return
+    with hessian.measuring() as operator:
+        with context(), pytest.raises(HessianError, match=f"inside of torch.{name}"):
+            operator.matvec(v)
+        assert torch.equal(operator.matvec(v).vector, expected)
+
+
+def test_train_flags_are_set_for_every_product() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.BatchNorm1d(10), *mlp(), nn.Dropout(0.5))
+    net(torch.randn(64, 10))
+    job = ds_hessian.attach(net, config=QUIET).use(batches(2), loss_of)
+    v, found = job.random_vector(), list[Tensor]()
+    for change in (lambda: None, net.train, net.eval):
+        with job.measuring() as operator:
+            change()
+            found.append(operator.matvec(v).vector)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert all(m.training for m in net.modules())
