@@ -277,7 +277,8 @@ class Hessian(JobMeasuring):
 
         with self._calling(Sharpness, make, overrides):
             subject = self._subject(overrides)
-            matrix = repr((subject.config.operator, subject.config.parameters))
+            config, loss = subject.config, subject.objective.loss_code
+            matrix = repr((config.operator, config.parameters, loss))
             followed = self._followed.setdefault(matrix, Followed())
             return measure(replace(make(), followed=followed), subject)
 

@@ -77,7 +77,7 @@ class JobMeasuring(JobVectors):
         self._objective: Objective | None = None
         self._open: Curvature | None = None
         self._lessons: Lessons = {}
-        self._followed: dict[str, Followed] = {}  # by operator and parameters
+        self._followed: dict[str, Followed] = {}  # by operator, parameters and loss
         self.used: Callable[[], None] = lambda: None
 
     # ---- what H is

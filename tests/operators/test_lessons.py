@@ -93,3 +93,25 @@ def test_a_measurement_begins_with_what_its_own_loss_has_taught() -> None:
     taught.step = 2
     later = taught.use(data, small()).spectrum(num_matvecs=3)
     assert later.trials.sum() < fresh.trials.sum()
+
+
+class Point(nn.Module):
+    """Four weights, and a loss of which each has a curvature of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1.0, 1.0, 0.0, 0.0]))
+
+    def forward(self, curvatures: Tensor) -> Tensor:
+        return (curvatures * self.w.square()).sum() / 2
+
+
+def test_the_sharpness_of_a_loss_does_not_start_from_the_direction_of_another() -> None:
+    """An eigenvector of both looked converged, far below the largest eigenvalue."""
+    job = ds_hessian.attach(Point(), config={"progress": False})
+    curvatures = [torch.tensor([10.0, 1.0, 1.0, 2.0])]
+    first = job.use(curvatures, lambda model, c: model(c)).sharpness(preconditioned=False)
+    job.step = 1
+    other = job.use(curvatures, lambda model, c: model(c.flip(0))).sharpness(preconditioned=False)
+    for found in (first, other):
+        assert found.converged[0] and found.eigenvalue_max.value == pytest.approx(10, rel=1e-3)
