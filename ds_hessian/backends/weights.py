@@ -35,6 +35,8 @@ class Weight:
         counts: False on all but one of the ranks that see the same tokens.
         master: What the optimizer steps in its place, of its shape; None where that is the weight,
             or flat parts of many.
+        sequence: The ranks that have other tokens of the same micro-batches; None where each has
+            micro-batches of its own.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Weight:
     group: dist.ProcessGroup | None = None
     counts: bool = True
     master: Tensor | None = None
+    sequence: dist.ProcessGroup | None = None
 
 
 def module_weights(

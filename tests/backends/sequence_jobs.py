@@ -15,6 +15,7 @@ from torch.distributed.nn import functional as collectives
 from torch.nn import functional
 
 import ds_hessian
+from ds_hessian.operators.kronecker import Settings, estimate, find_layers
 from tests.backends.auto_tp_jobs import CONFIG, QUIET, compared, llama, micro_batches, train
 
 SIZES = {"num_key_value_heads": 4, "attn_implementation": "sdpa", "attention_dropout": 0.0}
@@ -137,23 +138,30 @@ def measured(stage: int, loss: str, operator: str = "hessian", **config: Any) ->
     return found
 
 
-def factors(stage: int) -> list[str]:
-    """What is said of Kronecker factors, and of a solve that is preconditioned by them."""
-    engine, found = make(stage), []
+def factors(stage: int, loss: str) -> Any:
+    """`factors_of` of this rank's layers."""
+    engine = make(stage)
     hessian = ds_hessian.attach(engine, ds_hessian.HessianConfig.parse(QUIET))
-    hessian.use(parts(), pair)
-    v = hessian.random_vector()
-    for measure in (
-        lambda: hessian.kronecker(["kfac", "shampoo"]),
-        lambda: hessian.solve(v, [1.0], preconditioner="ekfac"),
-    ):
-        try:
-            measure()
-            found.append("measured")
-        except ds_hessian.HessianError as error:
-            found.append(str(error))
+    found = factors_of(hessian.use(parts(), LOSSES[loss]))
     engine.destroy()
     return found
+
+
+def factors_of(hessian: Any) -> Any:
+    """{layer: {kind: (values, left, right)}} of the layers that this rank owns, {layer: samples} of
+    all, and the norm of a solution that is preconditioned by them, with its residual.
+    """
+    layers, _ = find_layers(hessian.backend, None)
+    with hessian.backend.measuring(hessian._objective) as session:
+        kinds = Settings(("kfac", "ekfac", "shampoo", "klshampoo"))
+        found = estimate(session, hessian.backend, layers, kinds)
+    forms = {
+        f.layer.name: {k: (v.values, v.left, v.right) for k, v in f.forms.items()} for f in found
+    }
+    v = hessian.random_vector(seed=5)
+    solved = hessian.solve(v, [1.0], num_matvecs=3, preconditioner="ekfac")
+    figures = hessian.backend.space.norm(solved.x[0]), float(solved.residuals[0])
+    return forms, {f.layer.name: dict(f.samples) for f in found}, figures
 
 
 def compare_training(stage: int, loss: str, **config: Any) -> tuple[list[bool], list[str]]:

@@ -53,7 +53,7 @@ def test_factors_are_those_of_one_process(ranks: Ranks, one: Any, name: str) -> 
     assert forms.keys() == exact.keys() and len(forms) == 4
     for layer, kinds in exact.items():
         for kind, whole in kinds.items():
-            a, b = _apply(*forms[layer][kind]), _apply(*whole)
+            a, b = applied(*forms[layer][kind]), applied(*whole)
             # Roots of inverses of singular factors magnify rounding by 1 over their ridge's, 1e2,
             # in each round.
             limit = 1e-3 if kind == "klshampoo" else 1e-4
@@ -65,7 +65,7 @@ def compare(found: dict[str, Any], exact: dict[str, Any], limits: dict[str, floa
     assert found.keys() == exact.keys() and len(found) == 4
     for layer, kinds in exact.items():
         for kind, limit in limits.items():
-            a, b = _apply(*found[layer][kind]), _apply(*kinds[kind])
+            a, b = applied(*found[layer][kind]), applied(*kinds[kind])
             assert (a - b).norm() < limit * b.norm(), (layer, kind)
 
 
@@ -118,7 +118,7 @@ def test_deepspeeds_muon_is_refused_by_name(ranks: Ranks, stage: int) -> None:
         assert "MuonWithAuxAdam has no" in found
 
 
-def _apply(values: torch.Tensor, left: Any, right: Any) -> torch.Tensor:
+def applied(values: torch.Tensor, left: Any, right: Any) -> torch.Tensor:
     """K on some matrices, which do not depend on the signs of eigenvectors."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, *values.shape, generator=generator, dtype=torch.float64)

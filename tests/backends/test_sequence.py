@@ -14,6 +14,7 @@ from ds_hessian.errors import UnsupportedError
 from tests.backends import auto_tp_jobs
 from tests.backends import sequence_jobs as jobs
 from tests.backends.test_auto_tp import Ranks, error, split_ranks
+from tests.backends.test_kronecker import applied
 from tests.tiers import cells
 
 __all__ = ["split_ranks"]  # pools of their own: attention stays replaced, for the process
@@ -65,21 +66,42 @@ def test_products_are_those_of_whole_sequences(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("loss", ["pair", "replicated"])
-def test_the_gauss_newton_matrix_is_that_of_whole_sequences(
-    split_ranks: Ranks, one: Any, loss: str
+@pytest.mark.parametrize(
+    ("loss", "operator"),
+    [("pair", "ggn"), ("replicated", "ggn"), ("pair", "residual"), ("replicated", "fisher")],
+)
+def test_other_matrices_are_those_of_whole_sequences(
+    split_ranks: Ranks, one: Any, loss: str, operator: str
 ) -> None:
-    _, _, spectrum = split_ranks(2).run(jobs.measured, 1, loss, "ggn")[0]
-    alphas, betas, _ = one("ggn")
+    _, _, spectrum = split_ranks(2).run(jobs.measured, 1, loss, operator)[0]
+    alphas, betas, _ = one(operator)
     assert np.allclose(spectrum.alphas[0], alphas, rtol=0, atol=1e-3 * abs(alphas).max())
     assert np.allclose(spectrum.betas[0], betas, rtol=0, atol=1e-3 * abs(alphas).max())
 
 
 @pytest.mark.full
-def test_kronecker_factors_are_refused(split_ranks: Ranks) -> None:
-    """They were not those of whole sequences, without a word."""
-    for found in split_ranks(2).run(jobs.factors, 1):
-        assert all("Kronecker factors under sequence parallelism" in text for text in found)
+@pytest.mark.parametrize(("size", "stage", "loss"), [(2, 1, "pair"), (4, 3, "replicated")])
+def test_kronecker_factors_are_those_of_whole_sequences(
+    split_ranks: Ranks, size: int, stage: int, loss: str
+) -> None:
+    """Those of Shampoo took each rank's part of a sequence for a micro-batch, and all of them the
+    first micro-batch's cotangents for those of another loss.
+    """
+    model = auto_tp_jobs.llama(num_key_value_heads=4)
+    hessian = ds_hessian.attach(model, config=ds_hessian.HessianConfig.parse(auto_tp_jobs.QUIET))
+    hessian.use(auto_tp_jobs.micro_batches(), auto_tp_jobs.loss_of)
+    exact, samples, solved = jobs.factors_of(hessian)
+    found = split_ranks(size).run(jobs.factors, stage, loss)
+    assert all(each == samples for _, each, _ in found)
+    if size == 2:  # more ranks have other groups of micro-batches, by which biases are scaled
+        assert np.allclose([each for *_, each in found], solved, rtol=1e-3)
+    forms = {n: kinds for own, *_ in found for n, kinds in own.items() if "shampoo" in kinds}
+    assert forms.keys() == exact.keys()
+    for layer, kinds in exact.items():
+        for kind, whole in kinds.items():
+            a, b = applied(*forms[layer][kind]), applied(*whole)
+            limit = 1e-3 if kind == "klshampoo" else 1e-4
+            assert (a - b).norm() < limit * b.norm(), (layer, kind)
 
 
 def test_a_loss_that_is_not_the_integral_of_its_gradient_is_refused(split_ranks: Ranks) -> None:

@@ -267,8 +267,7 @@ class ZeroBackend:
         """Return the weights of two dims, which the passes gather.
 
         Raises:
-            UnsupportedError: an mpu has split the layers, ranks share sequences, or there are
-                experts of deepspeed.moe.
+            UnsupportedError: an mpu has split the layers, or there are experts of deepspeed.moe.
         """
         if self.tensor_ranks > 1:
             raise UnsupportedError(
@@ -276,19 +275,18 @@ class ZeroBackend:
                 f"{self.tensor_ranks} tensor-parallel ranks has split; use megatron-core's own, or "
                 "a job without tensor parallelism"
             )
-        if self.sequence_ranks > 1:
-            raise UnsupportedError(
-                "ds_hessian does not support Kronecker factors under sequence parallelism, whose "
-                "ranks see parts of a micro-batch; measure a data-parallel job"
-            )
         if host.has_experts(self.engine):
             raise UnsupportedError(
                 "ds_hessian does not support Kronecker factors of models with deepspeed.moe, whose "
                 "experts see places without a token; measure a job without it"
             )
         found = module_weights(self.engine.module, self.parameters)
+        sequence = host.sequence_parallel_group() if self.sequence_ranks > 1 else None
         master = self.shards.whole_master
-        return [replace(w, master=master(w.module.get_parameter("weight"))) for w in found]
+        return [
+            replace(w, master=master(w.module.get_parameter("weight")), sequence=sequence)
+            for w in found
+        ]
 
     def memory(self, precision: Precision = "model") -> list[Item]:
         """Return what a session of the engine holds beyond training's memory."""
@@ -394,6 +392,7 @@ class ZeroSession(ShardedSession):
         slope = (values[0] - values[1]) / (2 * h)
         noise = self.unit_roundoff * abs(self.loss) / h
         self._share = factor_of_gradients(slope, norm, noise, ranks)
+        self.cotangent_scale *= self._share
 
     def _value(self, micro_batches: range) -> float:
         """Return the loss at the displaced weights."""

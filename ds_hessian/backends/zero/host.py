@@ -392,3 +392,11 @@ def sequence_parallel_size(engine: Engine) -> int:
     from deepspeed.utils import groups
 
     return int(groups._get_sequence_parallel_world_size())
+
+
+def sequence_parallel_group() -> dist.ProcessGroup:
+    """Return the ranks that share a sequence with this one (Ulysses)."""
+    from deepspeed.utils import groups
+
+    found: dist.ProcessGroup = groups._get_sequence_parallel_group()
+    return found

@@ -58,6 +58,16 @@ class Layer:
         """Whether this rank adds what it sees to the sums of all ranks."""
         return self.weight is not None and self.weight.counts
 
+    @property
+    def sequence(self) -> dist.ProcessGroup | None:
+        """The ranks that have other tokens of this rank's micro-batches."""
+        return None if self.weight is None else self.weight.sequence
+
+    @property
+    def parts(self) -> int:
+        """The number of ranks that have tokens of a micro-batch each."""
+        return 1 if self.sequence is None else dist.get_world_size(self.sequence)
+
     def oriented(self, weight: Tensor) -> Tensor:
         """Return a weight (or a vector of its shape) `(m, n)`, or the reverse."""
         return weight.T if self.transposed else weight

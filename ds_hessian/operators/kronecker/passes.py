@@ -85,9 +85,13 @@ class LayerPasses:
         """
         every = {x.name: [each[x.name] for each in sums if each] for x in self.layers}
         latest = dict[str, int]()  # backward of each layer's micro-batch that is open
+        sequences = {x.name: x.sequence for x in self.layers}
 
         def close(name: str) -> None:
+            ranks = sequences[name]
             for each in every[name]:
+                if ranks is not None and isinstance(each, Gradients):
+                    each.join(ranks)
                 each.close()
 
         def note(layer: Layer, a: Tensor, c: Tensor, counts: bool) -> None:
@@ -105,8 +109,9 @@ class LayerPasses:
         # Labels first: hooks on a tensor run in their order, and a layer may be the outputs.
         with labels, listening(self.layers, note, spared):
             self.session.add_gradient(gradient, range(unit, unit + 1))
-        for name in latest:
-            close(name)
+        for name, sequence in sequences.items():
+            if name in latest or sequence is not None:  # whose other ranks may have seen it
+                close(name)
 
     def _relative(self) -> float:
         """Return the factor that brings a unit's cotangents to the units of the first one's.
@@ -183,7 +188,7 @@ class LayerPasses:
 
     def _measure(self, seen: Mapping[str, Seen]) -> None:
         """Find what fp32 rounds of the gradients that were seen, in units of the sums."""
-        mine = [(float(seen[x.name].lengths), float(seen[x.name].batches)) for x in self.layers]
+        mine = [(float(seen[x.name].lengths), seen[x.name].batches / x.parts) for x in self.layers]
         counts = torch.tensor([[x.counts] for x in self.layers])
         found = self.space.reduce((torch.tensor(mine, dtype=torch.float64) * counts).flatten())
         for x, (length, batches) in zip(self.layers, found.view(-1, 2).tolist(), strict=True):
@@ -233,9 +238,10 @@ class LayerPasses:
         evaluated *= max(self.labels.draws, 1)
         for x in self.layers:
             seen = counts[x.name]
-            mine = torch.tensor([seen.tokens, seen.batches, evaluated]).double()
+            batches = [seen.batches / x.parts, evaluated / x.parts]
+            mine = torch.tensor([seen.tokens, *batches], dtype=torch.float64)
             self.tokens[x.name], self.batches[x.name], self.evaluated[x.name] = map(
-                int, self.space.reduce(mine * x.counts).tolist()
+                round, self.space.reduce(mine * x.counts).tolist()
             )
 
     def _gain(self, layer: Layer, count: int) -> float:

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ds_hessian import ops
@@ -140,6 +141,14 @@ class Gradients(Accumulator):
     def note(self, a: Tensor, c: Tensor) -> None:
         """Add to the gradient of the micro-batch."""
         self.gradient.addmm_(c.T, a)
+
+    def join(self, ranks: dist.ProcessGroup) -> None:
+        """Give the first of the ranks that have tokens of a micro-batch its whole gradient, before
+        it is closed, and the others none.
+        """
+        dist.all_reduce(self.gradient, group=ranks)
+        if dist.get_rank(ranks):
+            self.gradient.zero_()
 
 
 class Shampoo(Gradients):
