@@ -1,13 +1,14 @@
 """Where a model keeps its parameters, for passes that run on others in their place.
 
 Beside the modules that own a parameter, what is no module may refer to it: Megatron's Mamba layers
-keep three in an object for context parallelism. A forward that found it there would read weights
-that are not displaced.
+keep three in an object for context parallelism, torch's recurrent layers all in a list. A forward
+that found it there would read weights that are not displaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,9 +16,37 @@ from torch import Tensor, nn
 from ds_hessian.errors import UnsupportedError
 
 
-def places(model: nn.Module) -> Iterator[tuple[Any, Any, nn.Parameter]]:
-    """Yield container, key and parameter of each place in which `container[key] = other` puts
-    another one: in modules, and in lists, dictionaries and objects that are attributes of modules.
+@contextmanager
+def in_place_of(
+    made: Mapping[int, nn.Parameter], model: nn.Module, leave: Callable[[], None]
+) -> Iterator[None]:
+    """Run the body with other parameters in a model.
+
+    Args:
+        made: `{id of a parameter: what takes its place}`.
+        model: The model.
+        leave: Is called before they leave it (`State.leave`).
+
+    Raises:
+        UnsupportedError: in a backward of the body: a parameter got a gradient itself.
+    """
+    with ExitStack() as stack:
+        for name, p in model.named_parameters():
+            if p.requires_grad and id(p) in made:
+                stack.callback(p.register_hook(_past_the_model(name)).remove)
+        for container, key, p in _places(model):
+            if id(p) in made:
+                whole = isinstance(container, list)  # which a forward may make shorter
+                kept = (slice(None), list(container)) if whole else (key, p)
+                stack.callback(container.__setitem__, *kept)
+                container[key] = made[id(p)]
+        stack.callback(leave)
+        yield
+
+
+def _places(model: nn.Module) -> Iterator[tuple[Any, Any, nn.Parameter]]:
+    """Yield container, key and parameter, in modules, and in lists, dictionaries and objects that
+    are attributes of modules.
     """
     found = dict[int, Any]()
     for module in model.modules():
@@ -32,13 +61,7 @@ def places(model: nn.Module) -> Iterator[tuple[Any, Any, nn.Parameter]]:
                 yield container, key, value
 
 
-def past_the_model(name: str) -> Callable[[Tensor], None]:
-    """Return the hook of a parameter that another one stands in for, which gets no gradient.
-
-    Raises:
-        UnsupportedError: (the hook) it got one.
-    """
-
+def _past_the_model(name: str) -> Callable[[Tensor], None]:
     def refuse(gradient: Tensor) -> None:
         raise UnsupportedError(
             f"ds_hessian does not support a parameter ({name!r}) that the loss uses past the "

@@ -180,6 +180,14 @@ class State:
                 if memory.storage_offset() + memory.numel() <= whole:  # it may have been resized
                     memory.copy_(content)
 
+    def leave(self) -> None:
+        """Put back what passes have changed, before the parameters on which they ran leave the
+        model: containers have had these in them.
+        """
+        self.put_back()
+        self._attributes.clear()
+        self._contents.clear()
+
     def restore(self) -> None:
         """Put everything back, gradients too, at the end."""
         self.put_back()

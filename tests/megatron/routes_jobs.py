@@ -573,6 +573,8 @@ class Aside(nn.Module):
         """The loss."""
         kept = self.kept
         scale = kept.scale if hasattr(kept, "scale") else kept() if callable(kept) else kept[0]
+        if isinstance(kept, list):
+            kept.append(None)
         y = self.first(x.to(self.first.weight.dtype)).tanh()
         return (y * scale.to(y.dtype)).tanh().square().mean()
 
@@ -603,6 +605,9 @@ def mixed(job: Job, kind: str = "mixed") -> tuple[float, float, str]:
         found = [hessian.gather(product.vector)[name].double() for name in parameters]
         a, b = (torch.cat([t.flatten() for t in each]) for each in (found, expected))
         precision = hessian.spectrum(num_matvecs=1).provenance.precision
+        if kind == "list":
+            (kept,) = model.kept
+            assert kept is model.scale
         return float((a - b).norm() / b.norm()), product.error, precision
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,44 @@ def test_adams_state_of_other_memory_formats_and_of_what_has_had_no_gradient() -
     assert (state.denominator[:n] == optimizer.defaults["eps"]).all()
     assert (state.denominator[n:] > 1e-6).all()
     assert hessian.sharpness(max_matvecs=4).preconditioned is not None
+
+
+class Aside(nn.Module):
+    """A layer, and a weight that something else keeps too: a list that grows, or an object."""
+
+    def __init__(self, listed: bool) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 4), nn.Parameter(torch.linspace(0.5, 1.5, 4))
+        self.kept = [self.scale] if listed else types.SimpleNamespace(scale=self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs."""
+        if isinstance(self.kept, types.SimpleNamespace):
+            return self.layer(x).tanh() * self.kept.scale.square()
+        self.kept.append(nn.Parameter(x))
+        return self.layer(x).tanh() * self.kept[0].square()
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_weight_that_something_else_than_a_module_keeps_is_displaced_too(listed: bool) -> None:
+    net, data = Aside(listed), [torch.randn(8, 3)]
+    before = [net.scale] if listed else net.scale
+    backend = ModuleBackend(net)
+    objective = backend.objective(data, lambda model, x: model(x).square().mean())
+    with backend.measuring(objective) as session:
+        operator = FiniteDifferenceHessian(session)
+        v = torch.linspace(-1, 1, 20)
+        found = operator.matvec(v).vector
+    kept: Any = net.kept
+    pairs = zip(kept, before, strict=True) if listed else [(kept.scale, before)]
+    assert all(a is b for a, b in pairs)
+    weights = list(net.parameters())
+    loss = net(data[0]).square().mean()
+    gradient = torch.autograd.grad(loss, weights, create_graph=True)
+    sizes = [p.numel() for p in weights]
+    along = [part.view_as(p) for part, p in zip(v.split(sizes), weights, strict=True)]
+    truth = torch.cat([t.flatten() for t in torch.autograd.grad(gradient, weights, along)])
+    assert relative(found, truth) < 1e-3
 
 
 def test_a_parameter_that_is_used_past_the_model_is_refused() -> None:

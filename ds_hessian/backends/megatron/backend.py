@@ -225,7 +225,7 @@ class MegatronBackend:
             if master is not None:
                 widen(wide.weight(run), run.weight, master)
         wide.gather()
-        stack.enter_context(wide.taken())
+        stack.enter_context(wide.taken(guard.state.leave))
         parts = [Shard(wide.weight(run), m) for run, m in zip(self.runs, masters, strict=True)]
         if not overlaps:
             return ShardedWeights(parts, self.layout, self.space, wide.gather)

@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hessian.backends.guard import Attributes
-from ds_hessian.backends.megatron import buffers
+from ds_hessian.backends.megatron import buffers, host
 from ds_hessian.backends.megatron.gathers import Gather
 from ds_hessian.backends.megatron.reductions import Reductions
 from ds_hessian.backends.megatron.runs import ParameterRun
-from ds_hessian.backends.places import past_the_model, places
+from ds_hessian.backends.places import in_place_of
 from ds_hessian.memory import NARROW
 
 if TYPE_CHECKING:
@@ -103,21 +103,18 @@ class WideWeights:
             yield Gather(begin, inside)
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
+    def taken(self, leave: Callable[[], None]) -> Iterator[None]:
         """Run the body with the stand-ins in the modules.
+
+        Args:
+            leave: Is called before they leave these.
 
         Raises:
             UnsupportedError: a parameter got a gradient, past its stand-in.
         """
         with ExitStack() as stack:
-            for chunk in self._chunks:
-                for name, p in chunk.named_parameters():
-                    if p.requires_grad and id(p) in self.made:
-                        stack.callback(p.register_hook(past_the_model(name)).remove)
-                for container, key, p in places(chunk):
-                    if id(p) in self.made:
-                        stack.callback(container.__setitem__, key, p)
-                        container[key] = self.made[id(p)]
+            for chunk in self._chunks:  # whose wrappers have lists of their own
+                stack.enter_context(in_place_of(self.made, host.unwrap(chunk), leave))
             yield
 
 

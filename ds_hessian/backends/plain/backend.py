@@ -162,7 +162,8 @@ class ModuleBackend:
                 stack.enter_context(kept_attributes(self.model))
                 stack.enter_context(training_refused(self.modules, given))
                 stack.enter_context(transparent(wrappers(self.module)))
-                made = stack.enter_context(stand_ins(self.model, sources, widen))
+                leave = guard.state.leave
+                made = stack.enter_context(stand_ins(self.model, sources, widen, leave))
                 copies = [made[id(p)] for _, p in named]
                 shards = [
                     Shard(p.data.view(-1), source.detach().reshape(-1).contiguous())

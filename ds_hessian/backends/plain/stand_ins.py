@@ -19,12 +19,12 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from ds_hessian.backends.places import past_the_model, places
+from ds_hessian.backends.places import in_place_of
 
 
 @contextmanager
 def stand_ins(
-    model: nn.Module, sources: dict[int, Tensor], widen: bool
+    model: nn.Module, sources: dict[int, Tensor], widen: bool, leave: Callable[[], None]
 ) -> Iterator[dict[int, nn.Parameter]]:
     """Run the body with other parameters in the model.
 
@@ -32,21 +32,16 @@ def stand_ins(
         model: The model, without its wrappers.
         sources: `{id of a trainable parameter: what its stand-in copies}`.
         widen: Whether all floating-point parameters become fp32, frozen ones too.
+        leave: Is called before they leave the model.
 
     Yields:
         `{id of a parameter: its stand-in}` of the replaced ones.
     """
     made = dict[int, nn.Parameter]()
-    with ExitStack() as stack:
-        for name, p in model.named_parameters():
-            if id(p) in sources or (widen and p.is_floating_point()):
-                made[id(p)] = _stand_in(p, sources.get(id(p), p), widen)
-                if p.requires_grad:
-                    stack.callback(p.register_hook(past_the_model(name)).remove)
-        for container, key, p in places(model):
-            if id(p) in made:
-                stack.callback(container.__setitem__, key, p)
-                container[key] = made[id(p)]
+    for p in model.parameters():
+        if id(p) in sources or (widen and p.is_floating_point()):
+            made[id(p)] = _stand_in(p, sources.get(id(p), p), widen)
+    with in_place_of(made, model, leave):
         yield made
 
 
