@@ -17,8 +17,8 @@ largest eigenvalue of (K + d)^-1/2 C (K + d)^-1/2 takes a Lanczos run of its own
 
 Errors are those of the probes and three times the products' own, all together in units of |C|_F: a
 product of a vector that C maps to almost nothing has a large error of its own, and no part in that.
-That of the probes is the jackknife's, or by pairs of them where that is more: a mean of `z'Mz` over p
-Gaussian z has the variance 2 |M|_F^2 / p, and `(z'Mz')^2` is |M|_F^2 in the mean, so that the
+That of the probes is the jackknife's, or by pairs of them where that is more: a mean of `z'Mz` over
+p Gaussian z has the variance 2 |M|_F^2 / p, and `(z'Mz')^2` is |M|_F^2 in the mean, so that the
 p (p - 1) / 2 pairs tell it from more figures than p.
 
 Cost: `basis` + `probes` products, and `extremes` for each K; on the owner of the layer twice as

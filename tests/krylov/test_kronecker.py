@@ -175,7 +175,10 @@ def off_by(seed: int, decay: float, steps: int, unlike: float, probes: int) -> l
     ("probes", "students", "seeds"),
     [
         (4, 0.058, 2),
-        *(pytest.param(*x, 12, marks=pytest.mark.full) for x in ((2, 0.20), (4, 0.058), (8, 0.020))),
+        *(
+            pytest.param(*x, 12, marks=pytest.mark.full)
+            for x in ((2, 0.20), (4, 0.058), (8, 0.020))
+        ),
     ],
 )
 def test_figures_are_off_by_three_errors_no_more_often_than_in_students_distribution(

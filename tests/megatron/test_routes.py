@@ -328,12 +328,15 @@ def test_a_gradient_that_megatron_multiplies_is_refused_by_its_name(
         assert "q_layernorm" in message and "trains with 2 times the gradient" in message
 
 
-def test_parts_of_tensor_parallel_layers_that_are_described_as_copies_are_refused(
-    megatron_ranks: Ranks,
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2}, {**MOE, "ep": 2}, {**MOE, "ep": 2, "distributed": True}]
+)
+def test_parts_of_parallel_layers_that_are_described_as_copies_are_refused(
+    megatron_ranks: Ranks, layout: dict[str, Any]
 ) -> None:
     """Half of them did not count, and the others were displaced with their coordinates."""
-    for message in megatron_ranks(2).run(routes_jobs.described_as_copies):
-        assert "parameter 'decoder.layers.0.mlp.inner." in message
+    for message in megatron_ranks(2).run(routes_jobs.described_as_copies, Job(**layout)):
+        assert "decoder.layers.0.mlp.inner." in message
         assert "the model's sharded_state_dict says that each has the whole" in message
 
 

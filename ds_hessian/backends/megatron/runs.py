@@ -120,6 +120,13 @@ def _runs(chunk: Chunk) -> list[ParameterRun]:
         missing = last - first
         for offset, tensor in tensors.get(id(parameter), {}).items():
             low, high = max(first, offset), min(last, offset + tensor.data.numel())
+            if _are_other_experts(parameter, tensor):
+                raise UnsupportedError(
+                    f"ds_hessian does not support the parameter {names[id(parameter)]!r} of other "
+                    "experts on other ranks, of which the model's sharded_state_dict says that "
+                    "each has the whole, as of Megatron's layers inside of a module without one: "
+                    "give that module one"
+                )
             if low < high:
                 owned = first_instance and _is_main_replica(tensor.replica_id, sharded)
                 fragment = fragment_of(tensor, low - offset, high - low, owned)
@@ -167,6 +174,17 @@ def _whole_master(parameter: host.MegatronParameter) -> Tensor | None:
     """Return the fp32 master of a weight; None where the distributed optimizer has parts of it."""
     master = getattr(parameter, "main_param", None)
     return master if master is not None and master.shape == parameter.shape else None
+
+
+def _are_other_experts(parameter: host.MegatronParameter, tensor: host.ShardedTensor) -> bool:
+    """Return whether a checkpoint has an expert's parameter as one of more copies than there are
+    ranks with the same experts.
+    """
+    from megatron.core import parallel_state
+
+    ranks = parallel_state.get_expert_data_parallel_world_size()
+    number = tensor.replica_id if isinstance(tensor.replica_id, int) else tensor.replica_id[-1]
+    return not getattr(parameter, "allreduce", True) and number >= ranks
 
 
 def _is_main_replica(replica_id: int | tuple[int, ...], sharded: bool) -> bool:
