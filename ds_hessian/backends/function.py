@@ -40,7 +40,7 @@ from ds_hessian.backends.dropping import PROBABILITIES, drops
 from ds_hessian.backends.hooks import unheard, unseen
 from ds_hessian.backends.in_python import COMPOSED, INERT, is_composed, undispatched
 from ds_hessian.backends.kinks import argument, with_argument
-from ds_hessian.backends.names import Stored, stored
+from ds_hessian.backends.names import Stored
 from ds_hessian.backends.state import STATISTICS, State, is_a_hosts, tensors_in, written_by
 from ds_hessian.defaults import defaults_of_job
 from ds_hessian.errors import ConfigError, UnsupportedError
@@ -87,7 +87,7 @@ class FixedFunction(TorchFunctionMode):
         self.state: State | None = None
         self.note_graph: Callable[[Tensor], object] = lambda output: None
         self._dropout, self._ended = dropout, False
-        self._modules, self._begun, self._device = modules, dict[str, Stored](), device
+        self._modules, self._stored, self._device = modules, Stored(), device
         self._flags = list[tuple[dict[str, Any], bool]]()
         self._constants, self._within = Constants(), False  # whether a forward is under way
         self._padding = Constants()  # rows of embeddings for padding
@@ -99,7 +99,7 @@ class FixedFunction(TorchFunctionMode):
 
     def begin(self) -> None:
         """Note the parameters of the passes, once the host has made them, and the train flags."""
-        self._begun = stored(self._modules)
+        self._stored = Stored(self._modules)
         inside = (m for module in self._modules for m in module.modules())
         self._flags = [(vars(m), m.training) for m in inside]
 
@@ -108,20 +108,20 @@ class FixedFunction(TorchFunctionMode):
         self._ended = True
 
     def require_open(self) -> None:
-        """Raise if the measurement has ended, the caller has changed how torch computes, or passes
-        would read other weights than displaced ones, or give them no gradient.
-        """
+        """Raise if the measurement has ended."""
         if self._ended:
             raise ConfigError(
                 "the measurement of this operator has ended: make its products inside of "
                 "`with hessian.measuring() as operator`"
             )
-        if not self._begun:
-            return
+
+    def require_unchanged(self) -> None:
+        """Raise if the measurement has ended, the caller has changed how torch computes, or passes
+        would read other weights than displaced ones, or give them no gradient.
+        """
+        self.require_open()
         refuse_context(self._device)
-        now = stored(self._modules)
-        changed = [name for name, each in self._begun.items() if now.get(name) != each]
-        if changed:
+        if changed := self._stored.changed():
             raise ConfigError(
                 f"{', '.join(changed[:5])} was frozen, replaced, or given another type or other "
                 "memory inside of a measurement, which has coordinates of what it was: change the "

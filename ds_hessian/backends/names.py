@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,19 +26,37 @@ def trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(checkpoint_name(name), p) for name, p in named if p.requires_grad]
 
 
-Stored = tuple[int, torch.dtype | None, int]
-"""A parameter's identity, its type, and the address of its memory; no type and 0 where it has no
-memory of its own, as ZeRO-3 gathers it."""
+class Stored:
+    """Where the parameters that are trained are, noted so that a change of any is seen quickly.
 
+    ZeRO-3 gathers parameters, which then have other memory and, partitioned, none.
+    """
 
-def stored(modules: Sequence[nn.Module]) -> dict[str, Stored]:
-    """Return where the parameters that are trained are stored, by name."""
-    found = dict[str, Stored]()
-    for number, module in enumerate(modules):
-        for name, p in trained(module):
-            place = (None, 0) if hasattr(p, "ds_id") else (p.dtype, p.data_ptr())
-            found[f"{name} of {number}" if name in found else name] = id(p), *place
-    return found
+    def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
+        self._homes = list[tuple[str, dict[str, Any], str, object]]()
+        self._trained = list[tuple[str, nn.Parameter]]()
+        self._own = list[tuple[str, nn.Parameter, torch.dtype, int]]()
+        for inside in (m for module in modules for m in module.named_modules()):
+            self._note(*inside)
+
+    def _note(self, path: str, module: nn.Module) -> None:
+        def named(key: str) -> str:
+            return checkpoint_name(f"{path}.{key}" if path else key)
+
+        children = [(key, each) for key, each in module._modules.items() if each is not None]
+        mine = [(k, p) for k, p in module._parameters.items() if p is not None and p.requires_grad]
+        self._homes += [(named(key), module._modules, key, each) for key, each in children]
+        self._homes += [(named(key), module._parameters, key, p) for key, p in mine]
+        own = [(key, p) for key, p in mine if not hasattr(p, "ds_id")]
+        self._own += [(named(key), p, p.dtype, p.data_ptr()) for key, p in own]
+        self._trained += [(named(key), p) for key, p in mine]
+
+    def changed(self) -> list[str]:
+        """Return the names of what was frozen, replaced, or given another type or memory."""
+        other = [name for name, home, key, each in self._homes if home.get(key) is not each]
+        frozen = [name for name, p in self._trained if not p.requires_grad]
+        moved = [n for n, p, dtype, at in self._own if p.dtype != dtype or p.data_ptr() != at]
+        return list(dict.fromkeys(other + frozen + moved))
 
 
 def trained_tensors(modules: Sequence[nn.Module]) -> list[tuple[str, int]]:

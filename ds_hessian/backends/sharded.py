@@ -223,7 +223,7 @@ class ShardedSession:
 
     def displace(self, v: Tensor | None, h: float, across: bool = False) -> Tensor:
         """Displace this rank's shards, and give all ranks the weights of them."""
-        self._function.require_open()
+        self._function.require_unchanged()
         return self.weights.displace(v, h, across)
 
     def realised(self) -> Tensor:
