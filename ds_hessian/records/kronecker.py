@@ -23,7 +23,7 @@ class HessianKronecker(Measured):
 
     NaN stands for what was not measured. Errors contain the standard errors of the probes, which
     are themselves uncertain: with p probes figures are off by multiples of them as in Student's
-    distribution of p - 1 degrees of freedom, at most.
+    distribution of p - 1 degrees of freedom, or less often.
 
     Attributes:
         layers: Names of the weights.
