@@ -88,7 +88,7 @@ class FixedFunction(TorchFunctionMode):
         self.note_graph: Callable[[Tensor], object] = lambda output: None
         self._dropout, self._ended = dropout, False
         self._modules, self._stored, self._device = modules, Stored(), device
-        self._flags = list[tuple[dict[str, Any], bool]]()
+        self._flags = list[tuple[nn.Module, bool]]()
         self._constants, self._within = Constants(), False  # whether a forward is under way
         self._padding = Constants()  # rows of embeddings for padding
         self._bodies: dict[Any, Callable[..., Any]] = {}
@@ -100,8 +100,7 @@ class FixedFunction(TorchFunctionMode):
     def begin(self) -> None:
         """Note the parameters of the passes, once the host has made them, and the train flags."""
         self._stored = Stored(self._modules)
-        inside = (m for module in self._modules for m in module.modules())
-        self._flags = [(vars(m), m.training) for m in inside]
+        self._flags = [(m, m.training) for module in self._modules for m in module.modules()]
 
     def end(self) -> None:
         """Refuse evaluations and displacements from now on: nothing would restore what they do."""
@@ -137,8 +136,9 @@ class FixedFunction(TorchFunctionMode):
                 not chosen or dropped anything, or read padding, functions are called as they are.
         """
         self.require_open()
-        for attributes, flag in self._flags:
-            attributes["training"] = flag
+        for module, flag in self._flags:
+            if module.training != flag:
+                module.training = flag
         given = list(keys)
         self.decisions.begin(alone=len(given) == 1)
         self._constants.begin()

@@ -95,6 +95,21 @@ def test_a_measurement_begins_with_what_its_own_loss_has_taught() -> None:
     assert later.trials.sum() < fresh.trials.sum()
 
 
+@pytest.mark.parametrize("size", [1e-6, 1e6])
+def test_lessons_that_the_first_trial_contradicts_are_forgotten(size: float) -> None:
+    """The noise of a loss is as large as the loss, whose scale the same code may have changed."""
+    net, data, scale = train(mlp(), batches(2), 20), batches(2), [1.0]
+
+    def scaled(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return scale[0] * loss_of(model, batch)
+
+    taught, untaught = (ds_hessian.attach(net, config={"progress": False}) for _ in range(2))
+    taught.use(data, scaled).spectrum(num_matvecs=3)
+    scale[0], taught.step = size, 1
+    found, fresh = (job.use(data, scaled).spectrum(num_matvecs=3) for job in (taught, untaught))
+    assert np.array_equal(found.alphas, fresh.alphas)
+
+
 class Point(nn.Module):
     """Four weights, and a loss of which each has a curvature of its own."""
 

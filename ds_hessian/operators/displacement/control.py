@@ -275,9 +275,13 @@ class StepController(Estimates):
         return not trial.nonlinearity > earlier.nonlinearity
 
     def overshoots(self, trial: Trial) -> bool:
-        """Return whether the first trial of a run, which is far out to show truncation, shows none:
-        then the vector begins anew, without it.
+        """Return whether the first trial of a run, which is far out to show truncation, shows none,
+        or contradicts what was taught: then the vector begins anew, without it.
         """
+        if self.taught is not None and self.products == 0 and self.contradicts(trial):
+            self.load_state_dict(self.untaught)
+            self.surveys = True
+            return True
         over = self.surveys and not (trial.usable and trial.nonlinearity <= SATURATING)
         if over and not trial.finite:
             self._stay_below(trial.h)

@@ -15,7 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from ds_hessian.operators.displacement.belief import LARGER, UNLIKE, Belief, Estimate, shared
+from ds_hessian.operators.displacement.belief import (
+    LARGER,
+    SCATTER,
+    UNLIKE,
+    UNLIKELY,
+    Belief,
+    Estimate,
+    shared,
+)
 from ds_hessian.operators.displacement.priors import (
     AFTER_PROBE,
     BEND,
@@ -118,6 +126,7 @@ class Estimates:
         self.cleared = 0.0  # the largest ratio of the slice's r to the pilot's that was no kink
         self.firsts = list[list[float]]()  # of the first two vectors: ln b, its spread, and |D|
         self.taught: dict[str, Any] | None = None
+        self.untaught: dict[str, Any] = {}  # what lessons have replaced
         self.of_pilot: dict[str, Any] | None = None  # what was learnt when it gave way to the slice
         self.least, self.most = math.inf, 0.0  # the smallest and largest |Hv| of the slice
         # |Hd| of the unit vector d along which a step lacked a part of v, once it was evaluated
@@ -206,7 +215,7 @@ class Estimates:
         """Begin with the `lessons` of an earlier measurement of the run, if they hold for this."""
         if lessons.get("smooth", True) != self.smooth:
             return
-        self.taught = lessons
+        self.untaught, self.taught = self.state_dict(), lessons
         self.noise = Estimate(lessons["noise"], NOISE_SPREAD)
         self.kappa = Estimate(**lessons["kappa"])
         self.bend_unlike, self.size_unlike = lessons["bend_unlike"], lessons["size_unlike"]
@@ -215,6 +224,21 @@ class Estimates:
         (bend, spread, size), _ = lessons["firsts"]
         self.bend = Estimate(bend, spread).widened(BEND_DRIFT)
         self.h = self.foreseen(size)[0]
+
+    def contradicts(self, trial: Trial) -> bool:
+        """Return whether the first trial has another nonlinearity than lessons let expect, or shows
+        that they are of products of another size, which have another noise.
+        """
+        assert self.noise is not None and self.taught is not None
+        if not trial.usable or not trial.nonlinearity:
+            return True
+        (*_, size), _ = self.taught["firsts"]
+        if abs(math.log(trial.size / size)) > math.log(DECADE):
+            return True
+        rounding = math.sqrt(3) * math.exp(self.noise.mean) / (trial.h * trial.size)
+        shown = math.hypot(rounding, math.exp(self.bend.mean - self.bend_unlike) * trial.h)
+        spread = math.hypot(SCATTER, self.noise.spread, self.bend.spread)
+        return abs(math.log(trial.nonlinearity / shown)) > UNLIKELY * spread
 
     def _second(self, bend: Estimate) -> None:
         """Set the estimates for the second vector, from the bend of the first."""
