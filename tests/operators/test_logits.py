@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import ds_hessian
 from ds_hessian.backends.plain import ModuleBackend
 from ds_hessian.config import FiniteDifferenceConfig, OperatorName
 from ds_hessian.operators import curvature
@@ -145,6 +146,32 @@ def test_a_module_is_taken_where_the_loss_depends_on_it_otherwise(
     assert outputs == f"head: {VALUES}"
     exact = ExactGaussNewton(net, "head", loss, DATA)
     assert relative(g.vector, exact(v)) < 3 * g.error < 1e-2
+
+
+class Wide(nn.Module):
+    """Outputs in fp64, of a head that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(10, 8), nn.Linear(8, 3).double().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        """`(b, 3)`."""
+        return self.head(torch.tanh(self.body(x)).double())
+
+
+def test_outputs_may_be_in_fp64() -> None:
+    def loss(net: nn.Module, b: Any) -> Tensor:
+        return functional.cross_entropy(net(b[0]), b[1])
+
+    torch.manual_seed(0)
+    net = Wide()
+    job = ds_hessian.attach(net, config={"progress": False}).use(DATA, loss)
+    v = job.random_vector()
+    with job.measuring(operator="ggn") as operator:
+        found = operator.matvec(v)
+    error = relative(found.vector, ExactGaussNewton(net, "head", loss, DATA)(v))
+    assert found.error is not None and error < 3 * found.error < 1e-3
 
 
 def test_of_a_loss_of_several_outputs_of_the_model_the_matrix_is_in_all() -> None:

@@ -236,7 +236,8 @@ def _size_heard(f: Tensor) -> float:
     if not heard(least, highest):
         some = heard(f, highest)
         f, count = f.masked_fill(~some, 0.0), int(some.sum())
-    return float(f.norm(dtype=torch.float32)) / math.sqrt(max(count, 1))
+    wide = torch.promote_types(f.dtype, torch.float32)
+    return float(f.norm(dtype=wide)) / math.sqrt(max(count, 1))
 
 
 def uneven(added: Tensor) -> Tensor:
