@@ -138,6 +138,28 @@ def measured(stage: int, loss: str, operator: str = "hessian", **config: Any) ->
     return found
 
 
+def forms(stage: int, loss: str, **config: Any) -> tuple[float, ...]:
+    """`forms_of` these ranks."""
+    engine = make(stage, **config)
+    hessian = ds_hessian.attach(engine, ds_hessian.HessianConfig.parse(QUIET))
+    found = forms_of(hessian.use(parts(), LOSSES[loss]))
+    engine.destroy()
+    return found
+
+
+def forms_of(hessian: Any) -> tuple[float, ...]:
+    """v'Gv by the outputs, its error, the error of Gv, and the trace of K-FAC by drawn labels."""
+    with hessian.measuring(operator="ggn") as operator:
+        v = hessian.random_vector(seed=5)
+        product, form = operator.matvec(v), operator.along(v)
+    layers, _ = find_layers(hessian.backend, "up_proj")
+    with hessian.backend.measuring(hessian._objective) as session:
+        (found, *_) = estimate(session, hessian.backend, layers, Settings(("kfac",), draws=16))
+    trace = float(found.forms["kfac"].values.sum()) if found.forms else 0.0
+    total = hessian.backend.space.reduce(torch.tensor([trace], dtype=torch.float64))
+    return form.value, form.error, product.error, float(total)
+
+
 def factors(stage: int, loss: str) -> Any:
     """`factors_of` of this rank's layers."""
     engine = make(stage)

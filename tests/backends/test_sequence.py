@@ -80,6 +80,32 @@ def test_other_matrices_are_those_of_whole_sequences(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("size", "stage", "loss", "config"),
+    [
+        (2, 1, "pair", {}),
+        (2, 0, "replicated", {}),
+        (2, 2, "pair", {"gradient_allreduce_op": "sum"}),
+        (4, 2, "pair", {}),
+        (4, 3, "replicated", {}),
+    ],
+)
+def test_forms_are_those_of_whole_sequences(
+    split_ranks: Ranks, size: int, stage: int, loss: str, config: dict[str, Any]
+) -> None:
+    """v'Gv was half of what it is, to 1e-4, since stages 0 to 2 divide by data-parallel ranks."""
+    model = auto_tp_jobs.llama(num_key_value_heads=4)
+    hessian = ds_hessian.attach(model, config=ds_hessian.HessianConfig.parse(auto_tp_jobs.QUIET))
+    hessian.use(auto_tp_jobs.micro_batches(), auto_tp_jobs.loss_of)
+    value, bar, product_error, trace = jobs.forms_of(hessian)
+    found = split_ranks(size).run(jobs.forms, stage, loss, **config)
+    for form, its_bar, of_product, drawn in found:
+        assert abs(form - value) < 3 * (its_bar + bar) < 1e-3 * value
+        assert of_product < 3 * product_error
+        assert 0.8 * trace < drawn < 1.25 * trace  # other ranks draw other labels
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("size", "stage", "loss"), [(2, 1, "pair"), (4, 3, "replicated")])
 def test_kronecker_factors_are_those_of_whole_sequences(
     split_ranks: Ranks, size: int, stage: int, loss: str

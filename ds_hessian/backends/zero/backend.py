@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hessian.backends.adam import collect
@@ -62,7 +63,7 @@ from ds_hessian.memory import Item, tier_of
 from ds_hessian.optimizer import follow_steps, settings_of
 from ds_hessian.ranks import Shared, balanced, gather_objects, imbalance
 from ds_hessian.ranks.lockstep import Lockstep
-from ds_hessian.vectors import Fragment, Layout, VectorSpace
+from ds_hessian.vectors import Fragment, Layout, VectorSpace, collected
 
 
 class ZeroBackend:
@@ -347,7 +348,7 @@ class ZeroSession(ShardedSession):
         self._lockstep, self._widen = lockstep, widen
         self._states = [guard.initial]  # before micro-batch 0, 1, ...
         self._totals = Totals()
-        self._share = 1.0
+        self._share = self._repeats = 1.0
         self._replicas_checked = backend.tensor_ranks == 1
         self.watch_autocast(guard, widen)
 
@@ -371,7 +372,8 @@ class ZeroSession(ShardedSession):
 
     def find_share(self, ranks: int) -> None:
         """Find the factor with which gradients are those of the loss, where `ranks` ranks share a
-        sequence: one gradient and two forward passes (see `sequence`). Collective.
+        sequence: gradients of all micro-batches and of one, and two forward passes (see
+        `sequence`). Collective.
         """
         everything, gradient = range(self.num_micro_batches), self.space.zeros()
         self.add_gradient(gradient, everything)
@@ -392,7 +394,45 @@ class ZeroSession(ShardedSession):
         slope = (values[0] - values[1]) / (2 * h)
         noise = self.unit_roundoff * abs(self.loss) / h
         self._share = factor_of_gradients(slope, norm, noise, ranks)
-        self.cotangent_scale *= self._share
+        self._find_repeats(gradient, ranks)
+
+    def _find_repeats(self, gradient: Tensor, ranks: int) -> None:
+        """Find what the engine makes of the sum of all ranks' gradients: it divides it by all of
+        them, or by those of a sequence less, as stage and settings have it. One parameter shows it,
+        whose entries are large: one gradient of a micro-batch. Collective.
+
+        Args:
+            gradient: In the direction of that of all micro-batches.
+            ranks: Number of ranks that share a sequence.
+        """
+        backend, space = self._backend, self.space
+        shapes, squares = dict(backend.parameters), dict.fromkeys(dict(backend.parameters), 0.0)
+        for fragment, part in self.layout:
+            squares[fragment.name] += float(gradient[part].square().sum()) * fragment.owned
+        sizes = torch.tensor([shape.numel() for shape in shapes.values()])
+        found = space.reduce(torch.tensor([*squares.values()], dtype=torch.float64))
+        name = list(shapes)[int((found / sizes).argmax())]
+        summed, term = torch.zeros(shapes[name], device=space.device), space.zeros()
+
+        def note(g: Tensor) -> None:
+            summed.add_(g.to(summed))
+
+        handle = dict(trained(backend.engine.module))[name].register_hook(note)
+        try:
+            for index in range(self.num_micro_batches):
+                self.add_gradient(term, range(index, index + 1))
+                reduced = collected(self.layout, space, term, name, shapes[name])
+                dist.all_reduce(summed, group=space.group)
+                figures = float((summed * reduced).sum()), float(summed.square().sum())
+                product, square = space.of_rank_0(*figures)
+                if square:
+                    break
+        finally:
+            handle.remove()
+        if product > 0:
+            times = product / (square * self.cotangent_scale)
+            self._repeats = float(ranks) ** round(math.log(times, ranks))
+        self.cotangent_scale *= self._repeats
 
     def _value(self, micro_batches: range) -> float:
         """Return the loss at the displaced weights."""
@@ -441,7 +481,7 @@ class ZeroSession(ShardedSession):
             self._totals.add(index, float(loss.detach()), count)
         if self.gradient_scale is None and len(self._totals) == self.num_micro_batches:
             self._reduce(self._totals)
-        self.cotangent_scale = self._share / (scale * self.space.world_size)
+        self.cotangent_scale = self._share * self._repeats / (scale * self.space.world_size)
         return self._share * host.averaging_factor(engine) / (scale * factor)
 
     def _collect(self, out: Tensor | None, factor: float) -> None:
