@@ -43,6 +43,21 @@ def compared(zero: dict[str, Any], **config: Any) -> Any:
     return weights, record
 
 
+def probing(stage: int) -> Any:
+    """The cosine of K-FAC of a layer that alone is trained: passes for its factors have no gradient
+    that the engine reduces."""
+    torch.manual_seed(0)
+    module = TinyGPT()
+    for name, p in module.named_parameters():
+        p.requires_grad_(name == "down.weight")
+    engine = jobs.make_engine(module, {"stage": stage}, hessian=jobs.QUIET)
+    record = engine.hessian.use(jobs.my_batches()).kronecker(
+        ["kfac"], basis=2, probes=2, extremes=0
+    )
+    engine.destroy()
+    return record.layers, float(record.cosines[0, 0])
+
+
 def kept(stage: int, kind: str, steps: int = 3, **more: Any) -> Any:
     """The distance of the factors that an optimizer keeps from those of the gradients, or why they
     cannot be read."""

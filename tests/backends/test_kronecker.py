@@ -111,6 +111,14 @@ def test_factors_that_an_optimizer_keeps_are_read_where_it_steps_whole_weights(
             assert "has no state of this weight" in found and "ZeRO 1 - 3" in found
 
 
+@pytest.mark.parametrize("stage", cells([1, 2], [1]))
+def test_a_layer_that_alone_is_trained_has_factors(ranks: Ranks, stage: int) -> None:
+    """DeepSpeed reduced a buffer that the first gradient makes, where a backward has none."""
+    (layers, cosine), *_ = ranks(2).run(kronecker_jobs.probing, stage)
+    (_, expected), *_ = ranks(2).run(kronecker_jobs.probing, 0)
+    assert list(layers) == ["down.weight"] and cosine == pytest.approx(expected, rel=1e-3)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_deepspeeds_muon_is_refused_by_name(ranks: Ranks, stage: int) -> None:

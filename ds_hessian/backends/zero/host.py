@@ -235,6 +235,8 @@ def backward(engine: Engine, loss: Tensor, last: bool) -> float:
     seen: list[float] = []
     handle = loss.register_hook(lambda gradient: seen.append(float(gradient)))
     engine._is_gradient_accumulation_boundary = last
+    if hasattr(engine.optimizer, "setup_buckets"):  # by the first gradient, if there is one at all
+        engine.optimizer.setup_buckets()
     try:
         engine.backward(loss, scale_wrt_gas=False)
     finally:
