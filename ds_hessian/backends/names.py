@@ -27,36 +27,35 @@ def trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 class Stored:
-    """Where the parameters that are trained are, noted so that a change of any is seen quickly.
-
-    ZeRO-3 gathers parameters, which then have other memory and, partitioned, none.
-    """
+    """Where the parameters that are trained are, noted so that a change of any is seen quickly."""
 
     def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
         self._homes = list[tuple[str, dict[str, Any], str, object]]()
-        self._trained = list[tuple[str, nn.Parameter]]()
-        self._own = list[tuple[str, nn.Parameter, torch.dtype, int]]()
-        for inside in (m for module in modules for m in module.named_modules()):
-            self._note(*inside)
-
-    def _note(self, path: str, module: nn.Module) -> None:
-        def named(key: str) -> str:
-            return checkpoint_name(f"{path}.{key}" if path else key)
-
-        children = [(key, each) for key, each in module._modules.items() if each is not None]
-        mine = [(k, p) for k, p in module._parameters.items() if p is not None and p.requires_grad]
-        self._homes += [(named(key), module._modules, key, each) for key, each in children]
-        self._homes += [(named(key), module._parameters, key, p) for key, p in mine]
-        own = [(key, p) for key, p in mine if not hasattr(p, "ds_id")]
-        self._own += [(named(key), p, p.dtype, p.data_ptr()) for key, p in own]
-        self._trained += [(named(key), p) for key, p in mine]
+        self._trained = list[tuple[str, nn.Parameter, object]]()
+        for path, inside in (each for module in modules for each in module.named_modules()):
+            for home in (inside._modules, inside._parameters):
+                for key, each in home.items():
+                    name = checkpoint_name(f"{path}.{key}" if path else key)
+                    if isinstance(each, nn.Parameter) and each.requires_grad:
+                        self._trained.append((name, each, _memory(each)))
+                    elif not isinstance(each, nn.Module):
+                        continue
+                    self._homes.append((name, home, key, each))
 
     def changed(self) -> list[str]:
         """Return the names of what was frozen, replaced, or given another type or memory."""
         other = [name for name, home, key, each in self._homes if home.get(key) is not each]
-        frozen = [name for name, p in self._trained if not p.requires_grad]
-        moved = [n for n, p, dtype, at in self._own if p.dtype != dtype or p.data_ptr() != at]
-        return list(dict.fromkeys(other + frozen + moved))
+        for name, p, memory in self._trained:
+            if not p.requires_grad or _memory(p) != memory:
+                other.append(name)
+        return list(dict.fromkeys(other))
+
+
+def _memory(p: nn.Parameter) -> object:
+    """Return a parameter's type and address; None of one that ZeRO-3 gathers, which has other
+    memory then and, partitioned, none.
+    """
+    return None if hasattr(p, "ds_id") else (p.dtype, p.data_ptr())
 
 
 def trained_tensors(modules: Sequence[nn.Module]) -> list[tuple[str, int]]:

@@ -406,7 +406,8 @@ class ZeroSession(ShardedSession):
             ranks: Number of ranks that share a sequence.
         """
         backend, space = self._backend, self.space
-        shapes, squares = dict(backend.parameters), dict.fromkeys(dict(backend.parameters), 0.0)
+        shapes = dict(backend.parameters)
+        squares = dict.fromkeys(shapes, 0.0)
         for fragment, part in self.layout:
             squares[fragment.name] += float(gradient[part].square().sum()) * fragment.owned
         sizes = torch.tensor([shape.numel() for shape in shapes.values()])

@@ -90,7 +90,7 @@ class LayerPasses:
         def close(name: str) -> None:
             ranks = sequences[name]
             for each in every[name]:
-                if ranks is not None and isinstance(each, Gradients):
+                if ranks is not None:
                     each.join(ranks)
                 each.close()
 

@@ -29,6 +29,12 @@ class Accumulator(Protocol):
     def note(self, a: Tensor, c: Tensor) -> None:
         """Add the tokens of a call: inputs `(T, n)` and cotangents `(T, m)`."""
 
+    def join(self, ranks: dist.ProcessGroup) -> None:
+        """Add up what ranks that have tokens of a micro-batch each have seen of it, which is
+        nothing to a sum over tokens, before it is closed.
+        """
+        return
+
     def close(self) -> None:
         """End a micro-batch of which it has seen tokens, which is nothing to a sum over these."""
         return
@@ -143,9 +149,7 @@ class Gradients(Accumulator):
         self.gradient.addmm_(c.T, a)
 
     def join(self, ranks: dist.ProcessGroup) -> None:
-        """Give the first of the ranks that have tokens of a micro-batch its whole gradient, before
-        it is closed, and the others none.
-        """
+        """Give the first of the ranks the micro-batch's whole gradient, and the others none."""
         dist.all_reduce(self.gradient, group=ranks)
         if dist.get_rank(ranks):
             self.gradient.zero_()
