@@ -350,14 +350,12 @@ def layer_wise(job: Job) -> Any:
         return chain(job, 1, num_matvecs=1)
 
 
-def said_of(chunks: list[Any], job: Job) -> str:
+def said_of(chunks: list[Any], job: Job, refusal: type[Exception]) -> str:
     """Why chunks are refused, at `attach` or at the first product; else "measured"."""
-    import ds_hessian
-
     try:
         hessian = hessian_of(chunks, job)
         hessian.matvec(hessian.random_vector(seed=5))
-    except ds_hessian.UnsupportedError as error:
+    except refusal as error:
         return str(error)
     return "measured"
 
@@ -366,6 +364,7 @@ def measured_or_refused(job: Job, freeze: str = "", split_keys: bool = True) -> 
     """The message with which a measurement is refused, before its first pass; without `split_keys`,
     as if nobody knew of those of multi-latent attention.
     """
+    import ds_hessian
     from ds_hessian.backends.megatron import host
 
     known = contextlib.nullcontext()
@@ -383,7 +382,7 @@ def measured_or_refused(job: Job, freeze: str = "", split_keys: bool = True) -> 
                 p.requires_grad_(False)
         if job.dtype == "bfloat16":
             make_optimizer(job, chunks)
-        return said_of(chunks, job)
+        return said_of(chunks, job, ds_hessian.UnsupportedError)
 
 
 def other_groups() -> list[str]:
@@ -455,6 +454,7 @@ def described_as_copies(job: Job) -> str:
     """
     import torch.distributed as dist
 
+    import ds_hessian
     from tests.megatron.job import gpt
 
     def wrapped(*args: Any) -> nn.Module:
@@ -466,7 +466,7 @@ def described_as_copies(job: Job) -> str:
         for name, p in chunks[0].named_parameters():  # `fill` has the same for copies
             if ".inner." in name and getattr(p, "tensor_model_parallel", False):
                 p.data.mul_(1 + dist.get_rank())
-        return said_of(chunks, job)
+        return said_of(chunks, job, ds_hessian.HessianError)
 
 
 def frozen_since(job: Job) -> str:
