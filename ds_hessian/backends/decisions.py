@@ -71,7 +71,7 @@ class Decisions:
         self._known: dict[tuple[str, torch.Size], dict[tuple[float, ...], Decision]] = {}
         # What backwards decide beyond their forwards, by the decision of a forward that came
         # before.
-        self._later: dict[int, list[Decision]] = {}
+        self._later: dict[tuple[Hashable, int], list[Decision]] = {}
         # What written backwards decide, by micro-batch, name, shape and line; and how many of these
         # calls this run has made.
         self._backwards: dict[Hashable, list[Sides]] = {}
@@ -189,7 +189,7 @@ class Decisions:
             assert isinstance(choice, Choice)
             self._latest, self._since = choice, 0
             return choice
-        later = self._later.setdefault(id(self._latest), [])
+        later = self._later_ones()
         if self._since == len(later):
             later.append(now)
         choice = later[self._since]
@@ -291,7 +291,7 @@ class Decisions:
         if _constant(kinked):
             return None
         self._recomputes = True
-        later = self._later.setdefault(id(self._latest), [])
+        later = self._later_ones()
         if self._since == len(later):
             if not self.learning:
                 raise _differs(f"{kinked.name} in a backward")
@@ -327,6 +327,14 @@ class Decisions:
                 return None
             found.append(made)
         return found[number] if number < len(found) else None
+
+    def _later_ones(self) -> list[Decision]:
+        """Return what backwards have decided after the latest decision of a forward.
+
+        Before any, micro-batches are told apart where a run has one.
+        """
+        key = self.key if self._alone else None
+        return self._later.setdefault((key, id(self._latest)), [])
 
     # ---- of a forward, in the order of their calls
 

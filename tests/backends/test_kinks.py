@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -148,3 +149,57 @@ def test_kinks_of_one_rank_are_kinks_of_all(ranks: Callable[[int], RankPool]) ->
     smooth, _ = ranks(2).run(displacements, [x.abs() for x in data], timeout=120)
     assert one == other
     assert all(h < s for h, s in zip(one[1:], smooth[1:], strict=True)), (one, smooth)
+
+
+class Tiled(torch.autograd.Function):
+    """What `function` makes, recomputed in the backward in tiles that are cut in another way."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Function, x: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return torch.cat([function(tile) for tile in x.chunk(2, dim=1)], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        given, tiles = x.detach().requires_grad_().flatten(0, 1), list[Any]()
+        for each, of in zip(given.chunk(2), cotangent.flatten(0, 1).chunk(2), strict=True):
+            tile = each.requires_grad_()
+            with torch.enable_grad():
+                torch.autograd.backward(ctx.function(tile), of)
+            tiles.append(tile.grad)
+        return None, torch.cat(tiles).view(x.shape)
+
+
+class TiledNet(nn.Module):
+    """A layer around what `kind` makes of another one, in tiles or at once."""
+
+    def __init__(self, kind: str, tiled: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inner, self.last = nn.Linear(3, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+        self.kind, self.tiled = kind, tiled
+
+    def block(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        return torch.relu(x) if self.kind == "relu" else x * (x >= x.topk(3).values[..., -1:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        x = Tiled.apply(self.block, x) if self.tiled else self.block(x)
+        return self.last(x).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["relu", "top"])
+def test_each_micro_batch_has_its_own_sides_where_only_backwards_call_a_function(kind: str) -> None:
+    torch.manual_seed(1)
+    data = [torch.randn(2, 4, 3) for _ in range(3)]
+    tiled, whole = (ds_hessian.attach(TiledNet(kind, t)).use(data) for t in (True, False))
+    v = whole.random_vector(seed=0)
+    product, exact = tiled.matvec(v), whole.matvec(v)
+    assert product.error is not None and exact.error is not None
+    error = tiled.dot(*[product.vector - exact.vector] * 2) ** 0.5
+    size = exact.norm * tiled.dot(v, v) ** 0.5
+    assert error <= 3 * (product.error + exact.error) * size
