@@ -25,6 +25,7 @@ from torch.overrides import _len_torch_function_stack, _pop_mode
 
 from ds_hessian.backends.contexts import refuse_context
 from ds_hessian.backends.function import FixedFunction
+from ds_hessian.backends.hooks import hooks_of, nothing
 from ds_hessian.backends.protocol import Passes
 from ds_hessian.backends.state import (
     HOSTS,
@@ -35,6 +36,7 @@ from ds_hessian.backends.state import (
     generators_in,
     held_by,
     modules_of,
+    package_of,
 )
 from ds_hessian.memory import FP32, free_on, passes_memory
 from ds_hessian.ranks import most_on_a_node
@@ -277,17 +279,11 @@ def without_parameter_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for p in (p for module in modules for p in module.parameters()):
-            for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-                hooks: dict[Any, Any] = getattr(p, name, None) or {}
-                for key, hook in hooks.items():
-                    if str(getattr(hook, "__module__", "")).split(".")[0] not in HOSTS:
-                        stack.callback(hooks.__setitem__, key, hook)
-                        hooks[key] = _nothing
+            for hooks, key, hook in hooks_of(p):
+                if package_of(hook) not in HOSTS:
+                    stack.callback(hooks.__setitem__, key, hook)
+                    hooks[key] = nothing
         yield
-
-
-def _nothing(_: Tensor) -> None:
-    """Be a hook that does nothing."""
 
 
 @contextmanager

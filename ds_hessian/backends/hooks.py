@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ds_hessian.defaults import own_defaults
@@ -66,3 +67,16 @@ def on_cotangents(function: Callable[P, R]) -> Callable[P, R | None]:
         return None if _Trials.running else inner(*args, **kwargs)
 
     return called
+
+
+def hooks_of(parameter: Tensor) -> list[tuple[dict[Any, Any], Any, Any]]:
+    """Return the hooks of a parameter's gradient, each with where it is and its key there."""
+    found = []
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks: dict[Any, Any] = getattr(parameter, name, None) or {}
+        found += [(hooks, key, hook) for key, hook in hooks.items()]
+    return found
+
+
+def nothing(_: Tensor) -> None:
+    """Be a hook that does nothing."""

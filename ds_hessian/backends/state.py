@@ -10,8 +10,9 @@ attributes that hooks have changed in a backward before the next forward.
 Watched are the attributes of all modules, with the lists, dictionaries, sets, deques and arrays in
 them, hooks that it registers, and writes of torch's functions into memory that was there before: of
 tensors, wherever they are kept. Gradients of parameters that are none of the model's (those of a
-loss of its own) are put back at the end. What the packages of the hosts, and this one, write is
-their own business.
+loss of its own) are put back at the end; their hooks rest until then, and those of another engine,
+which would add to what it has pending, refuse. What the packages of the hosts, and this one, write
+is their own business.
 
 Memory: a copy of what is written.
 """
@@ -32,6 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ds_hessian.backends.hooks import hooks_of, nothing
 from ds_hessian.errors import UnsupportedError
 
 HOSTS = ("deepspeed", "megatron", "transformer_engine")
@@ -98,6 +100,7 @@ class State:
         self._latest: tuple[_Owned, _Contents] | None = None  # before the latest watched forward
         self._hooks = list[tuple[dict[int, Any], int]]()  # that forwards have added
         self._hooked = list[dict[int, Any]]()
+        self._resting = list[tuple[dict[Any, Any], Any, Any]]()  # of gradients that are put back
 
     @contextmanager
     def forward(self, first: bool) -> Iterator[None]:
@@ -194,6 +197,9 @@ class State:
         for tensor, gradient in self._gradients.values():
             tensor.grad = gradient
         self._gradients.clear()
+        for hooks, key, hook in self._resting:
+            hooks[key] = hook
+        self._resting.clear()
 
     # ---- calls of torch's functions in a watched forward
 
@@ -235,9 +241,16 @@ class State:
             whole = t if t._base is None else t._base
             if not (t.requires_grad and t.is_leaf) or id(whole) in self._own:
                 continue
-            if id(t) not in self._gradients and _place(t) not in self._made:
+            # ZeRO-3 gathers another engine's weight into memory that it makes for it.
+            made = _place(t) in self._made and not hasattr(t, "ds_id")
+            if id(t) not in self._gradients and not made:
                 self._gradients[id(t)] = t, t.grad
                 t.grad = None
+                for hooks, key, hook in hooks_of(t):
+                    package = package_of(hook)
+                    if package != "ds_hessian":
+                        self._resting.append((hooks, key, hook))
+                        hooks[key] = _refuse_gradient if package in HOSTS else nothing
 
     def _rebind(self, tensor: Tensor, data: Tensor) -> None:
         if tensor.layout == data.layout == torch.strided and tensor.is_set_to(data):
@@ -270,6 +283,15 @@ class State:
             " the loss is no function of them then; normalise or clamp a copy of them, or write "
             "them after the optimizer's step"
         )
+
+
+def _refuse_gradient(_: Tensor) -> None:
+    """Be the hook by which another engine collects the gradient of its parameter."""
+    raise UnsupportedError(
+        "ds_hessian does not support a loss that hands gradients to another engine (a critic, a "
+        "teacher), which would train on them: call it under torch.no_grad(), or detach what it "
+        "returns"
+    )
 
 
 # ---- generators
@@ -334,6 +356,11 @@ def modules_of(objects: Iterable[Any]) -> list[nn.Module]:
     """Return the modules among some objects, and those inside of them, each once."""
     roots = [each for each in objects if isinstance(each, nn.Module)]
     return list({id(m): m for root in roots for m in root.modules()}.values())
+
+
+def package_of(function: object) -> str:
+    """Return the package in which a function is written."""
+    return str(getattr(function, "__module__", "")).split(".")[0]
 
 
 def _is_of_a_host(module: nn.Module) -> bool:

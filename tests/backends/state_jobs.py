@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds_hessian.backends.zero.host import OF_HOOKS
+from ds_hessian.errors import HessianError
 from tests.backends.jobs import QUIET, full_weights, make_engine
 
 GLOBAL = torch.Generator()
@@ -271,4 +272,28 @@ def with_gradients_from_before(measures: bool) -> tuple[Any, bool]:
     engine.step()
     out = full_weights(engine), kept
     engine.destroy()
+    return out
+
+
+def with_a_critic(measures: bool) -> tuple[Any, str]:
+    """Weights of another engine after a step, and why a loss that hands it gradients, as it trains
+    on by itself, is not measured.
+    """
+    torch.manual_seed(0)
+    engine, critic = (make_engine(nn.Linear(4, 1), hessian=QUIET) for _ in range(2))
+    entry, message = data()[dist.get_rank()], ""
+
+    def loss(engine: Any, entry: Any) -> Tensor:
+        return functional.mse_loss(engine(entry[0]), critic(entry[0]))
+
+    if measures:
+        try:
+            engine.hessian.use([entry], loss).matvec(engine.hessian.random_vector(seed=1))
+        except HessianError as error:
+            message = str(error)
+    critic.backward(functional.mse_loss(critic(entry[0]), entry[1]))
+    critic.step()
+    out = full_weights(critic), message
+    for each in (engine, critic):
+        each.destroy()
     return out

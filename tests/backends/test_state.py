@@ -111,6 +111,18 @@ def test_what_a_loss_of_its_own_changes_is_as_it_was(way: str) -> None:
     assert (product.vector - expected).norm() < 1e-3 * expected.norm()
 
 
+def test_hooks_of_parameters_of_a_loss_of_its_own_rest() -> None:
+    """As those by which an optimizer steps in the backward."""
+    criterion, net, called = Criterion(), Net(), list[Tensor]()
+    criterion.scale.register_post_accumulate_grad_hook(called.append)
+    criterion.teacher[0].weight.register_hook(called.append)
+    hessian: Any = ds_hessian.attach(net, config=QUIET).use(data()[:1], criterion)
+    hessian.matvec(hessian.random_vector(seed=1))
+    assert not called
+    criterion(net, data()[0]).backward()
+    assert len(called) == 2
+
+
 class Scaled(torch.autograd.Function):
     """x times a weight, by operations that torch hands to no mode, as a kernel's."""
 
@@ -266,3 +278,12 @@ def test_gradients_from_before_zero_3_are_put_back(ranks: Ranks) -> None:
     )
     assert without[1] and with_[1]
     assert all(torch.equal(with_[0][name], w) for name, w in without[0].items())
+
+
+def test_a_loss_that_hands_gradients_to_another_engine_is_refused(ranks: Ranks) -> None:
+    """It would train on them: its weights after the next step were others."""
+    (without, _), (with_, message) = (
+        ranks(2).run(state_jobs.with_a_critic, measures)[0] for measures in (False, True)
+    )
+    assert "hands gradients to another engine" in message
+    assert all(torch.equal(with_[name], w) for name, w in without.items())
