@@ -52,6 +52,11 @@ HELD = {*pieces.NAMES, *compositions.EXPANDED}
 CPU = torch.device("cpu")
 
 
+EMBEDDINGS = (functional.embedding, functional.embedding_bag)
+BY_FREQUENCY = (5, "scale_grad_by_freq")
+"""Where embeddings are told to scale gradients, so that these are no longer those of the loss."""
+
+
 class FixedFunction(TorchFunctionMode):
     """The mode in which the passes of one measurement run.
 
@@ -293,6 +298,9 @@ class FixedFunction(TorchFunctionMode):
     ) -> Any:
         kwargs, name = compositions.whole(func, kwargs), getattr(func, "__name__", "")
         decisions = self.decisions
+        if func in EMBEDDINGS and argument(args, kwargs, *BY_FREQUENCY):
+            self._seen = True
+            args, kwargs = with_argument(args, kwargs, *BY_FREQUENCY, False)
         if name in PROBABILITIES and not self._dropout:
             self._seen |= drops(name, args, kwargs)
             args, kwargs = with_argument(args, kwargs, *PROBABILITIES[name], 0.0)

@@ -405,3 +405,17 @@ def test_train_flags_are_set_for_every_product() -> None:
             found.append(operator.matvec(v).vector)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     assert all(m.training for m in net.modules())
+
+
+@pytest.mark.parametrize("bag", [False, True])
+def test_gradients_scaled_by_frequencies_are_taken_as_those_of_the_loss(bag: bool) -> None:
+    found = []
+    for scaled in (False, True):
+        torch.manual_seed(0)
+        table = (nn.EmbeddingBag if bag else nn.Embedding)(4, 3, scale_grad_by_freq=scaled)
+        net = nn.Sequential(table, nn.Linear(3, 2))
+        data = [torch.tensor([[0, 0, 1], [2, 0, 3]]), torch.tensor([[1, 1, 1], [2, 2, 0]])]
+        hessian = ds_hessian.attach(net).use(data, lambda model, x: model(x).sin().square().mean())
+        product = hessian.matvec(hessian.random_vector(seed=0))
+        found.append(product.vector)
+    assert torch.equal(*found)
