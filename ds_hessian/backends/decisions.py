@@ -331,9 +331,10 @@ class Decisions:
     def _later_ones(self) -> list[Decision]:
         """Return what backwards have decided after the latest decision of a forward.
 
-        Before any, micro-batches are told apart where a run has one.
+        Before any, micro-batches are told apart where a run has one. (That decision is of one
+        micro-batch.)
         """
-        key = self.key if self._alone else None
+        key = self.key if self._alone and self._latest is None else None
         return self._later.setdefault((key, id(self._latest)), [])
 
     # ---- of a forward, in the order of their calls
