@@ -70,7 +70,7 @@ class Decisions:
         self._inputs: list[tuple[Decision, str, Tensor]] = []
         self._known: dict[tuple[str, torch.Size], dict[tuple[float, ...], Decision]] = {}
         # What backwards decide beyond their forwards, by the decision of a forward that came
-        # before.
+        # before; by micro-batch where none did.
         self._later: dict[tuple[Hashable, int], list[Decision]] = {}
         # What written backwards decide, by micro-batch, name, shape and line; and how many of these
         # calls this run has made.
@@ -331,8 +331,8 @@ class Decisions:
     def _later_ones(self) -> list[Decision]:
         """Return what backwards have decided after the latest decision of a forward.
 
-        Before any, micro-batches are told apart where a run has one. (That decision is of one
-        micro-batch.)
+        That decision tells the micro-batch, also to a run of several that were learnt one by one.
+        Before any, it is the one of the run, if that has one alone.
         """
         key = self.key if self._alone and self._latest is None else None
         return self._later.setdefault((key, id(self._latest)), [])

@@ -50,8 +50,6 @@ HELD = {*pieces.NAMES, *compositions.EXPANDED}
 
 
 CPU = torch.device("cpu")
-
-
 EMBEDDINGS = (functional.embedding, functional.embedding_bag)
 BY_FREQUENCY = (5, "scale_grad_by_freq")
 """Where embeddings are told to scale gradients, so that these are no longer those of the loss."""
