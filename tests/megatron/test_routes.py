@@ -334,7 +334,9 @@ def test_a_gradient_that_megatron_multiplies_is_refused_by_its_name(
 def test_parts_of_parallel_layers_that_are_described_as_copies_are_refused(
     megatron_ranks: Ranks, layout: dict[str, Any]
 ) -> None:
-    """Half of them did not count, and the others were displaced with their coordinates."""
+    """Half of them did not count, and the others were displaced with their coordinates. With the
+    same values on all ranks no gradient tells them from copies.
+    """
     for message in megatron_ranks(2).run(routes_jobs.described_as_copies, Job(**layout)):
         assert "decoder.layers.0.mlp.inner." in message
         assert "the model's sharded_state_dict says that each has the whole" in message

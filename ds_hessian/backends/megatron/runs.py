@@ -115,17 +115,20 @@ def _runs(chunk: Chunk) -> list[ParameterRun]:
     names = {id(p): name for name, p in host.unwrap(chunk).named_parameters()}
     sharded = chunk.ddp_config.use_distributed_optimizer
     first_instance = not sharded or host.first_optimizer_instance(chunk)
+    parts = _parts_by_their_layers(chunk)
     runs = []
     for parameter, first, last in buffers.shards(chunk):
         missing = last - first
         for offset, tensor in tensors.get(id(parameter), {}).items():
             low, high = max(first, offset), min(last, offset + tensor.data.numel())
-            if _are_other_experts(parameter, tensor):
+            split = id(parameter) in parts
+            split = split and host.is_replicated_over_tensor_ranks(parameter, tensor)
+            if split or _are_other_experts(parameter, tensor):
                 raise UnsupportedError(
-                    f"ds_hessian does not support the parameter {names[id(parameter)]!r} of other "
-                    "experts on other ranks, of which the model's sharded_state_dict says that "
-                    "each has the whole, as of Megatron's layers inside of a module without one: "
-                    "give that module one"
+                    f"ds_hessian does not support the parameter {names[id(parameter)]!r}, of which "
+                    "other ranks have other parts, or other experts, while the model's "
+                    "sharded_state_dict says that each has the whole, as of Megatron's layers "
+                    "inside of a module without one: give that module one"
                 )
             if low < high:
                 owned = first_instance and _is_main_replica(tensor.replica_id, sharded)
@@ -174,6 +177,22 @@ def _whole_master(parameter: host.MegatronParameter) -> Tensor | None:
     """Return the fp32 master of a weight; None where the distributed optimizer has parts of it."""
     master = getattr(parameter, "main_param", None)
     return master if master is not None and master.shape == parameter.shape else None
+
+
+def _parts_by_their_layers(chunk: Chunk) -> set[int]:
+    """Return ids of the parameters of which their own layer says that tensor-parallel ranks have
+    parts, whatever the modules around it say.
+    """
+    if host.mesh().get("TP", 1) == 1:
+        return set()
+    layers = [m for m in host.unwrap(chunk).modules() if hasattr(m, "sharded_state_dict")]
+    return {
+        id(parameter)
+        for layer in layers
+        if not layer._modules
+        for parameter, _, tensor in host.sharded_tensors(layer)
+        if not host.is_replicated_over_tensor_ranks(parameter, tensor)
+    }
 
 
 def _are_other_experts(parameter: host.MegatronParameter, tensor: host.ShardedTensor) -> bool:
