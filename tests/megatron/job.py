@@ -915,6 +915,7 @@ class Overlaps(NamedTuple):
         in_backward: How many of them began inside of a backward.
         gathers: How many there were.
         for_modules: For how many of them a module has waited.
+        together: The most that had begun and were not waited for.
         same: Whether products have the same bits.
         kept: Whether the job's switches are what they were, and no hook is left.
     """
@@ -923,6 +924,7 @@ class Overlaps(NamedTuple):
     in_backward: int
     gathers: int
     for_modules: int
+    together: int
     same: bool
     kept: bool
 
@@ -930,11 +932,23 @@ class Overlaps(NamedTuple):
 def overlapped(job: Job) -> Overlaps:
     """Measure with the job's overlap, and without."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+    from torch.distributed.distributed_c10d import _CoalescingManager as Work
 
     from ds_hessian.backends.megatron.gathers import Gathers
 
     reduce, gather, wait = Group.start_grad_sync, Gathers.begin, Gathers.finish
+    start, end, under_way, together = Group.start_param_sync, Work.wait, set[Any](), 0
     in_backward, gathers, for_modules, kept = list[bool](), 0, 0, list[bool]()
+
+    def starting(self: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal together
+        start(self, *args, **kwargs)
+        under_way.update({self.param_gather_handle} - {None})
+        together = max(together, len(under_way))
+
+    def ending(self: Any) -> None:
+        end(self)
+        under_way.discard(self)
 
     def reducing(self: Any, *args: Any, **kwargs: Any) -> None:
         in_backward.append(torch._C._current_graph_task_id() != -1)
@@ -964,6 +978,8 @@ def overlapped(job: Job) -> Overlaps:
             hooks = [len(m._forward_pre_hooks) for m in modules]
             with (
                 mock.patch.object(Group, "start_grad_sync", reducing if overlap else reduce),
+                mock.patch.object(Group, "start_param_sync", starting),
+                mock.patch.object(Work, "wait", ending),
                 mock.patch.object(Gathers, "begin", gathering),
                 mock.patch.object(Gathers, "finish", waiting),
                 hessian.measuring(displacement=3e-2),
@@ -971,7 +987,7 @@ def overlapped(job: Job) -> Overlaps:
                 products.append(hessian.matvec(hessian.random_vector(seed=5)).vector)
             kept += [c.ddp_config is ddp and ddp.overlap_grad_reduce == overlap for c in chunks]
             kept.append(hooks == [len(m._forward_pre_hooks) for m in modules])
-        figures = len(in_backward), sum(in_backward), gathers, for_modules
+        figures = len(in_backward), sum(in_backward), gathers, for_modules, together
         return Overlaps(*figures, torch.equal(*products), all(kept))
 
 

@@ -321,6 +321,7 @@ def test_collectives_overlap_with_passes_where_those_of_training_do(
         assert found.for_modules == found.gathers and (found.gathers > 0) == (
             "distributed" in layout
         )
+        assert found.together <= 1  # of two, gloo may free a name twice
     assert sum(x.in_backward for x in runs) > 0.5 * sum(x.reductions for x in runs)
 
 

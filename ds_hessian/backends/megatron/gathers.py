@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch.distributed as dist
 from torch import nn
 
 from ds_hessian.backends.megatron import buffers
@@ -33,11 +34,18 @@ class Gather(NamedTuple):
 
 
 def of_optimizer(chunks: Sequence[Chunk]) -> Iterator[Gather]:
-    """Yield the gathers of the distributed optimizer's shards, Megatron's own."""
+    """Yield the gathers of the distributed optimizer's shards, Megatron's own.
+
+    On gloo, as in training, no two of them are under way at once: they are coalesced, and of two
+    that end together its threads may free the name of the last one twice (torch 2.13).
+    """
 
     def begin(group: Any) -> Any:
         group.start_param_sync()
         work, group.param_gather_handle = group.param_gather_handle, None
+        ranks = group.intra_distributed_optimizer_instance_group
+        if work is not None and dist.get_backend(ranks) == "gloo":
+            work.wait()
         return work
 
     for chunk in chunks:
