@@ -48,7 +48,7 @@ def one() -> Iterator[Any]:
             (4, 1, "replicated", {}),
             (4, 3, "replicated", {}),
         ],
-        [(2, 1, "pair", {})],
+        [],
     ),
 )
 def test_products_are_those_of_whole_sequences(

@@ -204,6 +204,7 @@ def exact_gauss_newton(found: dict[str, Any], every: list[dict[str, Any]], facto
     return exact, lambda named: torch.cat([named[name].reshape(-1).double() for name in names])
 
 
+@pytest.mark.full
 def test_a_trainer_measures_gauss_newton_matrices_and_trains_bitwise_the_same(
     tmp_path: Path,
 ) -> None:

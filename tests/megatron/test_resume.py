@@ -16,6 +16,7 @@ from tests.ranks import RankPool
 Ranks = Callable[[int], RankPool]
 
 
+@pytest.mark.full
 def test_masks_of_a_killed_spectrum_are_drawn_from_megatrons_generators_as_they_were(
     megatron_ranks: Ranks, tmp_path: Path
 ) -> None:
