@@ -46,8 +46,8 @@ class MicroBatches:
         outputs: As `Objective` has them.
 
     Raises:
-        ConfigError: there is one micro-batch instead of an iterable of them, or the iterable has no
-            end.
+        ConfigError: there is one micro-batch instead of an iterable of them, the iterable has no
+            end, or a micro-batch holds an iterator.
     """
 
     def __init__(self, batches: Iterable[object]) -> None:
@@ -60,6 +60,12 @@ class MicroBatches:
         # What is made as it is read may be written over by the next micro-batch.
         made = not isinstance(batches, (list, tuple))
         self.batches = [copied(batch) for batch in batches] if made else list(batches)
+        if once := [each for each in leaves(self.batches) if isinstance(each, Iterator)]:
+            raise ConfigError(
+                "micro-batches are read again at every evaluation, got one with a "
+                f"{type(once[0]).__name__}, which is empty after the first; pass a list of what it "
+                "yields"
+            )
         self.num_micro_batches = len(self.batches)
         self.sides = 0
         self.outputs = dict[str | None, tuple[float, bool]]()

@@ -19,7 +19,8 @@ Errors are those of the probes and three times the products' own, all together i
 product of a vector that C maps to almost nothing has a large error of its own, and no part in that.
 That of the probes is the jackknife's, or by pairs of them where that is more: a mean of `z'Mz` over
 p Gaussian z has the variance 2 |M|_F^2 / p, and `(z'Mz')^2` is |M|_F^2 in the mean, so that the
-p (p - 1) / 2 pairs tell it from more figures than p.
+p (p - 1) / 2 pairs tell it from more figures than p. K is known, so that <C, K> needs no pairs:
+M is the symmetric part of P C K P, and |M|^2 at most the mean of `|P K C z|^2`.
 
 Cost: `basis` + `probes` products, and `extremes` for each K; on the owner of the layer twice as
 many matrices of its shape, fp32.
@@ -309,7 +310,7 @@ class _Dense:
         own = self.slips.square().sum()
         off = self._averages(own, wrong[len(basis) :] * self.rest)[0]
         whole = self._averages(self.own, self.rest)[0]
-        self.doubt = COVERAGE * math.sqrt(off / whole) if whole else math.nan
+        self.doubt = COVERAGE * math.sqrt(off / whole) if whole else 0.0
 
     def figures(self, forms: Sequence[Eigenform], damping: float) -> list[float]:
         """Return the norm, the top, the damping, the residual, and the share of C; then four
@@ -329,19 +330,19 @@ class _Dense:
         found = [norms[0], self._bar(norms, norms[0], lengthening), top, shift, residual]
         found += [plain[0], self._bar(plain, _reach(plain[0]), plainly)]
         for form in forms:
-            inner, mixed = self._inner(form)
+            inner, mixed, moving = self._inner(form)
             cosine = inner / (norms * form.norm)
             # Errors of its own: most of those of the product with K cancel in the cosine.
             size = form.norm or math.nan
             scale, ratio = inner / size**2, norms[0] / size
             share, sharing = self._diagonal(form)
             turning = mixed / (size * length) - cosine[0] / length * lengthening
-            for values, reach, pairs, of_k in (
-                (cosine, 1.0, turning, form.rounding),
-                (scale, ratio, mixed / size**2, form.rounding * ratio),
-                (share, _reach(share[0]), sharing, self._turns(form, share[0])),
+            for values, reach, pairs, least, of_k in (
+                (cosine, 1.0, turning, 0.0, form.rounding),
+                (scale, ratio, mixed / size**2, moving / size**4, form.rounding * ratio),
+                (share, _reach(share[0]), sharing, 0.0, self._turns(form, share[0])),
             ):
-                found += [values[0], math.hypot(self._bar(values, reach, pairs), of_k)]
+                found += [values[0], math.hypot(self._bar(values, reach, pairs, least), of_k)]
             found += self._solve(form, found[-4], found[-3], shift, x, angle)
         return found
 
@@ -375,27 +376,33 @@ class _Dense:
         others = (total - rest.cpu().numpy()) / (p - 1)
         return np.append(float(own) + total / p, float(own) + others)
 
-    def _bar(self, values: np.ndarray, reach: float, pairs: Tensor) -> float:
+    def _bar(self, values: np.ndarray, reach: float, pairs: Tensor, least: float = 0.0) -> float:
         """Return the standard error over the probes, with the products' errors.
 
         Args:
             values: The figure, and the same with each probe left out in turn.
             reach: How far errors of the length |C| move it, at most.
             pairs: `(p, p)` `z'Mz'` of the M with which the mean of `z'Mz` moves it, to first order.
+            least: |M|^2, by other means than pairs.
         """
         others, spread = values[1:], 0.0
         if (p := len(others)) > 1:
             squares = float(np.square(others - others.mean()).sum())
             spread = math.sqrt((p - 1) / p * squares)
             between = float(pairs.square().sum() - pairs.diag().square().sum()) / (p * (p - 1))
-            spread = max(spread, math.sqrt(2 * between / p))
+            spread = max(spread, math.sqrt(2 * max(between, least) / p))
         return math.hypot(spread, self.doubt * float(reach))
 
-    def _inner(self, form: Eigenform) -> tuple[np.ndarray, Tensor]:
-        """Return <C, K>, and `z'CKz'` of all pairs of probes."""
+    def _inner(self, form: Eigenform) -> tuple[np.ndarray, Tensor, float]:
+        """Return <C, K>, `z'CKz'` of all pairs of probes, and the mean of `|P K C z|^2`: what
+        `(z'KCz')^2` is in the mean over all z that might be paired with that one, since K is known.
+        """
         own = (self.w * form.apply(self.q.to(form.values))).sum()
-        pairs = self._dots(self.y, form.apply(self.z.to(form.values)))
-        return self._averages(own, pairs.diag()), (pairs + pairs.T) / 2
+        images = form.apply(self.y.to(form.values))
+        pairs = self._dots(images, self.z)
+        moving = _squares(images.float() - self._project(images.float()))
+        square = float(moving.mean()) if len(moving) else 0.0
+        return self._averages(own, pairs.diag()), (pairs + pairs.T) / 2, square
 
     def _diagonal(self, form: Eigenform | None) -> tuple[np.ndarray, Tensor]:
         """Return the share of |C|^2 on the diagonal, in the eigenbasis of K or the parameters',

@@ -190,6 +190,13 @@ def test_a_loader_without_an_end_is_refused() -> None:
     assert hessian.batches is not None and len(hessian.batches) == 2
 
 
+def test_a_micro_batch_that_can_be_read_once_is_refused() -> None:
+    """Its second evaluation ended in an IndexError of the model's."""
+    for batch in (iter([torch.ones(1, 2)]), {"x": [map(torch.ones, [2])]}):
+        with pytest.raises(ConfigError, match="got one with a .*iterator|got one with a map"):
+            ds_hessian.attach(nn.Linear(2, 1)).use([batch])
+
+
 def test_batches_that_cannot_be_read_are_an_error_and_move_no_generator() -> None:
     def broken() -> Iterator[Tensor]:
         yield torch.rand(2, 3)

@@ -569,7 +569,8 @@ def test_a_layer_without_a_gradient_has_no_figures_and_spoils_none(tmp_path: Pat
     hessian: Any = ds_hessian.attach(net, config=QUIET).use([data(i) for i in range(2)])
     found = hessian.kronecker(basis=4, probes=2, extremes=2)
     unused = found.layers.index("odd.weight")
-    assert np.isnan(found.cosines[unused]).all() and found.norms[unused] == 0
+    assert np.isnan(found.cosines[unused]).all()
+    assert found.norms[unused] == found.norm_errors[unused] == 0
     assert list(found.unknown) == ["odd.weight"]
     assert "no figures: odd.weight, its C is zero" in found.table()
     others = [i for i in range(len(found.layers)) if i != unused]
