@@ -165,12 +165,20 @@ class FixedFunction(TorchFunctionMode):
             yield
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Run the forward that `at` has begun, from the state before the measurement."""
+    def forward(self, goes_on: bool = False) -> Iterator[None]:
+        """Run the forward that `at` has begun, from the state before the measurement.
+
+        Args:
+            goes_on: Whether the body is the rest of it: a loss that a schedule calls apart.
+        """
+        state, first = self.state, self.decisions.first
         self._within = True
         try:
-            with nullcontext() if self.state is None else self.state.forward(self.decisions.first):
+            if state is None:
                 yield
+            else:
+                with state.rest_of_forward(first) if goes_on else state.forward(first):
+                    yield
         finally:
             self._within = False
 

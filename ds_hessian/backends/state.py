@@ -100,7 +100,7 @@ class State:
         self._latest: tuple[_Owned, _Contents] | None = None  # before the latest watched forward
         self._hooks = list[tuple[dict[int, Any], int]]()  # that forwards have added
         self._hooked = list[dict[int, Any]]()
-        self._resting = list[tuple[dict[Any, Any], Any, Any]]()  # of gradients that are put back
+        self._resting = list[Callable[[], object]]()  # puts back hooks of gradients that are, too
 
     @contextmanager
     def forward(self, first: bool) -> Iterator[None]:
@@ -138,7 +138,15 @@ class State:
             yield
         finally:
             self.watching = False
-            self._made.clear()
+
+    @contextmanager
+    def rest_of_forward(self, first: bool) -> Iterator[None]:
+        """Run the rest of the latest forward in the body; `first` as there."""
+        self.watching = first
+        try:
+            yield
+        finally:
+            self.watching = False
 
     def _note(
         self,
@@ -197,8 +205,8 @@ class State:
         for tensor, gradient in self._gradients.values():
             tensor.grad = gradient
         self._gradients.clear()
-        for hooks, key, hook in self._resting:
-            hooks[key] = hook
+        for put_back in self._resting:
+            put_back()
         self._resting.clear()
 
     # ---- calls of torch's functions in a watched forward
@@ -249,8 +257,11 @@ class State:
                 for hooks, key, hook in hooks_of(t):
                     package = package_of(hook)
                     if package != "ds_hessian":
-                        self._resting.append((hooks, key, hook))
+                        self._resting.append(functools.partial(hooks.__setitem__, key, hook))
                         hooks[key] = _refuse_gradient if package in HOSTS else nothing
+                # Megatron's wrapper has its hook at the node, where torch shows none.
+                if hasattr(t, "main_grad"):
+                    self._resting.append(t.register_hook(_refuse_gradient).remove)
 
     def _rebind(self, tensor: Tensor, data: Tensor) -> None:
         if tensor.layout == data.layout == torch.strided and tensor.is_set_to(data):
@@ -288,9 +299,9 @@ class State:
 def _refuse_gradient(_: Tensor) -> None:
     """Be the hook by which another engine collects the gradient of its parameter."""
     raise UnsupportedError(
-        "ds_hessian does not support a loss that hands gradients to another engine (a critic, a "
-        "teacher), which would train on them: call it under torch.no_grad(), or detach what it "
-        "returns"
+        "ds_hessian does not support a loss that hands gradients to another engine or model that "
+        "is trained (a critic, a teacher), which would train on them: call it under "
+        "torch.no_grad(), or detach what it returns"
     )
 
 

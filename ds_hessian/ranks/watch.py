@@ -73,8 +73,12 @@ class Node:
     def client(self, thread: str) -> dist.Store:
         """Return the client of a thread: of its own, if the store supports it (torch 2.6), since a
         request waits while another of the same client is under way.
+
+        Raises:
+            DistNetworkError: the store is gone, as its process has ended.
         """
         if thread not in self._clients:
+            self._store.check([FIRST])  # a new client would try to connect until the job's timeout
             self._clients[thread] = getattr(self._store, "clone", lambda: self._store)()
         return self._clients[thread]
 

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -125,3 +126,17 @@ def test_looks_are_apart(job: str) -> None:
     dist.PrefixStore(f"ds_hessian/measurement {NAME}", store).set(ASKED, "")
     time.sleep(TICK)
     assert not watch.asked() and watch.pause == TICK
+
+
+def test_a_store_that_is_gone_is_not_waited_for(job: str) -> None:
+    """A new client tried to connect to it until the job's timeout, in vain."""
+    timeout = timedelta(seconds=15)
+    server = dist.TCPStore("127.0.0.1", 0, 2, True, timeout, wait_for_workers=False)
+    own = dist.TCPStore("127.0.0.1", server.port, 2, False, timeout, wait_for_workers=False)
+    node = Node(job, own, 2)
+    assert node.client("one") is not None
+    del server
+    begun = time.monotonic()
+    with pytest.raises(dist.DistNetworkError):
+        node.client("another")
+    assert time.monotonic() - begun < 5

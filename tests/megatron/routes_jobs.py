@@ -36,6 +36,7 @@ from tests.megatron.job import (
     run_schedule,
     running,
     stored,
+    token_losses,
     wrap,
 )
 
@@ -518,6 +519,59 @@ def in_a_backward(job: Job) -> str:
         run_schedule(job, chunks, my_batches()[:1])
         handle.remove()
     return said[0]
+
+
+def with_a_critic(measures: bool) -> tuple[list[Tensor], str]:
+    """Weights of a second model after a step on gradients that were pending, and why a loss that
+    hands it more is not measured.
+    """
+    import ds_hessian
+
+    job = Job()
+    with running(job) as chunks:
+        (critic,) = build(job)
+        optimizer, batch = make_optimizer(job, [critic]), my_batches()[0]
+
+        def forward_step(iterator: Any, model: Any) -> Any:
+            batch = next(iterator)
+
+            def loss(output: Tensor) -> Any:
+                value = functional.mse_loss(output, token_losses(critic, batch, job))
+                return value, {"loss": value.detach().clone()}
+
+            return token_losses(model, batch, job), loss
+
+        critic.zero_grad_buffer()
+        token_losses(critic, batch, job).mean().backward()
+        message = ""
+        if measures:
+            hessian = hessian_of(chunks, job).use([batch], forward_step, **SIZES)
+            try:
+                hessian.matvec(hessian.random_vector(seed=5))
+            except ds_hessian.HessianError as error:
+                message = str(error)
+        optimizer.step()
+        return [p.detach().clone() for p in critic.parameters()], message
+
+
+def loss_with_state() -> tuple[float, float | None]:
+    """The running mean of a loss_func after a measurement, and the gradient of its parameter."""
+    job, mean, scale = Job(), torch.ones(1), torch.ones(1, requires_grad=True)
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        batch = next(iterator)
+
+        def loss(output: Tensor) -> Any:
+            value = (scale * output).mean()
+            mean.mul_(0.5).add_(value.detach())
+            return value, {"loss": value.detach().clone()}
+
+        return token_losses(model, batch, job), loss
+
+    with running(job) as chunks:
+        hessian = hessian_of(chunks, job).use(my_batches(), forward_step, **SIZES)
+        hessian.matvec(hessian.random_vector(seed=5))
+    return float(mean), None if scale.grad is None else float(scale.grad)
 
 
 def offloaded(job: Job) -> tuple[str, bool]:

@@ -455,6 +455,20 @@ def test_weights_that_something_else_than_a_module_keeps_are_displaced_too(
     assert found == precision and error < min(3 * told, 0.1 if precision == "model" else 1e-3)
 
 
+def test_a_loss_that_hands_gradients_to_a_second_model_is_refused(megatron_ranks: Ranks) -> None:
+    """Its wrapper added them to what it had pending, and it trained on them."""
+    (without, _), (with_, message) = (
+        megatron_ranks(1).run(routes_jobs.with_a_critic, measures)[0] for measures in (False, True)
+    )
+    assert "hands gradients to another engine or model that is trained" in message
+    assert all(map(torch.equal, without, with_))
+
+
+def test_what_a_loss_func_changes_is_put_back(megatron_ranks: Ranks) -> None:
+    """Schedules call it after the forward step, and it was not watched."""
+    assert megatron_ranks(1).run(routes_jobs.loss_with_state) == [(1.0, None)]
+
+
 def test_gradient_buffers_that_are_offloaded_are_refused(megatron_ranks: Ranks) -> None:
     """Their tensors point to no memory: the process ended by a signal."""
     ((message, again),) = megatron_ranks(1).run(routes_jobs.offloaded, Job(distributed=True))

@@ -95,7 +95,7 @@ class FixedForward:
             self._counts.setdefault((chunk, index + 1), counts)
 
         def loss(output: Tensor, **options: object) -> tuple[object, ...]:
-            with kept_grad_mode():
+            with self.function.forward(goes_on=True), kept_grad_mode():
                 result = loss_func(output, **options)
             if not isinstance(result, tuple) or len(result) not in (2, 3):
                 raise ConfigError(
