@@ -133,11 +133,8 @@ class State:
         before = [(vars(owner), _attributes(owner, self.left_alone)) for owner in self._owners]
         contents = _contents(value for _, each in before for value in each.values())
         self._latest = before, contents  # to be noted once its backward has run, too
-        self.watching = True
-        try:
+        with self.rest_of_forward(first=True):
             yield
-        finally:
-            self.watching = False
 
     @contextmanager
     def rest_of_forward(self, first: bool) -> Iterator[None]:

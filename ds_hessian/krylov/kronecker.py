@@ -400,7 +400,8 @@ class _Dense:
         own = (self.w * form.apply(self.q.to(form.values))).sum()
         images = form.apply(self.y.to(form.values))
         pairs = self._dots(images, self.z)
-        moving = _squares(images.float() - self._project(images.float()))
+        narrow = images.float()
+        moving = _squares(narrow - self._project(narrow))
         square = float(moving.mean()) if len(moving) else 0.0
         return self._averages(own, pairs.diag()), (pairs + pairs.T) / 2, square
 

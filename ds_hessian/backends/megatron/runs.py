@@ -121,8 +121,8 @@ def _runs(chunk: Chunk) -> list[ParameterRun]:
         missing = last - first
         for offset, tensor in tensors.get(id(parameter), {}).items():
             low, high = max(first, offset), min(last, offset + tensor.data.numel())
-            split = id(parameter) in parts
-            split = split and host.is_replicated_over_tensor_ranks(parameter, tensor)
+            copied = host.is_replicated_over_tensor_ranks(parameter, tensor)
+            split = id(parameter) in parts and copied
             if split or _are_other_experts(parameter, tensor):
                 raise UnsupportedError(
                     f"ds_hessian does not support the parameter {names[id(parameter)]!r}, of which "
