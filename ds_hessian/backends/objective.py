@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_hessian.backends.containers import Call, copied, leaves, mapped
-from ds_hessian.backends.guard import kept_grad_mode, kept_random_states
+from ds_hessian.backends.guard import kept_grad_mode
 from ds_hessian.backends.loaders import kept_positions, parts_of, require_end
+from ds_hessian.backends.random_states import kept_random_states
 from ds_hessian.defaults import defaults_of_job
 from ds_hessian.errors import ConfigError, NumericsError
 from ds_hessian.memory import NARROW

@@ -20,7 +20,6 @@ Memory: a copy of what is written.
 from __future__ import annotations
 
 import functools
-import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -34,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hessian.backends.hooks import hooks_of, nothing
+from ds_hessian.backends.random_states import generator
 from ds_hessian.errors import UnsupportedError
 
 HOSTS = ("deepspeed", "megatron", "transformer_engine")
@@ -129,7 +129,7 @@ class State:
         # Partitioned ones have no memory of their own: what they are gathered into is the host's.
         self._weights = [(n, p) for n, p in named if p.requires_grad and not hasattr(p, "ds_id")]
         self._own = {id(p) for _, p in named}
-        self._made = {_place(b) for m in inside for b in m._buffers.values() if b is not None}
+        self._made = {place(b) for m in inside for b in m._buffers.values() if b is not None}
         before = [(vars(owner), _attributes(owner, self.left_alone)) for owner in self._owners]
         contents = _contents(value for _, each in before for value in each.values())
         self._latest = before, contents  # to be noted once its backward has run, too
@@ -237,8 +237,8 @@ class State:
         """Note the memory that a call has made, into which writes are no change."""
         results = list(tensors_in((made,)))
         if results and getattr(func, "__name__", "") not in _SHARES:
-            given = {_place(t) for t in tensors_in((*args, *kwargs.values()))}
-            self._made |= {_place(t) for t in results} - given
+            given = {place(t) for t in tensors_in((*args, *kwargs.values()))}
+            self._made |= {place(t) for t in results} - given
 
     def _keep_gradients(self, tensors: Iterable[Tensor]) -> None:
         for t in tensors:
@@ -247,7 +247,7 @@ class State:
             if not (t.requires_grad and t.is_leaf) or id(whole) in self._own:
                 continue
             # ZeRO-3 gathers another engine's weight into memory that it makes for it.
-            made = _place(t) in self._made and not hasattr(t, "ds_id")
+            made = place(t) in self._made and not hasattr(t, "ds_id")
             if id(t) not in self._gradients and not made:
                 self._gradients[id(t)] = t, t.grad
                 t.grad = None
@@ -266,17 +266,17 @@ class State:
         if any(tensor is p for _, p in self._weights):
             raise self._refusal(tensor)
         known = any(tensor is each for each, _ in self._bound) or hasattr(tensor, "ds_id")
-        if not known and _place(tensor) not in self._made:
+        if not known and place(tensor) not in self._made:
             self._bound.append((tensor, tensor.data))
 
     def _keep(self, tensor: Tensor) -> None:
-        place, extent = _place(tensor), _extent(tensor)
-        if place == 0 or place in self._made or extent is None or tensor.grad_fn is not None:
+        where, extent = place(tensor), _extent(tensor)
+        if where == 0 or where in self._made or extent is None or tensor.grad_fn is not None:
             return  # what has a graph has been made by this forward, seen or not
-        if any(_overlap(tensor, p) for _, p in self._weights if _place(p) == place):
+        if any(_overlap(tensor, p) for _, p in self._weights if place(p) == where):
             raise self._refusal(tensor)
         first, last = extent
-        kept = self._kept.setdefault(place, [])
+        kept = self._kept.setdefault(where, [])
         if any(low <= first and last <= high for low, high in kept):
             return
         kept.append(extent)
@@ -302,12 +302,7 @@ def _refuse_gradient(_: Tensor) -> None:
     )
 
 
-# ---- generators
-
-GeneratorState = Any
-"""The state of a random generator: opaque, and only ever given back to its generator."""
-
-Generator = tuple[Callable[[], GeneratorState], Callable[[GeneratorState], object]]
+# ---- what objects and functions hold
 
 
 def generators_in(objects: Iterable[Any]) -> list[Any]:
@@ -317,20 +312,6 @@ def generators_in(objects: Iterable[Any]) -> list[Any]:
     values = [v for each in objects for v in _attributes(each).values()]
     inside = [each for value in values for each in _items(value)]
     return [value for value in (*values, *inside) if generator(value) is not None]
-
-
-def generator(value: Any) -> Generator | None:
-    """Return `(get, set)` of the state of a random generator; None for anything else."""
-    if isinstance(value, torch.Generator):
-        return (lambda: value.get_state().clone()), value.set_state
-    if isinstance(value, random.Random):
-        return value.getstate, value.setstate
-    if isinstance(value, np.random.RandomState):
-        return value.get_state, value.set_state
-    if isinstance(value, np.random.Generator):
-        bits = value.bit_generator
-        return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
-    return None
 
 
 def held_by(function: object) -> list[Any]:
@@ -523,7 +504,7 @@ def is_a_hosts() -> bool:
     return False
 
 
-def _place(tensor: Tensor) -> int:
+def place(tensor: Tensor) -> int:
     """Return where a tensor's memory begins; 0 where it has none of its own."""
     try:
         return tensor.untyped_storage().data_ptr()
@@ -542,6 +523,6 @@ def _extent(tensor: Tensor) -> tuple[int, int] | None:
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     mine, other = _extent(a), _extent(b)
-    if _place(a) != _place(b) or mine is None or other is None:
+    if place(a) != place(b) or mine is None or other is None:
         return False
     return mine[0] < other[1] and other[0] < mine[1]

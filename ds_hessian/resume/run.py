@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.guard import RandomState, has_plain_random_states, trackers
+from ds_hessian.backends.random_states import RandomState, has_plain_random_states, trackers
 from ds_hessian.operators import Curvature
 from ds_hessian.resume.identity import of_other_training, refuse_foreign
 from ds_hessian.resume.store import Given, StateStore

@@ -12,11 +12,11 @@ from torch import nn
 from ds_hessian.backends.guard import (
     Attributes,
     Buffers,
-    RandomState,
     eager,
     full_fp32,
     training_flags,
 )
+from ds_hessian.backends.random_states import RandomState
 
 
 def draws() -> list[float]:

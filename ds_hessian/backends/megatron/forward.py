@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.guard import GeneratorState, Guard, kept_grad_mode
+from ds_hessian.backends.guard import Guard, kept_grad_mode
 from ds_hessian.backends.megatron import host
 from ds_hessian.backends.megatron.objective import ForwardStep
+from ds_hessian.backends.random_states import GeneratorState
 from ds_hessian.backends.state import tensors_in
 from ds_hessian.errors import ConfigError, NumericsError
 

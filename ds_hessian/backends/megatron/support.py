@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ds_hessian.backends.findings import Finding, backward_under_way
-from ds_hessian.backends.guard import has_plain_random_states
 from ds_hessian.backends.megatron import buffers, host
+from ds_hessian.backends.random_states import has_plain_random_states
 from ds_hessian.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from ds_hessian.backends.findings import (
     other_dtypes,
     sharing,
 )
-from ds_hessian.backends.guard import has_plain_random_states
 from ds_hessian.backends.names import trained
+from ds_hessian.backends.random_states import has_plain_random_states
 from ds_hessian.backends.zero import host, tensor_parallel
 from ds_hessian.backends.zero.host import Engine
 from ds_hessian.errors import UnsupportedError
