@@ -36,12 +36,21 @@ from ds_hessian.backends.choices import DIMS, Sides, chooses
 from ds_hessian.backends.constants import Constants, leaves, refuse_lost, refuse_solves
 from ds_hessian.backends.contexts import refuse_context
 from ds_hessian.backends.decisions import Decisions, in_backward
+from ds_hessian.backends.derivatives import OWN, is_derivative, unchanging
 from ds_hessian.backends.dropping import PROBABILITIES, drops
 from ds_hessian.backends.hooks import unheard, unseen
 from ds_hessian.backends.in_python import COMPOSED, INERT, is_composed, undispatched
 from ds_hessian.backends.kinks import argument, with_argument
 from ds_hessian.backends.names import Stored
-from ds_hessian.backends.state import STATISTICS, State, is_a_hosts, tensors_in, written_by
+from ds_hessian.backends.random_states import kept_random_states
+from ds_hessian.backends.state import (
+    STATISTICS,
+    State,
+    is_a_hosts,
+    package_of,
+    tensors_in,
+    written_by,
+)
 from ds_hessian.defaults import defaults_of_job
 from ds_hessian.errors import ConfigError, UnsupportedError
 
@@ -96,6 +105,8 @@ class FixedFunction(TorchFunctionMode):
         self._padding = Constants()  # rows of embeddings for padding
         self._bodies: dict[Any, Callable[..., Any]] = {}
         self._derives = set[Hashable]()  # forwards that take derivatives themselves
+        self._tried = set[Hashable]()  # written backwards of which nothing is to be said
+        self._trying = False
         self._seen = False  # whether a function has decided, was to drop, or has read padding
 
     # ---- evaluations
@@ -265,6 +276,9 @@ class FixedFunction(TorchFunctionMode):
             leaving = leaves(name, args, kwargs)
             if not (leaving and is_a_hosts()):
                 args, kwargs = constants.held(name, (args, kwargs), written, leaving, back)
+        if func is Tensor.register_hook and not back:
+            args = args[0], unchanging(*args[1:], **kwargs)
+            kwargs = {}
         made = self._call(func, types, args, kwargs)
         detaches = name == "detach" or attribute is Tensor.data
         constants.note(name, (*args, *kwargs.values()), written, made, detaches)
@@ -284,6 +298,10 @@ class FixedFunction(TorchFunctionMode):
     def _apply(self, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call a function with a written backward with the constants of the gradient."""
         constants, back = self._constants, in_backward()
+        if self._trying:
+            return apply(*args)
+        if self.decisions.learning and torch.is_grad_enabled():
+            self._require_derivative(apply, args)
         if (state := self._watching(back)) is not None:
             with torch._C.DisableTorchFunction(), unseen():
                 state.before(apply, args, {})
@@ -298,6 +316,35 @@ class FixedFunction(TorchFunctionMode):
                 refuse_lost(args)
             constants.note("apply", args, [], made)
         return made
+
+    def _require_derivative(self, apply: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Raise where the backward of a function that somebody has written is no derivative."""
+        function = getattr(apply, "__self__", None)
+        way = (function, *(a for a in args if isinstance(a, (bool, int, float, str))))
+        if way in self._tried or package_of(function) in OWN:
+            return
+        if torch._C._are_functorch_transforms_active():
+            return
+
+        def again(*args: Any) -> Any:
+            with kept_random_states(self._device):
+                return apply(*args)
+
+        self._trying = True
+        try:
+            with unseen(), unheard():
+                found = is_derivative(again, args)
+        finally:
+            self._trying = False
+        if found is False:
+            raise UnsupportedError(
+                "ds_hessian does not support a torch.autograd.Function whose backward is not the "
+                f"derivative of its forward ({getattr(function, '__name__', function)}), as where "
+                "gradients are turned round, scaled or estimated: the gradient is not that of the "
+                "loss; write y + (f - y).detach(), with f the function and y the one whose "
+                "derivative the backward is, which is measured as a double backward has it"
+            )
+        self._tried.add(way)
 
     def _call(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

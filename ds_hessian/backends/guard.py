@@ -21,6 +21,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import _len_torch_function_stack, _pop_mode
 
 from ds_hessian.backends.contexts import refuse_context
+from ds_hessian.backends.derivatives import unchanging
 from ds_hessian.backends.function import FixedFunction
 from ds_hessian.backends.hooks import hooks_of, nothing
 from ds_hessian.backends.protocol import Passes
@@ -169,6 +170,18 @@ def without_parameter_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
                 if package_of(hook) not in HOSTS:
                     stack.callback(hooks.__setitem__, key, hook)
                     hooks[key] = nothing
+        yield
+
+
+@contextmanager
+def unchanging_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Run the body with hooks of modules' backwards that refuse to change gradients."""
+    with ExitStack() as stack:
+        for module in (m for root in modules for m in root.modules()):
+            for hooks in (module._backward_hooks, module._backward_pre_hooks):
+                for key, hook in list(hooks.items()):
+                    stack.callback(hooks.__setitem__, key, hook)
+                    hooks[key] = unchanging(hook)
         yield
 
 
@@ -325,6 +338,7 @@ def guarded(
         guard.enter_context(torch.enable_grad())
         guard.enter_context(eager(modules))
         guard.enter_context(without_parameter_hooks(modules))
+        guard.enter_context(unchanging_hooks(modules))
         if passes.precision == "fp32":
             guard.enter_context(full_fp32())
         yield guard

@@ -172,7 +172,7 @@ def test_views_of_weights_in_a_written_forward_are_not_kept() -> None:
     )
     with backend.measuring(objective) as session:
         session.add_gradient(session.space.zeros(), range(1))
-        assert [view() for view in views] == [None]
+        assert views and not any(view() is not None for view in views)
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -1,0 +1,246 @@
+"""Gradients that are not those of the loss are refused, and those that are stay as they were."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ds_hessian
+from ds_hessian.errors import UnsupportedError
+
+QUIET = {"progress": False, "plot": False}
+
+
+class Net(nn.Module):
+    """Three layers, and something between the first two."""
+
+    def __init__(self, way: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.way = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 4), way
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Cross entropy, or a loss that the way returns."""
+        h = self.way(self, torch.tanh(self.a(x)))
+        return h if h.dim() == 0 else functional.cross_entropy(self.c(torch.tanh(self.b(h))), y)
+
+
+def data() -> list[Any]:
+    """One micro-batch."""
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(7, 5, generator=draw), torch.randint(4, (7,), generator=draw))]
+
+
+class Scaled(torch.autograd.Function):
+    """A gradient times a number: -1 turns it round, 0 stops it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.scale, None
+
+
+class Nearest(torch.autograd.Function):
+    """Entries of a book, and the gradient handed on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, book: Tensor) -> Tensor:
+        return book[(x.unsqueeze(1) - book).square().sum(-1).argmin(1)]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.1, 0.0])
+def test_a_backward_that_is_no_derivative_is_refused_by_name(scale: float) -> None:
+    """A single product was 0.7 off, and said to be 2e-5."""
+    net = Net(lambda m, h: h + Scaled.apply(h, 1.0) + Scaled.apply(h, scale))
+    hessian = ds_hessian.attach(net, config=QUIET).use(data())
+    with pytest.raises(UnsupportedError, match=r"derivative of its forward \(Scaled\)"):
+        hessian.matvec(hessian.random_vector(seed=2))
+
+
+def test_so_is_one_of_what_a_table_has() -> None:
+    net = Net(lambda m, h: Nearest.apply(h, m.b.weight.detach()))
+    hessian = ds_hessian.attach(net, config=QUIET).use(data())
+    with pytest.raises(UnsupportedError, match="Nearest"):
+        hessian.matvec(hessian.random_vector(seed=2))
+
+
+class Doubled(torch.autograd.Function):
+    """In place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return 2 * gradients[0]
+
+
+class Fused(torch.autograd.Function):
+    """Cross entropy that writes its gradient over its logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, y: Tensor) -> Tensor:
+        logits = logits.detach()
+        loss = functional.cross_entropy(logits, y)
+        logits.copy_((logits.softmax(-1) - functional.one_hot(y, 4)) / len(y))
+        ctx.save_for_backward(logits)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.saved_tensors[0], None
+
+
+class Added(torch.autograd.Function):
+    """A term of the loss that its value has not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, term: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], gradients[0].new_ones(())
+
+
+class Recomputed(torch.autograd.Function):
+    """A layer whose activations are made again, and whose weights' gradients by a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, x: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.layer(x)
+        torch.autograd.backward(y, *gradients)
+        return None, x.grad
+
+
+class Counted(torch.autograd.Function):
+    """Notes each call in a tensor."""
+
+    calls = torch.zeros(())
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Counted.calls += 1
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError
+
+
+RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, Tensor], Tensor]]] = {
+    "in place": (lambda m, h: Doubled.apply(m.b(h)), lambda m, h: 2 * m.b(h)),
+    "written over": (
+        lambda m, h: Fused.apply(m.c(h), data()[0][1]),
+        lambda m, h: functional.cross_entropy(m.c(h), data()[0][1]),
+    ),
+    "recomputed": (lambda m, h: Recomputed.apply(m.b, h), lambda m, h: m.b(h)),
+    "turned round by what is stopped": (
+        lambda m, h: -h + (2 * h).detach(),
+        lambda m, h: -h + (2 * h).detach(),
+    ),
+    "one": (lambda m, h: Scaled.apply(h, 1.0), lambda m, h: h),
+}
+
+
+def exact(net: nn.Module, v: Tensor) -> Tensor:
+    """The product with the Hessian, by a double backward in fp64."""
+    wide = copy.deepcopy(net).double()
+    trained, (x, y) = list(wide.parameters()), data()[0]
+    gradients = torch.autograd.grad(
+        wide(x.double(), y), trained, create_graph=True, materialize_grads=True
+    )
+    flat = torch.cat([g.reshape(-1) for g in gradients])
+    products = torch.autograd.grad(flat @ v.double(), trained, materialize_grads=True)
+    return torch.cat([p.reshape(-1) for p in products])
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_derivative_is_measured_and_called_beside_the_model(name: str) -> None:
+    """Also one that writes over its inputs, or the gradients of weights."""
+    way, plain = RIGHT[name]
+    net = Net(way)
+    hessian = ds_hessian.attach(net, config=QUIET).use(data())
+    v = hessian.random_vector(seed=2)
+    product, expected = hessian.matvec(v), exact(Net(plain), v)
+    assert (product.vector.double() - expected).norm() < 1e-3 * expected.norm()
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_a_term_that_only_gradients_have_counts() -> None:
+    net = Net(lambda m, h: Added.apply(h, m.b.weight.square().square().sum()))
+    hessian = ds_hessian.attach(net, config=QUIET).use(data())
+    v = hessian.random_vector(seed=2)
+    other = Net(lambda m, h: h)
+    expected = exact(other, v)
+    at, size = 36, other.b.weight.numel()
+    weight = other.b.weight.detach().double().reshape(-1)
+    expected[at : at + size] += 12 * weight**2 * v[at : at + size].double()
+    product = hessian.matvec(v).vector.double()
+    assert (product - expected).norm() < 1e-3 * expected.norm()
+
+
+def test_what_a_function_has_written_is_not_written_for_the_check() -> None:
+    """The call of the model is the only one, and its error that of its backward."""
+    net = Net(lambda m, h: Counted.apply(h))
+    hessian = ds_hessian.attach(net, config=QUIET).use(data())
+    Counted.calls.zero_()
+    with pytest.raises(ds_hessian.HessianError, match="AssertionError"):
+        hessian.matvec(hessian.random_vector(seed=2))
+    assert Counted.calls == 0
+
+
+def _hooked(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Any, Tensor], Tensor]:
+    def way(m: Any, h: Tensor) -> Tensor:
+        h = m.b(h)
+        if h.requires_grad:
+            h.register_hook(hook)
+        return h
+
+    return way
+
+
+def test_a_hook_that_changes_gradients_is_refused_by_name() -> None:
+    for net in (Net(_hooked(lambda g: -g)), Net(lambda m, h: h)):
+        if net.way(net, torch.ones(1, 6)).requires_grad is False:
+            net.b.register_full_backward_hook(lambda m, into, out: (into[0] / 2,))
+        hessian = ds_hessian.attach(net, config=QUIET).use(data())
+        with pytest.raises(UnsupportedError, match="hook that changes gradients.*lambda"):
+            hessian.matvec(hessian.random_vector(seed=2))
+
+
+def test_a_hook_that_reads_gradients_or_returns_the_same_is_called() -> None:
+    read = list[float]()
+    net = Net(_hooked(lambda g: read.append(float(g.norm()))))
+    net.c.register_full_backward_hook(lambda m, into, out: tuple(g.clamp(-9, 9) for g in into))
+    before = list(net.c._backward_hooks.values())
+    hessian = ds_hessian.attach(net, config=QUIET).use(data())
+    v = hessian.random_vector(seed=2)
+    product, expected = hessian.matvec(v).vector.double(), exact(Net(lambda m, h: m.b(h)), v)
+    assert (product - expected).norm() < 1e-3 * expected.norm()
+    assert read and list(net.c._backward_hooks.values()) == before
