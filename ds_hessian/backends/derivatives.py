@@ -28,11 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_hessian.backends.hooks import unseen
 from ds_hessian.backends.in_python import undispatched
-from ds_hessian.backends.state import HOSTS, package_of, place, tensors_in
+from ds_hessian.backends.state import HOSTS, place, tensors_in
 from ds_hessian.errors import UnsupportedError
-
-OWN = (*HOSTS, "ds_hessian", "torch")
-"""Packages whose functions and hooks are known."""
 
 PART = 0.25
 """Slopes that are further apart, as parts of the larger one, are no rounding of each other."""
@@ -40,6 +37,14 @@ PART = 0.25
 
 _grad = undispatched(torch.autograd.grad)
 """It, with a mode that sees what backwards call."""
+
+
+def is_known(function: object) -> bool:
+    """Return whether a function, op or hook is torch's, a host's or of this package."""
+    module = str(getattr(function, "__module__", "")).split(".")
+    if module[:2] == ["torch", "_ops"]:  # by the namespace: others are custom ops
+        return module[2:] in ([], ["aten"], ["prims"])
+    return module[0] in (*HOSTS, "ds_hessian", "torch")
 
 
 class _Unknown(Exception):
@@ -171,7 +176,7 @@ def unchanging(hook: Callable[..., Any]) -> Callable[..., Any]:
         hook: Called with the gradient, or with a module and its gradients; those of hosts are
             returned as they are.
     """
-    if package_of(hook) in OWN:
+    if is_known(hook):
         return hook
 
     @functools.wraps(hook)

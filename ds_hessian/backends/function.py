@@ -36,7 +36,7 @@ from ds_hessian.backends.choices import DIMS, Sides, chooses
 from ds_hessian.backends.constants import Constants, leaves, refuse_lost, refuse_solves
 from ds_hessian.backends.contexts import refuse_context
 from ds_hessian.backends.decisions import Decisions, in_backward
-from ds_hessian.backends.derivatives import OWN, is_derivative, unchanging
+from ds_hessian.backends.derivatives import is_derivative, is_known, unchanging
 from ds_hessian.backends.dropping import PROBABILITIES, drops
 from ds_hessian.backends.hooks import unheard, unseen
 from ds_hessian.backends.in_python import COMPOSED, INERT, is_composed, undispatched
@@ -47,7 +47,6 @@ from ds_hessian.backends.state import (
     STATISTICS,
     State,
     is_a_hosts,
-    package_of,
     tensors_in,
     written_by,
 )
@@ -59,6 +58,7 @@ HELD = {*pieces.NAMES, *compositions.EXPANDED}
 
 
 CPU = torch.device("cpu")
+OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 EMBEDDINGS = (functional.embedding, functional.embedding_bag)
 BY_FREQUENCY = (5, "scale_grad_by_freq")
 """Where embeddings are told to scale gradients, so that these are no longer those of the loss."""
@@ -301,7 +301,7 @@ class FixedFunction(TorchFunctionMode):
         if self._trying:
             return apply(*args)
         if self.decisions.learning and torch.is_grad_enabled():
-            self._require_derivative(apply, args)
+            self._require_derivative(apply, args, {})
         if (state := self._watching(back)) is not None:
             with torch._C.DisableTorchFunction(), unseen():
                 state.before(apply, args, {})
@@ -317,18 +317,22 @@ class FixedFunction(TorchFunctionMode):
             constants.note("apply", args, [], made)
         return made
 
-    def _require_derivative(self, apply: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Raise where the backward of a function that somebody has written is no derivative."""
-        function = getattr(apply, "__self__", None)
+    def _require_derivative(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Raise where the backward that somebody has written, of the `torch.autograd.Function` that
+        is called or of a custom op, is no derivative.
+        """
+        function = call if isinstance(call, OPS) else getattr(call, "__self__", None)
         way = (function, *(a for a in args if isinstance(a, (bool, int, float, str))))
-        if way in self._tried or package_of(function) in OWN:
+        if way in self._tried or is_known(function):
             return
         if torch._C._are_functorch_transforms_active():
             return
 
         def again(*args: Any) -> Any:
             with kept_random_states(self._device):
-                return apply(*args)
+                return call(*args, **kwargs)
 
         self._trying = True
         try:
@@ -337,9 +341,10 @@ class FixedFunction(TorchFunctionMode):
         finally:
             self._trying = False
         if found is False:
+            called = getattr(function, "__name__", function)
             raise UnsupportedError(
-                "ds_hessian does not support a torch.autograd.Function whose backward is not the "
-                f"derivative of its forward ({getattr(function, '__name__', function)}), as where "
+                "ds_hessian does not support a torch.autograd.Function or custom op whose backward "
+                f"is not the derivative of its forward ({called}), as where "
                 "gradients are turned round, scaled or estimated: the gradient is not that of the "
                 "loss; write y + (f - y).detach(), with f the function and y the one whose "
                 "derivative the backward is, which is measured as a double backward has it"
@@ -372,6 +377,8 @@ class FixedFunction(TorchFunctionMode):
         elif func in COMPOSED or is_composed(func, types):
             return self._composed(func, args, kwargs)
         decisions.look_for_kinks(name, args, kwargs)
+        if decisions.learning and isinstance(func, OPS) and torch.is_grad_enabled():
+            self._require_derivative(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _composed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
