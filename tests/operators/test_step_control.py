@@ -294,8 +294,11 @@ def test_a_product_that_bends_more_than_its_pilot_has_as_much_more_truncation() 
     assert all(truth < error < 3 * truth for error in errors), errors
 
 
-def test_what_a_product_has_shown_is_not_asked_of_the_product_made_again() -> None:
-    """A third difference of all micro-batches tells T, of which the pilot has nothing."""
+@pytest.mark.parametrize("noisy", [True, False])
+def test_what_a_product_has_shown_is_not_asked_of_the_product_made_again(noisy: bool) -> None:
+    """A third difference of all micro-batches tells T, of which the pilot has nothing, and that
+    there is no kink: also where the pilot's r is less beside it than it was farther out.
+    """
     controller, share, kappa = taught(), 1 / 8, 10.0
     controller.learn([seen(H, bend=share * BEND, third=1.05 * NOISE / H)])
     product = seen(H, micro_batches=8)
@@ -303,7 +306,9 @@ def test_what_a_product_has_shown_is_not_asked_of_the_product_made_again() -> No
     assert controller.doubts_of_slice(product)
     again = controller.judge(replace(product, third=kappa * (BEND * H) ** 2))
     assert again < H / 2
-    controller.learn([seen(again, bend=share * BEND, third=1.05 * NOISE / again)])
+    trial = seen(again, bend=share * BEND, third=1.05 * NOISE / again)
+    ratio = trial.nonlinearity if noisy else 0.97 * share * BEND * again
+    controller.learn([replace(trial, nonlinearity=ratio)])
     product = seen(again, micro_batches=8)
     controller.judge(product)
     assert not controller.doubts_of_slice(product)

@@ -159,6 +159,7 @@ class StepController(Estimates):
         self.floor, self.wall = self.smallest, math.inf
         self.kinked = False  # whether its product has kinks that its pilot has not
         self.shown = 0.0  # the slice's truncation over h^p that its own third difference has shown
+        self.even = 0.0  # the displacement up to which that has shown no kink
 
     def first_h(self) -> float:
         """Return the displacement of the next vector's first trial."""
@@ -370,7 +371,7 @@ class StepController(Estimates):
         if self._first:  # of the slice nothing else has told
             return _bent(product, self.outlook)
         if self.shown:
-            return False
+            return self._is_strange(product, self.outlook)
         assert self.belief is not None
         usual = DOUBTFUL if self.products < 2 else self._usual
         doubted = self._unlike(product) > usual and _bent(product, self.outlook)
@@ -403,6 +404,7 @@ class StepController(Estimates):
             self._keep_kappa(self.belief)  # at once: a product that is repeated has another belief
             if not self.kinked:
                 self.cleared = max(self.cleared, self._unlike(product))
+                self.even = product.h
         strange = self._is_strange(product, outlook)
         if self.fixed is None and strange and not self._often_rough:
             # Where its ratio is its error, and noise as large.
@@ -417,7 +419,8 @@ class StepController(Estimates):
 
     def _is_strange(self, product: Trial, outlook: Outlook) -> bool:
         """Return whether a product has kinks that its pilot has not, by more than rounding."""
-        strange = product.third is None and self._unlike(product) > self._usual
+        told = product.third is not None or product.h <= self.even
+        strange = not told and self._unlike(product) > self._usual
         return (self.kinked or strange) and not self.whole and _bent(product, outlook)
 
     def _unlike(self, product: Trial) -> float:
