@@ -148,7 +148,7 @@ def _is_derivative(apply: Callable[..., Any], args: Sequence[Any]) -> bool | Non
     largest = max(abs(slopes[1]), abs(claimed))
     if not abs(slopes[0] - slopes[1]) <= PART / 2 * largest:
         return None
-    return abs(slopes[1] - claimed) <= PART * largest
+    return any(abs(slope - claimed) <= PART * largest for slope in slopes)
 
 
 def _outputs(
