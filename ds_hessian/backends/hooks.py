@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -48,9 +47,11 @@ def unseen() -> Iterator[None]:
 
 
 def beside(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a hook of a measurement run beside the model: what it computes is no choice of it."""
+    """Make a hook of a measurement run beside the model: what it computes is no choice of it.
 
-    @wraps(function)
+    It is a function of this package, whatever it calls: `functools.partial` names another one.
+    """
+
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         with own_defaults(), torch._C.DisableTorchFunction(), unseen():
             return function(*args, **kwargs)
@@ -62,7 +63,6 @@ def on_cotangents(function: Callable[P, R]) -> Callable[P, R | None]:
     """Make a hook of a tensor's cotangent run beside the model, but in `unheard` backwards."""
     inner = beside(function)
 
-    @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R | None:
         return None if _Trials.running else inner(*args, **kwargs)
 
