@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -99,6 +100,7 @@ class FixedFunction(TorchFunctionMode):
         self.state: State | None = None
         self.note_graph: Callable[[Tensor], object] = lambda output: None
         self._dropout, self._ended = dropout, False
+        self._told = False  # whether the caller knows that what it has changed is refused
         self._modules, self._stored, self._device = modules, Stored(), device
         self._flags = list[tuple[nn.Module, bool]]()
         self._constants, self._within = Constants(), False  # whether a forward is under way
@@ -135,11 +137,17 @@ class FixedFunction(TorchFunctionMode):
         self.require_open()
         refuse_context(self._device)
         if changed := self._stored.changed():
+            self._told = True
             raise ConfigError(
                 f"{', '.join(changed[:5])} was frozen, replaced, or given another type or other "
                 "memory inside of a measurement, which has coordinates of what it was: change the "
                 "model before you attach"
             )
+
+    def require_told(self) -> None:
+        """Raise for what the caller has changed, which is undone, if no displacement has."""
+        if not self._told:
+            self.require_unchanged()
 
     @contextmanager
     def running(self, keys: Iterable[Hashable] = ()) -> Iterator[None]:
@@ -385,6 +393,7 @@ class FixedFunction(TorchFunctionMode):
         """Call a function in Python, and see what it calls."""
         if func not in self._bodies:
             self._bodies[func] = undispatched(func)
+        self._seen |= isinstance(func, HigherOrderOperator)
         with self:
             return self._bodies[func](*args, **kwargs)
 

@@ -7,6 +7,7 @@ the same stack; they are undone in reverse order, also when something raises.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -188,13 +189,23 @@ def unchanging_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
 @contextmanager
 def eager(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Run the body without `torch.compile`: compiled code calls no functions that could be held."""
-    compiler: Any = torch.compiler
     with ExitStack() as stack:
         for module in (m for root in modules for m in root.modules()):
             if vars(module).get("_compiled_call_impl") is not None:  # of module.compile()
                 swap(stack, module, "_compiled_call_impl", None)
-        if "torch._dynamo" in sys.modules and hasattr(compiler, "set_stance"):  # torch 2.6
-            stack.enter_context(compiler.set_stance("force_eager"))
+        force = functools.partial(torch.compiler.set_stance, "force_eager")
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(force())
+        else:  # whose import takes seconds: when the model is the first to ask for it
+            owner: Any = torch
+            compiled = owner.compile
+
+            def forced(*args: Any, **kwargs: Any) -> Any:
+                stack.enter_context(force())
+                owner.compile = compiled
+                return compiled(*args, **kwargs)
+
+            swap(stack, owner, "compile", forced)
         yield
 
 

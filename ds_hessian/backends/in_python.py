@@ -1,7 +1,9 @@
 """Functions of torch's that a mode need not see, and those in Python, which call others that it is
 to see.
 
-While torch calls what it has handed to a mode, the mode is off.
+While torch calls what it has handed to a mode, the mode is off. Operators that are given functions
+(`torch.cond`, `scan`, `map`) call them in a kernel in Python, which has the derivatives of what
+these compute; torch's own derivatives of them are traced, and need compiled code.
 """
 
 from __future__ import annotations
@@ -12,10 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
+
+from ds_hessian.backends.hooks import unseen
 
 COMPOSED = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _IN_PYTHON = ("torch.nn.functional", "torch.functional")
 """Functions in Python, and modules of them, in which others are called."""
+_DENSE = torch._C.DispatchKey.CompositeExplicitAutograd
+"""What torch finds the kernel of an operator by that calls what it is given."""
 
 _DESCRIBING = (
     *("shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn"),
@@ -30,6 +37,8 @@ INERT |= {torch._C._set_grad_enabled}
 
 def is_composed(func: Any, types: Iterable[type]) -> bool:
     """Return whether a function calls others, with tensors that have no functions of their own."""
+    if isinstance(func, HigherOrderOperator):
+        return _DENSE in func.py_kernels
     plain = all(kind in (Tensor, nn.Parameter) for kind in types)
     return plain and isinstance(func, FunctionType) and func.__globals__["__name__"] in _IN_PYTHON
 
@@ -38,6 +47,8 @@ def undispatched(func: Any) -> Callable[..., Any]:
     """Return the same function in Python without the line that hands it to a mode, which may be in
     a function of its own (`torch.meshgrid`).
     """
+    if isinstance(func, HigherOrderOperator):
+        return unseen()(func.py_kernels[_DENSE])
     kinds = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     names = {**func.__globals__, **dict.fromkeys(kinds, lambda *_: False)}
     hands_over = {"handle_torch_function", func.__name__}

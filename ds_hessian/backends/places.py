@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ds_hessian.backends.state import hooks_in
 from ds_hessian.errors import UnsupportedError
 
 
@@ -20,7 +21,8 @@ from ds_hessian.errors import UnsupportedError
 def in_place_of(
     made: Mapping[int, nn.Parameter], model: nn.Module, leave: Callable[[], None]
 ) -> Iterator[None]:
-    """Run the body with other parameters in a model.
+    """Run the body with other parameters in a model, whose modules are put together as they were
+    then: what the body makes of one (a parametrization, an adapter) would keep the others.
 
     Args:
         made: `{id of a parameter: what takes its place}`.
@@ -31,6 +33,8 @@ def in_place_of(
         UnsupportedError: in a backward of the body: a parameter got a gradient itself.
     """
     with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(_put_together, module, type(module), *map(dict, _parts(module)))
         for name, p in model.named_parameters():
             if p.requires_grad and id(p) in made:
                 stack.callback(p.register_hook(_past_the_model(name)).remove)
@@ -42,6 +46,26 @@ def in_place_of(
                 container[key] = made[id(p)]
         stack.callback(leave)
         yield
+
+
+def _parts(module: nn.Module) -> tuple[dict[Any, Any], ...]:
+    """Return the parameters of a module, the modules in it, and its hooks."""
+    return module._parameters, module._modules, *hooks_in(module)
+
+
+def _put_together(module: nn.Module, kind: type[nn.Module], *kept: dict[Any, Any]) -> None:
+    """Give a module whose class, parameters or modules were changed what it had, in that order."""
+    parts = _parts(module)
+    if type(module) is kind and all(map(_is_same, parts[:2], kept)):
+        return
+    module.__class__ = kind
+    for part, before in zip(parts, kept, strict=True):
+        part.clear()
+        part.update(before)
+
+
+def _is_same(part: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    return list(part) == list(before) and all(part[name] is before[name] for name in part)
 
 
 def _places(model: nn.Module) -> Iterator[tuple[Any, Any, nn.Parameter]]:

@@ -111,7 +111,7 @@ class State:
         """
         self.put_back()
         inside = modules_of(self.modules) if first else []
-        hooks = [each for m in inside for each in _hooks(m)] if first else self._hooked
+        hooks = [each for m in inside for each in hooks_in(m)] if first else self._hooked
         known = [set(each) for each in hooks]
         try:
             with self._watched(inside) if first else nullcontext():
@@ -404,7 +404,7 @@ def _attributes(owner: Any, left_alone: Set[str] = _OF_TORCH) -> dict[str, Any]:
     return {k: v for k, v in getattr(owner, "__dict__", {}).items() if k not in left_alone}
 
 
-def _hooks(module: nn.Module) -> list[dict[int, Any]]:
+def hooks_in(module: nn.Module) -> list[dict[int, Any]]:
     """Return the dictionaries of a module's hooks, whose keys no other hook has."""
     found = vars(module)
     return [found[name] for name in found if name in _OF_TORCH and "_hooks" in name]

@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune, weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 
 import ds_hessian
 from ds_hessian import HessianConfig, HessianSpectrum
+from ds_hessian.backends.state import hooks_in
 from ds_hessian.errors import ConfigError, HessianError, NumericsError, UnsupportedError
 from ds_hessian.hosts import settings_for
 from tests.operators.nets import Exact, batches, loss_of, mlp
@@ -354,6 +357,43 @@ def test_a_product_after_parameters_changed_inside_of_its_measurement_is_refused
         with pytest.raises(ConfigError, match=r"0.weight.* inside of a measurement"):
             operator.matvec(v)
     assert torch.allclose(job.matvec(v).vector, expected, rtol=1e-3, atol=1e-4)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+class _Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).T
+
+
+REBUILT: dict[str, Callable[[Any], object]] = {
+    "parametrized": lambda net: register_parametrization(net[1], "weight", _Symmetric()),
+    "normalised": lambda net: weight_norm(net[1]),
+    "pruned": lambda net: prune.l1_unstructured(net[1], "weight", 0.5),
+    "wrapped": lambda net: setattr(net, "1", nn.Sequential(net[1], nn.Linear(4, 4))),
+}
+"""What is made of a layer inside of a measurement."""
+
+
+@pytest.mark.parametrize("after", [True, False], ids=["before a product", "at the end"])
+@pytest.mark.parametrize("rebuild", REBUILT)
+def test_what_is_made_of_a_layer_inside_of_a_measurement_is_undone(
+    rebuild: str, after: bool
+) -> None:
+    """The model kept what a measurement has in the place of its parameters."""
+    net = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+    kept, named, hooks = str(net), list(net.named_parameters()), hooks_in(net[1])
+    before = copy.deepcopy(net.state_dict())
+    job = ds_hessian.attach(net, config=QUIET).use(batches(2), loss_of)
+    v = job.random_vector(seed=1)
+    with pytest.raises(ConfigError, match=r"1.* inside of a measurement"):
+        with job.measuring() as operator:
+            operator.matvec(v)
+            REBUILT[rebuild](net)
+            if after:
+                operator.matvec(v)
+    assert str(net) == kept and not any(hooks)
+    for (name, p), (other, q) in zip(net.named_parameters(), named, strict=True):
+        assert name == other and p is q
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
 from torch.overrides import TorchFunctionMode, _len_torch_function_stack
 from torch.utils.checkpoint import checkpoint
 
@@ -496,6 +499,57 @@ def test_compiled_modules_are_measured_eagerly_under_the_same_names() -> None:
     found = [jobs.coefficients(module, data, loss) for module in (net, compiled)]
     assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
     assert torch.equal(compiled(data[0]), net(data[0]))
+
+
+class _Recurrent(nn.Module):
+    """A recurrence with kinks, in which parameters are closed over: torch's `scan`, or a loop."""
+
+    def __init__(self, scans: bool) -> None:
+        super().__init__()
+        self.cell, self.gate, self.scans = nn.Linear(3, 3), nn.Linear(3, 3), scans
+
+    def _step(self, state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        above: Any = state.sum() > 0
+        if self.scans:
+            x = torch.cond(above, lambda y: torch.relu(self.gate(y)), torch.sin, (x,))
+        else:
+            x = torch.relu(self.gate(x)) if above else torch.sin(x)
+        state = torch.relu(self.cell(state) + x) * state.detach().abs().mean()
+        return state, state * 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, states = torch.ones(3), []
+        if self.scans:
+            found = scan(self._step, state, x)[1]
+            assert isinstance(found, Tensor)
+            return found
+        for each in x:
+            state, out = self._step(state, each)
+            states.append(out)
+        return torch.stack(states)
+
+
+def _recurrence(scans: bool) -> list[Any]:
+    torch.manual_seed(2)
+    net = _Recurrent(scans)
+    data = [torch.randn(5, 3) for _ in range(2)]
+    return jobs.coefficients(net, data, lambda model, x: model(x).square().mean())
+
+
+def test_operators_that_are_given_functions_are_measured_as_loops_of_these() -> None:
+    scanned, looped = _recurrence(True), _recurrence(False)
+    for a, b in zip(scanned, looped, strict=True):
+        assert np.allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.full
+def test_a_measurement_may_be_the_first_to_compile() -> None:
+    program = (
+        "import sys; from tests.plain import test_plain; assert 'torch._dynamo' not in sys.modules;"
+        "test_plain.test_operators_that_are_given_functions_are_measured_as_loops_of_these();"
+        "assert 'torch._dynamo' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
 def test_what_is_not_supported_is_refused_by_name() -> None:

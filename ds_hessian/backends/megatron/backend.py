@@ -198,6 +198,7 @@ class MegatronBackend:
                 yield MegatronSession(
                     self, objective, forward, guard, reductions, weights, lockstep, passes
                 )
+                guard.function.require_told()
 
     def _sharded(
         self, stack: ExitStack, masters: Sequence[Tensor | None], overlaps: bool

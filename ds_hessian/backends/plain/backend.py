@@ -172,6 +172,7 @@ class ModuleBackend:
                 weights = ShardedWeights(shards, self.layout, self.space, lambda: None)
             with lockstep.guarded():
                 yield ModuleSession(self, objective, guard, copies, weights, lockstep, widen)
+                guard.function.require_told()
 
     def _require_equal_weights(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         square = 0.0
