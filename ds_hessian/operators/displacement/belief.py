@@ -433,14 +433,9 @@ class Belief:
         return student(off / (SCATTER * wide), FREEDOM)
 
     def _likelihood_of_change(self, change: Change) -> Array:
-        """Return the likelihood of a change. Where r tells b, one between two trials says that N is
-        no more than what it shows: truncation may be more of it than kappa lets expect.
-        """
+        """Return the likelihood of a change of a blind vector, or of a third difference."""
         noise, bend = np.exp(self.noise)[:, None], np.exp(self.bend)
         rounding, least = noise * change.rounding, self.around.roundoff * change.size
-        if not self.blind and not change.alone:
-            off = np.log(np.maximum(rounding, least) / change.value)
-            return student(np.maximum(off, 0.0) / SCATTER, FREEDOM) + np.zeros_like(bend)
         order, above = self.around.order, change.above.h
         reached = np.minimum(bend * above, LARGEST[1]) ** order
         truncated = math.exp(self.kappa.mean) * reached * change.power(order) / above**order
