@@ -7,9 +7,9 @@ J = df/dx, `<c, J u>` and `<J'c, u>` are one number; the first is taken from val
 
     <c, f(x + h u) - f(x - h u)> / 2h,
 
-and the second from the backward. u is along J'c, where both are as large as can be. Two steps tell
-whether the values have a slope there at all; where they do not, and where other ranks have a part
-in the function, nothing is said of it.
+and the second from the backward itself, as it is run. u is along J'c, where both are as large as
+can be. Two steps tell whether the values have a slope there at all; where they do not, and where
+other ranks have a part in the function, nothing is said of it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_hessian.backends.hooks import unseen
+from ds_hessian.backends.hooks import unheard, unseen
 from ds_hessian.backends.in_python import undispatched
 from ds_hessian.backends.state import HOSTS, place, tensors_in
 from ds_hessian.errors import UnsupportedError
 
 PART = 0.25
 """Slopes that are further apart, as parts of the larger one, are no rounding of each other."""
-
-
-_grad = undispatched(torch.autograd.grad)
-"""It, with a mode that sees what backwards call."""
 
 
 def is_known(function: object) -> bool:
@@ -49,6 +46,10 @@ def is_known(function: object) -> bool:
 
 class _Unknown(Exception):
     """Nothing can be said of a function."""
+
+
+_grad = undispatched(torch.autograd.grad)
+"""It, with a mode that sees what backwards call."""
 
 
 class _Alone(TorchFunctionMode):
@@ -101,62 +102,125 @@ def _refuse_module(*_: Any) -> None:
     raise _Unknown
 
 
-def is_derivative(apply: Callable[..., Any], args: Sequence[Any]) -> bool | None:
-    """Return whether the backward of a function is the derivative of its forward, at these
-    arguments; None where that cannot be told.
+def is_derivative(
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    gradients: Sequence[Tensor | None],
+    cotangents: Sequence[Tensor | None],
+) -> bool | None:
+    """Return whether gradients of a function's arguments are those of its values; None where that
+    cannot be told.
 
     Args:
-        apply: Calls the function; each call must draw the same random numbers.
+        call: Calls the function; each call must draw the same random numbers.
         args: Its arguments, none of which is changed.
+        gradients: What its backward has made, for each tensor among them.
+        cotangents: Of what, for each tensor that it returns.
     """
-    calls = register_module_forward_pre_hook(_refuse_module)
+    hooks = register_module_forward_pre_hook(_refuse_module)
     try:
-        with _Alone(), saved_tensors_hooks(_as_it_is, _as_it_is):
-            return _is_derivative(apply, args)
-    except Exception:  # as of a function that cannot be called twice: it was no call of the model's
+        with unheard(), _Alone(), saved_tensors_hooks(_as_it_is, _as_it_is):
+            found = _is_derivative(call, args, gradients, cotangents)
+            if found is not False:
+                return found
+            # It may add a term that no value has: little, beside those of larger cotangents.
+            return _is_derivative(call, args, *_backward(call, args))
+    except _Unknown:
         return None
+    except Exception:
+        if _fails(call, args):  # as what cannot be called beside the model
+            return None
+        raise
     finally:
-        calls.remove()
+        hooks.remove()
 
 
-def _is_derivative(apply: Callable[..., Any], args: Sequence[Any]) -> bool | None:
-    given = [isinstance(a, Tensor) and a.requires_grad for a in args]
-    x = [a.detach().clone().requires_grad_() for a, g in zip(args, given, strict=True) if g]
+def _fails(call: Callable[..., Any], args: Sequence[Any]) -> bool:
+    try:
+        with _Beside([]), torch.enable_grad():
+            call(*(a.detach() if isinstance(a, Tensor) else a for a in args))
+    except Exception:
+        return True
+    return False
+
+
+def node_of(made: Any, function: object) -> Any:
+    """Return the node of the graph at which a written function's backward is; None without one."""
+    nodes = [t.grad_fn for t in tensors_in((made,)) if isinstance(t.grad_fn, BackwardCFunction)]
+    if not nodes:
+        return None
+    own = getattr(nodes[0], "_forward_cls", None)
+    of_op = str(getattr(own, "__name__", "")).startswith("GeneratedBackwardFor_")
+    return nodes[0] if own is function or of_op else None
+
+
+def _backward(
+    call: Callable[..., Any], args: Sequence[Any]
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Return gradients and cotangents, as `is_derivative` takes them, of cotangents of size 1."""
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    x = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+    trained = [t for t in x if t.requires_grad]
     with _Beside(x), torch.enable_grad():
-        made = _outputs(apply, args, given, [each.view_as(each) for each in x])
-        made = [each for each in made if each.requires_grad]
-        # A generator of its own: the model's draw what they would have.
-        draws = {t.device: torch.Generator(t.device).manual_seed(0) for t in (*x, *made)}
-        c = [_normal(y, draws) for y in made]
-        found = _grad(made, x, c, allow_unused=True)
-    b = [torch.zeros_like(t) if g is None else g for t, g in zip(x, found, strict=True)]
+        views = iter([t.view_as(t) for t in x])
+        made = list(
+            tensors_in((call(*(next(views) if isinstance(a, Tensor) else a for a in args)),))
+        )
+        draws = {t.device: torch.Generator(t.device).manual_seed(0) for t in made}
+        cotangents = [_normal(y, draws) if y.requires_grad else None for y in made]
+        pairs = [(y, c) for y, c in zip(made, cotangents, strict=True) if c is not None]
+        found = iter(
+            _grad([y for y, _ in pairs], trained, [c for _, c in pairs], allow_unused=True)
+        )
+    return [next(found) if t.requires_grad else None for t in x], cotangents
+
+
+def _is_derivative(
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    gradients: Sequence[Tensor | None],
+    cotangents: Sequence[Tensor | None],
+) -> bool | None:
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if len(tensors) != len(gradients):
+        return None
+    given = [isinstance(a, Tensor) and a.requires_grad for a in args]
+    pairs = list(zip(tensors, gradients, strict=True))
+    x = [t.detach() for t, _ in pairs if t.requires_grad]
+    b = [torch.zeros_like(t) if g is None else g for t, g in pairs if t.requires_grad]
+    draws = {t.device: torch.Generator(t.device).manual_seed(0) for t in x}
     along = [g if g.any() else _normal(g, draws) for g in b]
-    u = [d * (t.detach().norm() / d.norm()) for d, t in zip(along, x, strict=True)]
+    u = [d * (t.norm() / d.norm()) for d, t in zip(along, x, strict=True)]
     claimed = _inner(b, u)
-    h = max(torch.finfo(t.dtype).eps for t in (*x, *made)) ** (1 / 3)
-    slopes = []
-    for step in (h, h / 4):
-        ends = []
-        for side in (step, -step):
-            with torch.no_grad():
-                moved = [t.detach() + side * d for t, d in zip(x, u, strict=True)]
-            with _Beside(moved), torch.enable_grad():
-                moved = [t.requires_grad_().view_as(t) for t in moved]
-                ends.append(_outputs(apply, args, given, moved))
-        ends = [[y for y in end if y.requires_grad] for end in ends]
-        slopes.append((_inner(c, ends[0]) - _inner(c, ends[1])) / (2 * step))
+    kinds = {t.dtype for t in (*x, *cotangents) if t is not None}
+    h = max(torch.finfo(kind).eps for kind in kinds) ** (1 / 3)
+    slopes = [_slope(call, args, given, x, u, cotangents, step) for step in (h, h / 4)]
     largest = max(abs(slopes[1]), abs(claimed))
-    if not abs(slopes[0] - slopes[1]) <= PART / 2 * largest:
+    if largest == 0 or not abs(slopes[0] - slopes[1]) <= PART / 2 * largest:
         return None
     return any(abs(slope - claimed) <= PART * largest for slope in slopes)
 
 
-def _outputs(
-    apply: Callable[..., Any], args: Sequence[Any], given: Sequence[bool], x: Sequence[Tensor]
-) -> list[Tensor]:
-    tensors = iter(x)
-    made = apply(*(next(tensors) if g else a for a, g in zip(args, given, strict=True)))
-    return list(tensors_in((made,)))
+def _slope(
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    given: Sequence[bool],
+    x: Sequence[Tensor],
+    u: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+    h: float,
+) -> float:
+    """Return `<c, f(x + h u) - f(x - h u)> / 2h`, by calls in the place of a model's."""
+    total = 0.0
+    for side in (h, -h):
+        moved = [t + side * d for t, d in zip(x, u, strict=True)]
+        with _Beside(moved), torch.enable_grad():
+            tensors = iter([t.requires_grad_().view_as(t) for t in moved])
+            made = call(*(next(tensors) if g else a for a, g in zip(args, given, strict=True)))
+        pairs = zip(cotangents, tensors_in((made,)), strict=True)
+        found = [(c, y) for c, y in pairs if c is not None]
+        total += _inner(*zip(*found, strict=True)) / (2 * side) if found else 0.0
+    return total
 
 
 def _normal(like: Tensor, draws: Mapping[torch.device, torch.Generator]) -> Tensor:

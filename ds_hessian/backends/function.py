@@ -37,13 +37,13 @@ from ds_hessian.backends.choices import DIMS, Sides, chooses
 from ds_hessian.backends.constants import Constants, leaves, refuse_lost, refuse_solves
 from ds_hessian.backends.contexts import refuse_context
 from ds_hessian.backends.decisions import Decisions, in_backward
-from ds_hessian.backends.derivatives import is_derivative, is_known, unchanging
+from ds_hessian.backends.derivatives import is_derivative, is_known, node_of, unchanging
 from ds_hessian.backends.dropping import PROBABILITIES, drops
 from ds_hessian.backends.hooks import unheard, unseen
 from ds_hessian.backends.in_python import COMPOSED, INERT, is_composed, undispatched
 from ds_hessian.backends.kinks import argument, with_argument
 from ds_hessian.backends.names import Stored
-from ds_hessian.backends.random_states import kept_random_states
+from ds_hessian.backends.random_states import RandomState, kept_random_states, trackers
 from ds_hessian.backends.state import (
     STATISTICS,
     State,
@@ -107,7 +107,7 @@ class FixedFunction(TorchFunctionMode):
         self._padding = Constants()  # rows of embeddings for padding
         self._bodies: dict[Any, Callable[..., Any]] = {}
         self._derives = set[Hashable]()  # forwards that take derivatives themselves
-        self._tried = set[Hashable]()  # written backwards of which nothing is to be said
+        self._derivatives = set[Hashable]()  # functions whose written backwards are
         self._trying = False
         self._seen = False  # whether a function has decided, was to drop, or has read padding
 
@@ -308,56 +308,59 @@ class FixedFunction(TorchFunctionMode):
         constants, back = self._constants, in_backward()
         if self._trying:
             return apply(*args)
-        if self.decisions.learning and torch.is_grad_enabled():
-            self._require_derivative(apply, args, {})
         if (state := self._watching(back)) is not None:
             with torch._C.DisableTorchFunction(), unseen():
                 state.before(apply, args, {})
         if not self._follows(back):
-            return apply(*args)
+            return self._judged(apply, args, {})
         with torch._C.DisableTorchFunction():
             args, _ = constants.held("apply", (args, {}), [], False, back)
         read = constants.read
-        made = apply(*args)
+        made = self._judged(apply, args, {})
         with torch._C.DisableTorchFunction():
             if constants.read > read and not back:
                 refuse_lost(args)
             constants.note("apply", args, [], made)
         return made
 
-    def _require_derivative(
+    def _judged(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Raise where the backward that somebody has written, of the `torch.autograd.Function` that
-        is called or of a custom op, is no derivative.
+    ) -> Any:
+        """Call a `torch.autograd.Function`, or a custom op; its first backward is refused where it
+        is not the derivative.
         """
         function = call if isinstance(call, OPS) else getattr(call, "__self__", None)
         way = (function, *(a for a in args if isinstance(a, (bool, int, float, str))))
-        if way in self._tried or is_known(function):
-            return
-        if torch._C._are_functorch_transforms_active():
-            return
+        learning = self.decisions.learning and torch.is_grad_enabled()
+        if not learning or way in self._derivatives or is_known(function):
+            return call(*args, **kwargs)
+        generators = RandomState(self._device, trackers())
+        drawn, versions = generators.get(), [t._version for t in tensors_in(args)]
+        made = call(*args, **kwargs)
 
         def again(*args: Any) -> Any:
             with kept_random_states(self._device):
+                generators.set(drawn)
                 return call(*args, **kwargs)
 
-        self._trying = True
-        try:
-            with unseen(), unheard():
-                found = is_derivative(again, args)
-        finally:
-            self._trying = False
-        if found is False:
-            called = getattr(function, "__name__", function)
-            raise UnsupportedError(
-                "ds_hessian does not support a torch.autograd.Function or custom op whose backward "
-                f"is not the derivative of its forward ({called}), as where "
-                "gradients are turned round, scaled or estimated: the gradient is not that of the "
-                "loss; write y + (f - y).detach(), with f the function and y the one whose "
-                "derivative the backward is, which is measured as a double backward has it"
-            )
-        self._tried.add(way)
+        def judge(gradients: Sequence[Tensor | None], cotangents: Sequence[Tensor | None]) -> None:
+            if way in self._derivatives or versions != [t._version for t in tensors_in(args)]:
+                return
+            self._trying = True
+            try:
+                with unseen():
+                    found = is_derivative(again, args, gradients, cotangents)
+            finally:
+                self._trying = False
+            if found is False:
+                raise _is_no_derivative(function)
+            if found:
+                self._derivatives.add(way)
+
+        node = node_of(made, function)
+        if node is not None and not torch._C._are_functorch_transforms_active():
+            node.register_hook(judge)
+        return made
 
     def _call(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -385,8 +388,8 @@ class FixedFunction(TorchFunctionMode):
         elif func in COMPOSED or is_composed(func, types):
             return self._composed(func, args, kwargs)
         decisions.look_for_kinks(name, args, kwargs)
-        if decisions.learning and isinstance(func, OPS) and torch.is_grad_enabled():
-            self._require_derivative(func, args, kwargs)
+        if isinstance(func, OPS):
+            return self._judged(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _composed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -440,6 +443,17 @@ class FixedFunction(TorchFunctionMode):
             row = self._padding.value(weight[padding].detach(), in_backward())
             self._seen |= self.decisions.first and bool(padded.any())
         return torch.where(padded.unsqueeze(-1), row, read)
+
+
+def _is_no_derivative(function: object) -> UnsupportedError:
+    called = getattr(function, "__name__", function)
+    return UnsupportedError(
+        "ds_hessian does not support a torch.autograd.Function or custom op whose backward is not "
+        f"the derivative of its forward ({called}), as where gradients are turned round, scaled or "
+        "estimated: the gradient is not that of the loss; write y + (f - y).detach(), with f the "
+        "function and y the one whose derivative the backward is, which is measured as a double "
+        "backward has it"
+    )
 
 
 def _rescales() -> UnsupportedError:
