@@ -38,7 +38,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType, TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -130,6 +130,7 @@ class Lockstep(Follower):
         self._between: Between | None = None  # in `again`, outside of its segments
         # Why this rank cannot go on with the others, who wait until it has left the job.
         self._lost: LockstepError | None = None
+        self._broken: str | None = None  # why a collective under way has failed: a rank is gone
         if self.world_size == 1:
             return
         self.rank = dist.get_rank()
@@ -456,6 +457,8 @@ class Lockstep(Follower):
         traceback.clear_frames(error.__traceback__)
         try:
             assert self._log is not None
+            if self._broken is not None:
+                raise LockstepError(f"a collective has failed under way ({self._broken})")
             yield Following(self._log, self._peers, self._meshed, self._communication, self.device)
         except Exception as why:
             message = (
@@ -486,6 +489,9 @@ class Lockstep(Follower):
                     stack.callback(setattr, dist.ProcessGroup, name, vars(dist.ProcessGroup)[name])
                     recorded = self._recorded(name, getattr(dist.ProcessGroup, name))
                     setattr(dist.ProcessGroup, name, recorded)
+            work: Any = dist.Work
+            stack.callback(setattr, work, "wait", work.wait)
+            work.wait = self._awaited(work.wait)
             if hasattr(self._communication, SHARED_MEMORY):
                 own = vars(self._communication)  # of a measurement around this one
                 if SHARED_MEMORY in own:
@@ -510,6 +516,18 @@ class Lockstep(Follower):
             return make() if self._between is None else self._between.make(line, args, make)
 
         return call
+
+    def _awaited(self, method: Callable[..., bool]) -> Callable[..., bool]:
+        @functools.wraps(method)
+        def wait(work: dist.Work, *args: object, **kwargs: object) -> bool:
+            try:
+                return method(work, *args, **kwargs)
+            except Exception as error:
+                if threading.get_ident() == self._thread or _by_autograd():
+                    self._broken = self._broken or text_of(error)
+                raise
+
+        return wait
 
     def _shared_memory(self) -> Callable[..., object]:
         method: Callable[..., object] = getattr(self._communication, SHARED_MEMORY)

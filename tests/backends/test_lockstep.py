@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import DEFAULT, MagicMock, patch
 
@@ -27,7 +28,7 @@ from ds_hessian.ranks.lockstep import Lockstep, LockstepError
 from ds_hessian.ranks.log import Log
 from ds_hessian.ranks.passes import ABSENT
 from tests.backends.exchange_jobs import counted
-from tests.ranks import RankPool
+from tests.ranks import RankPool, context, free_port
 from tests.tiers import cells
 
 Ranks = Callable[[int], RankPool]
@@ -399,6 +400,37 @@ def test_a_collective_that_raises_is_made_up_for(ranks: Ranks) -> None:
     message = "while trying, rank 0: MemoryError: full, "
     results = ranks(2).run(left_inside, timeout=120)
     assert results == [message + "[3, 2]", message + "[3, 2, 1]"]
+
+
+def beside_a_killed_rank(rank: int, port: int, said: str) -> None:
+    """Rank 1, which does not have the store, is killed; rank 0 writes what it is told."""
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    try:
+        with Lockstep(torch.device("cpu")) as lockstep, lockstep.together("trying"):
+            dist.all_reduce(torch.ones(3))
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.ones(2))
+    except LockstepError as error:
+        Path(said).write_text(str(error))
+    os._exit(0)
+
+
+def test_a_rank_that_is_killed_ends_the_others_at_once(tmp_path: Path) -> None:
+    """They waited ten minutes for its log."""
+    port, said = free_port(), tmp_path / "said"
+    processes = [
+        context().Process(target=beside_a_killed_rank, args=(rank, port, str(said)))
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+    assert "a collective has failed under way" in said.read_text()
+    assert "end the job" in said.read_text()
 
 
 def beside_a_thread() -> tuple[str, int]:
