@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import CellType
 from typing import Any
 
 import numpy as np
@@ -82,9 +83,14 @@ class MicroBatches:
 
 def code_of(loss: object) -> int:
     """Return what tells a loss from others of the process; a function that is made anew by the same
-    code, as a lambda in a loop, is the same.
+    code, as a lambda in a loop, is the same where the numbers and names that it is given are.
     """
-    return hash(getattr(loss, "__code__", None) or id(loss))
+    code = getattr(loss, "__code__", None)
+    if code is None:
+        return hash(id(loss))
+    cells = [cell for cell in getattr(loss, "__closure__", None) or () if cell != CellType()]
+    given = [*(cell.cell_contents for cell in cells), *(getattr(loss, "__defaults__", None) or ())]
+    return hash((code, *(v if isinstance(v, (int, float, str)) else None for v in given)))
 
 
 def _require_loss_fn(loss_fn: object) -> None:

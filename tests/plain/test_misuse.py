@@ -459,3 +459,23 @@ def test_gradients_scaled_by_frequencies_are_taken_as_those_of_the_loss(bag: boo
         product = hessian.matvec(hessian.random_vector(seed=0))
         found.append(product.vector)
     assert torch.equal(*found)
+
+
+def test_losses_of_one_factory_start_from_their_own_directions() -> None:
+    """The second one started from a direction of other parameters, and had 2.25 for 25."""
+    net = nn.ModuleList([nn.Linear(4, 1, bias=False) for _ in range(2)])
+    for p in net.parameters():
+        nn.init.zeros_(p)
+    x, y = torch.diag(torch.tensor([10.0, 3.0, 1.0, 0.5])), torch.ones(4, 1)
+
+    def head(number: int) -> Any:
+        def loss(model: Any, entry: Any) -> Tensor:
+            wanted = entry[1].index_fill(0, torch.tensor([0]), float(1 - number))
+            return 0.5 * (model[number](entry[0]) - wanted).square().mean()
+
+        return loss
+
+    job = ds_hessian.attach(net, config={"progress": False})
+    for number in range(2):
+        found = job.use([(x, y)], head(number)).sharpness(preconditioned=False)
+        assert found.eigenvalue_max.value == pytest.approx(25, rel=1e-2)
