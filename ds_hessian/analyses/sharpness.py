@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from ds_hessian import krylov
@@ -119,7 +120,10 @@ class Sharpness(Journaled[HessianSharpness]):
         if self.max_matvecs < least:
             raise ConfigError(f"max_matvecs must be at least {least} here, got {self.max_matvecs}")
         adam = backend.adam() if preconditioned else None
-        warm = self.followed is not None and len(self.followed.vectors) > preconditioned
+        have = self.followed is not None and len(self.followed.vectors) > preconditioned
+        # Some ranks may have a loss of other numbers, or a measurement that has failed late.
+        ranks = backend.space.reduce(torch.tensor([have], dtype=torch.float64))
+        warm = bool(ranks[0] == backend.space.world_size)
         return replace(self, preconditioned=preconditioned, adam=adam, warm=warm)
 
     def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, object]:

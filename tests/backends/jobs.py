@@ -1131,6 +1131,25 @@ def sharpness_in_training(stage: int, rounds: int, between: int, lr: float, **li
     return found, solved, plain
 
 
+def sharpness_of_other_numbers() -> Any:
+    """(warm, value) of two calls, whose losses have another number than before on one rank."""
+    engine = make_engine(hessian=QUIET)
+    hessian, found = engine.hessian, []
+
+    def noting(number: int) -> Any:
+        def loss(model: Any, entry: Any) -> Any:
+            return model(*entry) + 0 * number
+
+        return loss
+
+    for number in (0, dist.get_rank()):
+        hessian.use(my_batches(2), noting(number))
+        record = hessian.sharpness(preconditioned=False)
+        found.append((record.warm, record.eigenvalue_max.value))
+    engine.destroy()
+    return found
+
+
 def influences(damping: float) -> Any:
     """Weights and record of the first 3 micro-batches on a query of 2, on a trained TinyGPT."""
     engine = make_engine(hessian=QUIET)

@@ -117,6 +117,12 @@ def test_without_a_preconditioner_a_warm_start_is_taken_over(run: Any) -> None:
     assert plain.eigenvalue_max.value == pytest.approx(exact, rel=0.02)
 
 
+def test_ranks_start_together_where_one_has_a_loss_of_other_numbers(ranks: Ranks) -> None:
+    """One alone started from its direction: the others waited for its products."""
+    mine, others = ranks(2).run(jobs.sharpness_of_other_numbers)
+    assert mine == others and [warm for warm, _ in mine] == [False, False]
+
+
 def test_adam_preconditions_a_solve(run: Any) -> None:
     _, (weights, _, b, x, errors), _ = run
     dense, matrix = dense_at(weights)
