@@ -48,6 +48,14 @@ class _Unknown(Exception):
     """Nothing can be said of a function."""
 
 
+class _Failed(Exception):
+    """A function has raised."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 _grad = undispatched(torch.autograd.grad)
 """It, with a mode that sees what backwards call."""
 
@@ -115,7 +123,7 @@ def is_derivative(
         call: Calls the function; each call must draw the same random numbers.
         args: Its arguments, none of which is changed.
         gradients: What its backward has made, for each tensor among them.
-        cotangents: Of what, for each tensor that it returns.
+        cotangents: Of what, for each value that it returns.
     """
     hooks = register_module_forward_pre_hook(_refuse_module)
     try:
@@ -125,12 +133,12 @@ def is_derivative(
                 return found
             # It may add a term that no value has: little, beside those of larger cotangents.
             return _is_derivative(call, args, *_backward(call, args))
-    except _Unknown:
-        return None
-    except Exception:
+    except _Failed as failed:
         if _fails(call, args):  # as what cannot be called beside the model
             return None
-        raise
+        raise failed.error from None
+    except Exception:  # as of tensors that are complex, or a backward that cannot be called alone
+        return None
     finally:
         hooks.remove()
 
@@ -142,6 +150,17 @@ def _fails(call: Callable[..., Any], args: Sequence[Any]) -> bool:
     except Exception:
         return True
     return False
+
+
+def _called(call: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+    """Return what a function returns, one by one."""
+    try:
+        made = call(*args)
+    except _Unknown:
+        raise
+    except Exception as error:
+        raise _Failed(error) from error
+    return list(made) if isinstance(made, tuple) else [made]
 
 
 def node_of(made: Any, function: object) -> Any:
@@ -163,11 +182,10 @@ def _backward(
     trained = [t for t in x if t.requires_grad]
     with _Beside(x), torch.enable_grad():
         views = iter([t.view_as(t) for t in x])
-        made = list(
-            tensors_in((call(*(next(views) if isinstance(a, Tensor) else a for a in args)),))
-        )
-        draws = {t.device: torch.Generator(t.device).manual_seed(0) for t in made}
-        cotangents = [_normal(y, draws) if y.requires_grad else None for y in made]
+        made = _called(call, [next(views) if isinstance(a, Tensor) else a for a in args])
+        draws = {t.device: torch.Generator(t.device).manual_seed(0) for t in tensors_in(made)}
+        moves = [isinstance(y, Tensor) and y.requires_grad for y in made]
+        cotangents = [_normal(y, draws) if m else None for y, m in zip(made, moves, strict=True)]
         pairs = [(y, c) for y, c in zip(made, cotangents, strict=True) if c is not None]
         found = iter(
             _grad([y for y, _ in pairs], trained, [c for _, c in pairs], allow_unused=True)
@@ -216,8 +234,8 @@ def _slope(
         moved = [t + side * d for t, d in zip(x, u, strict=True)]
         with _Beside(moved), torch.enable_grad():
             tensors = iter([t.requires_grad_().view_as(t) for t in moved])
-            made = call(*(next(tensors) if g else a for a, g in zip(args, given, strict=True)))
-        pairs = zip(cotangents, tensors_in((made,)), strict=True)
+            moving = [next(tensors) if g else a for a, g in zip(args, given, strict=True)]
+            pairs = zip(cotangents, _called(call, moving), strict=True)
         found = [(c, y) for c, y in pairs if c is not None]
         total += _inner(*zip(*found, strict=True)) / (2 * side) if found else 0.0
     return total

@@ -173,6 +173,33 @@ class Counted(torch.autograd.Function):
         raise AssertionError
 
 
+class Several(torch.autograd.Function):
+    """Further values, which have no gradient, and numbers that are complex."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, note: None, turn: Tensor) -> tuple[Any, ...]:
+        ctx.save_for_backward(turn)
+        return x.argmax(-1), 3, (x.to(turn.dtype) * turn).real, None
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (turn,) = ctx.saved_tensors
+        return gradients[2] * turn.real, None, None
+
+
+class Complex(torch.autograd.Function):
+    """A complex number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.to(torch.complex64) * 2j
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return (gradients[0] * -2j).real
+
+
+TURN = torch.tensor(0.6 + 0.8j)
 RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, Tensor], Tensor]]] = {
     "in place": (lambda m, h: Doubled.apply(m.b(h)), lambda m, h: 2 * m.b(h)),
     "written over": (
@@ -184,6 +211,8 @@ RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, Tensor], 
         lambda m, h: -h + (2 * h).detach(),
         lambda m, h: -h + (2 * h).detach(),
     ),
+    "several": (lambda m, h: Several.apply(h, None, TURN)[2], lambda m, h: 0.6 * h),
+    "complex": (lambda m, h: Complex.apply(h).imag, lambda m, h: 2 * h),
     "op": (lambda m, h: turned(h, 1.0), lambda m, h: h),
     "one": (lambda m, h: Scaled.apply(h, 1.0), lambda m, h: h),
 }
