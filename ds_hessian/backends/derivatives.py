@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -29,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_hessian.backends.hooks import unheard, unseen
 from ds_hessian.backends.in_python import undispatched
-from ds_hessian.backends.state import HOSTS, place, tensors_in
+from ds_hessian.backends.state import HOSTS, package_of, place, tensors_in
 from ds_hessian.errors import UnsupportedError
 
 PART = 0.25
@@ -37,11 +36,8 @@ PART = 0.25
 
 
 def is_known(function: object) -> bool:
-    """Return whether a function, op or hook is torch's, a host's or of this package."""
-    module = str(getattr(function, "__module__", "")).split(".")
-    if module[:2] == ["torch", "_ops"]:  # by the namespace: others are custom ops
-        return module[2:] in ([], ["aten"], ["prims"])
-    return module[0] in (*HOSTS, "ds_hessian", "torch")
+    """Return whether a function or hook is torch's, a host's or of this package."""
+    return package_of(function) in (*HOSTS, "ds_hessian", "torch")
 
 
 class _Unknown(Exception):
@@ -87,7 +83,7 @@ class _Beside(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if "c10d" in func.namespace:
+        if func.namespace not in ("aten", "prims"):  # what else calls inside is not seen
             raise _Unknown
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -165,12 +161,8 @@ def _called(call: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
 
 def node_of(made: Any, function: object) -> Any:
     """Return the node of the graph at which a written function's backward is; None without one."""
-    nodes = [t.grad_fn for t in tensors_in((made,)) if isinstance(t.grad_fn, BackwardCFunction)]
-    if not nodes:
-        return None
-    own = getattr(nodes[0], "_forward_cls", None)
-    of_op = str(getattr(own, "__name__", "")).startswith("GeneratedBackwardFor_")
-    return nodes[0] if own is function or of_op else None
+    nodes = (t.grad_fn for t in tensors_in((made,)))
+    return next((n for n in nodes if getattr(n, "_forward_cls", None) is function), None)
 
 
 def _backward(
@@ -200,7 +192,9 @@ def _is_derivative(
     cotangents: Sequence[Tensor | None],
 ) -> bool | None:
     tensors = [a for a in args if isinstance(a, Tensor)]
-    if len(tensors) != len(gradients):
+    if len(tensors) != len(gradients) or any(
+        t is not None and t.is_complex() for t in (*tensors, *cotangents)
+    ):
         return None
     given = [isinstance(a, Tensor) and a.requires_grad for a in args]
     pairs = list(zip(tensors, gradients, strict=True))

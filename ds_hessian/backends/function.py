@@ -59,7 +59,6 @@ HELD = {*pieces.NAMES, *compositions.EXPANDED}
 
 
 CPU = torch.device("cpu")
-OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 EMBEDDINGS = (functional.embedding, functional.embedding_bag)
 BY_FREQUENCY = (5, "scale_grad_by_freq")
 """Where embeddings are told to scale gradients, so that these are no longer those of the loss."""
@@ -107,7 +106,7 @@ class FixedFunction(TorchFunctionMode):
         self._padding = Constants()  # rows of embeddings for padding
         self._bodies: dict[Any, Callable[..., Any]] = {}
         self._derives = set[Hashable]()  # forwards that take derivatives themselves
-        self._derivatives = set[Hashable]()  # functions whose written backwards are
+        self._judgements = set[Hashable]()  # functions whose written backwards have been judged
         self._trying = False
         self._seen = False  # whether a function has decided, was to drop, or has read padding
 
@@ -312,40 +311,40 @@ class FixedFunction(TorchFunctionMode):
             with torch._C.DisableTorchFunction(), unseen():
                 state.before(apply, args, {})
         if not self._follows(back):
-            return self._judged(apply, args, {})
+            return self._judged(apply, args)
         with torch._C.DisableTorchFunction():
             args, _ = constants.held("apply", (args, {}), [], False, back)
         read = constants.read
-        made = self._judged(apply, args, {})
+        made = self._judged(apply, args)
         with torch._C.DisableTorchFunction():
             if constants.read > read and not back:
                 refuse_lost(args)
             constants.note("apply", args, [], made)
         return made
 
-    def _judged(
-        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call a `torch.autograd.Function`, or a custom op; its first backward is refused where it
-        is not the derivative.
+    def _judged(self, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call a function with a written backward; its first one is refused where it is not the
+        derivative.
         """
-        function = call if isinstance(call, OPS) else getattr(call, "__self__", None)
+        function = getattr(apply, "__self__", None)
         way = (function, *(a for a in args if isinstance(a, (bool, int, float, str))))
         learning = self.decisions.learning and torch.is_grad_enabled()
-        if not learning or way in self._derivatives or is_known(function):
-            return call(*args, **kwargs)
+        if not learning or way in self._judgements or is_known(function):
+            return apply(*args)
         generators = RandomState(self._device, trackers())
         drawn, versions = generators.get(), [t._version for t in tensors_in(args)]
-        made = call(*args, **kwargs)
+        made = apply(*args)
 
         def again(*args: Any) -> Any:
             with kept_random_states(self._device):
                 generators.set(drawn)
-                return call(*args, **kwargs)
+                return apply(*args)
 
         def judge(gradients: Sequence[Tensor | None], cotangents: Sequence[Tensor | None]) -> None:
-            if way in self._derivatives or versions != [t._version for t in tensors_in(args)]:
+            unchanged = versions == [t._version for t in tensors_in(args)]
+            if way in self._judgements or not unchanged:
                 return
+            self._judgements.add(way)  # whatever it is: all ranks call it as often
             self._trying = True
             try:
                 with unseen():
@@ -354,8 +353,6 @@ class FixedFunction(TorchFunctionMode):
                 self._trying = False
             if found is False:
                 raise _is_no_derivative(function)
-            if found:
-                self._derivatives.add(way)
 
         node = node_of(made, function)
         if node is not None and not torch._C._are_functorch_transforms_active():
@@ -388,8 +385,6 @@ class FixedFunction(TorchFunctionMode):
         elif func in COMPOSED or is_composed(func, types):
             return self._composed(func, args, kwargs)
         decisions.look_for_kinks(name, args, kwargs)
-        if isinstance(func, OPS):
-            return self._judged(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _composed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -448,8 +443,8 @@ class FixedFunction(TorchFunctionMode):
 def _is_no_derivative(function: object) -> UnsupportedError:
     called = getattr(function, "__name__", function)
     return UnsupportedError(
-        "ds_hessian does not support a torch.autograd.Function or custom op whose backward is not "
-        f"the derivative of its forward ({called}), as where gradients are turned round, scaled or "
+        "ds_hessian does not support a torch.autograd.Function whose backward is not the "
+        f"derivative of its forward ({called}), as where gradients are turned round, scaled or "
         "estimated: the gradient is not that of the loss; write y + (f - y).detach(), with f the "
         "function and y the one whose derivative the backward is, which is measured as a double "
         "backward has it"

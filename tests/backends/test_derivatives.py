@@ -78,26 +78,6 @@ def test_so_is_one_of_what_a_table_has() -> None:
         hessian.matvec(hessian.random_vector(seed=2))
 
 
-@torch.library.custom_op("ds_hessian_tests::turned", mutates_args=())
-def turned(x: Tensor, scale: float) -> Tensor:
-    """The same values."""
-    return x.clone()
-
-
-def _note_scale(ctx: Any, inputs: Any, output: Tensor) -> None:
-    ctx.scale = inputs[1]
-
-
-turned.register_autograd(lambda ctx, g: (g * ctx.scale, None), setup_context=_note_scale)
-
-
-def test_so_is_one_of_a_custom_op() -> None:
-    net = Net(lambda m, h: turned(h, -1.0) + turned(h, 1.0))
-    hessian = ds_hessian.attach(net, config=QUIET).use(data())
-    with pytest.raises(UnsupportedError, match="turned"):
-        hessian.matvec(hessian.random_vector(seed=2))
-
-
 class Doubled(torch.autograd.Function):
     """In place."""
 
@@ -213,7 +193,6 @@ RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, Tensor], 
     ),
     "several": (lambda m, h: Several.apply(h, None, TURN)[2], lambda m, h: 0.6 * h),
     "complex": (lambda m, h: Complex.apply(h).imag, lambda m, h: 2 * h),
-    "op": (lambda m, h: turned(h, 1.0), lambda m, h: h),
     "one": (lambda m, h: Scaled.apply(h, 1.0), lambda m, h: h),
 }
 
