@@ -753,15 +753,6 @@ OPERATORS = (
         ("operators/test_honest_estimates.py",),
     ),
     Defect(
-        "if not self.blind and not change.alone:",
-        "if not self.blind:",
-        "a third difference says that noise is no more than it, and never that it is no less",
-        (
-            "operators/test_step_control.py::test_third_differences_of_noise_leave_the_estimate_of_"
-            "noise_where_it_is",
-        ),
-    ),
-    Defect(
         "bent = min(max(bent, bend * product.h), LARGEST[1])",
         "bent = min(bend * product.h, LARGEST[1])",
         "micro-batches that bend more than the pilot have no more truncation",
