@@ -175,9 +175,7 @@ class Subject:
         taught = self.lessons.setdefault(json.dumps(like), {})
         before = max((step for step in taught if step != here), default=None)
         # A measurement that has failed late may have taught some ranks alone.
-        have = torch.tensor([before is not None], dtype=torch.float64)
-        space = self.backend.space
-        everywhere = bool(space.reduce(have)[0] == space.world_size)
+        everywhere = self.backend.space.everywhere(before is not None)
         if before is not None and everywhere and isinstance(operator, Taught):
             operator.begin(taught[before])
         return taught

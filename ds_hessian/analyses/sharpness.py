@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from ds_hessian import krylov
@@ -122,8 +121,7 @@ class Sharpness(Journaled[HessianSharpness]):
         adam = backend.adam() if preconditioned else None
         have = self.followed is not None and len(self.followed.vectors) > preconditioned
         # Some ranks may have a loss of other numbers, or a measurement that has failed late.
-        ranks = backend.space.reduce(torch.tensor([have], dtype=torch.float64))
-        warm = bool(ranks[0] == backend.space.world_size)
+        warm = backend.space.everywhere(have)
         return replace(self, preconditioned=preconditioned, adam=adam, warm=warm)
 
     def figures(self, run: Measurement, operator: LinearOperator) -> dict[str, object]:

@@ -140,6 +140,7 @@ def is_derivative(
 
 
 def _fails(call: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Return whether a function raises again, so that it was no failure of the moment."""
     try:
         with _Beside([]), torch.enable_grad():
             call(*(a.detach() if isinstance(a, Tensor) else a for a in args))

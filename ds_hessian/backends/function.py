@@ -44,13 +44,7 @@ from ds_hessian.backends.in_python import COMPOSED, INERT, is_composed, undispat
 from ds_hessian.backends.kinks import argument, with_argument
 from ds_hessian.backends.names import Stored
 from ds_hessian.backends.random_states import RandomState, kept_random_states, trackers
-from ds_hessian.backends.state import (
-    STATISTICS,
-    State,
-    is_a_hosts,
-    tensors_in,
-    written_by,
-)
+from ds_hessian.backends.state import STATISTICS, State, is_a_hosts, tensors_in, written_by
 from ds_hessian.defaults import defaults_of_job
 from ds_hessian.errors import ConfigError, UnsupportedError
 
@@ -329,7 +323,8 @@ class FixedFunction(TorchFunctionMode):
         function = getattr(apply, "__self__", None)
         way = (function, *(a for a in args if isinstance(a, (bool, int, float, str))))
         learning = self.decisions.learning and torch.is_grad_enabled()
-        if not learning or way in self._judgements or is_known(function):
+        transformed = torch._C._are_functorch_transforms_active()
+        if not learning or transformed or way in self._judgements or is_known(function):
             return apply(*args)
         generators = RandomState(self._device, trackers())
         drawn, versions = generators.get(), [t._version for t in tensors_in(args)]
@@ -355,7 +350,7 @@ class FixedFunction(TorchFunctionMode):
                 raise _is_no_derivative(function)
 
         node = node_of(made, function)
-        if node is not None and not torch._C._are_functorch_transforms_active():
+        if node is not None:
             node.register_hook(judge)
         return made
 

@@ -78,6 +78,11 @@ class VectorSpace:
         mine = figures if self.rank == 0 else [0.0] * len(figures)
         return list(self.reduce(torch.tensor(mine, dtype=torch.float64)).tolist())
 
+    def everywhere(self, holds: bool) -> bool:
+        """Return whether something holds on every rank. Collective: one all-reduce."""
+        ranks = self.reduce(torch.tensor([holds], dtype=torch.float64))
+        return bool(ranks[0] == self.world_size)
+
     def dots(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Return global inner products of pairs, `(len(pairs),)` fp64, in one all-reduce."""
         return self.reduce(ops.dots(pairs, self.n_owned))

@@ -255,9 +255,9 @@ def _hooked(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Any, Tensor], 
 
 
 def test_a_hook_that_changes_gradients_is_refused_by_name() -> None:
-    for net in (Net(_hooked(lambda g: -g)), Net(lambda m, h: h)):
-        if net.way(net, torch.ones(1, 6)).requires_grad is False:
-            net.b.register_full_backward_hook(lambda m, into, out: (into[0] / 2,))
+    of_tensor, of_module = Net(_hooked(lambda g: -g)), Net(lambda m, h: h)
+    of_module.b.register_full_backward_hook(lambda m, into, out: (into[0] / 2,))
+    for net in (of_tensor, of_module):
         hessian = ds_hessian.attach(net, config=QUIET).use(data())
         with pytest.raises(UnsupportedError, match="hook that changes gradients.*lambda"):
             hessian.matvec(hessian.random_vector(seed=2))
