@@ -434,6 +434,40 @@ def test_outputs_with_weights_in_16_bits_behind_them_are_refused() -> None:
         pass
 
 
+def of_probabilities(net: nn.Module, batch: Any) -> Tensor:
+    """Binary cross entropy, which takes nothing beyond 0 and 1."""
+    return functional.binary_cross_entropy(net(batch[0]), (batch[1] > 1).to(batch[0].dtype))
+
+
+def rates() -> nn.Module:
+    """Four probabilities of six inputs."""
+    return nn.Sequential(*vectors(), nn.Sigmoid())
+
+
+@pytest.mark.parametrize("name", ["ggn", "residual"])
+def test_outputs_of_which_the_loss_refuses_others_are_refused(name: Any) -> None:
+    with (
+        pytest.raises(
+            UnsupportedError,
+            match=r"outputs \('the model itself'\) of which the loss refuses others.*logits before",
+        ),
+        operators(rates(), points(), of_probabilities, name),
+    ):
+        pass
+
+
+def test_logits_of_probabilities_may_be_named() -> None:
+    net, data = rates(), points()
+    exact = ExactGaussNewton(net, "4", of_probabilities, data)
+    with operators(net, data, of_probabilities, "ggn", outputs="4") as (backend, (g,)):
+        assert g.outputs == f"4: {VALUES}"
+        v = random_vector(backend.layout, backend.space, seed=0)
+        product = g.matvec(v)
+        assert product.error is not None
+        error = relative(product.vector, exact(v))
+    assert error < SLACK * product.error < 1e-3
+
+
 class Judged(nn.Module):
     """Has its loss of single numbers as a module."""
 

@@ -47,7 +47,7 @@ def require_function(session: Session, tap: Tap, found: bool) -> None:
     here, there = _Stopped(), _Moved()
     around = [session.space.zeros(), session.space.zeros()]
     for listener, out in zip((here, there), around, strict=True):
-        with tap.listening(range(1), listener):
+        with requiring_others(tap), tap.listening(range(1), listener):
             session.add_gradient(out, range(1))
     require_same_around(session, tap, *around)
     require_one_head(session, tap)
@@ -126,16 +126,42 @@ def requiring_fp32(tap: Tap) -> Iterator[None]:
         UnsupportedError: it did, on all ranks alike.
         MeasurementError: it had too little memory.
     """
+    with _naming(
+        f"outputs ({tap.name!r}) in 16 bits if what follows them, weights perhaps, takes none in "
+        "fp32",
+        "name the module that returns the last outputs, or all of them, outputs=..., set "
+        'finite_difference.precision to "fp32"',
+    ):
+        yield
+
+
+@contextmanager
+def requiring_others(tap: Tap) -> Iterator[None]:
+    """Raise by name where the loss fails in the body, which adds something to the outputs.
+
+    Raises:
+        UnsupportedError: it did, on all ranks alike.
+        MeasurementError: it had too little memory.
+    """
+    with _naming(
+        f"outputs ({tap.name!r}) of which the loss refuses others, such as probabilities beyond 0 "
+        "and 1",
+        "name the module that returns what they are made of, such as the logits before a sigmoid, "
+        "outputs=...",
+    ):
+        yield
+
+
+@contextmanager
+def _naming(what: str, remedy: str) -> Iterator[None]:
+    """Say what is not supported where an evaluation of the body fails."""
     try:
         yield
     except MeasurementError as error:
-        if "OutOfMemoryError" in str(error):  # of the rank that failed; fp32 takes more
+        if "OutOfMemoryError" in str(error):  # of the rank that failed
             raise
         raise UnsupportedError(
-            f"ds_hessian does not support outputs ({tap.name!r}) in 16 bits if what follows them, "
-            f"weights perhaps, takes none in fp32 ({error}); name the module that returns the last "
-            'outputs, or all of them, outputs=..., set finite_difference.precision to "fp32", or '
-            'use operator "hessian"'
+            f'ds_hessian does not support {what} ({error}); {remedy}, or use operator "hessian"'
         ) from error
 
 
