@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -66,3 +67,49 @@ def test_a_witness_that_grows_as_displacements_fall_is_noise() -> None:
         following, _ = steps.advise(trials)
     assert following > 5e-2
     assert steps.error(0.0538, unit(6.3), 1.0) > 0.02
+
+
+GAIN = 225.0
+"""The bend of an attention whose queries and keys have gains of 30, along a random vector."""
+
+
+def test_saturated_outputs_do_not_tell_of_truncation_below() -> None:
+    """A change from where they saturate was a kappa of 0.3, and what it made of the next one was
+    not noise: N was a thirtieth of what it is, and an error 9 times what was told (recorded).
+    """
+    steps = OutputSteps(2.0**-24, 12.0, 1.0, 0, None)
+    steps.first_h()
+    trials = list[Trial]()
+    for h, size, ratio, change in (
+        (3.0e-2, 2.756, 0.97, math.inf),
+        (1.9e-3, 2.658, 0.43, 1.06),
+        (4.7e-4, 2.662, 0.11, 4.8e-3),
+        (1.2e-4, 2.653, 4.1e-2, 9.0e-3),
+    ):
+        rounded = 3.6e-8 / h
+        trials.append(Trial(h, size, ratio, rounded, 1.0, size, 1.0, change))
+        steps.advise(trials)
+    product = replace(trials[-1], change=math.inf)
+    assert steps.judge(product) > 2 * product.h  # where rounding is less
+    _, error = steps.conclude(product, 0.0)
+    assert error is not None and error > 2.1e-3 / 3
+
+
+def test_a_ratio_that_falls_with_h_is_noise() -> None:
+    """Outputs were rounded to 600 units, and their noise was taken for saturation: the shortest
+    displacement was accepted, and the product made a million times farther out (recorded).
+    """
+    steps = OutputSteps(2.0**-24, 12.0, 0.25, 0, None)
+    steps.first_h()
+    trials = list[Trial]()
+    for h, size, ratio, roundoff, change in (
+        (3.0e-2, 234.0, 1.0, 1.7e-7, math.inf),
+        (1.9e-3, 4135.0, 0.89, 3.6e-7, 3900.0),
+        (2.9e-5, 4218.0, 3.9e-2, 4.3e-5, 93.0),
+        (7.3e-6, 4194.0, 0.22, 1.7e-4, 25.0),
+        (1.8e-6, 2288.0, 0.80, 1.3e-3, 1900.0),
+    ):
+        trials.append(Trial(h, size, ratio, roundoff, 1.0, size, 1.0, change))
+        following, accepted = steps.advise(trials)
+    assert not accepted and following > 7e-6
+    assert not trials[-1].beyond and trials[1].beyond

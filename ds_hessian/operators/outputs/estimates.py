@@ -159,7 +159,8 @@ class OutputEstimates:
         """Fit N, kappa, the bend and the ratio's noise to all trials of the vector."""
         finite = [t for t in trials if t.finite]
         pairs = [(a, b) for a, b in zip(trials, trials[1:], strict=False) if a.finite and b.finite]
-        pairs = [(a, b) for a, b in pairs if not (a.beyond and b.beyond)] or pairs
+        within = [(a, b) for a, b in pairs if not (a.beyond or b.beyond)]
+        pairs = within or [(a, b) for a, b in pairs if not (a.beyond and b.beyond)] or pairs
         size = min(t.size for t in finite)
         bent, noisy = [], []
         for a, b in pairs:

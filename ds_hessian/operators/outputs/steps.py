@@ -14,6 +14,7 @@ made anew.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from ds_hessian.operators.displacement.witnesses import has_thirds
 from ds_hessian.operators.outputs.estimates import UNEXPECTED, OutputEstimates
 from ds_hessian.operators.outputs.fitted import alike
 from ds_hessian.operators.outputs.learnt import SPREAD, TYPICAL
-from ds_hessian.operators.outputs.trials import Trial
+from ds_hessian.operators.outputs.trials import Trial, marked
 
 LADDER = 4.0
 """Ratio of the displacements of the first vector's trials."""
@@ -125,14 +126,15 @@ class OutputSteps(OutputEstimates):
 
         With a fixed displacement the first vector has a trial beside it, for its error.
         """
+        trials[:] = marked(trials)
         found = self._advise(trials)
+        self._seen = self._largest(trials)
         self._doubt = self._unexplained(trials)
         return found
 
     def _advise(self, trials: list[Trial]) -> tuple[float, bool]:
         last, count = trials[-1], len(trials)
         self._growth = self._grows(last)
-        self._seen = max((t.size for t in trials if t.finite), default=0.0)
         if last.size == 0 or count > MOST:
             return last.h, True
         if not last.finite:
@@ -148,6 +150,12 @@ class OutputSteps(OutputEstimates):
         if self._due and count == 1:
             return self._clamp(min(self._best(last), last.h / ABOVE)), False
         return self._accepted(trials)
+
+    def _largest(self, trials: Sequence[Trial]) -> float:
+        """Return the largest |P| of trials that are not noise, or else that of the last one."""
+        finite = [t for t in trials if t.finite]
+        clear = [t for t in finite if t.size > UNEXPECTED * self._rounding(t)]
+        return max((t.size for t in clear or finite[-1:]), default=0.0)
 
     def _beside(self, trials: list[Trial]) -> tuple[float, bool]:
         """Make trials of the first vector at half the displacement, at its double and at it."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 BENT = 0.5
 """The nonlinearity ratio above which it does not tell how far the outputs bend."""
@@ -36,6 +37,7 @@ class Trial:
         growth: `|J v| / |f|`: where h is longer than the inverse of it, the outputs at its ends are
             rounded to a share of their change, which no longer h makes smaller; 0 if unknown.
         lost: Whether the product is zero, and its step may be lost in the rounding of the weights.
+        rounded: Whether a longer trial shows that r is noise (`marked`).
     """
 
     h: float
@@ -52,6 +54,7 @@ class Trial:
     apart: float = 0.0
     growth: float = 0.0
     lost: bool = False
+    rounded: bool = False
 
     @property
     def finite(self) -> bool:
@@ -64,4 +67,17 @@ class Trial:
         """Whether the outputs bend so much that no change between such displacements means
         anything: r is large, and no noise.
         """
-        return self.nonlinearity > BENT and self.roundoff < BENT / GROWN
+        bent = self.nonlinearity > BENT and self.roundoff < BENT / GROWN
+        return bent and not self.rounded
+
+
+def marked(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the trials of a vector, with those marked whose r is noise: that of no other falls as
+    h grows.
+    """
+    clear = [t for t in trials if t.finite and 0 < t.nonlinearity <= BENT]
+
+    def rounded(trial: Trial) -> bool:
+        return any(t.h > trial.h and 2 * t.nonlinearity < trial.nonlinearity for t in clear)
+
+    return [replace(trial, rounded=rounded(trial)) for trial in trials]
