@@ -259,12 +259,12 @@ def called(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
 
 
 def fingerprint(*tensors: Tensor) -> Tensor:
-    """Return `(2,)` fp64 that tells the inputs of decisions apart."""
+    """Return `(2,)` fp64 that tells the inputs of decisions apart, and `a > b` from `b > a`."""
     total = torch.zeros(2, dtype=torch.float64, device=tensors[0].device)
-    for x in tensors:
+    for number, x in enumerate(tensors, 1):
         flat = x.detach().reshape(-1)
         flat = flat[:: max(1, flat.numel() // SAMPLED)]
         flat = flat.double().nan_to_num(nan=0.0, posinf=1.0, neginf=-1.0)
         ramp = torch.linspace(0.5, 1.5, flat.numel(), dtype=torch.float64, device=flat.device)
-        total = total + torch.stack([flat @ flat, flat @ ramp])
+        total = total + number * torch.stack([flat @ flat, flat @ ramp])
     return total

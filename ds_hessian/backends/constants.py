@@ -111,7 +111,7 @@ class Constants:
             back: Whether it is called in a backward, to recompute activations.
         """
         tensors = list(tensors_in(_read(name, *given)))
-        if self._first and self._comparing:
+        if self._first and self._comparing and not back:
             with unseen():
                 for t in tensors:
                     self._require_slope(t)
@@ -243,10 +243,11 @@ def _function_of_call() -> type | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-        context = frame.f_locals.get(names[0]) if names else None
-        if isinstance(context, BackwardCFunction):
-            found: type | None = getattr(context, "_forward_cls", None)
-            return found
+        for name in names[:2]:  # the second of a class method
+            context = frame.f_locals.get(name)
+            if isinstance(context, BackwardCFunction):
+                found: type | None = getattr(context, "_forward_cls", None)
+                return found
         frame = frame.f_back
     return None
 

@@ -140,6 +140,28 @@ class Decisions:
         self._inputs = [each for each in self._inputs if isinstance(each[0], Choice)]
         self.held = 0
 
+    def beside(self) -> Decisions:
+        """Return others, as of a function that is called beside the model."""
+        return Decisions(self._allowed)
+
+    @property
+    def made(self) -> int:
+        """The number of decisions of the present forward so far."""
+        return self._made
+
+    def give_up(self, since: int) -> None:
+        """Give up what the present forward, a first one, has decided since so many decisions; its
+        kinks are crossed.
+        """
+        recorded = self._recorded[self.key]
+        given_up, recorded[since:] = recorded[since:], []
+        self._made = since
+        self._inputs = [each for each in self._inputs if all(each[0] is not d for d in given_up)]
+        sides = [d for d in given_up if isinstance(d, Sides)]
+        self.held -= sum(d.nbytes for d in sides)
+        if sides:
+            self._kinked = torch.ones((), dtype=torch.bool)
+
     def look_for_kinks(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note whether a function that is called as it is has kinks, at the weights."""
         name = name.strip("_")

@@ -10,6 +10,10 @@ J = df/dx, `<c, J u>` and `<J'c, u>` are one number; the first is taken from val
 and the second from the backward itself, as it is run. u is along J'c, where both are as large as
 can be. Two steps tell whether the values have a slope there at all; where they do not, and where
 other ranks have a part in the function, nothing is said of it.
+
+Nor is every comparison in a forward the side of a kink: an algorithm that finds its values by
+comparing, such as a bisection, stands still where its comparisons are held. Whether a function has
+its slope with them, values tell alike.
 """
 
 from __future__ import annotations
@@ -121,14 +125,59 @@ def is_derivative(
         gradients: What its backward has made, for each tensor among them.
         cotangents: Of what, for each value that it returns.
     """
+
+    def ask() -> bool | None:
+        found = _is_derivative(call, args, gradients, cotangents)
+        if found is not False:
+            return found
+        # It may add a term that no value has: little, beside those of larger cotangents.
+        return _is_derivative(call, args, *_backward(call, args))
+
+    return _beside_model(ask, call, args)
+
+
+def keeps_slope(
+    call: Callable[..., Any], held: Callable[..., Any], args: Sequence[Any]
+) -> bool | None:
+    """Return whether a function has its slope also where what it has decided at its arguments is
+    held, or has none; None where that cannot be told.
+
+    Args:
+        call: Calls the function; each call must draw the same random numbers.
+        held: Calls it the same way; the first call decides, and all others decide alike.
+        args: Its arguments, none of which is changed.
+    """
+
+    def ask() -> bool | None:
+        here = [_wide(a) if isinstance(a, Tensor) else a for a in args]
+        given, x = _moving(here)
+        h, draws = _step({t.dtype for t in x}), _draws(x)
+        middle = _called_at(x, held, here, given)
+
+        def keeps(u: Sequence[Tensor]) -> bool:
+            sides = _at_sides(call, here, given, x, u, h)
+            free, kept = _over(sides, 2 * h), _over(_at_sides(held, here, given, x, u, h), 2 * h)
+            # Slopes of both sides differ by twice what a kink within h of x makes here.
+            bent = [_over((side, middle), at) for side, at in zip(sides, (h, -h), strict=True)]
+            most = max(_length(_apart(*bent)), h * _length(free))
+            return _length(_apart(free, kept)) <= most or not math.isfinite(most)
+
+        # What is found by comparing may not answer to what cancels in a sum, nor to what all share.
+        return all(map(keeps, (_as_long([_normal(t, draws) for t in x], x), x)))
+
+    return _beside_model(ask, call, args)
+
+
+def _beside_model(
+    ask: Callable[[], bool | None], call: Callable[..., Any], args: Sequence[Any]
+) -> bool | None:
+    """Return the answer to a question for which a function is called beside the model; None where
+    it cannot be called so.
+    """
     hooks = register_module_forward_pre_hook(_refuse_module)
     try:
         with unheard(), _Alone(), saved_tensors_hooks(_as_it_is, _as_it_is):
-            found = _is_derivative(call, args, gradients, cotangents)
-            if found is not False:
-                return found
-            # It may add a term that no value has: little, beside those of larger cotangents.
-            return _is_derivative(call, args, *_backward(call, args))
+            return ask()
     except _Failed as failed:
         if _fails(call, args):  # as what cannot be called beside the model
             return None
@@ -176,7 +225,7 @@ def _backward(
     with _Beside(x), torch.enable_grad():
         views = iter([t.view_as(t) for t in x])
         made = _called(call, [next(views) if isinstance(a, Tensor) else a for a in args])
-        draws = {t.device: torch.Generator(t.device).manual_seed(0) for t in tensors_in(made)}
+        draws = _draws(tensors_in(made))
         moves = [isinstance(y, Tensor) and y.requires_grad for y in made]
         cotangents = [_normal(y, draws) if m else None for y, m in zip(made, moves, strict=True)]
         pairs = [(y, c) for y, c in zip(made, cotangents, strict=True) if c is not None]
@@ -197,43 +246,103 @@ def _is_derivative(
         t is not None and t.is_complex() for t in (*tensors, *cotangents)
     ):
         return None
-    given = [isinstance(a, Tensor) and a.requires_grad for a in args]
+    given, x = _moving(args)
     pairs = list(zip(tensors, gradients, strict=True))
-    x = [t.detach() for t, _ in pairs if t.requires_grad]
     b = [torch.zeros_like(t) if g is None else g for t, g in pairs if t.requires_grad]
-    draws = {t.device: torch.Generator(t.device).manual_seed(0) for t in x}
-    along = [g if g.any() else _normal(g, draws) for g in b]
-    u = [d * (t.norm() / d.norm()) for d, t in zip(along, x, strict=True)]
+    draws = _draws(x)
+    u = _as_long([g if g.any() else _normal(g, draws) for g in b], x)
     claimed = _inner(b, u)
-    kinds = {t.dtype for t in (*x, *cotangents) if t is not None}
-    h = max(torch.finfo(kind).eps for kind in kinds) ** (1 / 3)
-    slopes = [_slope(call, args, given, x, u, cotangents, step) for step in (h, h / 4)]
+    h = _step({t.dtype for t in (*x, *cotangents) if t is not None})
+    slopes = [
+        _slope(cotangents, _over(_at_sides(call, args, given, x, u, step), 2 * step))
+        for step in (h, h / 4)
+    ]
     largest = max(abs(slopes[1]), abs(claimed))
     if largest == 0 or not abs(slopes[0] - slopes[1]) <= PART / 2 * largest:
         return None
     return any(abs(slope - claimed) <= PART * largest for slope in slopes)
 
 
-def _slope(
+def _moving(args: Sequence[Any]) -> tuple[list[bool], list[Tensor]]:
+    """Return which arguments a function has a derivative by, and these, detached."""
+    given = [isinstance(a, Tensor) and a.requires_grad for a in args]
+    return given, [a.detach() for a, g in zip(args, given, strict=True) if g]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in fp32, or what is more."""
+    found = tensor.detach()
+    if tensor.is_floating_point():
+        found = found.to(torch.promote_types(tensor.dtype, torch.float32))
+    return found.requires_grad_(tensor.requires_grad)
+
+
+def _as_long(along: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
+    """Return directions, each as long as what it is to move."""
+    return [d * (t.norm() / d.norm()) for d, t in zip(along, x, strict=True)]
+
+
+def _step(kinds: Iterable[torch.dtype]) -> float:
+    """Return the step of a central difference, in units of what it moves."""
+    return float(max(torch.finfo(kind).eps for kind in kinds) ** (1 / 3))
+
+
+def _at_sides(
     call: Callable[..., Any],
     args: Sequence[Any],
     given: Sequence[bool],
     x: Sequence[Tensor],
     u: Sequence[Tensor],
-    cotangents: Sequence[Tensor | None],
     h: float,
-) -> float:
-    """Return `<c, f(x + h u) - f(x - h u)> / 2h`, by calls in the place of a model's."""
-    total = 0.0
-    for side in (h, -h):
-        moved = [t + side * d for t, d in zip(x, u, strict=True)]
-        with _Beside(moved), torch.enable_grad():
-            tensors = iter([t.requires_grad_().view_as(t) for t in moved])
-            moving = [next(tensors) if g else a for a, g in zip(args, given, strict=True)]
-            pairs = zip(cotangents, _called(call, moving), strict=True)
-        found = [(c, y) for c, y in pairs if c is not None]
-        total += _inner(*zip(*found, strict=True)) / (2 * side) if found else 0.0
-    return total
+) -> tuple[list[Any], list[Any]]:
+    """Return `f(x + h u)` and `f(x - h u)`, by calls in the place of a model's."""
+    above, below = (
+        _called_at([t + side * d for t, d in zip(x, u, strict=True)], call, args, given)
+        for side in (h, -h)
+    )
+    return above, below
+
+
+def _over(values: tuple[Sequence[Any], Sequence[Any]], step: float) -> list[Tensor | None]:
+    """Return the differences of two values of a function over a step; None of what is no real
+    number.
+    """
+    return [
+        (a.detach() - b.detach()) / step
+        if isinstance(a, Tensor) and a.is_floating_point()
+        else None
+        for a, b in zip(*values, strict=True)
+    ]
+
+
+def _called_at(
+    x: Sequence[Tensor], call: Callable[..., Any], args: Sequence[Any], given: Sequence[bool]
+) -> list[Any]:
+    """Return what a function returns at other values, which it may write into."""
+    x = [t.clone() for t in x]
+    with _Beside(x), torch.enable_grad():
+        tensors = iter([t.requires_grad_().view_as(t) for t in x])
+        return _called(call, [next(tensors) if g else a for a, g in zip(args, given, strict=True)])
+
+
+def _slope(cotangents: Sequence[Tensor | None], differences: Sequence[Tensor | None]) -> float:
+    pairs = zip(cotangents, differences, strict=True)
+    found = [(c, d) for c, d in pairs if c is not None and d is not None]
+    return _inner(*zip(*found, strict=True)) if found else 0.0
+
+
+def _apart(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> list[Tensor | None]:
+    pairs = zip(a, b, strict=True)
+    return [None if x is None or y is None else x - y for x, y in pairs]
+
+
+def _length(parts: Sequence[Tensor | None]) -> float:
+    found = [p for p in parts if p is not None]
+    return math.sqrt(_inner(found, found))
+
+
+def _draws(tensors: Iterable[Tensor]) -> dict[torch.device, torch.Generator]:
+    return {t.device: torch.Generator(t.device).manual_seed(0) for t in tensors}
 
 
 def _normal(like: Tensor, draws: Mapping[torch.device, torch.Generator]) -> Tensor:

@@ -37,7 +37,13 @@ from ds_hessian.backends.choices import DIMS, Sides, chooses
 from ds_hessian.backends.constants import Constants, leaves, refuse_lost, refuse_solves
 from ds_hessian.backends.contexts import refuse_context
 from ds_hessian.backends.decisions import Decisions, in_backward
-from ds_hessian.backends.derivatives import is_derivative, is_known, node_of, unchanging
+from ds_hessian.backends.derivatives import (
+    is_derivative,
+    is_known,
+    keeps_slope,
+    node_of,
+    unchanging,
+)
 from ds_hessian.backends.dropping import PROBABILITIES, drops
 from ds_hessian.backends.hooks import unheard, unseen
 from ds_hessian.backends.in_python import COMPOSED, INERT, is_composed, undispatched
@@ -54,6 +60,8 @@ HELD = {*pieces.NAMES, *compositions.EXPANDED}
 
 CPU = torch.device("cpu")
 EMBEDDINGS = (functional.embedding, functional.embedding_bag)
+DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+"""What takes cotangents, which in a backward are no constants of the loss."""
 BY_FREQUENCY = (5, "scale_grad_by_freq")
 """Where embeddings are told to scale gradients, so that these are no longer those of the loss."""
 
@@ -101,7 +109,9 @@ class FixedFunction(TorchFunctionMode):
         self._bodies: dict[Any, Callable[..., Any]] = {}
         self._derives = set[Hashable]()  # forwards that take derivatives themselves
         self._judgements = set[Hashable]()  # functions whose written backwards have been judged
+        self._deciding = dict[Hashable, bool]()  # whether what they decide is held
         self._trying = False
+        self._free = False  # whether the function that is called decides anew
         self._seen = False  # whether a function has decided, was to drop, or has read padding
 
     # ---- evaluations
@@ -227,6 +237,8 @@ class FixedFunction(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in INERT:
             return func(*args, **kwargs)
+        if self._trying:
+            return self._call(func, types, args, kwargs)
         if self.decisions.learning and func is torch.autograd.backward and in_backward():
             for output in tensors_in((*args, *kwargs.values())):
                 self.note_graph(output)
@@ -273,7 +285,7 @@ class FixedFunction(TorchFunctionMode):
         elif name == "__set__":  # of an attribute: no use of its value
             if args[1] is True and not back and attribute is Tensor.requires_grad:
                 constants.begin_graph(args[0])
-        elif name not in pieces.COMPARISONS:
+        elif name not in pieces.COMPARISONS and not (back and func in DIFFERENTIATE):
             leaving = leaves(name, args, kwargs)
             if not (leaving and is_a_hosts()):
                 args, kwargs = constants.held(name, (args, kwargs), written, leaving, back)
@@ -322,12 +334,15 @@ class FixedFunction(TorchFunctionMode):
         """
         function = getattr(apply, "__self__", None)
         way = (function, *(a for a in args if isinstance(a, (bool, int, float, str))))
+        if self._deciding.get(way) is False:
+            return self._freely(apply, args)
         learning = self.decisions.learning and torch.is_grad_enabled()
         transformed = torch._C._are_functorch_transforms_active()
         if not learning or transformed or way in self._judgements or is_known(function):
             return apply(*args)
         generators = RandomState(self._device, trackers())
         drawn, versions = generators.get(), [t._version for t in tensors_in(args)]
+        before = self.decisions.made
         made = apply(*args)
 
         def again(*args: Any) -> Any:
@@ -340,42 +355,82 @@ class FixedFunction(TorchFunctionMode):
             if way in self._judgements or not unchanged:
                 return
             self._judgements.add(way)  # whatever it is: all ranks call it as often
-            self._trying = True
-            try:
-                with unseen():
-                    found = is_derivative(again, args, gradients, cotangents)
-            finally:
-                self._trying = False
+            with self._beside_model():
+                found = is_derivative(again, args, gradients, cotangents)
             if found is False:
                 raise _is_no_derivative(function)
 
+        if self.decisions.first and self.decisions.made > before:
+            self._judge_decisions(way, again, args, before)
         node = node_of(made, function)
         if node is not None:
             node.register_hook(judge)
         return made
+
+    def _judge_decisions(
+        self, way: Hashable, call: Callable[..., Any], args: tuple[Any, ...], before: int
+    ) -> None:
+        """Give up what a written function has decided in its first call, since so many decisions,
+        if its values stand still with it.
+        """
+        if way not in self._deciding:
+            beside = self.decisions.beside()
+
+            def held(*args: Any) -> Any:
+                mine, self.decisions = self.decisions, beside
+                try:
+                    beside.at(mine.key)
+                    with self:
+                        return call(*args)
+                finally:
+                    self.decisions = mine
+
+            with self._beside_model():
+                self._deciding[way] = keeps_slope(call, held, args) is not False
+        if not self._deciding[way]:
+            self.decisions.give_up(before)
+
+    def _freely(self, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call a function that decides anew at each call."""
+        before, self._free = self._free, True
+        try:
+            return apply(*args)
+        finally:
+            self._free = before
+
+    @contextmanager
+    def _beside_model(self) -> Iterator[None]:
+        """Call a function in the body that is none of a pass."""
+        self._trying = True
+        try:
+            with unseen():
+                yield
+        finally:
+            self._trying = False
 
     def _call(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         kwargs, name = compositions.whole(func, kwargs), getattr(func, "__name__", "")
         decisions = self.decisions
+        decides = decisions.key is not None and not self._free
         if func in EMBEDDINGS and argument(args, kwargs, *BY_FREQUENCY):
             self._seen = True
             args, kwargs = with_argument(args, kwargs, *BY_FREQUENCY, False)
         if name in PROBABILITIES and not self._dropout:
             self._seen |= drops(name, args, kwargs)
             args, kwargs = with_argument(args, kwargs, *PROBABILITIES[name], 0.0)
-        elif name in DIMS and decisions.key is not None and chooses(name, args, kwargs):
+        elif name in DIMS and decides and chooses(name, args, kwargs):
             self._seen = True
             x: Tensor = argument(args, kwargs, 0, "input")
             with unseen():
                 choice = decisions.choice(func, name, args, kwargs, x)
             return choice.result(x)
-        elif name.strip("_") in HELD and decisions.holds and decisions.key is not None:
+        elif name.strip("_") in HELD and decisions.holds and decides:
             return self._hold(func, types, args, kwargs)
         elif func is torch.embedding_renorm_:
             raise _rescales()
-        elif func is functional.embedding and decisions.key is not None:
+        elif func is functional.embedding and decisions.key is not None and not self._trying:
             return self._embed(func, args, kwargs)
         elif func in COMPOSED or is_composed(func, types):
             return self._composed(func, args, kwargs)

@@ -179,7 +179,107 @@ class Complex(torch.autograd.Function):
         return (gradients[0] * -2j).real
 
 
+def balance(x: Tensor) -> Tensor:
+    """The number t of each row at which the sum of sigmoid(x - t) is 2, by bisection."""
+    low, high = x.amin(-1, keepdim=True) - 3, x.amax(-1, keepdim=True) + 3
+    for _ in range(60):
+        middle = (low + high) / 2
+        above = torch.sigmoid(x - middle).sum(-1, keepdim=True) > 2
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    return (low + high) / 2
+
+
+class Balanced(torch.autograd.Function):
+    """Values that comparisons find: none of them is the side of a kink."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        shares = torch.sigmoid(x - balance(x))
+        ctx.save_for_backward(shares)
+        return shares
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (shares,) = ctx.saved_tensors
+        slope = shares * (1 - shares)
+        mean = (gradients[0] * slope).sum(-1, keepdim=True) / slope.sum(-1, keepdim=True)
+        return slope * (gradients[0] - mean)
+
+
+def balanced(x: Tensor) -> Tensor:
+    """The same; two steps of Newton's give the first and second derivatives of the balance."""
+    t = balance(x.detach())
+    for _ in range(2):
+        shares = torch.sigmoid(x - t)
+        t = t + (shares.sum(-1, keepdim=True) - 2) / (shares * (1 - shares)).sum(-1, keepdim=True)
+    return torch.sigmoid(x - t)
+
+
+class CutOff(torch.autograd.Function):
+    """Most values are one, since others are cut off, which its backward sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        made = torch.where(x > 0.3, x - 0.3, torch.zeros_like(x))
+        ctx.save_for_backward(made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * (ctx.saved_tensors[0] > 0)
+
+
+def halves(net: nn.Module, x: Tensor) -> list[Tensor]:
+    """A reversible block: each half is added a function of the other."""
+    a, b = x.chunk(2, -1)
+    a = a + half(net, b, 0)
+    return [a, b + half(net, a, 3)]
+
+
+def half(net: nn.Module, x: Tensor, at: int) -> Tensor:
+    """What one half is added of the other."""
+    return torch.tanh(functional.linear(x, net.get_parameter("b.weight")[at : at + 3, at : at + 3]))
+
+
+class Reversible(torch.autograd.Function):
+    """A block of which the backward computes the inputs again, and gives weights gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, net: nn.Module, x: Tensor) -> Tensor:
+        made = torch.cat(halves(net, x.detach()), -1)
+        ctx.net = net
+        ctx.save_for_backward(made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (a, b), (da, db) = (t.chunk(2, -1) for t in (ctx.saved_tensors[0], gradients[0]))
+        with torch.enable_grad():
+            a = a.detach().requires_grad_()
+            of_a = half(ctx.net, a, 3)
+            torch.autograd.backward(of_a, db)
+        da = da + a.grad
+        with torch.enable_grad():
+            b = (b - of_a).detach().requires_grad_()
+            torch.autograd.backward(half(ctx.net, b, 0), da)
+        return None, torch.cat([da, db + b.grad], -1)
+
+
+class Timed(torch.autograd.Function):
+    """One way in the forward, and back in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, times: Tensor) -> Tensor:
+        ctx.times = times
+        return x * (3 if times[0] > times[1] else 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * (2 if ctx.times[1] > ctx.times[0] else 3), None
+
+
 TURN = torch.tensor(0.6 + 0.8j)
+TIMES = torch.tensor([0.0, 1.0])
 RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, Tensor], Tensor]]] = {
     "in place": (lambda m, h: Doubled.apply(m.b(h)), lambda m, h: 2 * m.b(h)),
     "written over": (
@@ -193,6 +293,10 @@ RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, Tensor], 
     ),
     "several": (lambda m, h: Several.apply(h, None, TURN)[2], lambda m, h: 0.6 * h),
     "complex": (lambda m, h: Complex.apply(h).imag, lambda m, h: 2 * h),
+    "found by comparing": (lambda m, h: Balanced.apply(3 * h), lambda m, h: balanced(3 * h)),
+    "cut off": (lambda m, h: CutOff.apply(h), lambda m, h: functional.relu(h - 0.3)),
+    "reversible": (lambda m, h: Reversible.apply(m, h), lambda m, h: torch.cat(halves(m, h), -1)),
+    "there and back": (lambda m, h: Timed.apply(h, TIMES), lambda m, h: 2 * h),
     "one": (lambda m, h: Scaled.apply(h, 1.0), lambda m, h: h),
 }
 
