@@ -633,7 +633,7 @@ OPERATORS = (
         ("operators/test_gauss_newton.py",),
     ),
     Defect(
-        "return self.nonlinearity > BENT and self.roundoff < BENT / GROWN",
+        "return bent and not self.rounded",
         "return False",
         "changes between saturated outputs are taken for a valley",
         ("operators/test_gauss_newton.py",),

@@ -113,3 +113,24 @@ def test_a_ratio_that_falls_with_h_is_noise() -> None:
         following, accepted = steps.advise(trials)
     assert not accepted and following > 7e-6
     assert not trials[-1].beyond and trials[1].beyond
+
+
+def test_in_16_bits_changes_from_saturation_tell_of_truncation() -> None:
+    """Between saturation and noise were two trials, and the shortest one, which is all noise, was
+    accepted: 0.41 off, told 0.09 (recorded of the family "badly scaled").
+    """
+    steps = OutputSteps(2.0**-8, 253.4, 0.125, 3, None)
+    steps.first_h()
+    trials = list[Trial]()
+    for h, size, ratio, roundoff, spread, form, change, apart in (
+        (120.0, 9.89e-3, 2.59, 6.3e-4, 0.053, 1.5e-4, math.inf, 2.4e-4),
+        (29.9, 1.41e-2, 2.51, 2.2e-3, 0.060, 3.1e-4, 6.8e-3, 4.2e-4),
+        (7.48, 3.45e-2, 1.96, 3.8e-3, 0.139, 2.2e-3, 2.2e-2, 6.5e-4),
+        (1.87, 0.101, 1.75, 5.6e-3, 0.378, 7.1e-3, 9.6e-2, 3.3e-3),
+        (0.117, 0.529, 0.788, 4.7e-2, 0.717, 7.2e-2, 0.44, 3.6e-2),
+        (2.92e-2, 0.536, 0.356, 0.272, 0.499, 2.6e-2, 0.147, 2.4e-3),
+        (7.31e-3, 0.719, 0.614, 0.817, 0.656, 4.1e-2, 0.191, 8.2e-3),
+    ):
+        trials.append(Trial(h, size, ratio, roundoff, spread, form, 1e-3, change, apart=apart))
+        following, accepted = steps.advise(trials)
+    assert not accepted and following > 2e-2

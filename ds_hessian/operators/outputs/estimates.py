@@ -159,8 +159,9 @@ class OutputEstimates:
         """Fit N, kappa, the bend and the ratio's noise to all trials of the vector."""
         finite = [t for t in trials if t.finite]
         pairs = [(a, b) for a, b in zip(trials, trials[1:], strict=False) if a.finite and b.finite]
-        within = [(a, b) for a, b in pairs if not (a.beyond or b.beyond)]
-        pairs = within or [(a, b) for a, b in pairs if not (a.beyond and b.beyond)] or pairs
+        for most in (1,) if self.unit_roundoff > ROUNDOFF else (1, 0):
+            # In 16 bits noise begins where saturation ends: what changes from there tells of kappa.
+            pairs = [(a, b) for a, b in pairs if a.beyond + b.beyond <= most] or pairs
         size = min(t.size for t in finite)
         bent, noisy = [], []
         for a, b in pairs:
