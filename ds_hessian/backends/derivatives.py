@@ -179,7 +179,8 @@ def _beside_model(
         with unheard(), _Alone(), saved_tensors_hooks(_as_it_is, _as_it_is):
             return ask()
     except _Failed as failed:
-        if _fails(call, args):  # as what cannot be called beside the model
+        # Memory may be too little for several calls, or it cannot be called beside the model.
+        if isinstance(failed.error, torch.OutOfMemoryError) or _fails(call, args):
             return None
         raise failed.error from None
     except Exception:  # as of tensors that are complex, or a backward that cannot be called alone

@@ -338,6 +338,30 @@ def test_a_term_that_only_gradients_have_counts() -> None:
     assert (product - expected).norm() < 1e-3 * expected.norm()
 
 
+class Large(torch.autograd.Function):
+    """So large that a second call beside the first one does not fit."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Large.calls += 1
+        if Large.calls == 2:
+            raise torch.OutOfMemoryError
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0]
+
+
+def test_of_what_does_not_fit_beside_the_model_nothing_is_said() -> None:
+    Large.calls = 0
+    hessian = ds_hessian.attach(Net(lambda m, h: Large.apply(h)), config=QUIET).use(data())
+    hessian.matvec(hessian.random_vector(seed=2))
+    assert Large.calls > 2
+
+
 def test_what_a_function_has_written_is_not_written_for_the_check() -> None:
     """The call of the model is the only one, and its error that of its backward."""
     net = Net(lambda m, h: Counted.apply(h))

@@ -762,3 +762,32 @@ def test_a_model_that_is_called_twice_has_no_outputs_to_be_named() -> None:
         operators(net, points(), loss, "ggn"),
     ):
         pass
+
+
+class Ragged(nn.Module):
+    """Sequences of 2, 3 and 3 tokens, as one nested tensor, or as all tokens in the end."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__()
+        self.inner, self.flat = vectors(), flat
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Four outputs of each token."""
+        found = self.inner(
+            torch.nested.nested_tensor(list(x.split([2, 3, 3])), layout=torch.jagged)
+        )
+        return found.values() if self.flat else found
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_outputs_are_refused_and_nested_activations_are_not() -> None:
+    """It ended in torch's error of a view."""
+    labels = [(x, y[:, 0].long() % 4) for x, y in points()]
+    loss = functional.cross_entropy
+    with operators(Ragged(True), labels, of_vectors(loss), "ggn"):
+        pass
+    with (
+        pytest.raises(UnsupportedError, match=r"nested tensors: let the model return their values"),
+        operators(Ragged(False), labels, lambda m, b: loss(m(b[0]).values(), b[1]), "ggn"),
+    ):
+        pass

@@ -129,7 +129,8 @@ class _Watch:
     def _judge(self, number: int, call: int, f: Tensor, version: int, c: Tensor) -> None:
         if not bool(c.any()):
             return
-        found = None if f._version != version else read_cross_entropy(f, c)
+        known = f._version == version and not f.is_nested
+        found = read_cross_entropy(f, c) if known else None
         if found is None:
             self.table[number, OTHER] += 1
         else:

@@ -213,6 +213,11 @@ class _Calls:
                 f"the output of {self.name!r} is a single number, a loss: name the module that "
                 "returns what it is of, outputs=..."
             )
+        if any(part.is_nested for part in parts):
+            raise UnsupportedError(
+                f"ds_hessian does not support outputs ({self.name!r}) that are nested tensors: let "
+                'the model return their values(), or use operator "hessian"'
+            )
         f = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
         other = self.taken(f, parts)
         if len(parts) == 1:
