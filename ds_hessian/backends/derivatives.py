@@ -145,7 +145,8 @@ def keeps_slope(
     Args:
         call: Calls the function; each call must draw the same random numbers.
         held: Calls it the same way; the first call decides, and all others decide alike.
-        args: Its arguments, none of which is changed.
+        args: Its arguments, none of which is changed. Without gradients, as where activations are
+            recomputed, nothing says which of them have any: all are moved.
     """
 
     def ask() -> bool | None:
@@ -271,11 +272,11 @@ def _moving(args: Sequence[Any]) -> tuple[list[bool], list[Tensor]]:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return a tensor in fp32, or what is more."""
-    found = tensor.detach()
-    if tensor.is_floating_point():
-        found = found.to(torch.promote_types(tensor.dtype, torch.float32))
-    return found.requires_grad_(tensor.requires_grad)
+    """Return a tensor in fp32, or what is more, that requires gradients if it is to be moved."""
+    if not tensor.is_floating_point():
+        return tensor
+    found = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+    return found.requires_grad_(tensor.requires_grad or not torch.is_grad_enabled())
 
 
 def _as_long(along: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:

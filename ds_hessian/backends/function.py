@@ -336,9 +336,8 @@ class FixedFunction(TorchFunctionMode):
         way = (function, *(a for a in args if isinstance(a, (bool, int, float, str))))
         if self._deciding.get(way) is False:
             return self._freely(apply, args)
-        learning = self.decisions.learning and torch.is_grad_enabled()
-        transformed = torch._C._are_functorch_transforms_active()
-        if not learning or transformed or way in self._judgements or is_known(function):
+        learning = self.decisions.learning and not torch._C._are_functorch_transforms_active()
+        if not learning or way in self._judgements or is_known(function):
             return apply(*args)
         generators = RandomState(self._device, trackers())
         drawn, versions = generators.get(), [t._version for t in tensors_in(args)]
@@ -362,7 +361,7 @@ class FixedFunction(TorchFunctionMode):
 
         if self.decisions.first and self.decisions.made > before:
             self._judge_decisions(way, again, args, before)
-        node = node_of(made, function)
+        node = node_of(made, function) if torch.is_grad_enabled() else None
         if node is not None:
             node.register_hook(judge)
         return made

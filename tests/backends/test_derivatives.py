@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import ds_hessian
 from ds_hessian.errors import UnsupportedError
@@ -294,6 +295,10 @@ RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, Tensor], 
     "several": (lambda m, h: Several.apply(h, None, TURN)[2], lambda m, h: 0.6 * h),
     "complex": (lambda m, h: Complex.apply(h).imag, lambda m, h: 2 * h),
     "found by comparing": (lambda m, h: Balanced.apply(3 * h), lambda m, h: balanced(3 * h)),
+    "found by comparing, and recomputed": (
+        lambda m, h: checkpoint(Balanced.apply, 3 * h, use_reentrant=True),
+        lambda m, h: balanced(3 * h),
+    ),
     "cut off": (lambda m, h: CutOff.apply(h), lambda m, h: functional.relu(h - 0.3)),
     "reversible": (lambda m, h: Reversible.apply(m, h), lambda m, h: torch.cat(halves(m, h), -1)),
     "there and back": (lambda m, h: Timed.apply(h, TIMES), lambda m, h: 2 * h),
