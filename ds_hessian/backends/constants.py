@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -74,6 +75,7 @@ class Constants:
         self._made, self._first = 0, False
         self._key: Hashable = None
         self._comparing = set[type | None]()  # functions that compare in their forward
+        self._forwards = list[type]()  # of functions, in which the present call is made
 
     def begin(self) -> None:
         """Begin a run of forwards and backwards."""
@@ -92,6 +94,21 @@ class Constants:
     def following(self) -> bool:
         """Whether values of the present micro-batch are to be followed."""
         return self._key is not None and (self._first or bool(self._recorded))
+
+    @contextmanager
+    def forward_of(self, function: Any) -> Iterator[None]:
+        """Call a `torch.autograd.Function` in the body: its forward need not have a context."""
+        self._forwards.append(function)
+        try:
+            yield
+        finally:
+            self._forwards.pop()
+
+    def _function(self) -> type | None:
+        """Return the `torch.autograd.Function` in which the present call is made, in its forward or
+        backward; None outside of any.
+        """
+        return self._forwards[-1] if self._forwards else _function_of_call()
 
     def held(
         self,
@@ -117,7 +134,7 @@ class Constants:
                     self._require_slope(t)
         if name.strip("_") in _STAIRS and not (torch.is_grad_enabled() or back):
             if any(t.requires_grad or self._is_derived(t) for t in tensors):
-                _refuse_stairs(_function_of_call())
+                _refuse_stairs(self._function())
         if leaving:
             here = [t for t in tensors if t.requires_grad or self._is_derived(t)]
             here = [t for t in here if _is_real(t)]
@@ -127,7 +144,7 @@ class Constants:
             return given
         # Whatever graph the forward of a `torch.autograd.Function` makes, as where activations are
         # to be recomputed, is given up.
-        if not here or (not leaving and not back and _function_of_call() is not None):
+        if not here or (not leaving and not back and self._function() is not None):
             return given
         with unseen():
             values = {id(t): self.value(t.detach(), back) for t in here}
@@ -140,7 +157,7 @@ class Constants:
 
     def begin_graph(self, tensor: Tensor) -> None:
         """Give a tensor that is about to be a leaf of the graph its value at the weights."""
-        if self._is_derived(tensor) and _function_of_call() is None:
+        if self._is_derived(tensor) and self._function() is None:
             with unseen():
                 tensor.data = self.value(tensor.detach(), False)
 
@@ -165,7 +182,7 @@ class Constants:
             self.read += any(t.requires_grad for t in tensors)
         if any(t.requires_grad or self._is_derived(t) for t in tensors):
             if compares:
-                self._comparing.add(_function_of_call())
+                self._comparing.add(self._function())
             for t in found:
                 self._derived[id(t)] = t
                 if t._base is not None and not t._base.requires_grad:
@@ -237,9 +254,7 @@ class Constants:
 
 
 def _function_of_call() -> type | None:
-    """Return the `torch.autograd.Function` in whose forward the present call is made; None outside
-    of any.
-    """
+    """Return the `torch.autograd.Function` whose context a caller of the present call has."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         names = frame.f_code.co_varnames[: frame.f_code.co_argcount]

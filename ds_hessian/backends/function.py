@@ -338,11 +338,11 @@ class FixedFunction(TorchFunctionMode):
             return self._freely(apply, args)
         learning = self.decisions.learning and not torch._C._are_functorch_transforms_active()
         if not learning or way in self._judgements or is_known(function):
-            return apply(*args)
+            return self._called(apply, args)
         generators = RandomState(self._device, trackers())
         drawn, versions = generators.get(), [t._version for t in tensors_in(args)]
         before = self.decisions.made
-        made = apply(*args)
+        made = self._called(apply, args)
 
         def again(*args: Any) -> Any:
             with kept_random_states(self._device):
@@ -389,11 +389,16 @@ class FixedFunction(TorchFunctionMode):
         if not self._deciding[way]:
             self.decisions.give_up(before)
 
+    def _called(self, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call a function with a written backward."""
+        with self._constants.forward_of(getattr(apply, "__self__", None)):
+            return apply(*args)
+
     def _freely(self, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call a function that decides anew at each call."""
         before, self._free = self._free, True
         try:
-            return apply(*args)
+            return self._called(apply, args)
         finally:
             self._free = before
 

@@ -279,6 +279,36 @@ class Timed(torch.autograd.Function):
         return gradients[0] * (2 if ctx.times[1] > ctx.times[0] else 3), None
 
 
+class Unit(torch.autograd.Function):
+    """Rows of length 1; its forward has no context."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x / x.norm(dim=-1, keepdim=True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        along = (y * gradients[0]).sum(-1, keepdim=True)
+        return (gradients[0] - y * along) / x.norm(dim=-1, keepdim=True)
+
+
+class Rounded(Unit):
+    """Stairs, and a gradient that is handed on."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return (4 * x).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0]
+
+
 TURN = torch.tensor(0.6 + 0.8j)
 TIMES = torch.tensor([0.0, 1.0])
 RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, Tensor], Tensor]]] = {
@@ -302,6 +332,10 @@ RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, Tensor], 
     "cut off": (lambda m, h: CutOff.apply(h), lambda m, h: functional.relu(h - 0.3)),
     "reversible": (lambda m, h: Reversible.apply(m, h), lambda m, h: torch.cat(halves(m, h), -1)),
     "there and back": (lambda m, h: Timed.apply(h, TIMES), lambda m, h: 2 * h),
+    "without a context": (
+        lambda m, h: Unit.apply(h),
+        lambda m, h: h / h.norm(dim=-1, keepdim=True),
+    ),
     "one": (lambda m, h: Scaled.apply(h, 1.0), lambda m, h: h),
 }
 
@@ -328,6 +362,13 @@ def test_a_derivative_is_measured_and_called_beside_the_model(name: str) -> None
     product, expected = hessian.matvec(v), exact(Net(plain), v)
     assert (product.vector.double() - expected).norm() < 1e-3 * expected.norm()
     assert all(p.grad is None for p in net.parameters())
+
+
+def test_stairs_of_a_forward_without_a_context_are_refused_by_name() -> None:
+    """Rounded values were held, and a gradient at others taken: an error of 2e-5 was told."""
+    hessian = ds_hessian.attach(Net(lambda m, h: Rounded.apply(h)), config=QUIET).use(data())
+    with pytest.raises(UnsupportedError, match=r"rounds, or only compares.*\(Rounded\)"):
+        hessian.matvec(hessian.random_vector(seed=2))
 
 
 def test_a_term_that_only_gradients_have_counts() -> None:
