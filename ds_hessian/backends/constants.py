@@ -30,7 +30,7 @@ from ds_hessian.backends.choices import SAME, Line, fingerprint, line_of_call
 from ds_hessian.backends.hooks import unseen
 from ds_hessian.backends.kinks import IF, INTEGERS, ROUNDINGS
 from ds_hessian.backends.pieces import COMPARISONS
-from ds_hessian.backends.state import HOSTS, tensors_in
+from ds_hessian.backends.state import HOSTS, package_of, tensors_in
 from ds_hessian.errors import MeasurementError, UnsupportedError
 
 _LEAVE = {"item", "tolist", "numpy", "__array__", "equal", "allclose", "is_nonzero"}
@@ -307,7 +307,7 @@ def _refuse_stairs(function: type | None) -> None:
     """Raise where a function that somebody has written rounds or compares in its forward; torch's
     and the hosts' own recompute activations.
     """
-    if function is not None and function.__module__.split(".")[0] not in ("torch", *HOSTS):
+    if function is not None and package_of(function) not in ("torch", *HOSTS):
         raise UnsupportedError(
             "ds_hessian does not support a torch.autograd.Function that rounds, or only compares, "
             f"in its forward ({function.__name__}): its backward is not the derivative of it, so "

@@ -133,7 +133,7 @@ def is_derivative(
         # It may add a term that no value has: little, beside those of larger cotangents.
         return _is_derivative(call, args, *_backward(call, args))
 
-    return _beside_model(ask, call, args)
+    return _answer(ask, call, args)
 
 
 def keeps_slope(
@@ -153,7 +153,7 @@ def keeps_slope(
         here = [_wide(a) if isinstance(a, Tensor) else a for a in args]
         given, x = _moving(here)
         h, draws = _step({t.dtype for t in x}), _draws(x)
-        middle = _called_at(x, held, here, given)
+        middle = _called_at([t.clone() for t in x], held, here, given)
 
         def keeps(u: Sequence[Tensor]) -> bool:
             sides = _at_sides(call, here, given, x, u, h)
@@ -166,10 +166,10 @@ def keeps_slope(
         # What is found by comparing may not answer to what cancels in a sum, nor to what all share.
         return all(map(keeps, (_as_long([_normal(t, draws) for t in x], x), x)))
 
-    return _beside_model(ask, call, args)
+    return _answer(ask, call, args)
 
 
-def _beside_model(
+def _answer(
     ask: Callable[[], bool | None], call: Callable[..., Any], args: Sequence[Any]
 ) -> bool | None:
     """Return the answer to a question for which a function is called beside the model; None where
@@ -321,7 +321,6 @@ def _called_at(
     x: Sequence[Tensor], call: Callable[..., Any], args: Sequence[Any], given: Sequence[bool]
 ) -> list[Any]:
     """Return what a function returns at other values, which it may write into."""
-    x = [t.clone() for t in x]
     with _Beside(x), torch.enable_grad():
         tensors = iter([t.requires_grad_().view_as(t) for t in x])
         return _called(call, [next(tensors) if g else a for a, g in zip(args, given, strict=True)])

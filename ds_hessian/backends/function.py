@@ -334,11 +334,10 @@ class FixedFunction(TorchFunctionMode):
         """
         function = getattr(apply, "__self__", None)
         way = (function, *(a for a in args if isinstance(a, (bool, int, float, str))))
-        if self._deciding.get(way) is False:
-            return self._freely(apply, args)
+        free = self._deciding.get(way) is False
         learning = self.decisions.learning and not torch._C._are_functorch_transforms_active()
-        if not learning or way in self._judgements or is_known(function):
-            return self._called(apply, args)
+        if free or not learning or way in self._judgements or is_known(function):
+            return self._called(apply, args, free)
         generators = RandomState(self._device, trackers())
         drawn, versions = generators.get(), [t._version for t in tensors_in(args)]
         before = self.decisions.made
@@ -389,16 +388,14 @@ class FixedFunction(TorchFunctionMode):
         if not self._deciding[way]:
             self.decisions.give_up(before)
 
-    def _called(self, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Call a function with a written backward."""
-        with self._constants.forward_of(getattr(apply, "__self__", None)):
-            return apply(*args)
-
-    def _freely(self, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Call a function that decides anew at each call."""
-        before, self._free = self._free, True
+    def _called(self, apply: Callable[..., Any], args: tuple[Any, ...], free: bool = False) -> Any:
+        """Call a function with a written backward, which decides anew at each call if it is
+        `free`.
+        """
+        before, self._free = self._free, self._free or free
         try:
-            return self._called(apply, args)
+            with self._constants.forward_of(getattr(apply, "__self__", None)):
+                return apply(*args)
         finally:
             self._free = before
 

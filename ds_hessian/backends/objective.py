@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import CellType
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from ds_hessian.backends.containers import Call, copied, leaves, mapped
 from ds_hessian.backends.guard import kept_grad_mode
 from ds_hessian.backends.loaders import kept_positions, parts_of, require_end
 from ds_hessian.backends.random_states import kept_random_states
+from ds_hessian.backends.state import given_to
 from ds_hessian.defaults import defaults_of_job
 from ds_hessian.errors import ConfigError, NumericsError
 from ds_hessian.memory import NARROW
@@ -88,9 +88,8 @@ def code_of(loss: object) -> int:
     code = getattr(loss, "__code__", None)
     if code is None:
         return hash(id(loss))
-    cells = [cell for cell in getattr(loss, "__closure__", None) or () if cell != CellType()]
-    given = [*(cell.cell_contents for cell in cells), *(getattr(loss, "__defaults__", None) or ())]
-    return hash((code, *(v if isinstance(v, (int, float, str)) else None for v in given)))
+    given = (v if isinstance(v, (int, float, str)) else None for v in given_to(loss))
+    return hash((code, *given))
 
 
 def _require_loss_fn(loss_fn: object) -> None:

@@ -352,6 +352,12 @@ def package_of(function: object) -> str:
     return str(getattr(function, "__module__", "")).split(".")[0]
 
 
+def given_to(function: object) -> list[Any]:
+    """Return what a function closes over, where it is assigned yet, and its defaults."""
+    cells = [c for c in getattr(function, "__closure__", None) or () if c != CellType()]
+    return [*(c.cell_contents for c in cells), *(getattr(function, "__defaults__", None) or ())]
+
+
 def _is_of_a_host(module: nn.Module) -> bool:
     name = type(module).__module__
     return name.split(".")[0] in HOSTS or name.startswith("torch.nn.parallel")
@@ -370,22 +376,14 @@ def _referred(value: Any) -> list[Any]:
     if not isinstance(value, FunctionType):
         called = type(value).__call__ if callable(value) else None
         return [called, *filter(_is_held, getattr(value, "__dict__", {}).values())]
-    cells = [c.cell_contents for c in value.__closure__ or () if _is_filled(c)]
     names, code = value.__globals__, value.__code__
     known = [names[n] for n in code.co_names if n in names]
-    return [v for v in (*cells, *(value.__defaults__ or ()), *known) if _is_held(v)]
+    return [v for v in (*given_to(value), *known) if _is_held(v)]
 
 
 def _is_held(value: object) -> bool:
     kinds = (FunctionType, MethodType, functools.partial, nn.Module)
     return isinstance(value, kinds) or type(value) in _HOLDING or generator(value) is not None
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # not assigned yet
-        return False
 
 
 # ---- attributes

@@ -69,10 +69,6 @@ def test_a_witness_that_grows_as_displacements_fall_is_noise() -> None:
     assert steps.error(0.0538, unit(6.3), 1.0) > 0.02
 
 
-GAIN = 225.0
-"""The bend of an attention whose queries and keys have gains of 30, along a random vector."""
-
-
 def test_saturated_outputs_do_not_tell_of_truncation_below() -> None:
     """A change from where they saturate was a kappa of 0.3, and what it made of the next one was
     not noise: N was a thirtieth of what it is, and an error 9 times what was told (recorded).

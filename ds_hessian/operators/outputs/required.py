@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -118,38 +118,34 @@ def require_curved(session: Session, tap: Tap, told: bool, curved: bool) -> None
         )
 
 
-@contextmanager
-def requiring_fp32(tap: Tap) -> Iterator[None]:
+def requiring_fp32(tap: Tap) -> AbstractContextManager[None]:
     """Raise by name where what follows the outputs fails in the body, which makes them in fp32.
 
     Raises:
         UnsupportedError: it did, on all ranks alike.
         MeasurementError: it had too little memory.
     """
-    with _naming(
+    return _naming(
         f"outputs ({tap.name!r}) in 16 bits if what follows them, weights perhaps, takes none in "
         "fp32",
         "name the module that returns the last outputs, or all of them, outputs=..., set "
         'finite_difference.precision to "fp32"',
-    ):
-        yield
+    )
 
 
-@contextmanager
-def requiring_others(tap: Tap) -> Iterator[None]:
+def requiring_others(tap: Tap) -> AbstractContextManager[None]:
     """Raise by name where the loss fails in the body, which adds something to the outputs.
 
     Raises:
         UnsupportedError: it did, on all ranks alike.
         MeasurementError: it had too little memory.
     """
-    with _naming(
+    return _naming(
         f"outputs ({tap.name!r}) of which the loss refuses others, such as probabilities beyond 0 "
         "and 1",
         "name the module that returns what they are made of, such as the logits before a sigmoid, "
         "outputs=...",
-    ):
-        yield
+    )
 
 
 @contextmanager
