@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_hessian.backends.hooks import unseen
+from ds_hessian.backends.hooks import shown, unseen
 
 _INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 _BYTE = 8
@@ -76,7 +76,8 @@ class Bits:
     def mask(self) -> Tensor:
         """Return the boolean tensor."""
         with unseen():
-            return self.bytes().view(torch.bool)
+            made = self.bytes().view(torch.bool)
+        return shown(made)
 
     def differs(self, mask: Tensor) -> Tensor:
         """Return where another mask is not this one; it may be overwritten."""

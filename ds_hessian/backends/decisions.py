@@ -27,6 +27,7 @@ from ds_hessian.backends.choices import (
     SAME,
     SAMPLED,
     Choice,
+    Line,
     PieceError,
     Sides,
     called,
@@ -149,13 +150,18 @@ class Decisions:
         """The number of decisions of the present forward so far."""
         return self._made
 
-    def give_up(self, since: int) -> None:
-        """Give up what the present forward, a first one, has decided since so many decisions; its
-        kinks are crossed.
+    def lines_since(self, since: int) -> tuple[Line, ...]:
+        """Return where the present forward has decided, since so many decisions."""
+        return tuple(each.line for each in self._recorded[self.key][since : self._made])
+
+    def give_up(self, since: int, choices: bool) -> None:
+        """Give up what the present forward, a first one, has decided since so many decisions: the
+        sides of kinks, which are crossed, and maybe choices.
         """
         recorded = self._recorded[self.key]
-        given_up, recorded[since:] = recorded[since:], []
-        self._made = since
+        given_up = [d for d in recorded[since:] if choices or isinstance(d, Sides)]
+        recorded[since:] = [d for d in recorded[since:] if all(d is not g for g in given_up)]
+        self._made = len(recorded)
         self._inputs = [each for each in self._inputs if all(each[0] is not d for d in given_up)]
         sides = [d for d in given_up if isinstance(d, Sides)]
         self.held -= sum(d.nbytes for d in sides)

@@ -13,15 +13,16 @@ other ranks have a part in the function, nothing is said of it.
 
 Nor is every comparison in a forward the side of a kink: an algorithm that finds its values by
 comparing, such as a bisection, stands still where its comparisons are held. Whether a function has
-its slope with them, values tell alike.
+its slope with them, values tell alike; of one that cannot be called beside the model, none is held.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ from ds_hessian.backends.in_python import undispatched
 from ds_hessian.backends.state import HOSTS, package_of, place, tensors_in
 from ds_hessian.errors import UnsupportedError
 
+T = TypeVar("T")
+
 PART = 0.25
 """Slopes that are further apart, as parts of the larger one, are no rounding of each other."""
 
@@ -44,16 +47,28 @@ def is_known(function: object) -> bool:
     return package_of(function) in (*HOSTS, "ds_hessian", "torch")
 
 
+class Kept(enum.IntEnum):
+    """What is held of what a written function decides."""
+
+    ALL = 0
+    CHOICES = 1
+    NONE = 2
+
+
 class _Unknown(Exception):
     """Nothing can be said of a function."""
 
 
-class _Failed(Exception):
-    """A function has raised."""
+class _CallsModule(_Unknown):
+    """A function calls a module."""
 
-    def __init__(self, error: Exception) -> None:
+
+class _Failed(Exception):
+    """A function has raised, given these arguments."""
+
+    def __init__(self, error: Exception, args: Sequence[Any]) -> None:
         super().__init__(error)
-        self.error = error
+        self.error, self.given = error, args
 
 
 _grad = undispatched(torch.autograd.grad)
@@ -83,6 +98,10 @@ class _Beside(TorchDispatchMode):
         super().__init__()
         self._made = {place(t) for t in known}
 
+    def tell_made(self, tensor: Tensor) -> None:
+        """Let a tensor that was made out of sight be written."""
+        self._made.add(place(tensor))
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -107,7 +126,7 @@ def _as_it_is(saved: Tensor) -> Tensor:
 
 def _refuse_module(*_: Any) -> None:
     """Stop before a module's hooks run, as where activations are recomputed."""
-    raise _Unknown
+    raise _CallsModule
 
 
 def is_derivative(
@@ -133,59 +152,96 @@ def is_derivative(
         # It may add a term that no value has: little, beside those of larger cotangents.
         return _is_derivative(call, args, *_backward(call, args))
 
-    return _answer(ask, call, args)
+    try:
+        return _answer(ask, call, args, None)
+    except _CallsModule:
+        return None
 
 
-def keeps_slope(
-    call: Callable[..., Any], held: Callable[..., Any], args: Sequence[Any]
-) -> bool | None:
-    """Return whether a function has its slope also where what it has decided at its arguments is
-    held, or has none; None where that cannot be told.
+def kept_slope(
+    call: Callable[..., Any], held: Callable[[], Callable[..., Any]], args: Sequence[Any]
+) -> Kept | None:
+    """Return what may be held of what a function has decided at its arguments, so that it has its
+    slope; None where it has no slope there that would tell.
+
+    Of a function that calls modules all is held, since it only runs them, to recompute them later.
+    Of another that cannot be called, sides of kinks are not: where they are crossed, they are in
+    the errors of products, and where values stand still with them, nothing is.
 
     Args:
         call: Calls the function; each call must draw the same random numbers.
-        held: Calls it the same way; the first call decides, and all others decide alike.
+        held: Returns what calls it the same way: its first call decides, and all others decide
+            alike.
         args: Its arguments, none of which is changed. Without gradients, as where activations are
             recomputed, nothing says which of them have any: all are moved.
     """
 
-    def ask() -> bool | None:
+    def ask() -> Kept | None:
         here = [_wide(a) if isinstance(a, Tensor) else a for a in args]
         given, x = _moving(here)
         h, draws = _step({t.dtype for t in x}), _draws(x)
-        middle = _called_at([t.clone() for t in x], held, here, given)
 
-        def keeps(u: Sequence[Tensor]) -> bool:
-            sides = _at_sides(call, here, given, x, u, h)
-            free, kept = _over(sides, 2 * h), _over(_at_sides(held, here, given, x, u, h), 2 * h)
-            # Slopes of both sides differ by twice what a kink within h of x makes here.
-            bent = [_over((side, middle), at) for side, at in zip(sides, (h, -h), strict=True)]
-            most = max(_length(_apart(*bent)), h * _length(free))
-            return _length(_apart(free, kept)) <= most or not math.isfinite(most)
+        def keeps(x: Sequence[Tensor], u: Sequence[Tensor]) -> bool | None:
+            decide = held()
+            middle = _called_at([t.clone() for t in x], decide, here, given)
+            rounding = 4 * h**3 * _length(_real(middle))
+            for step in (h, h / 8):
+                free = _at_sides(call, here, given, x, u, step)
+                kept = _over(_at_sides(decide, here, given, x, u, step), 2 * step)
+                slope = _over(free, 2 * step)
+                apart, size = _length(_apart(slope, kept)), max(_length(slope), _length(kept))
+                if size <= rounding / step:
+                    return None
+                # Slopes of both sides differ by twice what a kink within h of x makes here.
+                bent = [_over((s, middle), at) for s, at in zip(free, (step, -step), strict=True)]
+                least = max(step * _length(slope), rounding / step)
+                if apart > max(_length(_apart(*bent)), least):
+                    return False
+                if apart <= max(PART * size, least):
+                    break
+            return True
 
-        # What is found by comparing may not answer to what cancels in a sum, nor to what all share.
-        return all(map(keeps, (_as_long([_normal(t, draws) for t in x], x), x)))
+        # What is found by comparing may not answer to what cancels in a sum, nor to what all share,
+        # nor where all numbers are alike.
+        around = [_around(t, draws) for t in x]
+        found = {keeps(x, around), keeps(x, [_near(t) for t in x])}
+        if False not in found:
+            away = [t + PART * torch.tanh(_around(t, draws)) for t in x]
+            found.add(keeps(away, around))
+        if False in found:
+            return Kept.NONE
+        return Kept.ALL if True in found else None
 
-    return _answer(ask, call, args)
+    otherwise: Kept | None = Kept.CHOICES
+    try:
+        return _answer(ask, call, args, otherwise)
+    except _CallsModule:
+        return Kept.ALL
 
 
-def _answer(
-    ask: Callable[[], bool | None], call: Callable[..., Any], args: Sequence[Any]
-) -> bool | None:
-    """Return the answer to a question for which a function is called beside the model; None where
-    it cannot be called so.
+def _answer(ask: Callable[[], T], call: Callable[..., Any], args: Sequence[Any], otherwise: T) -> T:
+    """Return the answer to a question for which a function is called beside the model, or another
+    one where it cannot be called so.
+
+    Raises:
+        _CallsModule: it calls a module.
     """
     hooks = register_module_forward_pre_hook(_refuse_module)
     try:
         with unheard(), _Alone(), saved_tensors_hooks(_as_it_is, _as_it_is):
             return ask()
+    except _CallsModule:
+        raise
     except _Failed as failed:
-        # Memory may be too little for several calls, or it cannot be called beside the model.
-        if isinstance(failed.error, torch.OutOfMemoryError) or _fails(call, args):
-            return None
+        # Memory may be too little for several calls, or it cannot be called beside the model, or
+        # at other values.
+        if isinstance(failed.error, torch.OutOfMemoryError):
+            return otherwise
+        if _fails(call, args) or _fails(call, failed.given):
+            return otherwise
         raise failed.error from None
     except Exception:  # as of tensors that are complex, or a backward that cannot be called alone
-        return None
+        return otherwise
     finally:
         hooks.remove()
 
@@ -207,7 +263,7 @@ def _called(call: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
     except _Unknown:
         raise
     except Exception as error:
-        raise _Failed(error) from error
+        raise _Failed(error, args) from error
     return list(made) if isinstance(made, tuple) else [made]
 
 
@@ -280,8 +336,28 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _as_long(along: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
-    """Return directions, each as long as what it is to move."""
-    return [d * (t.norm() / d.norm()) for d, t in zip(along, x, strict=True)]
+    """Return directions, each as long as those parts of x that it moves most, or 1 for each number
+    if these are 0.
+    """
+
+    def length(d: Tensor, t: Tensor) -> Tensor:
+        weighted = torch.where(d != 0, d * t, 0.0).abs().sum() / d.norm()
+        return weighted if weighted != 0 else weighted + math.sqrt(d.numel())
+
+    return [d * (length(d, t) / d.norm()) for d, t in zip(along, x, strict=True)]
+
+
+def _around(x: Tensor, draws: Mapping[torch.device, torch.Generator]) -> Tensor:
+    """Return a random direction in which each number moves by parts of itself, or, where all are 0,
+    of 1.
+    """
+    size = _near(x).abs()
+    return _normal(x, draws) * (size if size.any() else torch.ones_like(x))
+
+
+def _near(x: Tensor) -> Tensor:
+    """Return a tensor, with 0 for what is infinite or next to it, as masks have it."""
+    return torch.where(x.abs() < torch.finfo(x.dtype).max / 4, x, 0.0)
 
 
 def _step(kinds: Iterable[torch.dtype]) -> float:
@@ -306,15 +382,19 @@ def _at_sides(
 
 
 def _over(values: tuple[Sequence[Any], Sequence[Any]], step: float) -> list[Tensor | None]:
-    """Return the differences of two values of a function over a step; None of what is no real
-    number.
+    """Return the differences of two values of a function over a step, 0 where both are infinite;
+    None of what is no real number.
     """
+    pairs = zip(*map(_real, values), strict=True)
     return [
-        (a.detach() - b.detach()) / step
-        if isinstance(a, Tensor) and a.is_floating_point()
-        else None
-        for a, b in zip(*values, strict=True)
+        None if a is None or b is None else torch.where(a == b, 0.0, a - b) / step for a, b in pairs
     ]
+
+
+def _real(values: Sequence[Any]) -> list[Tensor | None]:
+    """Return those of a function's values that are tensors of real numbers; None for others."""
+    real = [isinstance(v, Tensor) and v.is_floating_point() for v in values]
+    return [v.detach() if r else None for v, r in zip(values, real, strict=True)]
 
 
 def _called_at(
@@ -338,7 +418,8 @@ def _apart(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> list[Tenso
 
 
 def _length(parts: Sequence[Tensor | None]) -> float:
-    found = [p for p in parts if p is not None]
+    """Return the length of what is finite."""
+    found = [torch.nan_to_num(p, 0.0, 0.0, 0.0) for p in parts if p is not None]
     return math.sqrt(_inner(found, found))
 
 

@@ -21,6 +21,7 @@ say so, are crossed: functions are evaluated as they are, but it is noted that t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -33,14 +34,15 @@ from torch.overrides import TorchFunctionMode
 
 from ds_hessian.backends import compositions, pieces
 from ds_hessian.backends.applied import applying
-from ds_hessian.backends.choices import DIMS, Sides, chooses
+from ds_hessian.backends.choices import DIMS, PieceError, Sides, chooses
 from ds_hessian.backends.constants import Constants, leaves, refuse_lost, refuse_solves
 from ds_hessian.backends.contexts import refuse_context
 from ds_hessian.backends.decisions import Decisions, in_backward
 from ds_hessian.backends.derivatives import (
+    Kept,
     is_derivative,
     is_known,
-    keeps_slope,
+    kept_slope,
     node_of,
     unchanging,
 )
@@ -109,9 +111,11 @@ class FixedFunction(TorchFunctionMode):
         self._bodies: dict[Any, Callable[..., Any]] = {}
         self._derives = set[Hashable]()  # forwards that take derivatives themselves
         self._judgements = set[Hashable]()  # functions whose written backwards have been judged
-        self._deciding = dict[Hashable, bool]()  # whether what they decide is held
+        self._kept = dict[Hashable, Kept]()  # what is held of what they decide; all of others
+        self._keeping = set[tuple[Hashable, Hashable]]()  # those that are known to keep their slope
+        self._held = set[Hashable]()  # those of which all has been held in some call
         self._trying = False
-        self._free = False  # whether the function that is called decides anew
+        self._here = Kept.ALL  # what is held in the present call
         self._seen = False  # whether a function has decided, was to drop, or has read padding
 
     # ---- evaluations
@@ -312,7 +316,7 @@ class FixedFunction(TorchFunctionMode):
         """Call a function with a written backward with the constants of the gradient."""
         constants, back = self._constants, in_backward()
         if self._trying:
-            return apply(*args)
+            return self._called(apply, args)
         if (state := self._watching(back)) is not None:
             with torch._C.DisableTorchFunction(), unseen():
                 state.before(apply, args, {})
@@ -332,12 +336,11 @@ class FixedFunction(TorchFunctionMode):
         """Call a function with a written backward; its first one is refused where it is not the
         derivative.
         """
-        function = getattr(apply, "__self__", None)
-        way = (function, *(a for a in args if isinstance(a, (bool, int, float, str))))
-        free = self._deciding.get(way) is False
+        function, way = getattr(apply, "__self__", None), _way_of(apply, args)
         learning = self.decisions.learning and not torch._C._are_functorch_transforms_active()
-        if free or not learning or way in self._judgements or is_known(function):
-            return self._called(apply, args, free)
+        judged = way in self._judgements
+        if not learning or is_known(function) or (judged and not self.decisions.first):
+            return self._called(apply, args)
         generators = RandomState(self._device, trackers())
         drawn, versions = generators.get(), [t._version for t in tensors_in(args)]
         before = self.decisions.made
@@ -358,46 +361,63 @@ class FixedFunction(TorchFunctionMode):
             if found is False:
                 raise _is_no_derivative(function)
 
-        if self.decisions.first and self.decisions.made > before:
+        if self.decisions.first and self.decisions.made > before and way not in self._kept:
             self._judge_decisions(way, again, args, before)
-        node = node_of(made, function) if torch.is_grad_enabled() else None
+        node = node_of(made, function) if torch.is_grad_enabled() and not judged else None
         if node is not None:
             node.register_hook(judge)
         return made
 
     def _judge_decisions(
-        self, way: Hashable, call: Callable[..., Any], args: tuple[Any, ...], before: int
+        self, way: tuple[Any, ...], call: Callable[..., Any], args: tuple[Any, ...], before: int
     ) -> None:
-        """Give up what a written function has decided in its first call, since so many decisions,
-        if its values stand still with it.
+        """Give up what a written function has decided in its call, since so many decisions, if its
+        values stand still with it; once for each place where it decides.
+
+        Raises:
+            PieceError: they do, and have not done in another call.
         """
-        if way not in self._deciding:
-            beside = self.decisions.beside()
+        at = way, self.decisions.lines_since(before)
+        if at in self._keeping:
+            return
 
-            def held(*args: Any) -> Any:
-                mine, self.decisions = self.decisions, beside
-                try:
-                    beside.at(mine.key)
-                    with self:
-                        return call(*args)
-                finally:
-                    self.decisions = mine
+        def held() -> Callable[..., Any]:
+            return functools.partial(self._holding, self.decisions.beside(), call)
 
-            with self._beside_model():
-                self._deciding[way] = keeps_slope(call, held, args) is not False
-        if not self._deciding[way]:
-            self.decisions.give_up(before)
+        with self._beside_model():
+            kept = kept_slope(call, held, args)
+        if kept in (Kept.ALL, None):
+            self._held.add(way)
+            if kept is not None:
+                self._keeping.add(at)
+            return
+        if way in self._held:
+            raise PieceError(
+                "a torch.autograd.Function finds its values by comparing in some of its calls "
+                f"({getattr(way[0], '__name__', way[0])})"
+            )
+        self._kept[way] = kept
+        self.decisions.give_up(before, kept is Kept.NONE)
 
-    def _called(self, apply: Callable[..., Any], args: tuple[Any, ...], free: bool = False) -> Any:
-        """Call a function with a written backward, which decides anew at each call if it is
-        `free`.
-        """
-        before, self._free = self._free, self._free or free
+    def _holding(self, beside: Decisions, call: Callable[..., Any], *args: Any) -> Any:
+        """Make a call with decisions of its own."""
+        mine, self.decisions = self.decisions, beside
+        try:
+            beside.at(mine.key)
+            with self:
+                return call(*args)
+        finally:
+            self.decisions = mine
+
+    def _called(self, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call a function with a written backward, which may decide anew at each call."""
+        before, kept = self._here, self._kept.get(_way_of(apply, args), Kept.ALL)
+        self._here = max(before, kept)
         try:
             with self._constants.forward_of(getattr(apply, "__self__", None)):
                 return apply(*args)
         finally:
-            self._free = before
+            self._here = before
 
     @contextmanager
     def _beside_model(self) -> Iterator[None]:
@@ -414,20 +434,20 @@ class FixedFunction(TorchFunctionMode):
     ) -> Any:
         kwargs, name = compositions.whole(func, kwargs), getattr(func, "__name__", "")
         decisions = self.decisions
-        decides = decisions.key is not None and not self._free
+        decides = decisions.key is not None
         if func in EMBEDDINGS and argument(args, kwargs, *BY_FREQUENCY):
             self._seen = True
             args, kwargs = with_argument(args, kwargs, *BY_FREQUENCY, False)
         if name in PROBABILITIES and not self._dropout:
             self._seen |= drops(name, args, kwargs)
             args, kwargs = with_argument(args, kwargs, *PROBABILITIES[name], 0.0)
-        elif name in DIMS and decides and chooses(name, args, kwargs):
+        elif name in DIMS and decides and self._here < Kept.NONE and chooses(name, args, kwargs):
             self._seen = True
             x: Tensor = argument(args, kwargs, 0, "input")
             with unseen():
                 choice = decisions.choice(func, name, args, kwargs, x)
             return choice.result(x)
-        elif name.strip("_") in HELD and decisions.holds and decides:
+        elif name.strip("_") in HELD and decisions.holds and decides and self._here is Kept.ALL:
             return self._hold(func, types, args, kwargs)
         elif func is torch.embedding_renorm_:
             raise _rescales()
@@ -489,6 +509,12 @@ class FixedFunction(TorchFunctionMode):
             row = self._padding.value(weight[padding].detach(), in_backward())
             self._seen |= self.decisions.first and bool(padded.any())
         return torch.where(padded.unsqueeze(-1), row, read)
+
+
+def _way_of(apply: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a written function with the numbers that it is given, which tell its ways apart."""
+    numbers = (a for a in args if isinstance(a, (bool, int, float, str)))
+    return getattr(apply, "__self__", None), *numbers
 
 
 def _is_no_derivative(function: object) -> UnsupportedError:

@@ -8,7 +8,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from ds_hessian.defaults import own_defaults
 
@@ -44,6 +47,16 @@ def unseen() -> Iterator[None]:
         return
     with _disable_current_modes():
         yield
+
+
+def shown(made: Tensor) -> Tensor:
+    """Return a tensor that was made `unseen`, and that the model may write into: modes that follow
+    where it writes are told.
+    """
+    for mode in _get_current_dispatch_mode_stack():
+        if (tell := getattr(mode, "tell_made", None)) is not None:
+            tell(made)
+    return made
 
 
 def beside(function: Callable[P, R]) -> Callable[P, R]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_hessian.backends.bits import Bits, Held, eighths
-from ds_hessian.backends.hooks import unseen
+from ds_hessian.backends.hooks import shown, unseen
 from ds_hessian.backends.kinks import argument
 from ds_hessian.memory import FP32
 
@@ -117,7 +117,8 @@ class _Straight(torch.autograd.Function):
         # In 16 bits a product and a sum are rounded together, as by torch's own kernels.
         wide = x.float() if lines.slope not in (0.0, 1.0) and x.dtype.itemsize < FP32 else x
         with unseen():  # of which a checkpoint might keep what is written over
-            return lines.on(wide, held, True).to(x.dtype)
+            made = lines.on(wide, held, True).to(x.dtype)
+        return shown(made)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
