@@ -12,7 +12,7 @@ of the cumulative distribution); Golub, Meurant, Matrices, Moments and Quadratur
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -26,6 +26,9 @@ from ds_hessian.vectors import Layout, ProbeKind, random_vector
 
 RADAU_LIMIT = 1e8
 """Largest entry of a Gauss-Radau matrix, in units of the largest Ritz value or beta."""
+
+PLACES = 32
+"""Parts of an interval in which a node is moved to find an extreme integral."""
 
 
 def slq(
@@ -129,27 +132,74 @@ def measure_bounds(alphas: Array, betas: Array, x: Array) -> tuple[Array, Array]
         Lower and upper bounds, `(k,)` each. They meet where the Krylov space was exhausted (a beta
         of zero): then the measure is known, but for the weight at x itself.
     """
+    alphas, betas, values, vectors = _gauss(alphas, betas)
+    if betas[-1] == 0:
+        sums = np.append(0.0, np.cumsum(vectors[0] ** 2))
+        return sums[np.searchsorted(values, x)], sums[np.searchsorted(values, x, side="right")]
+    bounds = []
+    for point, (_, weights) in zip(x, _radau(alphas, betas, values, vectors, x), strict=True):
+        # Nodes and Ritz values interlace, which tells the number of nodes left of x.
+        sums = np.append(0.0, np.cumsum(weights))
+        left = int(np.searchsorted(values, point))
+        bounds.append((sums[left], min(float(sums[left + 1]), 1.0)))
+    lower, upper = np.array(bounds).reshape(-1, 2).T
+    return lower, upper
+
+
+def negative_bounds(alphas: Array, betas: Array) -> tuple[float, float]:
+    """Return bounds on the integral of `min(x, 0)` over the spectral measure of the start vector.
+
+    Of the measures with the moments that a run knows, those of the extreme integrals have m + 1
+    points: they are Gauss-Radau rules. Each of these has one node between the two Ritz values that
+    are next to zero on either side (or beyond both ends, where all have one sign), so that moving
+    a node there finds all of them. The upper bound is the rule with a node at zero.
+
+    Args:
+        alphas: `(m,)` of a run.
+        betas: `(m,)` of the same run, the residual's included.
+
+    Returns:
+        Lower and upper bound, which meet where the Krylov space was exhausted.
+    """
+    alphas, betas, values, vectors = _gauss(alphas, betas)
+    found = [float(vectors[0] ** 2 @ np.minimum(values, 0.0))]
+    if betas[-1] == 0:
+        return found[0], found[0]
+    right = int(np.searchsorted(values, 0.0))
+    steps = (1 - np.cos(np.pi * np.arange(1, PLACES) / PLACES)) / 2
+    if 0 < right < len(values):
+        places = values[right - 1] + (values[right] - values[right - 1]) * steps
+    else:
+        places = float(abs(values).max()) * steps / (1 - steps) * (1 if right else -1)
+    for nodes, weights in _radau(alphas, betas, values, vectors, np.append(places, 0.0)):
+        found.append(float(weights @ np.minimum(nodes, 0.0)))
+    return min(found), max(found)
+
+
+def _gauss(alphas: Array, betas: Array) -> tuple[Array, Array, Array, Array]:
+    """Return the entries of a run up to where its Krylov space was exhausted, and the eigenvalues
+    and eigenvectors of their matrix.
+    """
     from scipy.linalg import eigh_tridiagonal
 
     steps = int(np.argmax(betas == 0)) + 1 if (betas == 0).any() else len(alphas)
     alphas, betas = alphas[:steps], betas[:steps]
-    values, vectors = eigh_tridiagonal(alphas, betas[:-1])
-    if betas[-1] == 0:
-        sums = np.append(0.0, np.cumsum(vectors[0] ** 2))
-        return sums[np.searchsorted(values, x)], sums[np.searchsorted(values, x, side="right")]
+    return alphas, betas, *eigh_tridiagonal(alphas, betas[:-1])
+
+
+def _radau(
+    alphas: Array, betas: Array, values: Array, vectors: Array, x: Array
+) -> Iterator[tuple[Array, Array]]:
+    """Yield the nodes and weights of the Gauss-Radau rule with a node at each x."""
+    from scipy.linalg import eigh_tridiagonal
+
     couplings = (betas[-1] * vectors[-1]) ** 2
     scale = float(max(abs(values).max(), betas.max()))
-    bounds = []
     for point in x:
         # The last diagonal entry that makes x an eigenvalue. It has poles at the Ritz values;
         # RADAU_LIMIT keeps the others' digits, and misplaces x by at most its inverse there.
         with np.errstate(divide="ignore", invalid="ignore"):
             shift = float(np.nan_to_num(np.sum(couplings / (values - point)), nan=np.inf))
         last = float(np.clip(point + shift, -RADAU_LIMIT * scale, RADAU_LIMIT * scale))
-        _, rule = eigh_tridiagonal(np.append(alphas, last), betas)
-        # Nodes and Ritz values interlace, which tells the number of nodes left of x.
-        sums = np.append(0.0, np.cumsum(rule[0] ** 2))
-        left = int(np.searchsorted(values, point))
-        bounds.append((sums[left], min(float(sums[left + 1]), 1.0)))
-    lower, upper = np.array(bounds).reshape(-1, 2).T
-    return lower, upper
+        nodes, rule = eigh_tridiagonal(np.append(alphas, last), betas)
+        yield nodes, rule[0] ** 2

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ds_hessian.errors import ResultError
+from ds_hessian.krylov import negative_bounds
 from ds_hessian.records.comparison import Comparison
+from ds_hessian.records.density import single_outliers
 from ds_hessian.records.estimate import Estimate
 from ds_hessian.records.fields import plain
 from ds_hessian.records.provenance import Provenance
@@ -80,19 +83,21 @@ class HessianDecomposition(Comparison):
     def negative(self, part: str) -> Estimate:
         """The sum of the negative eigenvalues of a part.
 
-        The error has the standard error over the probes (none for one probe), what eigenvalues
-        within the products' errors of zero may add, and what the Ritz value next to zero stands
-        for: a quadrature does not say on which side of zero its eigenvalues are.
+        A probe's own sum lies between bounds that its Ritz values leave
+        (`ds_hessian.krylov.negative_bounds`), and the value is the middle of these, but where no
+        Ritz value is negative beyond its error. The error has half their distance, the standard
+        error of the probes, by the variance of a random vector's sum or by their spread where that
+        is larger, and what eigenvalues within the products' errors of zero may add.
         """
         s = self.spectra[part]
-        weights, values = s.reduced_weights, np.minimum(s.ritz_values, 0.0)
-        sums = s.n * (weights * values).sum(axis=1)
-        spread = sums.std(ddof=1) / math.sqrt(len(sums)) if len(sums) > 1 else 0.0
-        noise = s.n * float((weights * np.minimum(s.ritz_errors, s.product_noise)).sum(1).mean())
-        next_to_zero = np.abs(s.ritz_values).argmin(axis=1)
-        rows = np.arange(len(sums))
-        unsure = s.n * np.abs(weights * s.ritz_values)[rows, next_to_zero].mean()
-        return Estimate(float(sums.mean()), float(spread) + noise + float(unsure))
+        single = single_outliers(s.weights, s.outliers(), s.n)
+        found = [_negative(s, row, single[row]) for row in range(s.num_probes)]
+        sums, halves, variances = np.array(found).T
+        noise = s.reduced_weights * np.minimum(s.ritz_errors, s.product_noise)
+        spread = sums.std(ddof=1) if len(sums) > 1 else 0.0
+        spread = max(float(spread), math.sqrt(variances.mean())) / math.sqrt(len(sums))
+        error = math.hypot(spread, halves.mean()) + s.n * float(noise.sum(1).mean())
+        return Estimate(float(sums.mean()), error)
 
     @property
     def surviving(self) -> Estimate:
@@ -116,6 +121,31 @@ class HessianDecomposition(Comparison):
             "surviving": str(self.surviving),
             "share_of_residual": plain(self.share_of_residual),
         }
+
+
+def _negative(
+    s: HessianSpectrum, row: int, single: NDArray[np.bool_]
+) -> tuple[float, float, float]:
+    """Return the sum of the negative eigenvalues by one probe, how far its bounds are from it, and
+    the variance of such sums over probes.
+
+    Outliers that count as one eigenvalue each have neither a variance nor bounds.
+    """
+    weights, values = s.weights[row], np.minimum(s.ritz_values[row], 0.0)
+    total = s.n * float(s.reduced_weights[row] @ values)
+    rest = float(weights[~single].sum())
+    if not rest > 0:
+        return total, 0.0, 0.0
+    least, most = negative_bounds(s.alphas[row], s.betas[row])
+    dims = s.n - int(single.sum())
+    low, high = (dims / rest * (bound - float(weights @ values)) for bound in (least, most))
+    shares, others = weights[~single] / rest, values[~single]
+    # A Ritz value stands for one eigenvalue at least, of which a probe may have seen little.
+    second = float(np.maximum(shares, 1 / dims) @ others**2)
+    variance = 2 * dims**2 / (dims + 2) * max(second - float(shares @ others) ** 2, 0.0)
+    if not (s.ritz_values[row] < -s.ritz_errors[row]).any():
+        return total, high - low, variance
+    return total + (low + high) / 2, (high - low) / 2, variance
 
 
 def _norm(s: HessianSpectrum) -> float:

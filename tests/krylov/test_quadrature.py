@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_hessian.krylov import lanczos, measure_bounds
+from ds_hessian.krylov import lanczos, measure_bounds, negative_bounds
 from tests.krylov.matrices import SPECTRA, Matrix, rotation
 from tests.tiers import cells
 
@@ -63,3 +63,44 @@ def test_an_exhausted_space_tells_the_measure() -> None:
     lower, upper = measure_bounds(run.alphas, run.betas, np.array([0.5, 1.5, 2.5]))
     assert np.array_equal(lower, upper)
     assert torch.allclose(torch.tensor(lower), torch.tensor([0.0, ones, 1.0]).double(), atol=1e-5)
+
+
+@pytest.mark.parametrize("m", [1, 2, 8])
+@pytest.mark.parametrize("name", ["spiked", "semicircle", "repeated", "marchenko-pastur", "n < m"])
+def test_the_negative_part_lies_within_its_bounds(name: str, m: int) -> None:
+    values = SPECTRA[name]
+    scale = abs(values).max()
+    for sign in (1, -1):
+        operator = Matrix.of(sign * values)
+        start = operator.fresh()(0)
+        run = lanczos(operator, start, m, operator.fresh())
+        weights = ((rotation(len(values)) @ operator.full(start)) ** 2).numpy()
+        exact = float(weights @ np.minimum(sign * values, 0.0))
+        least, most = negative_bounds(run.alphas, run.betas)
+        assert least - 1e-5 * scale <= exact <= most + 1e-5 * scale
+
+
+def test_bounds_of_the_negative_part_are_those_of_the_best_polynomials() -> None:
+    from scipy.optimize import linprog
+
+    operator = Matrix.of(SPECTRA["semicircle"] + 0.3)
+    run = lanczos(operator, operator.fresh()(0), 3, operator.fresh())
+    jacobi = np.diag(np.append(run.alphas, 0.0)) + np.diag(run.betas, 1) + np.diag(run.betas, -1)
+    powers = [np.linalg.matrix_power(jacobi, k)[0, 0] for k in range(2 * 3 + 1)]
+    at = np.linspace(-5, 5, 2001)
+    vandermonde, negative = np.vander(at, len(powers), increasing=True), np.minimum(at, 0.0)
+    free = [(None, None)] * len(powers)
+    least, most = negative_bounds(run.alphas, run.betas)
+    above = linprog(powers, -vandermonde, -negative, bounds=free)
+    below = linprog(-np.array(powers), vandermonde, negative, bounds=free)
+    assert above.fun == pytest.approx(most, abs=2e-3)
+    assert -below.fun == pytest.approx(least, abs=2e-3)
+
+
+def test_the_negative_part_of_an_exhausted_space_is_known() -> None:
+    operator = Matrix.of(-SPECTRA["two-valued"])
+    start = operator.fresh()(0)
+    run = lanczos(operator, start, 10, operator.fresh())
+    ones = float(((rotation(100) @ operator.full(start)) ** 2)[:60].sum())
+    least, most = negative_bounds(run.alphas, run.betas)
+    assert least == most == pytest.approx(-ones - 2 * (1 - ones), abs=1e-4)
