@@ -13,7 +13,8 @@ that C + l is definite: near an eigenvalue of -l a solution is anything.
 
 The first terms are exact and hold what dominates, so that few probes suffice where plain ones are
 useless (docs/krylov.md). |diag(C)|^2 takes pairs of independent probes, so that it is unbiased. The
-largest eigenvalue of (K + d)^-1/2 C (K + d)^-1/2 takes a Lanczos run of its own for each K.
+largest eigenvalue of (K + d)^-1/2 C (K + d)^-1/2 takes a Lanczos run of its own for each K, which
+starts from the likeliest vector that these products show.
 
 Errors are those of the probes and three times the products' own, all together in units of |C|_F: a
 product of a vector that C maps to almost nothing has a large error of its own, and no part in that.
@@ -49,6 +50,9 @@ Draw = Callable[[int], Tensor]
 Value = tuple[float, float]
 """A figure and its error."""
 UNKNOWN: Value = (math.nan, math.nan)
+APART = 0.1
+"""Length of the random part of the start from which a largest eigenvalue is sought, in units of the
+other part."""
 TURNS = 3
 """Other bases of eigenvectors in which a share on the diagonal is taken, where there are others."""
 
@@ -149,7 +153,8 @@ def compare(
     basis, images = run.lanczos(_start(space, gradient, draw), effort.basis)
     probes, answers = run.probes(effort.probes, basis)
     errors = list(run.errors)
-    tops = {k: run.extreme(forms.get(k), effort) for k in kinds}
+    known = [*basis, *probes], [*images, *answers]
+    tops = {k: run.extreme(forms.get(k), effort, *known) for k in kinds}
     found = [math.nan] * (7 + 8 * len(kinds))
     with together("comparing Kronecker factors", device=space.space.device):
         if space.owns:
@@ -229,21 +234,39 @@ class _Products:
                 answers.append(answer)
         return probes, answers
 
-    def extreme(self, form: Eigenform | None, effort: Effort) -> Value:
-        """Return the largest eigenvalue of S C S with S = (K + d)^-1/2, and its residual."""
+    def extreme(
+        self,
+        form: Eigenform | None,
+        effort: Effort,
+        vectors: Sequence[Tensor] = (),
+        images: Sequence[Tensor] = (),
+    ) -> Value:
+        """Return the largest eigenvalue of S C S with S = (K + d)^-1/2, and its residual.
+
+        Args:
+            form: K, on the owner.
+            effort: The products.
+            vectors: Others, on the owner, whose products are known.
+            images: These products.
+        """
         (mean,) = self.space.known([0.0 if form is None else form.mean])
         if not effort.extremes or not mean > 0:
             return UNKNOWN
         scaled, before = _Scaled(self, form, effort.ridge), len(self.errors)
         start = self.space.gather(self.draw(0))
-        basis, images = scaled.lanczos(start, effort.extremes)
+        if start is not None and vectors:
+            # A random vector may have so little of the first eigenvector that Lanczos takes the
+            # second for it, and is sure; of all vectors that are known, hardly ever all have.
+            start = APART * start + scaled.likely(vectors, images)
+            start = start / _length(start)
+        basis, products = scaled.lanczos(start, effort.extremes)
         found = [0.0, 0.0]
         if basis:
             assert form is not None
-            q, w = torch.stack(basis).double().flatten(1), torch.stack(images).double().flatten(1)
+            q, w = torch.stack(basis).double().flatten(1), torch.stack(products).double().flatten(1)
             t = q @ w.T
-            values, vectors = torch.linalg.eigh((t + t.T) / 2)
-            y = vectors[:, -1]
+            values, axes = torch.linalg.eigh((t + t.T) / 2)
+            y = axes[:, -1]
             residual = float((w.T @ y - values[-1] * (q.T @ y)).norm())
             # What errors d of the products C S q make of y' Q' S C S Q y is |S Q y| |d y| at most.
             wrong = np.array(self.errors[before:]) * np.array(self.lengths[before:])
@@ -268,6 +291,29 @@ class _Scaled(_Products):
         """Return `S C S x` on the owner."""
         image = self.plain.of(self._root(x))
         return self._root(image)
+
+    def likely(self, vectors: Sequence[Tensor], images: Sequence[Tensor]) -> Tensor:
+        """Return a vector near the first eigenvector, of length 1 or 0, on the owner: S C x, with
+        the x of the largest `x'Cx / x'(K + d)x` among combinations of vectors.
+        """
+        assert self.form is not None
+        count, ridge = len(vectors), self.ridge * self.form.mean
+        inner, metric = torch.zeros(2, count, count, dtype=torch.float64)
+        for i, (x, y) in enumerate(zip(vectors, images, strict=True)):
+            moved = self.form.apply(x.to(self.form.values), lambda v: v + ridge).float()
+            for j, other in enumerate(vectors[: i + 1]):  # a start needs no more than fp32
+                inner[i, j] = inner[j, i] = torch.dot(y.flatten(), other.flatten())
+                metric[i, j] = metric[j, i] = torch.dot(moved.flatten(), other.flatten())
+        sizes, axes = torch.linalg.eigh(metric)
+        kept = sizes > BREAKDOWN * sizes[-1]
+        axes = axes[:, kept] * sizes[kept].rsqrt()
+        best = axes @ torch.linalg.eigh(axes.T @ inner @ axes)[1][:, -1]
+        along = torch.zeros_like(images[0])
+        for share, y in zip(best.tolist(), images, strict=True):
+            along.add_(y, alpha=share)
+        found = self._root(along)
+        assert found is not None
+        return found / max(_length(found), 1e-300)
 
     def length(self, x: Tensor) -> float:
         """Return `|S x|`, on the owner."""

@@ -5,12 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
 
-from ds_hessian.krylov.kronecker import _Dense
+from ds_hessian.krylov.kronecker import Effort, _Dense, compare
+from ds_hessian.operators import Product
 from ds_hessian.operators.kronecker import Eigenform
+from ds_hessian.vectors import VectorSpace
 
 
 def test_the_error_of_the_scale_is_its_own_and_not_that_of_the_cosine() -> None:
@@ -217,3 +224,63 @@ def test_the_scale_of_a_k_of_few_directions_is_not_off_by_three_errors() -> None
         off.append(abs(scale - float(k @ c @ k / (k @ k) ** 2)) / error)
     assert (torch.tensor(off) > 3).double().mean() < 0.058  # Student's distribution
     assert 0.5 < torch.tensor(off).square().mean().sqrt() < 1.5
+
+
+class Whole:
+    """Vectors of a weight `(m, n)` that one process has."""
+
+    owns = True
+
+    def __init__(self, m: int, n: int) -> None:
+        self.space, self.shape = VectorSpace(m * n), (m, n)
+
+    def gather(self, v: Tensor) -> Tensor:
+        """The vector as a matrix."""
+        return v.view(self.shape)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """And back."""
+        return x.reshape(-1)
+
+    def known(self, figures: Any) -> list[float]:
+        """What every rank knows."""
+        return list(figures)
+
+
+def product_of(c: Tensor, v: Tensor) -> Product:
+    w = c @ v.double()
+    norm = float(w.norm() / v.double().norm())
+    return Product(w.float(), norm, 1.0, None, None, 1.0, 1e-7, 0)
+
+
+def test_the_largest_eigenvalue_is_sought_from_what_is_known() -> None:
+    """From random vectors six products were five times as far from it."""
+    apart, (m, n), count = list[float](), (8, 24), 100
+    for seed in range(count):
+        torch.manual_seed(seed)
+        inputs = torch.randn(40, n).double() * 0.7 ** torch.arange(n)
+        outputs = torch.randn(40, m).double() * 0.7 ** torch.arange(m)
+        each = torch.einsum("tm,tn->tmn", outputs, inputs)
+        few = each.view(4, 10, m, n).sum(1)
+        left, right = (torch.einsum(e, few, few) for e in ("gmn,gkn->mk", "gmn,gmk->nk"))
+        form = Eigenform.of_factors(left, right, 1 / float(left.trace()))
+        c, b = each.flatten(1).T @ each.flatten(1), each.sum(0)
+        space: Any = Whole(m, n)
+        operator: Any = SimpleNamespace(matvec=partial(product_of, c))
+        compared = compare(
+            operator,
+            space,
+            {"shampoo": form},
+            ["shampoo"],
+            b,
+            0.0,
+            lambda number: functional.normalize(torch.randn(m * n), dim=0),
+            Effort(basis=12, probes=8, extremes=6),
+        )
+        roots = (form.values.flatten() + 1e-2 * form.mean).rsqrt()
+        turn = torch.kron(form.left, form.right)
+        root = turn @ torch.diag(roots) @ turn.T
+        exact = float(torch.linalg.eigvalsh(root @ c @ root)[-1])
+        apart.append(1 - compared.kinds["shampoo"].extreme[0] / exact)
+    print("apart", sum(apart) / count)
+    assert sum(apart) / count < 0.003
