@@ -8,10 +8,11 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 import ds_hessian
 from ds_hessian.config import FiniteDifferenceConfig, OperatorName
-from ds_hessian.operators import curvature
+from ds_hessian.operators import GaussNewton, curvature
 from tests.backends.jobs import FEW, QUIET, TOTAL, full_weights, make_engine, my_batches
 from tests.nets import TinyGPT, forward_hooks
 
@@ -49,6 +50,40 @@ def products(
             rows.append((hessian.gather(v), figures, gap))
             v = made["ggn"].vector / space.norm(made["ggn"].vector)
     out = full_weights(engine), rows, found["ggn"].outputs
+    engine.destroy()
+    return out
+
+
+class Smoothed(TinyGPT):
+    """Has label smoothing, and takes logits in fp64 on those ranks alone that are named, if any
+    are.
+    """
+
+    takes: Sequence[int] | None = None
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy."""
+        logits = self.logits(tokens).flatten(0, 1)
+        if self.takes is not None and dist.get_rank() not in self.takes:
+            if logits.dtype == torch.float64:
+                raise TypeError("on purpose")
+        return functional.cross_entropy(logits, targets.flatten(), label_smoothing=0.1)
+
+
+def smoothed(config: dict[str, Any], takes: Sequence[int] | None) -> Any:
+    """(weights, v, G v, its error, outputs, the dtype of the outputs that the loss took)."""
+    torch.manual_seed(0)
+    net = Smoothed(dropout=0.1)
+    net.takes = takes
+    engine = make_engine(net, hessian=QUIET, **config)
+    hessian = engine.hessian.use(my_batches(FEW))
+    with hessian.measuring() as opened:
+        g = GaussNewton(opened.session)
+        v = hessian.random_vector(seed=5)
+        product = g.matvec(v)
+    vectors = hessian.gather(v), hessian.gather(product.vector)
+    found = *vectors, product.error, g.outputs, str(g._differences.passes.dtype)
+    out = full_weights(engine), *found
     engine.destroy()
     return out
 

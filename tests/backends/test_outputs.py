@@ -105,6 +105,30 @@ def test_products_of_capped_logits(ranks: Ranks, engine: str) -> None:
         assert gap < SLACK * sum(error * norm for _, error, norm in products)
 
 
+@pytest.mark.parametrize(
+    ("engine", "takes"),
+    cells(
+        [(e, t) for e in ("0", "2", "3", "3 bf16") for t in (None, (), (1,))],
+        [("3", (1,))],
+    ),
+)
+def test_a_loss_may_refuse_outputs_in_fp64(
+    ranks: Ranks, engine: str, takes: tuple[int, ...] | None
+) -> None:
+    """On all ranks, or on one: then it is differenced in fp32 on all."""
+    found = ranks(2).run(output_jobs.smoothed, ENGINES[engine], takes)
+    dtype = "torch.float64" if takes is None else "torch.float32"
+    assert all(run[4:] == ("head: a loss known by its values", dtype) for run in found)
+    weights, v, product, error = found[0][:4]
+    net = output_jobs.Smoothed(dropout=0.0).double()
+    net.load_state_dict(
+        {n: w.reshape(net.state_dict()[n].shape) for n, w in weights.items()}, False
+    )
+    names = [n for n, _ in net.named_parameters()]
+    exact = ExactGaussNewton(net, "head", loss, [batch(500 + i, 0) for i in range(jobs.FEW)])
+    assert relative(flat(product, names), exact(flat(v, names))) < SLACK * error < 1e-2
+
+
 def jobs_in_fp32() -> set[str]:
     """The engines whose passes are fp32."""
     return {name for name in ENGINES if not any(t in name for t in ("bf16", "fp16", "autocast"))}

@@ -63,9 +63,9 @@ def products(job: Job, count: int = 2, steps: int = 3) -> Any:
         return rows, found["ggn"].outputs, back, [(s.alphas[0], s.betas[0]) for s in spectra]
 
 
-def bending(job: Job) -> Any:
+def bending(job: Job, refuses: bool = False) -> Any:
     """(v, G v, its error) of a loss that is known by its values and bends over a fortieth of a unit
-    of the outputs.
+    of the outputs, which it may refuse in fp64.
     """
 
     def losses(model: Any, batch: dict[str, Tensor], job: Job) -> Tensor:
@@ -74,6 +74,8 @@ def bending(job: Job) -> Any:
         logits = model(batch["tokens"], POSITIONS, CAUSAL)
         if not host.unwrap(model).post_process:
             return logits
+        if refuses and logits.dtype == torch.float64:
+            raise TypeError("on purpose")
         return functional.softplus(40 * logits.view(SIZE, SEQUENCE, -1)).mean(-1)
 
     with running(job) as chunks, mock.patch("tests.megatron.job.token_losses", losses):

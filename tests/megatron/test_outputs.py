@@ -111,10 +111,13 @@ def test_experts(megatron_ranks: Ranks, experts: Callable[[Job], Any], name: str
 
 
 @pytest.mark.full
-def test_stages_without_outputs_repeat_products_of_a_loss_that_bends(megatron_ranks: Ranks) -> None:
-    """Only the last stage has cotangents that show it."""
+@pytest.mark.parametrize("refuses", [False, True])
+def test_stages_without_outputs_repeat_products_of_a_loss_that_bends(
+    megatron_ranks: Ranks, refuses: bool
+) -> None:
+    """Only the last stage has cotangents that show it, or a loss that takes no fp64."""
     ((v, expected, least),) = megatron_ranks(1).run(output_jobs.bending, Job())
-    runs = megatron_ranks(2).run(output_jobs.bending, Job(pp=2))
+    runs = megatron_ranks(2).run(output_jobs.bending, Job(pp=2), refuses)
     assert error(whole([run[0] for run in runs]), whole([v])) == 0.0
     assert error(whole([run[1] for run in runs]), whole([expected])) < 3 * (least + runs[0][2])
 

@@ -468,6 +468,68 @@ def test_logits_of_probabilities_may_be_named() -> None:
     assert error < SLACK * product.error < 1e-3
 
 
+def by_hand(net: nn.Module, batch: Any) -> Tensor:
+    """Binary cross entropies, of which each point has another label than it was trained on."""
+    p, y = net(batch[0]), functional.one_hot(batch[1], 4).to(batch[0].dtype)
+    return -(y * p.log() + (1 - y) * (1 - p).log()).mean()
+
+
+def by_hand_in_fp32(net: nn.Module, batch: Any) -> Tensor:
+    """The same of what is widened before."""
+    p, y = net(batch[0]), functional.one_hot(batch[1], 4)
+    p = p.float() if batch[0].dtype == torch.float32 else p
+    return -(y * p.log() + (1 - y) * (1 - p).log()).mean()
+
+
+def of_likely(net: nn.Module, batch: Any) -> Tensor:
+    """The logarithm of the label's probability."""
+    return functional.nll_loss(net(batch[0]).log(), batch[1])
+
+
+def of_classes(net: nn.Module, batch: Any) -> Tensor:
+    """The same with weights of classes, in fp32 alone, so that outputs in fp64 are refused."""
+    weights = torch.tensor([1.0, 2.0, 1.0, 0.5]).to(batch[0].dtype)
+    return functional.nll_loss(net(batch[0]).log(), batch[1], weights)
+
+
+@pytest.mark.parametrize(
+    ("loss", "last", "most"),
+    cells(
+        [
+            (by_hand, nn.Sigmoid(), 1e-3),
+            (by_hand_in_fp32, nn.Sigmoid(), 1e-3),
+            (of_likely, nn.Softmax(-1), 5e-4),
+            (of_classes, nn.Softmax(-1), 1e-3),
+        ],
+        [],
+    ),
+)
+def test_probabilities_of_a_net_that_is_sure_and_wrong(
+    loss: Any, last: nn.Module, most: float
+) -> None:
+    """Steps that fp32 rounds next to 1: G of a sigmoid was off by 1e-2, in bars of 5e-4. Noise of
+    one micro-batch alone: bars of a softmax were 20 errors wide.
+    """
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 4), last)
+    data = [(torch.randn(16, 6), torch.randint(4, (16,))) for _ in range(4)]
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    for step in range(1000):
+        optimizer.zero_grad()
+        loss(net, data[step % 4]).backward()
+        optimizer.step()
+    data = [(x, torch.where(torch.arange(16) == 3, (y + 1) % 4, y)) for x, y in data]
+    exact = ExactGaussNewton(net, "3", loss, data)
+    with operators(net, data, loss, "ggn", outputs="3") as (backend, (g,)):
+        v = random_vector(backend.layout, backend.space, seed=0)
+        for _ in range(3):
+            truth, product = exact(v), g.matvec(v)
+            assert product.error is not None
+            error = relative(product.vector, truth)
+            assert error < SLACK * product.error < SLACK * most
+            v = truth.float()
+
+
 class Judged(nn.Module):
     """Has its loss of single numbers as a module."""
 

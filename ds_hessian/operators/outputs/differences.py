@@ -23,7 +23,6 @@ from ds_hessian.errors import UnsupportedError
 from ds_hessian.memory import FP32
 from ds_hessian.operators.checks import is_lost, measurable, require_finite
 from ds_hessian.operators.displacement.figures import quotient
-from ds_hessian.operators.displacement.trials import ROUNDOFF
 from ds_hessian.operators.outputs.forms import SAMPLE
 from ds_hessian.operators.outputs.passes import OutputProduct, Passes, Sums
 from ds_hessian.operators.outputs.reading import Reading
@@ -78,7 +77,9 @@ class OutputDifferences:
         pilot, beside: The micro-batch of trials (`take_pilot`), and those whose outputs may be
             doubted.
         smooth: Whether the loss has no kinks in the outputs.
+        of_loss: The roundoff of the outputs that a loss takes which is known by its values.
         passes: The passes of an evaluation.
+        passes_by: Whether a part of a loss that is known does not pass the outputs.
         weight_norm: The norm |w| of the weights.
         of_weights: That of their rounding in the passes.
         before: The trial with which the next one is compared; None for none.
@@ -104,16 +105,18 @@ class OutputDifferences:
         count = session.num_micro_batches
         self.count = count
         self._split(reading.pilot)
-        self.smooth = not reading.kinked
+        self.smooth, self.of_loss = not reading.kinked, torch.finfo(reading.dtype).eps / 2
         self.passes = Passes(
             session,
             reading.tap,
             self._product_of(reading, matrix),
-            ROUNDOFF ** (1 / (3 if self.smooth else 2)),
+            self.of_loss ** (1 / (3 if self.smooth else 2)),
+            reading.dtype,
             *self._room(reading.largest),
             reading.cotangents,
             self.pilot,
         )
+        self.passes_by = reading.passes_by
         self._around = self._gradient_around() if reading.passes_by else None
         self.weight_norm = session.weight_norm()
         self.of_weights = session.unit_roundoff * self.weight_norm
@@ -284,6 +287,19 @@ class OutputDifferences:
             again.sub_(self._around[self.pilot])
         self.cost.gradient_evaluations += self.passes.backwards / self.count
         return self.space.norm(again.sub_(out)) * self.unit(h, length) / self.share
+
+    def noise_of(self, v: Tensor, h: float, length: float, one: int) -> float:
+        """Return the noise of a micro-batch's part in a product over the norm of what goes back of
+        it: what another rounding of the weights, and of outputs whose loss is known by its values,
+        makes of both the differences and the backward.
+        """
+        some, made = range(one, one + 1), [self.space.zeros(), self.space.zeros()]
+        rounding = self.session.masters().abs_().mul_(v.sign()).mul_(self.session.unit_roundoff)
+        for self.passes.away, out in zip((rounding, None), made, strict=True):
+            sums = self.evaluate(out, v, h / length, some, False)
+        back = float(self.space.reduce(self._by_micro_batch(sums.backs))[one])
+        apart = self.space.norm(made[0].sub_(made[1]))
+        return quotient(apart, math.sqrt(2 * back), nothing=0.0)
 
     def values(self, h: float, length: float) -> float:
         """Return the error of the pilot's product that comes from differencing the loss."""

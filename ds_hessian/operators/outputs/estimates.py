@@ -80,6 +80,7 @@ class OutputEstimates:
         pilot: Share of the pilot in the micro-batches.
         beside: How many micro-batches have third differences beside it.
         fixed: A displacement for every product, or None.
+        of_loss: The roundoff of the outputs that a loss takes which is known by its values.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class OutputEstimates:
         pilot: float,
         beside: int,
         fixed: float | None,
+        of_loss: float = ROUNDOFF,
     ) -> None:
         scale = weight_norm if weight_norm > 0 else 1.0
         self.unit_roundoff, self.rounding, self.fixed = unit_roundoff, unit_roundoff * scale, fixed
@@ -99,7 +101,8 @@ class OutputEstimates:
         # The backward rounds what it returns of each micro-batch.
         self.least_error = max(ROUNDOFF, math.sqrt(pilot / 3) * unit_roundoff)
         self.thirds = 2 * products_of_a_third(pilot)  # of two passes each
-        self._fresh = Learnt(fixed or 3 * unit_roundoff ** (1 / 3) * scale, 3 * scale)
+        first = fixed or 3 * unit_roundoff ** (1 / 3) * scale
+        self._fresh = Learnt(first, 3 * scale, loss_roundoff=of_loss)
         self.learnt = replace(self._fresh)
         self._lowest = self.smallest  # below it the present vector's steps are lost
         self._bend = 0.0  # of the present vector
@@ -127,6 +130,13 @@ class OutputEstimates:
         """Learn nu from the distance of two products that differ in the backward's rounding."""
         if trial.back > 0 and math.isfinite(apart):
             self.learnt.backward = apart / (math.sqrt(2) * trial.back)
+
+    def note_largest(self, noise: float) -> None:
+        """Learn nu from the noise of the micro-batch of which most goes back, by the norm of that:
+        it is not less for being one of many.
+        """
+        if math.isfinite(noise):
+            self.learnt.backward = noise / self.quiet
 
     def without_noise_of_loss(self, trial: Trial) -> Trial:
         """Return a trial, without a change that the noise of the loss explains: this is the same at

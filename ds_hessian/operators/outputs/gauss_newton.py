@@ -29,6 +29,7 @@ from ds_hessian.backends.protocol import Session
 from ds_hessian.config import OutputMatrix
 from ds_hessian.errors import NumericsError
 from ds_hessian.operators.checks import in_units, measurable, require_step
+from ds_hessian.operators.displacement.belief import VISIBLE
 from ds_hessian.operators.displacement.figures import quotient
 from ds_hessian.operators.outputs.differences import (
     Before,
@@ -42,6 +43,10 @@ from ds_hessian.operators.outputs.passes import Sums
 from ds_hessian.operators.outputs.steps import LADDER, MOST, OutputSteps
 from ds_hessian.operators.outputs.trials import Trial
 from ds_hessian.operators.protocol import COVERAGE, Form, OperatorCost, Product
+
+MEASURED = 2
+"""Vectors of which the noise of the micro-batch is measured of which most goes back: the second is
+rich in outliers."""
 
 
 class GaussNewton:
@@ -85,6 +90,7 @@ class GaussNewton:
             1 / self._differences.count,
             0 if self.cost.kinks_crossed is not None else len(self._differences.beside) - 1,
             None if displacement == "auto" else float(displacement),
+            self._differences.of_loss,
         )
 
     @property
@@ -146,6 +152,7 @@ class GaussNewton:
             _require_finite(found.trial)
             self._steps.judge(found.trial)
             (pilot,) = self.space.of_rank_0(self._pilot_after(found))
+        self._hear_largest(v, length, found)
         doubt = found.trial.apart
         if self.cost.kinks_crossed is not None:  # the error is of first order in h, as r is
             doubt = max(doubt, found.trial.nonlinearity * found.trial.size)
@@ -185,6 +192,19 @@ class GaussNewton:
         """Return the micro-batch that trials are to be of after a product."""
         unlike = self._steps.is_unlike(found.trial)
         return found.typical if unlike else self._differences.pilot.start
+
+    def _hear_largest(self, v: Tensor, length: float, found: Figures) -> None:
+        """Measure the noise of the micro-batch of which most goes back into the model, where that
+        is far more than the pilot's: of the first two vectors.
+        """
+        made, backs = self._differences, found.backs
+        most = max(range(len(backs)), key=backs.__getitem__)
+        apart = backs[most] > VISIBLE**2 * backs[made.pilot.start]
+        first = self._steps.learnt.products < MEASURED and not made.passes_by
+        (one,) = self.space.of_rank_0(most if first and apart else -1)
+        if one >= 0:
+            noise = made.noise_of(v, found.trial.h, length, int(one))
+            self._steps.note_largest(noise)
 
     def _take_pilot(self, one: int) -> bool:
         """Have this micro-batch for the pilot; return whether that is another."""

@@ -45,7 +45,8 @@ class Learnt:
         bent: `Trial.values` of the trial of which that was measured.
         rho: The displacement of the outputs of a loss that is known by its values
             (`ds_hessian.operators.outputs.passes`); 0 before it is chosen.
-        loss_roundoff: The noise of differencing such a loss, times rho; 0 before it is measured.
+        loss_roundoff: The noise of differencing such a loss, times rho: before it is measured, the
+            roundoff of the outputs that the loss takes.
         unseen: Whether r was no more than its noise in the last product: h may be too small.
         products: Their number.
     """
@@ -67,7 +68,7 @@ class Learnt:
     values: float = 0.0
     bent: float = 0.0
     rho: float = 0.0
-    loss_roundoff: float = 0.0
+    loss_roundoff: float = ROUNDOFF
     unseen: bool = False
     products: int = 0
 
@@ -87,7 +88,7 @@ class Learnt:
         """Return the rho at which truncation is as large as noise, if the error is `values` at the
         present one, all of it truncation.
         """
-        return (self._roundoff_of_loss * self.rho**2 / max(values, TINY)) ** (1 / 3)
+        return (self.loss_roundoff * self.rho**2 / max(values, TINY)) ** (1 / 3)
 
     def narrow(self, rho: float) -> None:
         """Go on with a smaller rho, over which the noise of the backward is as much larger."""
@@ -104,15 +105,11 @@ class Learnt:
         if not self.values or COVERAGE * max(error, trial.values) < 1:
             self.values, self.bent = error, trial.values
 
-    @property
-    def _roundoff_of_loss(self) -> float:
-        return self.loss_roundoff or ROUNDOFF
-
     def of_loss(self, bent: float) -> float:
         """Return the relative error from differencing the loss, of a product with such
         `Trial.values`: truncation goes with them, of all micro-batches and of its own vector.
         """
-        noise = min(self._roundoff_of_loss / self.rho, self.values) if self.rho else 0.0
+        noise = min(self.loss_roundoff / self.rho, self.values) if self.rho else 0.0
         more = max(1.0, bent / self.bent) if self.bent else 1.0
         truncation = math.sqrt(self.values**2 - noise**2) * more
         return min(max(math.hypot(truncation, noise), bent), 1.0)

@@ -214,12 +214,20 @@ def beside_outputs(f: Tensor, least: float = 1e-3) -> Tensor:
     """Return something as large as the outputs that a softmax hears, of entries +-a with
     a >= `least`, to be added to them.
     """
-    # Signs that alternate, but not with a period of the data.
+    return _signs(f).mul_(max(_size_heard(f), least))
+
+
+def rounding_of(f: Tensor) -> Tensor:
+    """Return what rounds outputs otherwise, to be added to them: +-u of each, u their roundoff."""
+    return _signs(f).mul_(torch.finfo(f.dtype).eps / 2).mul_(f)
+
+
+def _signs(f: Tensor) -> Tensor:
+    """Return signs that alternate, but not with a period of the data, in the shape of f, fp32."""
     last = f.shape[-1]
-    parts = (torch.arange(count, device=f.device) for count in (f.numel() // last, last))
+    parts = (torch.arange(count, device=f.device) for count in (f.numel() // max(last, 1), last))
     rows, columns = (torch.frac(part * GOLDEN) for part in parts)
-    signs = (rows[:, None] + columns).frac_().ge_(0.5).mul_(2).sub_(1)
-    return signs.mul_(max(_size_heard(f), least)).reshape(f.shape)
+    return (rows[:, None] + columns).frac_().ge_(0.5).mul_(2).sub_(1).reshape(f.shape)
 
 
 def heard(f: Tensor, highest: Tensor) -> Tensor:

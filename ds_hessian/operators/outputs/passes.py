@@ -5,8 +5,9 @@
 
 with `H_out delta` in place of the cotangent where the loss in the outputs is known; else, of the
 job's own loss, with `(c(f + rho delta) - c(f - rho delta)) / 2 rho`, of two forwards and backwards
-at w, of which the first one ends at the outputs. They are differenced there, in fp32: passes in 16
-bits would round each of the two.
+at w, of which the first one ends at the outputs. They are differenced there, and the outputs are
+in fp64 where the loss takes that: one that bends within the rounding of outputs (the logarithm of
+what a probability lacks to 1) has no such differences in fp32, nor has any in 16 bits.
 
 Memory: the differences of a group of micro-batches, fp32: as many as fit into one vector, and one
 at least; where the loss is known by its values, the cotangents of the group as well, and a sample
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from ds_hessian import ops
 from ds_hessian.backends.protocol import Session
-from ds_hessian.operators.outputs.losses import size_of
+from ds_hessian.operators.outputs.losses import rounding_of, size_of
 from ds_hessian.operators.outputs.tap import Listener, Silence, Tap, nothing, sample
 
 OutputProduct = Callable[[int, Tensor, Tensor], Tensor]
@@ -97,6 +98,10 @@ class _Shifted:
     """Lets the job's loss run at `f + rho delta` and keeps its cotangents, which go no farther; at
     the other side (rho < 0) their difference goes on in place of them. Keeps their part of a third
     difference, where there is to be one.
+
+    Args:
+        dtype: That of the outputs which the loss takes.
+        again: Whether these are rounded otherwise.
     """
 
     reads = False
@@ -109,33 +114,38 @@ class _Shifted:
         sums: Sums,
         third: dict[int, Tensor] | None,
         middles: dict[int, Tensor],
+        dtype: torch.dtype,
+        again: bool,
     ) -> None:
         self.session, self.group, self.rho = session, group, rho
         self.sums, self.third, self.middles = sums, third, middles
+        self.dtype, self.again = dtype, again
 
     def outputs(self, index: int, f: Tensor) -> Tensor:
         if self.rho > 0:
             self.group.bend(index, f, self.sums)
-        return self.rho * self.group.differences[index]
+        added = (self.rho * self.group.differences[index]).to(self.dtype)
+        return added.add_(rounding_of(f)) if self.again else added
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
         if self.third is not None:
             if index not in self.third:
-                self.third[index] = torch.zeros_like(c, dtype=torch.float32)
+                self.third[index] = torch.zeros_like(c)
             self.third[index].add_(c, alpha=-3.0 if self.rho > 0 else -1.0)
         kept = self.group.cotangents
         if self.rho > 0:
-            kept[index] = c.to(torch.float32, copy=True)
+            kept[index] = c.clone()
             return torch.zeros_like(c)
         above, scale = kept.pop(index), self.session.cotangent_scale
         factor = self.group.factors[index]
         if index in self.middles:
-            ends = sample(above) * scale, sample(c).float() * scale
+            ends = sample(above) * scale, sample(c) * scale
             second = ends[0] + ends[1] - 2 * self.middles[index]
-            squares = torch.tensor([_square(ends[0] - ends[1]), _square(second)])
+            both = (ends[0] - ends[1]).float(), second.float()
+            squares = torch.tensor([_square(x) for x in both])
             self.sums.values += factor**2 * squares
         # The sign is that of what this pass adds.
-        difference = above.sub_(c).mul_(factor / (2 * self.rho))
+        difference = above.sub_(c).mul_(factor / (2 * self.rho)).float()
         along = _dot(difference, self.group.differences[index])
         self.sums.form -= factor * along * scale
         self.sums.backs[index] = _square(difference) * scale**2
@@ -159,24 +169,24 @@ class _Third:
         self.form = 0.0
 
     def outputs(self, index: int, f: Tensor) -> Tensor:
-        return 2 * self.rho * self.group.differences[index]
+        return (2 * self.rho * self.group.differences[index]).to(self.third[index].dtype)
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
         factor = self.group.factors[index]
-        error = self.third[index].add_(c.float()).mul_(factor / (6 * self.rho))
+        error = self.third[index].add_(c).mul_(factor / (6 * self.rho)).float()
         along = _dot(error, self.group.differences[index])
         self.form += factor * along * self.session.cotangent_scale
         return error.to(c.dtype)
 
 
 class _Middle(Silence):
-    """Adds the cotangents at the outputs, in fp32, to their third difference, and stops them."""
+    """Adds the cotangents at the outputs to their third difference, and stops them."""
 
     def __init__(self, third: dict[int, Tensor]) -> None:
         self.third = third
 
     def outputs(self, index: int, f: Tensor) -> Tensor:
-        return nothing(f)
+        return nothing(f, self.third[index].dtype)
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
         self.third[index].add_(c, alpha=3.0)
@@ -191,7 +201,7 @@ class Group:
         factors: kappa over that of each micro-batch.
         middles: A sample of `f(w + h v) + f(w - h v)`, for the second difference.
         beyond: A sample of `f(w + 2 h v) - 2 f(w + h v)` of some of them, for the third one.
-        cotangents: Those at `f + rho kappa delta`, fp32, of micro-batches that have had it.
+        cotangents: Those at `f + rho kappa delta` of micro-batches that have had it.
     """
 
     def __init__(
@@ -233,11 +243,17 @@ class Passes:
         tap: The outputs.
         product: `H_out`; None where the loss in the outputs is not known.
         rho: The displacement of the outputs where it is not, in units of the rms of delta.
+        dtype: That of the outputs which such a loss takes.
         largest: Bytes of the largest outputs of a micro-batch on any rank, in fp32.
         room: Bytes of the smallest rank's vector.
         cotangents: A sample of the cotangents of each micro-batch at the weights, in units of the
             gradient's terms; empty where the loss is known.
         pilot: The micro-batches of whose evaluation there may be a `repeat`.
+
+    Attributes:
+        kappa: The factor of the last differences.
+        away: `(n_local,)`: a rounding of the weights, around which evaluations are, with another
+            one of the outputs; None for none.
     """
 
     def __init__(
@@ -246,15 +262,17 @@ class Passes:
         tap: Tap,
         product: OutputProduct | None,
         rho: float,
+        dtype: torch.dtype,
         largest: int,
         room: int,
         cotangents: dict[int, Tensor],
         pilot: range,
     ) -> None:
         self.session, self.tap, self.product, self.rho = session, tap, product, rho
-        self.cotangents, self.pilot = cotangents, pilot
+        self.dtype, self.cotangents, self.pilot = dtype, cotangents, pilot
         self.size = max(1, room // max(largest, 1))
         self.kappa = 1.0
+        self.away: Tensor | None = None
         self._last: Group | None = None  # while there may be a `repeat`, or a `third`
         self._third: dict[int, Tensor] | None = None
 
@@ -299,7 +317,7 @@ class Passes:
                 self.kappa = self._chosen(sums.squares[None, :2])[0] or 1.0
                 first = False
             group.scale(self.kappa, {} if self.product else self._each(group, some))
-            self.session.displace(None, 0.0)
+            self._displace(None, 0.0)
             self._third = {} if doubted else None
             self.back(out, group, some, sums)
             self._last = group if doubted or micro_batches == self.pilot else None
@@ -339,8 +357,9 @@ class Passes:
             self._pass(out, micro_batches, _Known(self.session, group, self.product, sums))
             return
         for sign in (1.0, -1.0):
-            rho, kept = sign * self.rho, self.cotangents
-            listener = _Shifted(self.session, group, rho, sums, self._third, kept)
+            rho, kept = sign * self.rho, (self._third, self.cotangents)
+            how = self.dtype, self.away is not None
+            listener = _Shifted(self.session, group, rho, sums, *kept, *how)
             self._pass(out, micro_batches, listener)
             out.neg_()
 
@@ -372,10 +391,16 @@ class Passes:
         self, v: Tensor, step: float, micro_batches: range, *part: Callable[[Tensor], Tensor]
     ) -> tuple[dict[int, Tensor], Tensor]:
         """Return the outputs, or a part of them, at `w + step v`, and what `displace` did."""
-        change, recorder = self.session.displace(v, step), _Recorder(*part)
+        change, recorder = self._displace(v, step), _Recorder(*part)
         with self.tap.listening(micro_batches, recorder):
             self.session.forward(micro_batches)
         return recorder.found, change
+
+    def _displace(self, v: Tensor | None, step: float) -> Tensor:
+        if self.away is None:
+            return self.session.displace(v, step)
+        x = self.away if v is None else torch.add(self.away, v, alpha=step)
+        return self.session.displace(x, 1.0)
 
     def _each(self, group: Group, some: range) -> dict[int, float]:
         """Return the kappa of each micro-batch, of all ranks: the loss bends within lengths of the

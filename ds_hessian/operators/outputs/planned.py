@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ds_hessian.backends.containers import tensors_of
-from ds_hessian.memory import FP32
+from ds_hessian.memory import FP32, FP64
 from ds_hessian.operators.outputs.tap import sampled
 
 SIZES = ("output_size_per_partition", "out_features")
@@ -39,21 +39,20 @@ class Outputs:
 
     @property
     def sample(self) -> int:
-        """Bytes of a sample of those of the largest micro-batch, or of their cotangents."""
+        """Bytes of a sample of those of the largest micro-batch."""
         return FP32 * sampled(self.size // FP32)
 
     @property
     def cotangents(self) -> int:
-        """Bytes of the samples of the cotangents of all micro-batches."""
-        return 0 if self.known else self.count * self.sample
+        """Bytes of the samples of the cotangents of all micro-batches, in fp64."""
+        return 0 if self.known else self.count * self.sample * FP64 // FP32
 
     def peak(self, vector: int) -> int:
         """Return the most bytes that a Gauss-Newton product holds of them, beside what passes of
         training do: the outputs of a group at two displacements, with samples of their sums, or its
         differences and the outputs of a micro-batch at the weights; where the loss is known by its
-        values, its differences, its cotangents and their third difference. Where it is not known
-        which, the mean, which is within a tenth of both. They are two vectors where nothing is
-        foreseen.
+        values, its differences, and its cotangents and their third difference in fp64. Where it is
+        not known which, the mean. They are two vectors where nothing is foreseen.
 
         Args:
             vector: Bytes of a vector, into which a group fits if it has several.
@@ -61,7 +60,7 @@ class Outputs:
         if not self.size:
             return 2 * vector
         group = min(max(1, vector // self.size), max(1, self.count - 1))
-        held = {True: 2.0, False: 3.0, None: 2.5}[self.known]
+        held = {True: 2.0, False: 5.0, None: 3.5}[self.known]
         return group * (round(held * self.size) + self.sample)
 
 

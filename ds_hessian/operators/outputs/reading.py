@@ -7,8 +7,8 @@ outputs (focal loss); where these are in 16 bits, as it is in fp32, too. So is e
 other weights, whose loss may be another one. Where the loss is no cross entropy, each micro-batch
 is evaluated twice more with something added to the outputs, to see whether the loss is quadratic in
 them, and the first one once more as it is where the outputs had to be found; none is after one that
-shows that it is not. Where outputs in 16 bits have a loss that is neither, cotangents are sampled
-in an evaluation of all micro-batches in fp32.
+shows that it is not. A loss that is neither is evaluated once more, of outputs in fp64, in which
+its cotangents are sampled; where it takes none, or rounds them, and these are in 16 bits, in fp32.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ds_hessian.backends.protocol import Session
+from ds_hessian.errors import MeasurementError
 from ds_hessian.memory import FP32
 from ds_hessian.operators.checks import kinks_crossed
 from ds_hessian.operators.clock import add_gradient
@@ -79,7 +80,7 @@ class _Listener(ABC):
 
     def _note(self, index: int, c: Tensor) -> None:
         """Keep a sample of a micro-batch's cotangents, and whether there are any."""
-        self.samples[index] = sample(c).float().clone()
+        self.samples[index] = sample(c).to(torch.promote_types(c.dtype, torch.float32), copy=True)
         if bool(c.any()):
             self.told.add(index)
 
@@ -121,13 +122,25 @@ class _Reader(_Listener):
 
 
 class _Wide(_Listener):
-    """Keeps samples of the cotangents of outputs in fp32."""
+    """Keeps samples of the cotangents of outputs in fp32, or in fp64.
+
+    Args:
+        dtype: Which of the two.
+
+    Attributes:
+        finer: Micro-batches with cotangents that fp32 would round.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.finer = dtype, 0
 
     def _addend(self, index: int, f: Tensor) -> Tensor:
-        return nothing(f)
+        return nothing(f, self.dtype)
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor:
         self._note(index, c)
+        self.finer += not c.float().to(c.dtype).equal(c)
         return torch.zeros_like(c)
 
 
@@ -246,6 +259,8 @@ class Reading:
         kinked: Whether the loss is neither, and kinks are crossed.
         cotangents: If it is neither, a sample of the cotangents of each micro-batch, in units of
             the terms of the gradient; else empty.
+        dtype: That of the outputs of which these are: fp64, or fp32 where the loss does not take
+            fp64, or rounds it.
         seconds: The time of one gradient over all micro-batches, without what the first builds.
         largest: Bytes of the largest outputs of a micro-batch, in fp32.
         pilot: The first unit that has a loss on most ranks.
@@ -263,6 +278,7 @@ class Reading:
         self.squares: dict[int, Squares] = {}
         self.kind: Literal["cross entropy", "squares"] | None = None
         self.cotangents: dict[int, Tensor] = {}
+        self.dtype = torch.float32
         self._partial, self.largest, self.seconds = False, 0, 0.0
         self._told = set[int]()
         session.displace(None, 0.0)
@@ -288,6 +304,8 @@ class Reading:
         self.kinked = self.kinks_crossed is not None and self.kind is None
         if self.kind is not None:
             self.cotangents.clear()
+        elif self._takes_fp64(every):
+            self.dtype = torch.float64
         else:  # second differences of cotangents need all digits of all of them
             lacking = self.tap.is_here and not self.cotangents.keys() >= set(
                 self.tap.calls(range(1))
@@ -295,7 +313,25 @@ class Reading:
             some = every if self._anywhere(self.tap.narrow) else range(self._anywhere(lacking))
             for i in some:
                 with requiring_fp32(self.tap):
-                    self._pass(_Wide(), self.space.zeros(), every[i : i + 1])
+                    self._pass(_Wide(torch.float32), self.space.zeros(), every[i : i + 1])
+
+    def _takes_fp64(self, every: range) -> bool:
+        """Sample the cotangents of all units of outputs in fp64, the pilot first; return whether
+        the loss takes these and does not round them.
+        """
+        before, self.tap.finer = dict(self.cotangents), True
+        for i in sorted(every, key=self.pilot.__ne__):
+            listener = _Wide(torch.float64)
+            try:
+                self._pass(listener, self.space.zeros(), every[i : i + 1])
+            except MeasurementError:  # weights of fp32 behind them, or too little memory
+                finer = False
+            else:
+                finer = i != self.pilot or self._anywhere(listener.finer)
+            if not finer:
+                self.cotangents, self.tap.finer = before, False
+                return False
+        return True
 
     def _read_first(self, outputs: str | None, reader: _Reader) -> bool:
         """Find the outputs, and read the first micro-batch, whose gradient is added.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -32,6 +32,9 @@ SAMPLES = 2**16
 
 LOSSES = ("cross_entropy", "cross_entropy_loss", "log_softmax")
 """Names of the functions of torch that take logits."""
+
+CONVERSIONS = (Tensor.float, Tensor.to, Tensor.type)
+"""The functions of torch by which a loss asks for fp32."""
 
 
 class Listener(Protocol):
@@ -77,9 +80,9 @@ class Silence:
         return torch.zeros_like(c)
 
 
-def nothing(f: Tensor) -> Tensor:
-    """Return nothing to be added to outputs, with which they are another tensor, in fp32."""
-    return torch.zeros((), device=f.device)
+def nothing(f: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return nothing to be added to outputs, with which they are others, in fp32 or fp64."""
+    return torch.zeros((), dtype=dtype, device=f.device)
 
 
 class Tap:
@@ -96,6 +99,8 @@ class Tap:
             the order of calls, or the name of a module inside of another, has shown the outputs;
             None elsewhere.
         narrow: Whether some of the outputs that were seen here are in 16 bits.
+        finer: Whether the loss computes in fp64 what is in fp64, also where it asks for fp32, by
+            which it means no less than that.
     """
 
     def __init__(
@@ -107,7 +112,7 @@ class Tap:
     ) -> None:
         self.name, self.module, self.per_unit, self.places = name, module, per_unit, places
         self.others: Sequence[tuple[str, nn.Module]] | None = None
-        self.narrow = False
+        self.narrow = self.finer = False
 
     @property
     def is_here(self) -> bool:
@@ -129,7 +134,7 @@ class Tap:
             yield
             return
         calls = _Calls(self.name, self.calls(units), listener, self.places)
-        with self._reporting(calls):
+        with calls.keeping if self.finer else nullcontext(), self._reporting(calls):
             yield
         self.narrow |= calls.narrow
         calls.require_all()
@@ -191,14 +196,44 @@ class AtLoss(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Keeping(TorchFunctionMode):
+    """A mode in which what is in fp64 is in fp32 already, but in backwards.
+
+    Attributes:
+        on: Whether it is: from outputs in fp64 on, until they have their cotangent.
+    """
+
+    on = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Make a call of one of torch's functions."""
+        kwargs = kwargs or {}
+        if self.on and func in CONVERSIONS and args[0].dtype == torch.float64:
+            given = (*args[1:], *kwargs.values())
+            if (func is Tensor.float or torch.float32 in given) and not in_backward():
+                return args[0]
+        return func(*args, **kwargs)
+
+
 class _Calls:
-    """The forward hook of one pass, or what is told of its losses' logits."""
+    """The forward hook of one pass, or what is told of its losses' logits.
+
+    Attributes:
+        keeping: The mode of the pass, where the loss computes in fp64.
+    """
 
     def __init__(
         self, name: str, micro_batches: range, listener: Listener, places: Sequence[int]
     ) -> None:
         self.name, self.micro_batches, self.listener = name, micro_batches, listener
         self.places, self.count, self.narrow = places, 0, False
+        self.keeping = _Keeping()
 
     def __call__(self, module: nn.Module, args: object, output: Any) -> Any:
         tensors = tensors_of(output)
@@ -249,18 +284,23 @@ class _Calls:
         self.count += 1
         added = beside(self.listener.outputs)(index, f.detach())
         if added is not None:
-            wide = f.float()
+            wide = f.to(torch.promote_types(added.dtype, torch.float32))
+            self.keeping.on = wide.dtype == torch.float64
             f = wide.add_(added) if len(parts) > 1 or wide is not f else wide + added
         if f.requires_grad:
             # The loss may write into f.
             seen = f.detach().clone() if self.listener.reads else f.new_empty(0)
-            f.register_hook(on_cotangents(partial(self.listener.cotangent, index, seen)))
+            f.register_hook(on_cotangents(partial(self._cotangent, index, seen)))
         elif torch.is_grad_enabled():
             raise UnsupportedError(
                 f"ds_hessian does not support outputs ({self.name!r}) without a graph in a "
                 "gradient's forward: leave their layer out of activation checkpointing"
             )
         return None if added is None else f
+
+    def _cotangent(self, index: int, f: Tensor, c: Tensor) -> Tensor | None:
+        self.keeping.on = False
+        return self.listener.cotangent(index, f, c)
 
     def require_all(self) -> None:
         """Raise if some micro-batch had no call."""
