@@ -233,8 +233,10 @@ def whole_run(folder: str) -> dict[str, Any]:
         module(*batch(i, dist.get_rank())).backward()
         optimizer.step()
         hessian.step()
-    hessian.use([batch(i, dist.get_rank()) for i in range(2)])
+    batches = [batch(i, dist.get_rank()) for i in range(2)]
     resume, calls = f"{folder}/state", 0
+    # Not the loss of which the schedule's spectrum has taught.
+    hessian.use(batches, lambda model, given: model(*given))
     whole = hessian.spectrum(num_matvecs=6)
 
     def preempted(model: nn.Module, given: Any) -> Tensor:
@@ -246,7 +248,6 @@ def whole_run(folder: str) -> dict[str, Any]:
         assert isinstance(found, Tensor)
         return found
 
-    batches = [batch(i, dist.get_rank()) for i in range(2)]
     with contextlib.suppress(HessianError):
         hessian.spectrum(batches, preempted, num_matvecs=6, resume=resume)
     resumed = hessian.use(batches, lambda model, given: model(*given)).spectrum(
