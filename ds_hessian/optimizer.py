@@ -108,9 +108,12 @@ class Stepped:
 
 
 def follow_steps(optimizer: Any) -> None:
-    """Note from now on with which settings an optimizer, or each inside of it, makes its steps."""
+    """Note from now on with which settings an optimizer, or each inside of it, makes its steps; not
+    of one that is around another in a way of its own, and has no hooks.
+    """
     for inner in inside(optimizer):
-        if isinstance(inner, TorchOptimizer) and _stepped(inner) is None:
+        hooked = isinstance(inner, TorchOptimizer) and hasattr(inner, "_optimizer_step_post_hooks")
+        if hooked and _stepped(inner) is None:
             inner.register_step_post_hook(Stepped())
 
 

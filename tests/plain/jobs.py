@@ -300,3 +300,41 @@ def adam_of_others() -> str:
     except HessianError as error:
         return str(error)
     return ""
+
+
+def adam_of_each() -> list[str]:
+    """What is said where weights are those of all ranks, and Adam's state each rank's own; and of a
+    job whose optimizer is around another, without hooks.
+    """
+    module = mixed({})
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    around = Around(optimizer)
+    hessian = ds_hessian.attach(module, around, {"progress": False}).use([data(5)])
+    before = hessian.sharpness(preconditioned=False).eigenvalue_max.value
+    for step in range(2):
+        optimizer.zero_grad()
+        with module.no_sync():
+            module(*data(10 * step + dist.get_rank())).backward()
+        around.step()
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_floating_point():
+            dist.all_reduce(tensor.data)
+            tensor.data /= 2
+    hessian = ds_hessian.attach(module, optimizer, {"progress": False}).use([data(5)])
+    found = [str(before > 0), str(hessian.sharpness(preconditioned=False).eigenvalue_max.value > 0)]
+    try:
+        hessian.sharpness()
+    except HessianError as error:
+        found.append(str(error))
+    return found
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another, which begins as none of torch's does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        """The other's."""
+        return self.inner.step(closure)

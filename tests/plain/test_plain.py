@@ -300,6 +300,12 @@ def test_what_no_rank_steps_has_no_state_of_adam(ranks: Ranks) -> None:
         assert "no second moments" in said and "for all trainable parameters" in said
 
 
+def test_a_state_of_adam_that_differs_between_ranks_is_refused_by_name(ranks: Ranks) -> None:
+    """As in local SGD: each rank preconditioned with its own, and figures were of no matrix."""
+    for *figures, said in ranks(2).run(jobs.adam_of_each):
+        assert figures == ["True", "True"] and "differs between the ranks" in said
+
+
 class Image(nn.Module):
     """A convolution, and a layer that is not used."""
 

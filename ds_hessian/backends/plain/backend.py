@@ -175,16 +175,20 @@ class ModuleBackend:
                 guard.function.require_told()
 
     def _require_equal_weights(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        square = 0.0
-        for _, p in named:
-            wide = p.detach().reshape(-1).float().contiguous()
-            square += float(ops.dots([(wide, wide)], wide.numel())[0])
-        shared = Shared(square, self.space.world_size, self.space.rank == 0)
-        if not balanced(self.space.reduce(imbalance([shared]))):
+        if not self._is_shared(p.detach().reshape(-1) for _, p in named):
             raise UnsupportedError(
                 "ds_hessian does not support a module whose weights differ between the ranks of "
                 "the job; wrap it in DistributedDataParallel, or measure in a process of its own"
             )
+
+    def _is_shared(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether all ranks have the same flat tensors. Collective: one small all-reduce."""
+        square = 0.0
+        for tensor in tensors:
+            wide = tensor.float().contiguous()
+            square += float(ops.dots([(wide, wide)], wide.numel())[0])
+        shared = Shared(square, self.space.world_size, self.space.rank == 0)
+        return balanced(self.space.reduce(imbalance([shared])))
 
     def describe(self) -> Description:
         """Describe the module: how it is replicated, its dtype and its optimizer."""
@@ -200,7 +204,12 @@ class ModuleBackend:
     def adam(self) -> AdamState:
         """Read Adam's state from the optimizer.
 
-        Collective: one all-reduce, and two of the size of the model where ranks share the state.
+        Raises:
+            ConfigError: there is none.
+            UnsupportedError: it differs between the ranks, as after steps that each made alone.
+
+        Collective: two small all-reduces, and two of the size of the model where ranks share the
+        state.
         """
         if self.optimizer is None:
             raise ConfigError(
@@ -221,6 +230,12 @@ class ModuleBackend:
         if shared:
             for part in state:
                 dist.all_reduce(part)
+        if not self._is_shared(state):
+            raise UnsupportedError(
+                "ds_hessian does not support a preconditioner of Adam's state that differs between "
+                "the ranks of the job, as where each steps by its own gradients before weights are "
+                "averaged; measure without it: preconditioned=false"
+            )
         return state
 
     def weights(self) -> Iterable[Weight]:
