@@ -618,6 +618,25 @@ def test_the_matrix_of_a_loss_of_two_heads_is_in_both(returned: str) -> None:
     assert gap < 3 * (g.error * g.norm + r.error * r.norm + h.error * h.norm)
 
 
+def of_first(net: nn.Module, batch: Any) -> Tensor:
+    """Takes one of the two heads, and not the one that was called last."""
+    place, _ = tensors_of(net(batch[0].to(next(net.parameters()).dtype)))
+    return (place.square().sum(-1) + 1).log().mean()
+
+
+@pytest.mark.parametrize("returned", cells(RETURNED, ["dict"]))
+def test_the_head_that_the_loss_takes_is_found_among_others(returned: str) -> None:
+    """The last head was taken for the outputs, and the loss of another one refused."""
+    net, data = Pair(returned), points()
+    exact = ExactGaussNewton(net, "place", of_first, data)
+    with operators(net, data, of_first, "ggn") as (backend, (g,)):
+        assert g.outputs == f"the model itself: {VALUES}"
+        v = random_vector(backend.layout, backend.space, seed=0)
+        product = g.matvec(v)
+    assert product.error is not None
+    assert relative(product.vector, exact(v)) < 3 * product.error < 1e-3
+
+
 def test_values_beside_logits_are_in_the_matrix() -> None:
     """The model returns both; G was that in the logits alone, which have a cross entropy."""
     net, data = Language(), texts()

@@ -311,7 +311,9 @@ def find_outputs(session: Session, name: str | None, out: Tensor) -> tuple[Tap, 
     several = _last_named(session, table, chosen) if name is None and not entropic else None
     if several is not None:
         places, _ = _places(session, named[several][1], True)
-        chosen = several if len(places) > 1 else chosen  # of several heads all have a name
+        told = table[:, [SEEN, OTHER]].sum(1) > 0
+        if len(places) > 1 or (not told[chosen] and bool(told.any())):
+            chosen = several  # of several heads all have a name, also where the loss takes one
     module = named[chosen][1]
     if len(places) == 1:
         found, tensors = _places(session, module, chosen in watch.several)
