@@ -27,7 +27,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -159,14 +162,18 @@ def is_derivative(
 
 
 def kept_slope(
-    call: Callable[..., Any], held: Callable[[], Callable[..., Any]], args: Sequence[Any]
+    call: Callable[..., Any],
+    held: Callable[[], Callable[..., Any]],
+    args: Sequence[Any],
+    compares: bool,
 ) -> Kept | None:
     """Return what may be held of what a function has decided at its arguments, so that it has its
     slope; None where it has no slope there that would tell.
 
-    Of a function that calls modules all is held, since it only runs them, to recompute them later.
-    Of another that cannot be called, sides of kinks are not: where they are crossed, they are in
-    the errors of products, and where values stand still with them, nothing is.
+    Of a function that calls modules, and compares nothing beside them, all is held: it only runs
+    them, to recompute them later. Of another that cannot be called, sides of kinks are not: where
+    they are crossed, they are in the errors of products, and where values stand still with them,
+    nothing is.
 
     Args:
         call: Calls the function; each call must draw the same random numbers.
@@ -174,6 +181,7 @@ def kept_slope(
             alike.
         args: Its arguments, none of which is changed. Without gradients, as where activations are
             recomputed, nothing says which of them have any: all are moved.
+        compares: Whether it has compared outside of modules.
     """
 
     def ask() -> Kept | None:
@@ -216,7 +224,7 @@ def kept_slope(
     try:
         return _answer(ask, call, args, otherwise)
     except _CallsModule:
-        return Kept.ALL
+        return Kept.CHOICES if compares else Kept.ALL
 
 
 def _answer(ask: Callable[[], T], call: Callable[..., Any], args: Sequence[Any], otherwise: T) -> T:
@@ -265,6 +273,35 @@ def _called(call: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
     except Exception as error:
         raise _Failed(error, args) from error
     return list(made) if isinstance(made, tuple) else [made]
+
+
+class Comparing:
+    """Whether a function that is called in the body of a `with` compares outside of modules.
+
+    Attributes:
+        found: Whether it has.
+    """
+
+    def __init__(self) -> None:
+        self.found, self._depth = False, 0
+
+    def note(self) -> None:
+        """Note a comparison."""
+        self.found |= self._depth == 0
+
+    def __enter__(self) -> Comparing:
+        self._hooks = (
+            register_module_forward_pre_hook(lambda *_: self._move(1)),
+            register_module_forward_hook(lambda *_: self._move(-1), always_call=True),
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _move(self, by: int) -> None:
+        self._depth += by
 
 
 def node_of(made: Any, function: object) -> Any:

@@ -39,6 +39,7 @@ from ds_hessian.backends.constants import Constants, leaves, refuse_lost, refuse
 from ds_hessian.backends.contexts import refuse_context
 from ds_hessian.backends.decisions import Decisions, in_backward
 from ds_hessian.backends.derivatives import (
+    Comparing,
     Kept,
     is_derivative,
     is_known,
@@ -116,6 +117,7 @@ class FixedFunction(TorchFunctionMode):
         self._held = set[Hashable]()  # those of which all has been held in some call
         self._trying = False
         self._here = Kept.ALL  # what is held in the present call
+        self._comparing: Comparing | None = None  # of the call that is to be judged
         self._seen = False  # whether a function has decided, was to drop, or has read padding
 
     # ---- evaluations
@@ -343,8 +345,13 @@ class FixedFunction(TorchFunctionMode):
             return self._called(apply, args)
         generators = RandomState(self._device, trackers())
         drawn, versions = generators.get(), [t._version for t in tensors_in(args)]
-        before = self.decisions.made
-        made = self._called(apply, args)
+        before, outer = self.decisions.made, self._comparing
+        with Comparing() as comparing:
+            self._comparing = comparing
+            try:
+                made = self._called(apply, args)
+            finally:
+                self._comparing = outer
 
         def again(*args: Any) -> Any:
             with kept_random_states(self._device):
@@ -362,14 +369,19 @@ class FixedFunction(TorchFunctionMode):
                 raise _is_no_derivative(function)
 
         if self.decisions.first and self.decisions.made > before and way not in self._kept:
-            self._judge_decisions(way, again, args, before)
+            self._judge_decisions(way, again, args, before, comparing.found)
         node = node_of(made, function) if torch.is_grad_enabled() and not judged else None
         if node is not None:
             node.register_hook(judge)
         return made
 
     def _judge_decisions(
-        self, way: tuple[Any, ...], call: Callable[..., Any], args: tuple[Any, ...], before: int
+        self,
+        way: tuple[Any, ...],
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        before: int,
+        compares: bool,
     ) -> None:
         """Give up what a written function has decided in its call, since so many decisions, if its
         values stand still with it; once for each place where it decides.
@@ -385,7 +397,7 @@ class FixedFunction(TorchFunctionMode):
             return functools.partial(self._holding, self.decisions.beside(), call)
 
         with self._beside_model():
-            kept = kept_slope(call, held, args)
+            kept = kept_slope(call, held, args, compares)
         if kept in (Kept.ALL, None):
             self._held.add(way)
             if kept is not None:
@@ -481,6 +493,8 @@ class FixedFunction(TorchFunctionMode):
             return self._composed(func, args, kwargs)
         sides: Sides | None = None
         if kinked is not None:
+            if self._comparing is not None and kinked.name in pieces.COMPARISONS:
+                self._comparing.note()
             with unseen():
                 sides = self.decisions.sides(kinked, func, args, kwargs)
         if kinked is None or sides is None or sides.held is None:
