@@ -493,24 +493,26 @@ def of_classes(net: nn.Module, batch: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("loss", "last", "most"),
+    ("loss", "last", "most", "seed"),
     cells(
         [
-            (by_hand, nn.Sigmoid(), 1e-3),
-            (by_hand_in_fp32, nn.Sigmoid(), 1e-3),
-            (of_likely, nn.Softmax(-1), 5e-4),
-            (of_classes, nn.Softmax(-1), 1e-3),
+            (by_hand, nn.Sigmoid(), 1e-3, 0),
+            (by_hand, nn.Sigmoid(), 1e-2, 7),
+            (by_hand_in_fp32, nn.Sigmoid(), 1e-3, 0),
+            (of_likely, nn.Softmax(-1), 5e-4, 0),
+            (of_classes, nn.Softmax(-1), 1e-3, 0),
         ],
         [],
     ),
 )
 def test_probabilities_of_a_net_that_is_sure_and_wrong(
-    loss: Any, last: nn.Module, most: float
+    loss: Any, last: nn.Module, most: float, seed: int
 ) -> None:
     """Steps that fp32 rounds next to 1: G of a sigmoid was off by 1e-2, in bars of 5e-4. Noise of
-    one micro-batch alone: bars of a softmax were 20 errors wide.
+    one micro-batch alone: bars of a softmax were 20 errors wide, those of the second sigmoid a
+    ninth of the error.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 4), last)
     data = [(torch.randn(16, 6), torch.randint(4, (16,))) for _ in range(4)]
     optimizer = torch.optim.Adam(net.parameters(), 1e-2)

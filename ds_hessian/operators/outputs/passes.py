@@ -381,7 +381,8 @@ class Passes:
         self, v: Tensor, step: float, micro_batches: range, sums: Sums
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """Return the outputs at `w + step v` and at `w - step v`."""
-        above, _ = self._outputs(v, step, micro_batches)
+        otherwise = () if self.away is None else (_rounded,)
+        above, _ = self._outputs(v, step, micro_batches, *otherwise)
         below, change = self._outputs(v, -step, micro_batches)
         sums.change = change.double().cpu()
         sums.choices += self.session.choices(micro_batches).cpu()
@@ -472,6 +473,13 @@ def _unmasked(f: Tensor) -> Tensor:
     """
     some = sample(f).float()
     return some.masked_fill(some < torch.finfo(some.dtype).min / 4, 0.0)
+
+
+def _rounded(f: Tensor) -> Tensor:
+    """Return outputs that are rounded otherwise: those that are the same number for two weights are
+    rounded alike for both.
+    """
+    return f.float() + rounding_of(f)
 
 
 def _moved(f: Tensor, delta: Tensor) -> Tensor:
