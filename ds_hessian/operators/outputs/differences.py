@@ -293,13 +293,12 @@ class OutputDifferences:
         it: what another rounding of the weights, and of outputs whose loss is known by its values,
         makes of both the differences and the backward.
         """
-        some, made = range(one, one + 1), [self.space.zeros(), self.space.zeros()]
-        rounding = self.session.masters().abs_().mul_(v.sign()).mul_(self.session.unit_roundoff)
-        for self.passes.away, out in zip((rounding, None), made, strict=True):
-            sums = self.evaluate(out, v, h / length, some, False)
+        some, apart = range(one, one + 1), self.space.zeros()
+        for self.passes.rounded in (v, None):
+            apart.neg_()
+            sums = self.evaluate(apart, v, h / length, some, False)
         back = float(self.space.reduce(self._by_micro_batch(sums.backs))[one])
-        apart = self.space.norm(made[0].sub_(made[1]))
-        return quotient(apart, math.sqrt(2 * back), nothing=0.0)
+        return quotient(self.space.norm(apart), math.sqrt(2 * back), nothing=0.0)
 
     def values(self, h: float, length: float) -> float:
         """Return the error of the pilot's product that comes from differencing the loss."""

@@ -252,8 +252,8 @@ class Passes:
 
     Attributes:
         kappa: The factor of the last differences.
-        away: `(n_local,)`: a rounding of the weights, around which evaluations are, with another
-            one of the outputs; None for none.
+        rounded: `(n_local,)`: evaluations are of weights of which each is displaced by its own
+            rounding, as this points, and of outputs with another one; None for those as they are.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class Passes:
         self.dtype, self.cotangents, self.pilot = dtype, cotangents, pilot
         self.size = max(1, room // max(largest, 1))
         self.kappa = 1.0
-        self.away: Tensor | None = None
+        self.rounded: Tensor | None = None
         self._last: Group | None = None  # while there may be a `repeat`, or a `third`
         self._third: dict[int, Tensor] | None = None
 
@@ -328,8 +328,7 @@ class Passes:
         of which each is displaced by its own rounding, as v points.
         """
         assert self._last is not None
-        session = self.session
-        session.displace(session.masters().abs_().mul_(v.sign()), session.unit_roundoff)
+        self.session.displace(self._rounding(v), 1.0)
         self.back(out, self._last, micro_batches, Sums())
 
     def third(self, out: Tensor, micro_batches: range) -> float:
@@ -358,7 +357,7 @@ class Passes:
             return
         for sign in (1.0, -1.0):
             rho, kept = sign * self.rho, (self._third, self.cotangents)
-            how = self.dtype, self.away is not None
+            how = self.dtype, self.rounded is not None
             listener = _Shifted(self.session, group, rho, sums, *kept, *how)
             self._pass(out, micro_batches, listener)
             out.neg_()
@@ -381,7 +380,7 @@ class Passes:
         self, v: Tensor, step: float, micro_batches: range, sums: Sums
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """Return the outputs at `w + step v` and at `w - step v`."""
-        otherwise = () if self.away is None else (_rounded,)
+        otherwise = () if self.rounded is None else (_rounded,)
         above, _ = self._outputs(v, step, micro_batches, *otherwise)
         below, change = self._outputs(v, -step, micro_batches)
         sums.change = change.double().cpu()
@@ -398,10 +397,14 @@ class Passes:
         return recorder.found, change
 
     def _displace(self, v: Tensor | None, step: float) -> Tensor:
-        if self.away is None:
+        if self.rounded is None:
             return self.session.displace(v, step)
-        x = self.away if v is None else torch.add(self.away, v, alpha=step)
-        return self.session.displace(x, 1.0)
+        x = self._rounding(self.rounded)
+        return self.session.displace(x if v is None else x.add_(v, alpha=step), 1.0)
+
+    def _rounding(self, v: Tensor) -> Tensor:
+        """Return the rounding of each weight, as v points."""
+        return self.session.masters().abs_().copysign_(v).mul_(self.session.unit_roundoff)
 
     def _each(self, group: Group, some: range) -> dict[int, float]:
         """Return the kappa of each micro-batch, of all ranks: the loss bends within lengths of the
