@@ -324,6 +324,6 @@ def test_a_plan_has_all_outputs_that_the_loss_takes() -> None:
     hessian.trace("hutchinson", 2, operator="ggn")
     found = planned()
     assert found["samples of the cotangents"] == 2 * 4 * size
-    assert found["outputs of some micro-batches"] == (5 + 1) * size
+    assert found["outputs of some micro-batches"] == (8 + 1) * size
     hessian.use([x[:3] for x in data[:2]], loss)
     assert planned()["samples of the cotangents"] == 2 * 2 * size // 2

@@ -17,6 +17,13 @@ SIZES = ("output_size_per_partition", "out_features")
 INPUTS = ("input_size_per_partition", "in_features")
 """Those that have the number of its inputs."""
 
+IN_FP64 = 8
+"""Outputs in fp32 that have the memory of a product of a loss in fp64: differences, outputs, their
+logarithms or the like, cotangents, those that are kept, and their third difference."""
+
+SMALL = 2**24
+"""Bytes that are no matter of memory."""
+
 Seen = tuple[float, bool]
 """Outputs as a measurement found them: entries for each row of a micro-batch, and whether the loss
 in them is known."""
@@ -42,17 +49,22 @@ class Outputs:
         """Bytes of a sample of those of the largest micro-batch."""
         return FP32 * sampled(self.size // FP32)
 
-    @property
-    def cotangents(self) -> int:
-        """Bytes of the samples of the cotangents of all micro-batches, in fp64."""
-        return 0 if self.known else self.count * self.sample * FP64 // FP32
+    def cotangents(self, vector: int) -> int:
+        """Return the bytes of the samples of the cotangents of all micro-batches.
+
+        Args:
+            vector: Bytes of a vector.
+        """
+        width = FP64 if fits_fp64(self.size, vector) else FP32
+        return 0 if self.known else self.count * self.sample * width // FP32
 
     def peak(self, vector: int) -> int:
         """Return the most bytes that a Gauss-Newton product holds of them, beside what passes of
         training do: the outputs of a group at two displacements, with samples of their sums, or its
         differences and the outputs of a micro-batch at the weights; where the loss is known by its
-        values, its differences, and its cotangents and their third difference in fp64. Where it is
-        not known which, the mean. They are two vectors where nothing is foreseen.
+        values, its differences, its cotangents and their third difference, or what it has in fp64.
+        Where it is not known which, the mean, which is within a tenth of both where outputs are not
+        far larger than a vector. They are two vectors where nothing is foreseen.
 
         Args:
             vector: Bytes of a vector, into which a group fits if it has several.
@@ -60,8 +72,20 @@ class Outputs:
         if not self.size:
             return 2 * vector
         group = min(max(1, vector // self.size), max(1, self.count - 1))
-        held = {True: 2.0, False: 5.0, None: 3.5}[self.known]
+        other = IN_FP64 if fits_fp64(self.size, vector) else 3.0
+        held = {True: 2.0, False: other, None: (2.0 + other) / 2}[self.known]
         return group * (round(held * self.size) + self.sample)
+
+
+def fits_fp64(size: int, vector: int) -> bool:
+    """Return whether a loss may have outputs in fp64: what is known by its values needs no more
+    than a vector then, or next to nothing.
+
+    Args:
+        size: Bytes of the outputs of the largest micro-batch, in fp32.
+        vector: Bytes of a vector.
+    """
+    return IN_FP64 * size <= max(vector, SMALL)
 
 
 def outputs_of(

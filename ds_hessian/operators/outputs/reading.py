@@ -8,7 +8,8 @@ other weights, whose loss may be another one. Where the loss is no cross entropy
 is evaluated twice more with something added to the outputs, to see whether the loss is quadratic in
 them, and the first one once more as it is where the outputs had to be found; none is after one that
 shows that it is not. A loss that is neither is evaluated once more, of outputs in fp64, in which
-its cotangents are sampled; where it takes none, or rounds them, and these are in 16 bits, in fp32.
+its cotangents are sampled, where there is room for it; where it takes none, or rounds them, and
+these are in 16 bits, in fp32.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from ds_hessian.operators.outputs.losses import (
     size_of,
     uneven,
 )
+from ds_hessian.operators.outputs.planned import fits_fp64
 from ds_hessian.operators.outputs.required import (
     require_curved,
     require_one_head,
@@ -259,8 +261,8 @@ class Reading:
         kinked: Whether the loss is neither, and kinks are crossed.
         cotangents: If it is neither, a sample of the cotangents of each micro-batch, in units of
             the terms of the gradient; else empty.
-        dtype: That of the outputs of which these are: fp64, or fp32 where the loss does not take
-            fp64, or rounds it.
+        dtype: That of the outputs of which these are: fp64, or fp32 where these are large, or the
+            loss does not take fp64, or rounds it.
         seconds: The time of one gradient over all micro-batches, without what the first builds.
         largest: Bytes of the largest outputs of a micro-batch, in fp32.
         pilot: The first unit that has a loss on most ranks.
@@ -304,7 +306,7 @@ class Reading:
         self.kinked = self.kinks_crossed is not None and self.kind is None
         if self.kind is not None:
             self.cotangents.clear()
-        elif self._takes_fp64(every):
+        elif self._fits_fp64() and self._takes_fp64(every):
             self.dtype = torch.float64
         else:  # second differences of cotangents need all digits of all of them
             lacking = self.tap.is_here and not self.cotangents.keys() >= set(
@@ -314,6 +316,11 @@ class Reading:
             for i in some:
                 with requiring_fp32(self.tap):
                     self._pass(_Wide(torch.float32), self.space.zeros(), every[i : i + 1])
+
+    def _fits_fp64(self) -> bool:
+        """Return whether there is room for the loss in fp64 on all ranks."""
+        outputs, vectors = self.space.of_all_ranks(self.largest, FP32 * self.space.n_local)
+        return fits_fp64(int(outputs.max()), int(vectors.min()))
 
     def _takes_fp64(self, every: range) -> bool:
         """Sample the cotangents of all units of outputs in fp64, the pilot first; return whether
