@@ -41,7 +41,8 @@ class TraceEstimate:
 
     Attributes:
         value: Sum of all eigenvalues, in loss per squared parameter.
-        error: Standard error from the probes; of XTrace by the jackknife.
+        error: Standard error from the probes; of XTrace by the jackknife, of Hutch++ no less than
+            their variance, as lengths of products tell it.
         bound: Half width of the 99 % confidence interval (Student), the products' errors included.
         samples: What was averaged: one estimate of the trace for each probe.
         frobenius: Estimated Frobenius norm and its standard error, the products' errors included;
@@ -163,7 +164,12 @@ def hutch_plus_plus(
         of_rest.append(length * absolute_error(product))
         del v, product
     of_products = math.hypot(_norm(errors), error_of_forms(forms, norms, of_rest, space.n))
-    return _estimate("hutch++", num_matvecs, exact + np.array(forms), of_products)
+    # Few samples may lie near each other by chance: their variance is known besides.
+    samples, mean = exact + np.array(forms), float(np.mean(forms)) / space.n
+    second = max(float(np.mean(np.square(norms))) - mean**2, 0.0)
+    known = space.n * math.sqrt(2 / (space.n + 2) * second / len(forms))
+    error = max(_mean(samples)[1], known)
+    return _estimate("hutch++", num_matvecs, samples, of_products, error=error)
 
 
 def xtrace(
