@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_hessian.backends.containers import tensors_of
 from ds_hessian.errors import UnsupportedError
 from ds_hessian.operators import GaussNewton
+from ds_hessian.operators.outputs import reading
 from ds_hessian.vectors import random_vector
 from tests.nets import DenseHessian
 from tests.operators.gauss_newton import ExactGaussNewton, of_functions
@@ -530,6 +531,27 @@ def test_probabilities_of_a_net_that_is_sure_and_wrong(
             error = relative(product.vector, truth)
             assert error < SLACK * product.error < SLACK * most
             v = truth.float()
+
+
+@pytest.mark.parametrize("loss", [of_likely, by_hand])
+def test_a_run_may_be_resumed_without_fp64(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On more ranks, whose vectors are shorter: steps of fp64 are all rounding in fp32."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 4))
+    net.append(nn.Sigmoid() if loss is by_hand else nn.Softmax(-1))
+    data = [(torch.randn(16, 6), torch.randint(4, (16,))) for _ in range(4)]
+    exact, states = ExactGaussNewton(net, "3", loss, data), list[Any]()
+    for fits in (True, False, True):
+        monkeypatch.setattr(reading, "fits_fp64", lambda *_, fits=fits: fits)
+        with operators(net, data, loss, "ggn", outputs="3") as (backend, (found,)):
+            g: Any = found
+            if states:
+                g.load_state_dict(states[-1])
+            for seed in range(2):
+                v = random_vector(backend.layout, backend.space, seed=len(states) + 5 * seed)
+                product = g.matvec(v)
+                assert relative(product.vector, exact(v)) < SLACK * product.error < 1e-3
+            states.append(g.state_dict())
 
 
 class Judged(nn.Module):

@@ -66,6 +66,9 @@ OF_THIRD = math.sqrt(1 + 9 + 9 + 1) / 3 / OF_SECOND
 AFTER_PROBE = 6.0
 """Ratio of the best h of a random vector to the first trial of the next, rich in outliers."""
 
+OF_LOSS = ("values", "bent", "rho", "loss_roundoff")
+"""What is learnt of differencing the loss in the outputs."""
+
 INDEPENDENT = 0.25
 """The noise of k pilots falls as k^-0.25: micro-batches share the rounding of the weights. From 1
 to 4 and to 16 of them the exponent was 0.1 to 0.4 on most calibration families of
@@ -124,6 +127,11 @@ class OutputEstimates:
     def load_state_dict(self, figures: Mapping[str, Any]) -> None:
         """Continue from another's `state_dict`."""
         self.learnt = Learnt(**figures)
+
+    def forget_loss(self) -> None:
+        """Forget what is known of differencing the loss, which is done otherwise from now on."""
+        fresh = {name: getattr(self._fresh, name) for name in OF_LOSS}
+        self.learnt = replace(self.learnt, **fresh)
 
     # ---- from trials
 

@@ -112,8 +112,9 @@ class GaussNewton:
         """Return the cost so far, and what the next product depends on beside weights and
         micro-batches, as JSON values.
         """
-        pilot = self._differences.pilot.start
-        return {"steps": self._steps.state_dict(), "cost": asdict(self.cost), "pilot": pilot}
+        made = self._differences
+        kept = {"pilot": made.pilot.start, "dtype": str(made.passes.dtype)}
+        return {"steps": self._steps.state_dict(), "cost": asdict(self.cost), **kept}
 
     def load_state_dict(self, figures: Mapping[str, Any]) -> None:
         """Continue from the `state_dict` of another operator of the same matrix."""
@@ -122,6 +123,8 @@ class GaussNewton:
             self._differences.take_pilot(pilot)  # more ranks may have fewer
         self._steps.load_state_dict(figures["steps"])
         passes = self._differences.passes
+        if figures.get("dtype") != str(passes.dtype):  # as more ranks have shorter vectors
+            self._steps.forget_loss()
         passes.rho = self._steps.learnt.rho or passes.rho
         self._differences.cost = OperatorCost(**figures["cost"])
 

@@ -23,7 +23,7 @@ from ds_hessian.operators.displacement.control import OTHER
 from ds_hessian.operators.displacement.priors import NOISE_SPREAD
 from ds_hessian.operators.displacement.trials import ROUNDOFF
 from ds_hessian.operators.displacement.witnesses import has_thirds
-from ds_hessian.operators.outputs.estimates import UNEXPECTED, OutputEstimates
+from ds_hessian.operators.outputs.estimates import OF_LOSS, UNEXPECTED, OutputEstimates
 from ds_hessian.operators.outputs.fitted import alike
 from ds_hessian.operators.outputs.learnt import SPREAD, TYPICAL
 from ds_hessian.operators.outputs.trials import Trial, marked
@@ -87,11 +87,11 @@ class OutputSteps(OutputEstimates):
 
     @property
     def doubts_values(self) -> bool:
-        """Whether this vector's trial is to have a third difference of the cotangents: the second
-        one is not like the first.
+        """Whether this vector's trial is to have a third difference of the cotangents: where none
+        has been, and as the second vector is not like the first.
         """
         count = self.learnt.products
-        return count == 0 or (count - 1) % self.thirds == 0
+        return not self.learnt.values or (count - 1) % self.thirds == 0
 
     def after_lost(self, trial: Trial, trials: list[Trial]) -> float | None:
         """Return the displacement of the next trial where this one's step is lost; None elsewhere,
@@ -106,8 +106,7 @@ class OutputSteps(OutputEstimates):
             return None
         self._lowest = LADDER * trial.h
         if self.learnt.products:
-            names = ("values", "bent", "rho", "loss_roundoff")  # of the loss in the outputs
-            kept = {name: getattr(self.learnt, name) for name in names}
+            kept = {name: getattr(self.learnt, name) for name in OF_LOSS}
             self.learnt = replace(self._fresh, **kept)
             return self._clamp(self.learnt.h)
         return self._fitted(trials)[0] if len(trials) > 1 else self._lowest
