@@ -133,38 +133,6 @@ def test_factors_at_a_minimum_are_those_of_their_definitions() -> None:
     assert np.isnan(record.solves).all() and "whose tokens cancel" in record.unsolved["0.weight"]
 
 
-def test_masked_tokens_are_no_samples(net: nn.Module) -> None:
-    """They were in the covariance of the inputs, in the scale of EK-FAC and in `samples`."""
-    masked = [
-        (x, y.masked_fill(torch.arange(len(y)) % 4 > i, -100)) for i, (x, y) in enumerate(DATA)
-    ]
-
-    def loss(net: Any, entry: Any) -> Tensor:
-        x, y = entry
-        return functional.cross_entropy(net(x.to(net[0].weight)), y)
-
-    exact, told = seen(net, masked, loss), sum(int((y >= 0).sum()) for _, y in masked)
-    for f in factors_of(net, masked, loss):
-        parts = exact[f.layer.name]
-        parts = [(a[c.ne(0).any(1)], c[c.ne(0).any(1)]) for a, c in parts]
-        assert f.samples["kfac"] == f.samples["ekfac"] == told < 64
-        for kind, matrix in matrices(parts).items():
-            assert (matrix_of(f.forms[kind]) - matrix).norm() < 1e-4 * matrix.norm(), kind
-
-
-def test_a_micro_batch_whose_labels_are_masked_is_no_sample(net: nn.Module) -> None:
-    def loss(net: Any, entry: Any) -> Tensor:
-        x, y = entry
-        return functional.cross_entropy(net(x), y, reduction="sum") / 16
-
-    masked = [*DATA[:3], (DATA[3][0], torch.full_like(DATA[3][1], -100))]
-    found = factors_of(net, masked, loss)
-    assert len(found) == 3
-    for f in found:
-        assert f.samples == {"kfac": 48, "ekfac": 48, "shampoo": 3, "klshampoo": 3}
-        assert f.mismatch < 1e-5 and all(bool(k.values.isfinite().all()) for k in f.forms.values())
-
-
 class Branch(nn.Module):
     """A layer that only some micro-batches use, as an expert."""
 

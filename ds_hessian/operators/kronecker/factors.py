@@ -1,8 +1,7 @@
 """Kronecker factors of linear layers, estimated on a job's own micro-batches.
 
-With the inputs a_t and the cotangents c_t of the loss at a layer's outputs, for the T tokens whose
-cotangent is not zero (masked and padded ones are no samples), and the gradients G_i = N c' a of N
-micro-batches (of all data-parallel ranks):
+With the inputs a_t and the cotangents c_t of the loss at a layer's outputs, for T tokens, and the
+gradients G_i = N c' a of N micro-batches (of all data-parallel ranks):
 
 | kind | K |
 |---|---|

@@ -101,9 +101,6 @@ class LayerPasses:
                 latest[layer.name] = backward
             factor = self._relative() if number is None else self.labels.unit
             c = c if factor == 1 else c * factor
-            told = c.ne(0).any(1)
-            if not bool(told.all()):  # masked or padded tokens, of which the loss knows nothing
-                a, c = a[told], c[told]
             for each in every[layer.name]:
                 if counts or not isinstance(each, Seen):
                     each.note(a, c)
