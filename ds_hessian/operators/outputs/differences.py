@@ -20,7 +20,6 @@ from ds_hessian import ops
 from ds_hessian.backends.protocol import Session
 from ds_hessian.config import OutputMatrix
 from ds_hessian.errors import UnsupportedError
-from ds_hessian.memory import FP32
 from ds_hessian.operators.checks import is_lost, measurable, require_finite
 from ds_hessian.operators.displacement.figures import quotient
 from ds_hessian.operators.outputs.forms import SAMPLE
@@ -79,7 +78,6 @@ class OutputDifferences:
         smooth: Whether the loss has no kinks in the outputs.
         of_loss: The roundoff of the outputs that a loss takes which is known by its values.
         passes: The passes of an evaluation.
-        passes_by: Whether a part of a loss that is known does not pass the outputs.
         weight_norm: The norm |w| of the weights.
         of_weights: That of their rounding in the passes.
         before: The trial with which the next one is compared; None for none.
@@ -112,11 +110,10 @@ class OutputDifferences:
             self._product_of(reading, matrix),
             self.of_loss ** (1 / (3 if self.smooth else 2)),
             reading.dtype,
-            *self._room(reading.largest),
+            *reading.room(),
             reading.cotangents,
             self.pilot,
         )
-        self.passes_by = reading.passes_by
         self._around = self._gradient_around() if reading.passes_by else None
         self.weight_norm = session.weight_norm()
         self.of_weights = session.unit_roundoff * self.weight_norm
@@ -139,6 +136,11 @@ class OutputDifferences:
             self.cost.gradient_evaluations += 1
 
     @property
+    def passes_by(self) -> bool:
+        """Whether a part of a loss that is known does not pass the outputs."""
+        return self._around is not None
+
+    @property
     def share(self) -> float:
         """The pilot's share of the micro-batches."""
         return len(self.pilot) / self.count
@@ -155,11 +157,6 @@ class OutputDifferences:
             return None
         kept = reading.tokens if reading.kind == "cross entropy" else reading.squares
         return lambda i, f, u: kept[i].hessian(f, u)
-
-    def _room(self, largest: int) -> tuple[int, int]:
-        """Return the bytes of the largest outputs, and of the smallest vector, of all ranks."""
-        outputs, vectors = self.space.of_all_ranks(largest, FP32 * self.space.n_local)
-        return int(outputs.max()), int(vectors.min())
 
     def _gradient_around(self) -> dict[range, Tensor]:
         """Return the gradients of pilot and rest that do not pass the outputs.

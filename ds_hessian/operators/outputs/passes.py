@@ -100,26 +100,18 @@ class _Shifted:
     difference, where there is to be one.
 
     Args:
-        dtype: That of the outputs which the loss takes.
-        again: Whether these are rounded otherwise.
+        passes: The evaluation.
+        group: The differences.
+        rho: The displacement of the outputs, with its sign.
+        sums: Sums are added to these.
     """
 
     reads = False
 
-    def __init__(
-        self,
-        session: Session,
-        group: Group,
-        rho: float,
-        sums: Sums,
-        third: dict[int, Tensor] | None,
-        middles: dict[int, Tensor],
-        dtype: torch.dtype,
-        again: bool,
-    ) -> None:
-        self.session, self.group, self.rho = session, group, rho
-        self.sums, self.third, self.middles = sums, third, middles
-        self.dtype, self.again = dtype, again
+    def __init__(self, passes: Passes, group: Group, rho: float, sums: Sums) -> None:
+        self.session, self.group, self.rho, self.sums = passes.session, group, rho, sums
+        self.third, self.middles = passes.third_differences, passes.cotangents
+        self.dtype, self.again = passes.dtype, passes.rounded is not None
 
     def outputs(self, index: int, f: Tensor) -> Tensor:
         if self.rho > 0:
@@ -252,6 +244,7 @@ class Passes:
 
     Attributes:
         kappa: The factor of the last differences.
+        third_differences: Those of the cotangents, as far as they are; None for none.
         rounded: `(n_local,)`: evaluations are of weights of which each is displaced by its own
             rounding, as this points, and of outputs with another one; None for those as they are.
     """
@@ -274,7 +267,7 @@ class Passes:
         self.kappa = 1.0
         self.rounded: Tensor | None = None
         self._last: Group | None = None  # while there may be a `repeat`, or a `third`
-        self._third: dict[int, Tensor] | None = None
+        self.third_differences: dict[int, Tensor] | None = None
 
     @property
     def backwards(self) -> int:
@@ -318,7 +311,7 @@ class Passes:
                 first = False
             group.scale(self.kappa, {} if self.product else self._each(group, some))
             self._displace(None, 0.0)
-            self._third = {} if doubted else None
+            self.third_differences = {} if doubted else None
             self.back(out, group, some, sums)
             self._last = group if doubted or micro_batches == self.pilot else None
         return sums
@@ -338,17 +331,17 @@ class Passes:
         Like a product's (`ds_hessian.operators.displacement.belief`) it is a third difference, of
         cotangents here. Cost: two gradients of them.
         """
-        assert self._last is not None and self._third is not None
+        assert self._last is not None and self.third_differences is not None
         self.session.displace(None, 0.0)
-        last = _Third(self.session, self._last, self.rho, self._third)
-        for listener in _Middle(self._third), last:
+        last = _Third(self.session, self._last, self.rho, self.third_differences)
+        for listener in _Middle(self.third_differences), last:
             out.neg_()  # so that the gradient that does not pass the outputs, of both, is in none
             self._pass(out, micro_batches, listener)
         return last.form
 
     def forget(self) -> None:
         """Drop the differences of the last evaluation."""
-        self._last = self._third = None
+        self._last = self.third_differences = None
 
     def back(self, out: Tensor, group: Group, micro_batches: range, sums: Sums) -> None:
         """Add `J' H_out` times the group's differences to `out`, J at the weights as they are."""
@@ -356,10 +349,7 @@ class Passes:
             self._pass(out, micro_batches, _Known(self.session, group, self.product, sums))
             return
         for sign in (1.0, -1.0):
-            rho, kept = sign * self.rho, (self._third, self.cotangents)
-            how = self.dtype, self.rounded is not None
-            listener = _Shifted(self.session, group, rho, sums, *kept, *how)
-            self._pass(out, micro_batches, listener)
+            self._pass(out, micro_batches, _Shifted(self, group, sign * self.rho, sums))
             out.neg_()
 
     def _pass(self, out: Tensor, some: range, listener: Listener) -> None:

@@ -56,7 +56,7 @@ class Outputs:
             vector: Bytes of a vector.
         """
         width = FP64 if fits_fp64(self.size, vector) else FP32
-        return 0 if self.known else self.count * self.sample * width // FP32
+        return 0 if self.known else self.count * width * sampled(self.size // FP32)
 
     def peak(self, vector: int) -> int:
         """Return the most bytes that a Gauss-Newton product holds of them, beside what passes of

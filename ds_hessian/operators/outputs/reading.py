@@ -261,8 +261,6 @@ class Reading:
         kinked: Whether the loss is neither, and kinks are crossed.
         cotangents: If it is neither, a sample of the cotangents of each micro-batch, in units of
             the terms of the gradient; else empty.
-        dtype: That of the outputs of which these are: fp64, or fp32 where these are large, or the
-            loss does not take fp64, or rounds it.
         seconds: The time of one gradient over all micro-batches, without what the first builds.
         largest: Bytes of the largest outputs of a micro-batch, in fp32.
         pilot: The first unit that has a loss on most ranks.
@@ -280,7 +278,6 @@ class Reading:
         self.squares: dict[int, Squares] = {}
         self.kind: Literal["cross entropy", "squares"] | None = None
         self.cotangents: dict[int, Tensor] = {}
-        self.dtype = torch.float32
         self._partial, self.largest, self.seconds = False, 0, 0.0
         self._told = set[int]()
         session.displace(None, 0.0)
@@ -306,9 +303,8 @@ class Reading:
         self.kinked = self.kinks_crossed is not None and self.kind is None
         if self.kind is not None:
             self.cotangents.clear()
-        elif self._fits_fp64() and self._takes_fp64(every):
-            self.dtype = torch.float64
-        else:  # second differences of cotangents need all digits of all of them
+        elif not (fits_fp64(*self.room()) and self._takes_fp64(every)):
+            # Second differences of cotangents need all digits of all of them.
             lacking = self.tap.is_here and not self.cotangents.keys() >= set(
                 self.tap.calls(range(1))
             )
@@ -317,10 +313,21 @@ class Reading:
                 with requiring_fp32(self.tap):
                     self._pass(_Wide(torch.float32), self.space.zeros(), every[i : i + 1])
 
-    def _fits_fp64(self) -> bool:
-        """Return whether there is room for the loss in fp64 on all ranks."""
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the outputs that a loss takes which is known by its values: fp64, or fp32 where
+        these are large, or the loss does not take fp64, or rounds it.
+        """
+        return torch.float64 if self.tap.finer else torch.float32
+
+    def room(self) -> tuple[int, int]:
+        """Return the bytes of the largest outputs, in fp32, and of the smallest vector, of all
+        ranks.
+
+        Collective: a small exchange.
+        """
         outputs, vectors = self.space.of_all_ranks(self.largest, FP32 * self.space.n_local)
-        return fits_fp64(int(outputs.max()), int(vectors.min()))
+        return int(outputs.max()), int(vectors.min())
 
     def _takes_fp64(self, every: range) -> bool:
         """Sample the cotangents of all units of outputs in fp64, the pilot first; return whether
