@@ -10,7 +10,9 @@ from training, never drawn from the script's iterator. Training stays bit for bi
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -80,7 +82,7 @@ def run_script(
         module: The module whose command line this is, for the usage message.
         arguments: `[--local_rank=N] script.py ...`, as the deepspeed launcher gives them.
         on_engine: Called with each engine that `deepspeed.initialize` returns, before the script
-            gets it.
+            gets it. A script that ends without one is warned of.
     """
     import deepspeed
 
@@ -90,18 +92,28 @@ def run_script(
         sys.exit(f"usage: deepspeed --module {module} script.py [its arguments]")
     if not Path(script[0]).is_file():
         sys.exit(f"{module}: no such script: {script[0]}")
-    initialize = deepspeed.initialize
+    initialize, engines = deepspeed.initialize, itertools.count()
 
     @functools.wraps(initialize)
     def initialize_and_report(*args: object, **kwargs: object) -> Sequence[object]:
         result: Sequence[DeepSpeedEngine] = initialize(*args, **kwargs)
+        next(engines)
         on_engine(result[0])
         return result
 
     deepspeed.initialize = initialize_and_report
     sys.argv = [script[0], *local, *script[1:]]
     sys.path[0] = str(Path(script[0]).resolve().parent)  # as python does: its imports lie there
-    runpy.run_path(script[0], run_name="__main__")
+    try:
+        runpy.run_path(script[0], run_name="__main__")
+    finally:
+        ended = sys.exception() is None or isinstance(sys.exception(), SystemExit)
+        if ended and next(engines) == 0 and os.environ.get("RANK", "0") == "0":
+            logger.warning(
+                "%s has made no engine with deepspeed.initialize, so that nothing was measured; "
+                "attach ds_hessian to a job without DeepSpeed in the script itself",
+                script[0],
+            )
 
 
 if __name__ == "__main__":

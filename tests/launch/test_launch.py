@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from ds_hessian.errors import ConfigError
 from ds_hessian.launch import attach_scheduled
+from ds_hessian.launch import run_script as run_unmodified
 from ds_hessian.records import HessianSharpness, HessianSpectrum
 from ds_hessian.schedule import Capture
 from tests.ranks import RankPool, free_port
@@ -140,6 +142,34 @@ def test_without_a_section_a_script_runs_as_without(
     attach_scheduled(engine)
     assert not hasattr(engine, "hessian")
     assert 'no "hessian" section that is enabled' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("print(1)", True),
+        ("raise SystemExit(0)", True),
+        ("raise OSError('no such corpus')", False),  # nothing beside what it says itself
+        ("import deepspeed; deepspeed.initialize()", False),
+    ],
+)
+def test_a_script_that_makes_no_engine_is_warned_of(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    said: bool,
+) -> None:
+    """One on torch alone, as `accelerate launch` without DeepSpeed runs it, is not measured."""
+    import deepspeed
+
+    monkeypatch.setattr(deepspeed, "initialize", lambda: [engine_with(None)])
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "train.py").write_text(script)
+    with suppress(OSError, SystemExit):
+        run_unmodified("ds_hessian.launch", [str(tmp_path / "train.py")], lambda engine: None)
+    assert ("has made no engine with deepspeed.initialize" in caplog.text) is said
 
 
 @pytest.mark.full
