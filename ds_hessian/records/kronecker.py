@@ -30,7 +30,8 @@ class HessianKronecker(Measured):
         kinds: Names of the curvatures: `kfac`, `ekfac`, `shampoo`, `klshampoo`, `adam`.
         sizes: `(L, 2)` outputs and inputs of each layer.
         samples: `(L, k)` tokens (K-FAC, EK-FAC), micro-batches (Shampoo) or optimizer steps (Adam)
-            behind each K. With few of them an eigenbasis can be worse than the parameters' own.
+            behind each K; tokens on which the loss depends in the layer, so that padding is none.
+            With few of them an eigenbasis can be worse than the parameters' own.
         cosines: `(L, k)` `<C, K> / |C| |K|`; the relative distance at the best scale is
             `sqrt(1 - cosine^2)`.
         cosine_errors: `(L, k)` their errors, of probes and products.

@@ -15,10 +15,13 @@ from tests.backends import jobs
 from tests.nets import TinyGPT, batch, forward_hooks
 
 
-def factors(zero: dict[str, Any], draws: int = 0, **config: Any) -> Any:
-    """{layer: {kind: (values, left, right)}} of this rank's layers, and the samples of all."""
+def factors(zero: dict[str, Any], draws: int = 0, masked: int = 0, **config: Any) -> Any:
+    """{layer: {kind: (values, left, right)}} of this rank's layers, and the samples of all; the
+    first tokens of each sequence may have no label.
+    """
     engine = jobs.make_engine(zero=zero, hessian=jobs.QUIET, **config)
-    hessian = engine.hessian.use(jobs.my_batches())
+    batches = [(x, y.index_fill(1, torch.arange(masked), -100)) for x, y in jobs.my_batches()]
+    hessian = engine.hessian.use(batches)
     backend = hessian.backend
     layers, _ = find_layers(backend, None)
     kinds = ("kfac", "ekfac", "shampoo", "klshampoo")

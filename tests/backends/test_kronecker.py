@@ -60,6 +60,20 @@ def test_factors_are_those_of_one_process(ranks: Ranks, one: Any, name: str) -> 
             assert (a - b).norm() < limit * b.norm(), (layer, kind)
 
 
+@pytest.mark.parametrize("name", cells(("ZeRO-0", "ZeRO-3"), ("ZeRO-3",)))
+def test_samples_of_masked_prompts_are_those_of_one_process(ranks: Ranks, name: str) -> None:
+    size, zero, config = ENGINES[name]
+    exact = ranks(1).run(kronecker_jobs.factors, {"stage": 0}, masked=4)
+    found = ranks(size).run(kronecker_jobs.factors, zero, masked=4, **config)
+    counts = {n: s["kfac"] for n, s, _ in exact[0][1]}
+    labels = 2 * 2 * jobs.TOTAL  # of two tokens in each of two sequences
+    assert counts.pop("qkv.weight") == 3 * labels and set(counts.values()) == {labels}
+    assert all(
+        [(n, s) for n, s, _ in rank[1]] == [(n, s) for n, s, _ in exact[0][1]] for rank in found
+    )
+    compare(together(found), together(exact), {"kfac": 1e-4, "ekfac": 1e-4, "shampoo": 1e-4})
+
+
 def compare(found: dict[str, Any], exact: dict[str, Any], limits: dict[str, float]) -> None:
     """Assert that factors are within limits, a kind each, of exact ones."""
     assert found.keys() == exact.keys() and len(found) == 4

@@ -1,19 +1,20 @@
 """Kronecker factors of linear layers, estimated on a job's own micro-batches.
 
-With the inputs a_t and the cotangents c_t of the loss at a layer's outputs, for T tokens, and the
+With the inputs a_t and the cotangents c_t of the loss at a layer's outputs, for the T tokens that
+are its samples (`ds_hessian.operators.kronecker.samples`), the n terms of the loss, and the
 gradients G_i = N c' a of N micro-batches (of all data-parallel ranks):
 
 | kind | K |
 |---|---|
-| `kfac` | B (x) A with A = sum a a' / T, B = T sum c c' |
-| `ekfac` | eigenvectors of K-FAC, eigenvalues T sum (U_B' c a' U_A)^2 |
+| `kfac` | B (x) A with A = sum a a' / T, B = n sum c c' |
+| `ekfac` | eigenvectors of K-FAC, eigenvalues n sum (U_B' c a' U_A)^2 |
 | `shampoo` | L (x) R / tr L with L = mean G G', R = mean G' G: Shampoo^2 |
 | `klshampoo` | the fixed point L = mean G R^-1 G' / n, R = mean G' L^-1 G / m (REKLS) |
 | `adam` | diag(sqrt(v) + eps) of the job's own optimizer |
 | `optimizer` | L (x) R that the job's own optimizer keeps (`ds_hessian.operators.kronecker.kept`) |
 
-so that K-FAC and EK-FAC are in units of the empirical Fisher matrix of the loss, over the tokens of
-the layer, with the data's own labels. With labels drawn from the model (of a cross entropy) the
+so that K-FAC and EK-FAC are in units of the empirical Fisher matrix of the loss, over its terms,
+with the data's own labels. With labels drawn from the model (of a cross entropy) the
 cotangent at the logits is `sqrt(omega_t) (p_t - y_t)` for a token of weight omega_t instead, and B,
 L and R are plain sums: the Fisher, or Gauss-Newton, matrix. In the first units, those that it takes
 until each layer was used, the pass is the gradient itself: `sum_t c_t a_t'` must be the job's
@@ -112,6 +113,7 @@ class Factors:
         layer: The layer.
         forms: `{kind: K}` on the layer's owner; empty elsewhere.
         samples: `{kind: number}` of tokens, micro-batches or optimizer steps behind K.
+        terms: Terms of the loss on all micro-batches; the layer's samples where they are not known.
         mismatch: `|sum c a' - gradient| / |gradient|` of the units whose gradients were evaluated,
             from `sums.SKETCH` products.
         rounding: What fp32 rounds of the gradient of the loss in the weight.
@@ -120,6 +122,7 @@ class Factors:
     layer: Layer
     forms: Mapping[Kind, Eigenform]
     samples: Mapping[Kind, int]
+    terms: int
     mismatch: float
     rounding: float
 
@@ -207,6 +210,7 @@ class _Estimation(LayerPasses):
                 layer,
                 {k: forms[layer.name][k] for k in self.kinds if k in forms[layer.name]},
                 self._samples(layer),
+                self._terms(layer),
                 mismatches[layer.name],
                 self._rounding_of_gradient(layer),
             )
@@ -250,8 +254,12 @@ class _Estimation(LayerPasses):
         return {kind: counts[kind] for kind in self.kinds}
 
     def _kfac(self, layer: Layer, a: Tensor, b: Tensor) -> Eigenform:
-        tokens = self.tokens[layer.name]
-        return Eigenform.of_factors(b, a, self._gain(layer, tokens) / max(tokens, 1))
+        scale = self._gain(layer, self._terms(layer)) / max(self.tokens[layer.name], 1)
+        return Eigenform.of_factors(b, a, scale)
+
+    def _terms(self, layer: Layer) -> int:
+        """Return the terms of the loss; the samples of the layer where they are not known."""
+        return self.terms or self.tokens[layer.name]
 
     def _shampoo(self, layer: Layer, left: Tensor, right: Tensor) -> Eigenform:
         gain, trace = self._gain(layer, self.evaluated[layer.name]), float(left.trace())
@@ -266,7 +274,7 @@ class _Estimation(LayerPasses):
             total = self._owned(layer, sums[layer.name].total).double()
             form = forms[layer.name].get("kfac")
             if form is not None:
-                gain = self._gain(layer, self.tokens[layer.name])
+                gain = self._gain(layer, self._terms(layer))
                 forms[layer.name]["ekfac"] = Eigenform(total * gain, form.left, form.right)
 
     def _bases(self, forms: Mapping[str, Eigenform | None]) -> dict[str, tuple[Tensor, Tensor]]:

@@ -1,8 +1,8 @@
 """Kronecker factors as the metric of a preconditioned system.
 
 D is EK-FAC on the weights of linear layers. On all other coordinates it is a diagonal: the mean
-square of the gradients of single units, times the tokens of a unit, which is the diagonal of the
-empirical Fisher matrix over tokens as long as these are independent.
+square of the gradients of single units, times the terms of the loss in a unit, which is the
+diagonal of the empirical Fisher matrix over terms as long as these are independent.
 
 Cost of one application: a gather to each layer's owner and back, two matrix products on either
 side. Memory: the diagonal, and one layer at a time.
@@ -99,7 +99,7 @@ class KroneckerMetric:
 
 
 def _squares(session: Session, factors: Sequence[Factors]) -> Tensor:
-    """Return the mean square of the units' gradients, times the tokens of a unit.
+    """Return the mean square of the units' gradients, times the loss' terms in a unit.
 
     Those of layers with factors are not needed, but a layer may give none to its bias without them
     (`LinearWithFrozenWeight` of Megatron).
@@ -110,6 +110,6 @@ def _squares(session: Session, factors: Sequence[Factors]) -> Tensor:
         session.add_gradient(gradient, range(i, i + 1))
         total += gradient.square()
     assert session.gradient_scale is not None
-    tokens = max((f.samples["ekfac"] for f in factors), default=units) / units
+    terms = max((f.terms for f in factors), default=units) / units
     # The gradient of a unit is `units` times its term.
-    return total.mul_(tokens * units * session.gradient_scale**2)
+    return total.mul_(terms * units * session.gradient_scale**2)

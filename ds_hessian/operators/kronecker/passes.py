@@ -19,6 +19,7 @@ from ds_hessian.backends.protocol import Backend, Session
 from ds_hessian.operators.displacement.trials import ROUNDOFF
 from ds_hessian.operators.kronecker.labels import Labels
 from ds_hessian.operators.kronecker.layers import Layer, listening
+from ds_hessian.operators.kronecker.samples import Samples, Terms
 from ds_hessian.operators.kronecker.sums import (
     KFAC,
     SKETCH,
@@ -54,7 +55,8 @@ class LayerPasses:
         self.device = self.space.device
         self.scales: dict[str, float] = {}
         self.cotangent_scale = 0.0  # in whose units all sums are
-        self.tokens: dict[str, int] = {}
+        self.terms = 0  # of the loss, where labels are the data's
+        self.tokens: dict[str, int] = {}  # that are samples
         self.batches: dict[str, int] = {}
         self.evaluated: dict[str, int] = {}  # micro-batches, also those without its tokens
         self.rounded: dict[str, tuple[float, float]] = {}  # of gradients, of so many micro-batches
@@ -77,13 +79,15 @@ class LayerPasses:
         spared: Collection[str],
         gradient: Tensor | None,
         number: int | None = None,
+        terms: Terms | None = None,
     ) -> None:
         """Add what the hooks see of a unit to all sums, and its gradient, without those of the
-        spared layers' weights, to `gradient`, if that is wanted.
+        spared layers' weights, to `gradient`, if that is wanted; and count its terms.
 
         Of `Seen`, only calls are told that are in the gradient.
         """
         every = {x.name: [each[x.name] for each in sums if each] for x in self.layers}
+        samples = Samples()
         latest = dict[str, int]()  # backward of each layer's micro-batch that is open
         sequences = {x.name: x.sequence for x in self.layers}
 
@@ -99,6 +103,9 @@ class LayerPasses:
             if latest.setdefault(layer.name, backward) != backward:
                 close(layer.name)
                 latest[layer.name] = backward
+            told = samples.among(backward, c)
+            if told is not None:
+                a, c = a[told], c[told]
             factor = self._relative() if number is None else self.labels.unit
             c = c if factor == 1 else c * factor
             for each in every[layer.name]:
@@ -106,8 +113,9 @@ class LayerPasses:
                     each.note(a, c)
 
         labels = nullcontext() if number is None else self.labels.drawn(unit, number)
+        counting = nullcontext() if terms is None else terms.listening()
         # Labels first: hooks on a tensor run in their order, and a layer may be the outputs.
-        with labels, listening(self.layers, note, spared):
+        with labels, counting, listening(self.layers, note, spared):
             self.session.add_gradient(gradient, range(unit, unit + 1))
         for name, sequence in sequences.items():
             if name in latest or sequence is not None:  # whose other ranks may have seen it
@@ -172,15 +180,19 @@ class LayerPasses:
         too has a gradient in the others as well. Of all units only where there are sums.
         """
         session, gradient = self.session, self.space.zeros()
+        terms = Terms(session, self.backend.parameters) if any(sums) else None
         seen = {x.name: Seen(x.shape, self.device) for x in self.layers}
         known = set[str]()
         session.displace(None, 0.0)
         for unit in range(session.num_micro_batches):
             if len(known) == len(seen) and session.gradient_scale is not None and not any(sums):
                 break
-            self._evaluate(unit, [seen, *sums], known, gradient)
+            self._evaluate(unit, [seen, *sums], known, gradient, terms=terms)
             known |= self._known_ones(seen) if len(known) < len(seen) else set()
         assert session.gradient_scale is not None
+        if terms is not None:
+            mine = torch.tensor([terms.count], dtype=torch.float64)
+            self.terms = round(float(self.space.reduce(mine)[0]))
         gradient.mul_(session.gradient_scale)
         self.cotangent_scale = self.cotangent_scale or session.cotangent_scale
         self._measure(seen)
@@ -233,7 +245,7 @@ class LayerPasses:
         return mismatch
 
     def _count(self, counts: Mapping[str, Count]) -> None:
-        """Add up tokens and micro-batches of all ranks."""
+        """Add up samples and micro-batches of all ranks."""
         evaluated = self.session.num_micro_batches * self.session.head.per_unit
         evaluated *= max(self.labels.draws, 1)
         for x in self.layers:
