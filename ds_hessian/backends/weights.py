@@ -37,6 +37,7 @@ class Weight:
             or flat parts of many.
         sequence: The ranks that have other tokens of the same micro-batches; None where each has
             micro-batches of its own.
+        apart: Why it is no weight of a layer that sees tokens of its own; nothing if it is.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Weight:
     counts: bool = True
     master: Tensor | None = None
     sequence: dist.ProcessGroup | None = None
+    apart: str = ""
 
 
 def module_weights(

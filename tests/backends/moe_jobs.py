@@ -282,24 +282,24 @@ def around_a_checkpoint(folder: str, stage: int) -> tuple[bool, bool]:
 
 
 def of_other_kinds(ep: int, variant: str) -> Any:
-    """Spectra of a block with one expert and of G; what is said of Kronecker factors."""
+    """`other_kinds`, and Kronecker factors of the layers that have some."""
     engine, batches = make(1, ep, "top 2", variant)
     hessian = ds_hessian.attach(engine, ds_hessian.HessianConfig.parse(QUIET))
     hessian.use(batches, loss_of)
-    found = other_kinds(hessian)
-    try:
-        hessian.kronecker()
-        said = "measured"
-    except ds_hessian.HessianError as error:
-        said = str(error)
+    found = *other_kinds(hessian), factors(hessian, None)
     engine.destroy()
-    return *found, said
+    return found
 
 
 def other_kinds(hessian: Any) -> tuple[Any, Any]:
     """Spectra of a block with one expert, and of the Gauss-Newton matrix."""
     block = hessian.spectrum(num_matvecs=3, parameters=r"layers\.0\..*experts\.3\.")
     return block, hessian.spectrum(num_matvecs=3, operator="ggn")
+
+
+def factors(hessian: Any, layers: Any) -> Any:
+    """The record of Kronecker factors of some layers."""
+    return hessian.kronecker(["kfac", "shampoo"], layers, basis=4, probes=2, extremes=0)
 
 
 def uneven(stage: int) -> Any:

@@ -268,7 +268,7 @@ class ZeroBackend:
         """Return the weights of two dims, which the passes gather.
 
         Raises:
-            UnsupportedError: an mpu has split the layers, or there are experts of deepspeed.moe.
+            UnsupportedError: an mpu has split the layers.
         """
         if self.tensor_ranks > 1:
             raise UnsupportedError(
@@ -276,18 +276,19 @@ class ZeroBackend:
                 f"{self.tensor_ranks} tensor-parallel ranks has split; use megatron-core's own, or "
                 "a job without tensor parallelism"
             )
-        if host.has_experts(self.engine):
-            raise UnsupportedError(
-                "ds_hessian does not support Kronecker factors of models with deepspeed.moe, whose "
-                "experts see places without a token; measure a job without it"
-            )
         found = module_weights(self.engine.module, self.parameters)
         sequence = host.sequence_parallel_group() if self.sequence_ranks > 1 else None
-        master = self.shards.whole_master
-        return [
-            replace(w, master=master(w.module.get_parameter("weight")), sequence=sequence)
-            for w in found
-        ]
+        return list(self._placed(replace(w, sequence=sequence) for w in found))
+
+    def _placed(self, weights: Iterable[Weight]) -> Iterator[Weight]:
+        """Yield weights with their masters, those of experts by their names on all ranks."""
+        for weight in weights:
+            p = weight.module.get_parameter("weight")
+            if not host.is_expert(p):
+                yield replace(weight, master=self.shards.whole_master(p))
+            elif id(p) in self.placements:
+                name, _ = self.placements[id(p)]
+                yield replace(weight, name=name, apart="it is an expert's, of deepspeed.moe")
 
     def memory(self, precision: Precision = "model") -> list[Item]:
         """Return what a session of the engine holds beyond training's memory."""

@@ -88,7 +88,7 @@ def find_layers(backend: Backend, choice: Choice | None) -> tuple[list[Layer], d
     """
     shapes, names = _shapes(backend), _candidates(backend, choice)
     weights = {weight.name: weight for weight in backend.weights()}
-    mine = {(n, (_no_layer(w.module), _transposed(w.module))) for n, w in weights.items()}
+    mine = {(n, (_no_layer(w), _transposed(w.module))) for n, w in weights.items()}
     # Tied to an embedding of another stage, it is one.
     everywhere = dict(sorted(union(mine, backend.space.device)))
     kept, others = dict[str, tuple[tuple[int, int], bool]](), dict[str, str]()
@@ -133,13 +133,13 @@ def foreseen_shapes(backend: Backend, choice: Choice | None) -> list[tuple[int, 
     knows: weights of which it has no part count as layers. Not collective.
     """
     shapes = _shapes(backend)
-    modules = {weight.name: weight.module for weight in backend.weights()}
+    weights = {weight.name: weight for weight in backend.weights()}
     found = []
     for name in (n for n in _candidates(backend, choice) if len(shapes[n]) == 2):
         rows, columns = shapes[name]
-        module = modules.get(name)
-        if module is None or not _no_layer(module):
-            turned = module is not None and _transposed(module)
+        weight = weights.get(name)
+        if weight is None or not _no_layer(weight):
+            turned = weight is not None and _transposed(weight.module)
             found.append((columns, rows) if turned else (rows, columns))
     return found
 
@@ -153,9 +153,10 @@ def _transposed(module: nn.Module) -> bool:
     return type(module).__name__ in TRANSPOSED
 
 
-def _no_layer(module: nn.Module) -> str:
-    """Return why a module is no linear layer; nothing if it may be one."""
-    return "it is an embedding" if "Embedding" in type(module).__name__ else ""
+def _no_layer(weight: Weight) -> str:
+    """Return why a weight is that of no linear layer; nothing if it may be one."""
+    embeds = "Embedding" in type(weight.module).__name__
+    return weight.apart or ("it is an embedding" if embeds else "")
 
 
 @contextmanager
