@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hessian.backends.hooks import on_cotangents
+from ds_hessian.backends.hooks import beside, on_cotangents
 from ds_hessian.backends.kinks import argument
 from ds_hessian.backends.protocol import Backend
 from ds_hessian.backends.restricted import Choice, chosen
@@ -174,12 +174,14 @@ def listening(layers: Sequence[Layer], note: Note, spared: Collection[str] = ())
             if layer.weight is not None:
                 hooks, module = _Hooks(layer, note, layer.name in spared), layer.weight.module
                 stack.callback(hooks.restore)
-                before = module.register_forward_pre_hook(hooks.before, with_kwargs=True)
-                after = module.register_forward_hook(hooks.after, with_kwargs=True)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
-                # Also where the forward raises, as a recomputation does that stops early.
-                stack.callback(module.register_forward_hook(hooks.restore, always_call=True).remove)
+                handles = [
+                    module.register_forward_pre_hook(beside(hooks.before), with_kwargs=True),
+                    module.register_forward_hook(beside(hooks.after), with_kwargs=True),
+                    # Also where the forward raises, as a recomputation does that stops early.
+                    module.register_forward_hook(beside(hooks.restore), always_call=True),
+                ]
+                for handle in handles:
+                    stack.callback(handle.remove)
         yield
 
 
