@@ -156,6 +156,7 @@ def test_experts_whose_gradients_megatron_does_not_sum_right_are_refused(
         ("config", "cuda_graph_impl", "local", "CUDA graphs"),
         ("config", "fp16", True, "fp16 with loss scaling"),
         ("config", "dsa_indexer_loss_coeff", 0.1, "the loss of the indexers of sparse attention"),
+        ("config", "moe_router_force_load_balancing", True, "routers whose choices are drawn"),
         ("ddp", "use_megatron_fsdp", True, "Megatron-FSDP"),
         ("ddp", "reuse_grad_buf_for_mxfp8_param_ag", True, "share memory with gradients"),
     ],

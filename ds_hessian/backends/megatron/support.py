@@ -116,6 +116,11 @@ def _findings(chunk: Chunk) -> list[Finding]:
             "depends: set it to 0",
         ),
         (
+            "routers whose choices are drawn (moe_router_force_load_balancing)",
+            on(config, "moe_router_force_load_balancing"),
+            "the gradient that Megatron gives them is not that of the loss: set it to False",
+        ),
+        (
             "overlap_moe_expert_parallel_comm and delay_wgrad_compute",
             on(config, "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
             "switch them off",
