@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 from torch.nn import functional
 
 from tests.megatron import shim
-from tests.nets import of_scaled_loss
+from tests.nets import forward_hooks, of_scaled_loss
 
 VOCABULARY, SEQUENCE, SIZE, TOTAL = 40, 8, 2, 4  # TOTAL micro-batches, split over DP
 QUIET = {"progress": False, "plot": False}
@@ -758,6 +758,7 @@ def training_state(job: Job, chunks: list[Any], optimizer: Any, norms: list[Any]
     states = [s for o in optimizer.chained_optimizers for s in o.optimizer.state.values()]
     state = {
         "gradient norms": norms,
+        "hooks": forward_hooks(*chunks),
         "weights": [p.detach().clone() for c in chunks for p in c.parameters()],
         "moments": [t.clone() for s in states for t in s.values() if torch.is_tensor(t)],
         "random": [torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()],

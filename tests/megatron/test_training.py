@@ -60,6 +60,34 @@ def test_training_with_spectra_in_between_is_bitwise_the_same(
         gradient_norms[name] = [m[1] for m in measured]
 
 
+OPERATORS: dict[str, tuple[int, dict[str, Any], str]] = {
+    "DP distributed optimizer overlap bf16, ggn": (
+        2,
+        JOBS["DP distributed optimizer overlap bf16"],
+        "ggn",
+    ),
+    "TP sequence parallel recompute, ggn": (2, JOBS["TP sequence parallel recompute"], "ggn"),
+    "TP bf16, passes in fp32, residual": (2, JOBS["TP bf16, passes in fp32"], "residual"),
+    "PP bf16, passes in fp32, fisher": (2, JOBS["PP bf16, passes in fp32"], "fisher"),
+    "PP interleaved, ggn": (2, JOBS["PP interleaved"], "ggn"),
+    "EP auxiliary loss, residual": (2, {**MOE, "ep": 2, "aux_loss": 0.1}, "residual"),
+}
+
+
+@pytest.mark.parametrize("name", cells(OPERATORS, ["PP interleaved, ggn"]))
+def test_training_with_other_operators_in_between_is_bitwise_the_same(
+    megatron_ranks: Ranks, name: str
+) -> None:
+    """Their taps are hooks of the output layer, of which none is left."""
+    size, layout, operator = OPERATORS[name]
+    config = {"dropout": True, "operator": operator}
+    runs = megatron_ranks(size).run(
+        job.compare_training, Job(**layout, dropout=0.1), ["spectrum"], config
+    )
+    for ((differing, measured, _),) in runs:
+        assert differing == [] and len(measured) == 2
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", JOBS)
 def test_training_with_kronecker_factors_in_between_is_bitwise_the_same(
