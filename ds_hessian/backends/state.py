@@ -221,8 +221,9 @@ class State:
                 "whose gradients would count too; return the loss alone, and take gradients inside "
                 "of it by torch.autograd.grad"
             )
-        if isinstance(kwargs.get("generator"), torch.Generator):
-            self._drawn(kwargs["generator"])
+        given = kwargs.get("generator")
+        if given is not None and isinstance(given, torch.Generator):
+            self._drawn(given)
         self._keep_gradients(tensors_in((*args, *kwargs.values())))
         if name == "__set__":
             if getattr(func, "__self__", None) is Tensor.data and not is_a_hosts():

@@ -137,6 +137,7 @@ WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
         lambda y: _Times.apply(y, y.detach().exp()), h, use_reentrant=False
     ),
     "joined": lambda m, h: torch.cat([h[:, :3], h.detach()[:, :3].exp()], 1),
+    "given to a module": lambda m, h: h * torch.tanh(m.target(h.detach()[:, :5])),
     "reduced by name": lambda m, h: h / torch.linalg.vector_norm(h.detach(), dim=1, keepdim=True),
 }
 
@@ -194,9 +195,12 @@ def test_products_are_those_of_a_double_backward(way: str) -> None:
 ENGINES = [
     (way, stage) for way in ("straight-through rounding", "joined") for stage in (0, 1, 2, 3)
 ]
+ENGINES += [("given to a module", 3)]  # whose hooks pass it on
 
 
-@pytest.mark.parametrize("way, stage", cells(ENGINES, [("straight-through rounding", 3)]))
+@pytest.mark.parametrize(
+    "way, stage", cells(ENGINES, [("straight-through rounding", 3), ENGINES[-1]])
+)
 def test_constants_are_held_on_the_ranks_of_an_engine(ranks: Any, way: str, stage: int) -> None:
     v, product, error = ranks(2).run(constant_jobs.product, way, stage)[0]
     net = Net(WAYS[way])
