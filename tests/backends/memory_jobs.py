@@ -109,10 +109,12 @@ def make_engine(
     return engine
 
 
-def batches(dtype: torch.dtype, tokens: int = 0, gates: bool = False) -> list[tuple[Tensor, ...]]:
-    """Two micro-batches of `Tower`, of `Words` with so many tokens, or of `Gates`."""
+def batches(
+    dtype: torch.dtype, tokens: int = 0, gates: bool = False, count: int = 2
+) -> list[tuple[Tensor, ...]]:
+    """Micro-batches of `Tower`, of `Words` with so many tokens, or of `Gates`."""
     generator, rows = torch.Generator().manual_seed(3), 8 if gates else tokens or 2
-    found = [torch.randn(rows, WIDTH, generator=generator).to(dtype) for _ in range(2)]
+    found = [torch.randn(rows, WIDTH, generator=generator).to(dtype) for _ in range(count)]
     labels = torch.arange(tokens) % CLASSES
     return [(x, labels) if tokens else (x,) for x in found]
 
@@ -130,15 +132,17 @@ def measured_and_planned(
     tokens: int = 0,
     gates: bool = False,
     smoothing: float = 0.0,
+    count: int = 1,
 ) -> list[tuple[list[int], list[int], float]]:
-    """For each case ([measured host, disk, resume], the same planned, bytes of a vector).
+    """For each case ([measured host, disk, resume], the same planned, bytes of a vector), of so
+    many micro-batches.
 
     What forward and backward need in training is measured too, and added to the plan's passes:
     twice that where training's are in 16 bits and those of the measurement in fp32.
     """
     engine = make_engine(stage, dtype, tokens, gates, smoothing)
-    data = batches(dtype_of(engine), tokens, gates)
-    hessian = engine.hessian.use(data[:1])
+    data = batches(dtype_of(engine), tokens, gates, max(count, 2))
+    hessian = engine.hessian.use(data[:count])
     hessian.spectrum(num_matvecs=2, mode="selective")  # modules are imported, kernels loaded
     hessian.trace("hutchinson", 2)
     hessian.eigenpairs(1, max_matvecs=2)
@@ -153,7 +157,7 @@ def measured_and_planned(
         given: dict[str, Any] = dict(settings)
         os.environ[async_io.SETTING] = given.pop("way", "auto")
         folder = Path(given["resume"]) if "resume" in given else None
-        hessian.use(data if "sampling" in given else data[:1])
+        hessian.use(data if "sampling" in given else data[:count])
         plan = MemoryPlan.of(hessian.memory_plan(analysis, **given).items, [passes])
         if analysis == "solve":
             given["b"] = b

@@ -110,16 +110,16 @@ OUTPUTS = [
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("smoothing", cells([0.0, 0.1], []))
-@pytest.mark.parametrize("tokens", cells([1024, 16], []))
-def test_the_outputs_of_a_micro_batch_are_in_the_plan(
-    fresh: Callable[[int], RankPool], tokens: int, smoothing: float
+@pytest.mark.parametrize(("tokens", "count"), cells([(1024, 1), (16, 1), (64, 8)], []))
+def test_the_outputs_of_micro_batches_are_in_the_plan(
+    fresh: Callable[[int], RankPool], tokens: int, count: int, smoothing: float
 ) -> None:
-    """3.2 vectors of outputs, and next to none; of a cross entropy, and of a loss that is known by
-    its values.
+    """3.2 vectors of outputs, next to none, and a fifth of one of each of several micro-batches; of
+    a cross entropy, and of a loss that is known by its values.
     """
     cases = [case for case in OUTPUTS if not smoothing or case[1]["operator"] != "fisher"]
     for found in fresh(2).run(
-        jobs.measured_and_planned, 3, "fp32", cases, tokens, False, smoothing, timeout=600
+        jobs.measured_and_planned, 3, "fp32", cases, tokens, False, smoothing, count, timeout=600
     ):
         within_a_tenth(cases, found)
 

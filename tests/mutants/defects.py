@@ -645,8 +645,8 @@ OPERATORS = (
         ("operators/test_gauss_newton.py",),
     ),
     Defect(
-        "            if apart > APART * bars:",
-        "            if apart > 100 * APART * bars:",
+        "            if apart > max(APART * bars, _noise(found, best, i)):",
+        "            if apart > max(100 * APART * bars, _noise(found, best, i)):",
         "of two plateaus of forms the upper one is taken",
         ("operators/test_forms.py",),
     ),

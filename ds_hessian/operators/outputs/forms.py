@@ -179,7 +179,7 @@ class Ladder:
         for i in range(best + 1, len(changes)):
             apart = abs(found[i] - found[best])
             bars = errors[i] * abs(found[i]) + errors[best] * abs(found[best])
-            if apart > APART * bars:
+            if apart > max(APART * bars, _noise(found, best, i)):
                 best = i
         self._h = heights[best]  # the noise of the lower one is larger
         return errors[best]
@@ -193,6 +193,15 @@ def _error(changes: list[float], i: int) -> float:
     """
     beside = changes[i + 1 : i + 2] or changes[max(i - 1, 0) : i]
     return max([TRUNCATION * changes[i], *(change / STEP**2 for change in beside)])
+
+
+def _noise(found: list[float], first: int, last: int) -> float:
+    """Return the noise of the last form, which is as one over the displacement, by what forms from
+    the first one on change the other way: those on the way to another plateau do not.
+    """
+    way = math.copysign(1.0, found[first] - found[last])
+    steps = range(first + 1, last + 1)
+    return max(way * (found[i] - found[i - 1]) * STEP ** (last - i) for i in steps)
 
 
 def _falling(changes: list[float]) -> bool:

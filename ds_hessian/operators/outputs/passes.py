@@ -26,7 +26,11 @@ from torch import Tensor
 from ds_hessian import ops
 from ds_hessian.backends.protocol import Session
 from ds_hessian.operators.outputs.losses import rounding_of, size_of
+from ds_hessian.operators.outputs.planned import group_of
 from ds_hessian.operators.outputs.tap import Listener, Silence, Tap, nothing, sample
+
+Note = Callable[[int, Tensor], None]
+"""Does something with the outputs of a micro-batch."""
 
 OutputProduct = Callable[[int, Tensor, Tensor], Tensor]
 """`(micro-batch, f, u)` to `H_out u` in units of the gradient's terms, in the shape of f, fp32."""
@@ -60,16 +64,15 @@ class Sums:
 
 
 class _Recorder:
-    """Keeps the outputs of a pass, or a part of them."""
+    """Has something done with the outputs of each micro-batch of a pass."""
 
     reads = False
 
-    def __init__(self, part: Callable[[Tensor], Tensor] = lambda f: f) -> None:
-        self.part, self.found = part, dict[int, Tensor]()
+    def __init__(self, note: Note) -> None:
+        self.note = note
 
     def outputs(self, index: int, f: Tensor) -> None:
-        # A copy: what follows may write into f.
-        self.found[index] = self.part(f).to(torch.float32, copy=True)
+        self.note(index, f)
 
     def cotangent(self, index: int, f: Tensor, c: Tensor) -> None:
         raise AssertionError("a forward without a graph has no cotangent")
@@ -196,14 +199,23 @@ class Group:
         cotangents: Those at `f + rho kappa delta` of micro-batches that have had it.
     """
 
-    def __init__(
-        self, above: dict[int, Tensor], below: dict[int, Tensor], beyond: dict[int, Tensor]
-    ) -> None:
-        self.beyond = {i: f - 2 * _unmasked(above[i]) for i, f in beyond.items()}
-        self.middles = {i: _unmasked(f) + _unmasked(below[i]) for i, f in above.items()}
-        self.differences = {i: _subtract(f, below.pop(i)) for i, f in above.items()}
-        self._first = {i: _square(sample(d)) for i, d in self.differences.items()}
-        self.cotangents, self.factors = dict[int, Tensor](), dict.fromkeys(above, 1.0)
+    def __init__(self) -> None:
+        self.differences, self.factors = dict[int, Tensor](), dict[int, float]()
+        self.middles, self.beyond = dict[int, Tensor](), dict[int, Tensor]()
+        self.cotangents, self._first = dict[int, Tensor](), dict[int, float]()
+
+    def above(self, index: int, f: Tensor) -> None:
+        """Keep a micro-batch's outputs at `w + h v`."""
+        self.differences[index] = _copy(f)
+        if index in self.beyond:
+            self.beyond[index] -= 2 * _unmasked(f)
+
+    def below(self, index: int, f: Tensor) -> None:
+        """Take those at `w - h v` from them."""
+        above, below = self.differences[index], _copy(f)
+        self.middles[index] = _unmasked(above) + _unmasked(below)
+        self.differences[index] = _subtract(above, below)
+        self._first[index], self.factors[index] = _square(sample(above)), 1.0
 
     def sizes(self, sums: Sums) -> None:
         """Add the squares of the differences, and their number."""
@@ -263,7 +275,7 @@ class Passes:
     ) -> None:
         self.session, self.tap, self.product, self.rho = session, tap, product, rho
         self.dtype, self.cotangents, self.pilot = dtype, cotangents, pilot
-        self.size = max(1, room // max(largest, 1))
+        self.size = group_of(room, largest, dtype.itemsize)
         self.kappa = 1.0
         self.rounded: Tensor | None = None
         self._last: Group | None = None  # while there may be a `repeat`, or a `third`
@@ -361,30 +373,29 @@ class Passes:
     ) -> Group:
         """Return the differences of the outputs, not scaled yet."""
         some = range(max(micro_batches.start, bent.start), min(micro_batches.stop, bent.stop))
-        beyond = self._outputs(v, 2 * step, some, _unmasked)[0] if some else {}
-        group = Group(*self._ends(v, step, micro_batches, sums), beyond)
+        group = Group()
+        if some:
+            beyond = group.beyond
+            self._outputs(v, 2 * step, some, lambda i, f: beyond.update({i: _unmasked(f)}))
+        self._ends(v, step, micro_batches, sums, group.above, group.below)
         group.sizes(sums)
         return group
 
     def _ends(
-        self, v: Tensor, step: float, micro_batches: range, sums: Sums
-    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Return the outputs at `w + step v` and at `w - step v`."""
-        otherwise = () if self.rounded is None else (_rounded,)
-        above, _ = self._outputs(v, step, micro_batches, *otherwise)
-        below, change = self._outputs(v, -step, micro_batches)
-        sums.change = change.double().cpu()
+        self, v: Tensor, step: float, micro_batches: range, sums: Sums, above: Note, below: Note
+    ) -> None:
+        """Have the outputs at `w + step v` and those at `w - step v` noted."""
+        again = self.rounded is not None
+        self._outputs(v, step, micro_batches, _rounding(above) if again else above)
+        sums.change = self._outputs(v, -step, micro_batches, below).double().cpu()
         sums.choices += self.session.choices(micro_batches).cpu()
-        return above, below
 
-    def _outputs(
-        self, v: Tensor, step: float, micro_batches: range, *part: Callable[[Tensor], Tensor]
-    ) -> tuple[dict[int, Tensor], Tensor]:
-        """Return the outputs, or a part of them, at `w + step v`, and what `displace` did."""
-        change, recorder = self._displace(v, step), _Recorder(*part)
-        with self.tap.listening(micro_batches, recorder):
+    def _outputs(self, v: Tensor, step: float, micro_batches: range, note: Note) -> Tensor:
+        """Have the outputs at `w + step v` noted; return what `displace` did."""
+        change = self._displace(v, step)
+        with self.tap.listening(micro_batches, _Recorder(note)):
             self.session.forward(micro_batches)
-        return recorder.found, change
+        return change
 
     def _displace(self, v: Tensor | None, step: float) -> Tensor:
         if self.rounded is None:
@@ -432,18 +443,20 @@ class Passes:
         H_out is that at the mean of the two outputs, which for differences of second order is as
         good as that at w.
         """
-        found, product = list[float](), self.product
+        found, product, above = list[float](), self.product, dict[int, Tensor]()
+        forms = dict[int, float]()
         assert product is not None
+
+        def note(i: int, f: Tensor) -> None:
+            below = _copy(f)
+            delta = _subtract(above[i].clone(), below)
+            middle = above.pop(i).add_(below).div_(2)
+            forms[i] = _dot(product(i, middle, delta), delta)
+
         for some in self._groups(micro_batches):
-            above, below = self._ends(v, step, some, sums)
+            self._ends(v, step, some, sums, lambda i, f: above.update({i: _copy(f)}), note)
             for unit in some:
-                form = 0.0
-                for i in self.tap.calls(range(unit, unit + 1)):
-                    if i in above:
-                        delta = _subtract(above[i].clone(), below[i])
-                        middle = above[i].add_(below[i]).div_(2)
-                        form += _dot(product(i, middle, delta), delta)
-                found.append(form)
+                found.append(sum(forms.pop(i, 0.0) for i in self.tap.calls(range(unit, unit + 1))))
         return found
 
     def around(self, out: Tensor, micro_batches: range) -> None:
@@ -468,11 +481,16 @@ def _unmasked(f: Tensor) -> Tensor:
     return some.masked_fill(some < torch.finfo(some.dtype).min / 4, 0.0)
 
 
-def _rounded(f: Tensor) -> Tensor:
-    """Return outputs that are rounded otherwise: those that are the same number for two weights are
-    rounded alike for both.
+def _rounding(note: Note) -> Note:
+    """Return what has outputs noted that are rounded otherwise: those that are the same number for
+    two weights are rounded alike for both.
     """
-    return f.float() + rounding_of(f)
+    return lambda i, f: note(i, f.float() + rounding_of(f))
+
+
+def _copy(f: Tensor) -> Tensor:
+    """Return a copy in fp32: what follows in the model may write into f."""
+    return f.to(torch.float32, copy=True)
 
 
 def _moved(f: Tensor, delta: Tensor) -> Tensor:

@@ -17,9 +17,10 @@ SIZES = ("output_size_per_partition", "out_features")
 INPUTS = ("input_size_per_partition", "in_features")
 """Those that have the number of its inputs."""
 
-IN_FP64 = 8
-"""Outputs in fp32 that have the memory of a product of a loss in fp64: differences, outputs, their
-logarithms or the like, cotangents, those that are kept, and their third difference."""
+IN_FP64, OF_GROUP = 8, 3
+"""Outputs in fp32 that have the memory of a product of a loss in fp64, of one micro-batch, and
+those of them that each micro-batch of a group has: differences, and cotangents that are kept. The
+others are outputs, their logarithms or the like, cotangents, and third differences."""
 
 SMALL = 2**24
 """Bytes that are no matter of memory."""
@@ -60,21 +61,41 @@ class Outputs:
 
     def peak(self, vector: int) -> int:
         """Return the most bytes that a Gauss-Newton product holds of them, beside what passes of
-        training do: the outputs of a group at two displacements, with samples of their sums, or its
-        differences and the outputs of a micro-batch at the weights; where the loss is known by its
-        values, its differences, its cotangents and their third difference, or what it has in fp64.
-        Where it is not known which, the mean, which is within a tenth of both where outputs are not
-        far larger than a vector. They are two vectors where nothing is foreseen.
+        training do: the differences of a group with samples of their sums and, where the loss is
+        known by its values, its cotangents; and of one micro-batch its outputs or its cotangents,
+        or what a loss in fp64 has. Where it is not known which, the mean, which is within a tenth
+        of both where outputs are not far larger than a vector. They are two vectors where nothing
+        is foreseen.
 
         Args:
             vector: Bytes of a vector, into which a group fits if it has several.
         """
         if not self.size:
             return 2 * vector
-        group = min(max(1, vector // self.size), max(1, self.count - 1))
-        other = IN_FP64 if fits_fp64(self.size, vector) else 3.0
-        held = {True: 2.0, False: other, None: (2.0 + other) / 2}[self.known]
-        return group * (round(held * self.size) + self.sample)
+        known = self._held(vector, FP32, 1, 1)
+        if fits_fp64(self.size, vector):
+            other = self._held(vector, FP64, OF_GROUP, IN_FP64 - OF_GROUP)
+        else:
+            other = self._held(vector, FP32, 2, 1)
+        return {True: known, False: other, None: (known + other) // 2}[self.known]
+
+    def _held(self, vector: int, width: int, each: int, once: int) -> int:
+        """Return the bytes of so many outputs in fp32 of each micro-batch of a group, and of so
+        many of one, where groups are of outputs of so many bytes each.
+        """
+        group = min(group_of(vector, self.size, width), max(1, self.count - 1))
+        return group * (each * self.size + self.sample) + once * self.size
+
+
+def group_of(vector: int, size: int, width: int) -> int:
+    """Return how many micro-batches have outputs that fit into a vector, one at least.
+
+    Args:
+        vector: Bytes of a vector.
+        size: Bytes of the outputs of the largest micro-batch, in fp32.
+        width: Bytes of an output that is held.
+    """
+    return max(1, FP32 * vector // (width * max(size, 1)))
 
 
 def fits_fp64(size: int, vector: int) -> bool:
