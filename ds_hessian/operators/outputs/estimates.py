@@ -46,7 +46,7 @@ from ds_hessian.operators.displacement.trials import ROUNDOFF
 from ds_hessian.operators.displacement.witnesses import products_of_a_third
 from ds_hessian.operators.outputs.fitted import Shown, fitted, two_terms
 from ds_hessian.operators.outputs.forms import KIND
-from ds_hessian.operators.outputs.learnt import SPREAD, TINY, TYPICAL, Learnt
+from ds_hessian.operators.outputs.learnt import OF_LOSS, SPREAD, TINY, TYPICAL, Learnt
 from ds_hessian.operators.outputs.trials import BENT, Trial
 from ds_hessian.operators.protocol import COVERAGE
 
@@ -65,9 +65,6 @@ OF_THIRD = math.sqrt(1 + 9 + 9 + 1) / 3 / OF_SECOND
 
 AFTER_PROBE = 6.0
 """Ratio of the best h of a random vector to the first trial of the next, rich in outliers."""
-
-OF_LOSS = ("values", "bent", "rho", "loss_roundoff")
-"""What is learnt of differencing the loss in the outputs."""
 
 INDEPENDENT = 0.25
 """The noise of k pilots falls as k^-0.25: micro-batches share the rounding of the weights. From 1
@@ -127,6 +124,32 @@ class OutputEstimates:
     def load_state_dict(self, figures: Mapping[str, Any]) -> None:
         """Continue from another's `state_dict`."""
         self.learnt = Learnt(**figures)
+
+    def lessons(self) -> list[Any] | None:
+        """Return, as JSON values, what spares trials of the first two vectors of a like measurement
+        at other weights of the run; None where nothing was learnt.
+        """
+        found = self.learnt.firsts
+        return found if len(found) == 2 and self.fixed is None else None
+
+    def begin(self, lessons: list[Any]) -> None:
+        """Begin with the `lessons` of an earlier measurement of the run."""
+        if self.fixed is None:
+            self.learnt = replace(self.learnt, taught=lessons).taught_for(0)
+
+    @property
+    def begins_taught(self) -> bool:
+        """Whether the first vector begins with lessons."""
+        return self.learnt.taught is not None and self.learnt.products == 0
+
+    def confirms(self, trial: Trial) -> bool:
+        """Return whether the first trial confirms the lessons."""
+        self._bend = self.learnt.bend
+        return trial.finite and self.learnt.confirms(trial.size, self._bend_of(trial))
+
+    def go_on(self, size: float | None) -> None:
+        """Go on with lessons, for products of this size; or anew (None), as if there were none."""
+        self.learnt = self.learnt.scaled(size) if size is not None else replace(self._fresh)
 
     def forget_loss(self) -> None:
         """Forget what is known of differencing the loss, which is done otherwise from now on."""
@@ -457,3 +480,7 @@ class OutputEstimates:
         found.bend, found.unseen = self._bend, not self._shows_bend(product)
         if self.fixed is None:
             found.h = self._clamp(self._best(product) / (AFTER_PROBE if first else 1.0))
+        if len(found.firsts) < 2:
+            found.note_first(product.h, self._seen)
+        if first and found.taught is not None:
+            self.learnt = found.taught_for(1)

@@ -128,6 +128,15 @@ class GaussNewton:
         passes.rho = self._steps.learnt.rho or passes.rho
         self._differences.cost = OperatorCost(**figures["cost"])
 
+    def lessons(self) -> dict[str, Any] | None:
+        """Return what spares trials in the next measurement of the run; None for nothing."""
+        found = self._steps.lessons()
+        return {"steps": found} if found else None
+
+    def begin(self, lessons: dict[str, Any]) -> None:
+        """Begin with the `lessons` of the same matrix at other weights of the run."""
+        self._steps.begin(lessons["steps"])
+
     # ---- products
 
     def matvec(self, v: Tensor) -> Product:
@@ -310,6 +319,14 @@ class GaussNewton:
             doubted = not trials and not known and self._steps.doubts_values
             sums = made.evaluate(out, v, h / length, made.pilot, True, doubted)
             trial = made.figures(v, length, h, out, sums, made.share).trial
+            if self._steps.begins_taught and not trials:
+                (sure,) = self.space.of_rank_0(self._steps.confirms(trial))
+                self._steps.go_on(trial.size if sure else None)
+                if not sure:
+                    made.passes.forget()
+                    del out
+                    h, out, sums, count = self._search(v, length)
+                    return h, out, sums, lost + 1 + count
             other = self._steps.after_lost(trial, trials) if lost < MOST else None
             (other,) = self.space.of_rank_0(other or 0.0)
             if other:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
+from ds_hessian.operators.displacement.belief import VISIBLE
 from ds_hessian.operators.displacement.priors import NOISE_SPREAD
 from ds_hessian.operators.displacement.trials import ROUNDOFF
 from ds_hessian.operators.outputs.trials import Trial
@@ -19,6 +21,13 @@ products of the 20 families of benchmarks/families.py."""
 
 TINY = 1e-30
 """A change, an error, or a square of one, that counts as none."""
+
+
+OF_LOSS = ("values", "bent", "rho", "loss_roundoff")
+"""What is learnt of differencing the loss in the outputs."""
+
+UNTAUGHT = (*OF_LOSS, "largest", "gain", "backward", "of_nothing", "firsts", "taught")
+"""What each measurement learns itself."""
 
 
 @dataclass
@@ -49,6 +58,8 @@ class Learnt:
             roundoff of the outputs that the loss takes.
         unseen: Whether r was no more than its noise in the last product: h may be too small.
         products: Their number.
+        firsts: What the first two products have taught, for later measurements.
+        taught: What those of an earlier one have, with which this began; None for nothing.
     """
 
     h: float
@@ -71,6 +82,46 @@ class Learnt:
     loss_roundoff: float = ROUNDOFF
     unseen: bool = False
     products: int = 0
+    firsts: list[Any] = field(default_factory=list)
+    taught: list[Any] | None = None
+
+    # ---- measurements of a run
+
+    def note_first(self, h: float, size: float) -> None:
+        """Keep what is learnt after one of the first two products, with its displacement and the
+        size of the pilot's.
+        """
+        known = {name: value for name, value in asdict(self).items() if name not in UNTAUGHT}
+        self.firsts = [*self.firsts, [h, size, known]]
+
+    def taught_for(self, number: int) -> Learnt:
+        """Return what the first or the second vector begins with: lessons, and what this
+        measurement has shown so far.
+        """
+        assert self.taught is not None
+        h, _, known = self.taught[number]
+        return replace(self, **{**known, "h": h, "unseen": False, "products": number})
+
+    def confirms(self, size: float, bend: float) -> bool:
+        """Return whether the first trial is as lessons let expect: of a size that is not far from
+        theirs, and of outputs that bend alike.
+        """
+        assert self.taught is not None
+        (_, before, known), _ = self.taught
+        pairs = (size, before, VISIBLE**2), (bend, known["bend"], VISIBLE)
+        return all(a <= most * b and b <= most * a for a, b, most in pairs)
+
+    def scaled(self, size: float) -> Learnt:
+        """Return what the first vector goes on with after its first trial, which has confirmed the
+        lessons: their noise is as much larger as the product is.
+        """
+        assert self.taught is not None
+        (_, before, _), _ = self.taught
+        larger = size / before if before else 1.0
+        taught = [
+            [h, of, known | {"noise": larger * known["noise"]}] for h, of, known in self.taught
+        ]
+        return replace(self, taught=taught, noise=larger * self.noise)
 
     # ---- of a loss that is known by its values alone
 

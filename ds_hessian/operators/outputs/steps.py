@@ -23,9 +23,9 @@ from ds_hessian.operators.displacement.control import OTHER
 from ds_hessian.operators.displacement.priors import NOISE_SPREAD
 from ds_hessian.operators.displacement.trials import ROUNDOFF
 from ds_hessian.operators.displacement.witnesses import has_thirds
-from ds_hessian.operators.outputs.estimates import OF_LOSS, UNEXPECTED, OutputEstimates
+from ds_hessian.operators.outputs.estimates import UNEXPECTED, OutputEstimates
 from ds_hessian.operators.outputs.fitted import alike
-from ds_hessian.operators.outputs.learnt import SPREAD, TYPICAL
+from ds_hessian.operators.outputs.learnt import OF_LOSS, SPREAD, TYPICAL
 from ds_hessian.operators.outputs.trials import Trial, marked
 
 LADDER = 4.0
@@ -143,7 +143,7 @@ class OutputSteps(OutputEstimates):
             return self.learnt.largest, False
         if self.fixed is not None:
             return self._beside(trials)
-        if self.learnt.products == 0:
+        if self.learnt.products == 0 and not self.begins_taught:
             return self._descend(trials)
         self._observe(trials)
         if self._due and count == 1:
