@@ -52,8 +52,8 @@ def memory_of_operator(
 def _of_gauss_newton(vector: int, tier: Tier, outputs: Outputs) -> list[Item]:
     return [
         Item("gradient at the weights", tier, vector),
-        Item("product, and trial before", tier, 2 * vector, ("passes",)),
-        Item("outputs of some micro-batches", tier, outputs.peak(vector), ("passes",)),
+        Item("product", tier, vector, ("passes",)),
+        Item("trial before, or outputs", tier, outputs.peak(vector), ("passes",)),
         Item("samples of the cotangents", tier, outputs.cotangents(vector)),
         Item("product", tier, vector, ("trials", "orthogonalization", "storing")),
     ]

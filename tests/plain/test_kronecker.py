@@ -636,7 +636,7 @@ def test_a_plan_has_passes_decompositions_and_figures_at_different_times() -> No
     settings = {"kinds": ["kfac"], "layers": ["0.weight"], "basis": 4, "probes": 2, "extremes": 0}
     plan = hessian.memory_plan("kronecker", operator="ggn", precision="model", **settings)
     items, own = {item.name: item for item in plan.items}, 20 * 40
-    outputs = items["outputs of some micro-batches"]
+    outputs = items["trial before, or outputs"]
     assert (outputs.stage, outputs.moments) == ("products", ("passes",))
     assert items["tokens being squared"].size == 4 * 256 * 40
     assert items["a Kronecker factor being decomposed"].moments == ("figures",)
@@ -645,7 +645,7 @@ def test_a_plan_has_passes_decompositions_and_figures_at_different_times() -> No
     assert figures.size == (4 * 12 + 8 * 20) * own
     # Weights and their gradient, the vector over all parameters and what passes have of the layer.
     n = sum(p.numel() for p in net.parameters())
-    passes = 3 * 4 * n + outputs.size + items["samples of the cotangents"].size + 3 * 4 * own
+    passes = 3 * 4 * n + outputs.size + items["samples of the cotangents"].size + 2 * 4 * own
     held = items["Kronecker factors"].size + (4 + 12) * 4 * own
     drawn = figures.size + items["other eigenvectors"].size
     assert plan.peak("host") == max(passes + held, drawn + held + 4 * n + 4 * own)

@@ -51,27 +51,29 @@ class Outputs:
         return FP32 * sampled(self.size // FP32)
 
     def cotangents(self, vector: int) -> int:
-        """Return the bytes of the samples of the cotangents of all micro-batches.
+        """Return the bytes of the samples of the cotangents of all micro-batches, which are kept
+        where the loss is not known; half of them where it is not known whether it is.
 
         Args:
             vector: Bytes of a vector.
         """
         width = FP64 if fits_fp64(self.size, vector) else FP32
-        return 0 if self.known else self.count * width * sampled(self.size // FP32)
+        whole = self.count * width * sampled(self.size // FP32)
+        return {True: 0, False: whole, None: whole // 2}[self.known]
 
     def peak(self, vector: int) -> int:
-        """Return the most bytes that a Gauss-Newton product holds of them, beside what passes of
-        training do: the differences of a group with samples of their sums and, where the loss is
-        known by its values, its cotangents; and of one micro-batch its outputs or its cotangents,
-        or what a loss in fp64 has. Where it is not known which, the mean, which is within a tenth
-        of both where outputs are not far larger than a vector. They are two vectors where nothing
-        is foreseen.
+        """Return the most bytes that a Gauss-Newton product holds of them, and of the trial before
+        it, beside what passes of training do. A trial holds those of one micro-batch, and the rest
+        of a product those of a group: differences with samples of sums and, where the loss is known
+        by its values, cotangents; and of one micro-batch outputs or cotangents, or what a loss in
+        fp64 has. Where it is not known which, the mean, which is within a tenth of both where
+        outputs are not far larger than a vector. They are two vectors where nothing is foreseen.
 
         Args:
             vector: Bytes of a vector, into which a group fits if it has several.
         """
         if not self.size:
-            return 2 * vector
+            return 3 * vector
         known = self._held(vector, FP32, 1, 1)
         if fits_fp64(self.size, vector):
             other = self._held(vector, FP64, OF_GROUP, IN_FP64 - OF_GROUP)
@@ -80,11 +82,12 @@ class Outputs:
         return {True: known, False: other, None: (known + other) // 2}[self.known]
 
     def _held(self, vector: int, width: int, each: int, once: int) -> int:
-        """Return the bytes of so many outputs in fp32 of each micro-batch of a group, and of so
-        many of one, where groups are of outputs of so many bytes each.
+        """Return the most bytes of so many outputs in fp32 of each micro-batch, and of so many of
+        one, where groups are of outputs of so many bytes each.
         """
+        one, rest = each * self.size + self.sample, once * self.size
         group = min(group_of(vector, self.size, width), max(1, self.count - 1))
-        return group * (each * self.size + self.sample) + once * self.size
+        return max(vector + one, group * one) + rest
 
 
 def group_of(vector: int, size: int, width: int) -> int:
