@@ -47,6 +47,7 @@ class Job:
     overlap: bool = False
     per_token: bool = False
     recompute: bool = False
+    selective: tuple[str, ...] = ()  # parts of layers that are recomputed
     method: str = "uniform"  # of recomputation; "block": the first layer of a stage
     deferred: bool = False  # weight gradients of the output layer
     experts: int = 0
@@ -84,6 +85,7 @@ class Job:
             self,
             **dict.fromkeys(("tp", "pp", "vpp", "ep", "etp", "instances"), 1),
             **dict.fromkeys(("sequence_parallel", "distributed", "overlap", "recompute"), False),
+            selective=(),
             stages=None,
         )
 
@@ -108,6 +110,11 @@ def model_config(job: Job) -> Any:
             "recompute_granularity": "full",
             "recompute_method": job.method,
             "recompute_num_layers": 1,
+        }
+    if job.selective:
+        recompute = {
+            "recompute_granularity": "selective",
+            "recompute_modules": list(job.selective),
         }
     moe: dict[str, Any] = {}
     if job.experts:

@@ -129,6 +129,27 @@ def _trained(job: Job) -> tuple[Tensor, Tensor]:
         return found[0].float(), ((found[1] - found[2]) / 2e-5).float()
 
 
+def with_and_without_recomputation(job: Job) -> tuple[list[bool], list[int]]:
+    """Whether products of H and G have the same bits with what the job recomputes and without, and
+    how often modules are called in either.
+    """
+    products, calls = [], []
+    for each in (job, replace(job, selective=())):
+        with running(each) as chunks:
+            hessian, count = hessian_of(chunks, each), [0]
+            for module in (m for chunk in chunks for m in chunk.modules()):
+                module.register_forward_pre_hook(
+                    lambda *_, count=count: count.__setitem__(0, count[0] + 1)
+                )
+            v, vectors = hessian.random_vector(seed=5), []
+            for operator in ("hessian", "ggn"):
+                with hessian.measuring(operator=operator):
+                    vectors.append(hessian.matvec(v).vector)
+        products.append(vectors)
+        calls.append(count[0])
+    return [torch.equal(a, b) for a, b in zip(*products, strict=True)], calls
+
+
 def made_in_a_measurement(job: Job) -> list[str]:
     """Names of the modules' attributes that a measurement before the first forward of training has
     changed, with routers that add noise to their inputs.

@@ -71,6 +71,19 @@ class _Stream:
         """Nothing is under way."""
 
 
+class _NoFP8:
+    """The state of fp8, which is off."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        """It is not."""
+        return False
+
+    @staticmethod
+    def get_fp8_recipe() -> None:
+        """There is none."""
+
+
 def latent_attention() -> Any:
     """Return the local attention for multi-latent attention, whose queries, keys and values have
     `kv_channels` each (transformer/dot_product_attention.py takes no widths of their own).
@@ -117,6 +130,12 @@ def install() -> None:
     tracker._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
         state
     )
+    # What recomputes a part of a layer asks Transformer Engine for fp8 (it takes `fp8=False` for
+    # True), and without it has no name for it.
+    if not hasattr(tracker, "FP8GlobalStateManager"):
+        tracker.FP8GlobalStateManager = _NoFP8
+        tracker.activation_recompute_forward = lambda **_: contextlib.nullcontext()
+        tracker.fp8_autocast = lambda **_: contextlib.nullcontext()
     # It warns that the CPU's state changes while it thinks it changes the GPU's.
     logging.getLogger(tracker.__name__).setLevel(logging.ERROR)
     # The plain norm refuses sequence parallelism, which only marks its parameters

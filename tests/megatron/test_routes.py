@@ -152,6 +152,44 @@ def test_routers_that_count_are_measured_beside_recomputed_layers(megatron_ranks
     assert "global_aux_loss in layers that are recomputed" in message
 
 
+SELECTIVE: dict[str, tuple[int, dict[str, Any]]] = {
+    "TP, attention": (2, {"tp": 2, "selective": ("core_attn",)}),
+    "TP sequence parallel, norms": (
+        2,
+        {"tp": 2, "sequence_parallel": True, "selective": ("layernorm", "core_attn")},
+    ),
+    # Megatron's MLP returns its bias, which a recomputation makes its own output: training would
+    # call its backward without end.
+    "PP, MLP": (2, {"pp": 2, "bias": False, "selective": ("mlp", "layernorm")}),
+    "PP, MLP with ReLU": (
+        2,
+        {"pp": 2, "bias": False, "activation": "relu", "selective": ("mlp", "layernorm")},
+    ),
+    "PP interleaved, norms": (
+        2,
+        {"pp": 2, "vpp": 2, "layers": 4, "selective": ("layernorm", "core_attn")},
+    ),
+    "EP, experts": (2, {"ep": 2, **LOSSES, "shared": 0, "selective": ("moe", "core_attn")}),
+    "EP, shared experts": (2, {"ep": 2, **LOSSES, "selective": ("shared_experts", "layernorm")}),
+    "latent attention": (
+        2,
+        {"latent": True, "positions": "rope", "selective": ("mla_up_proj", "layernorm")},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", cells(SELECTIVE, ["PP, MLP with ReLU"]))
+def test_products_are_bitwise_those_without_selective_recomputation(
+    megatron_ranks: Ranks, name: str
+) -> None:
+    size, layout = SELECTIVE[name]
+    for same, (often, once) in megatron_ranks(size).run(
+        routes_jobs.with_and_without_recomputation, Job(**layout)
+    ):
+        assert same == [True, True]
+        assert often > once  # passes recompute, as training does
+
+
 @pytest.mark.full
 def test_adapters_whose_gradient_a_recomputation_loses_are_refused(megatron_ranks: Ranks) -> None:
     layout = Job(recompute=True, tied=False)

@@ -70,6 +70,16 @@ OPERATORS: dict[str, tuple[int, dict[str, Any], str]] = {
     "TP bf16, passes in fp32, residual": (2, JOBS["TP bf16, passes in fp32"], "residual"),
     "PP bf16, passes in fp32, fisher": (2, JOBS["PP bf16, passes in fp32"], "fisher"),
     "PP interleaved, ggn": (2, JOBS["PP interleaved"], "ggn"),
+    "TP sequence parallel, norms recomputed, hessian": (
+        2,
+        {"tp": 2, "sequence_parallel": True, "selective": ("layernorm", "core_attn")},
+        "hessian",
+    ),
+    "EP, experts recomputed, ggn": (
+        2,
+        {**MOE, "ep": 2, "aux_loss": 0.1, "selective": ("moe",)},
+        "ggn",
+    ),
     "EP auxiliary loss, residual": (2, {**MOE, "ep": 2, "aux_loss": 0.1}, "residual"),
 }
 
