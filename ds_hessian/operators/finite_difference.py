@@ -185,6 +185,9 @@ class FiniteDifferenceHessian:
         product = self._on_one_side(line, trials) or self._on_all_sides(line, trials)
         given = self.displacement != "auto"
         require_step(product, self._gradients.of_weights if given else 0.0)
+        unseen = 0.0 if product.norm else self._controller.unseen(product.displacement)
+        if unseen:
+            product = replace(product, norm=unseen, error=1.0)
         self.cost.products += 1
         self.cost.decided(self._gradients.decided)
         self.cost.trials += product.trials

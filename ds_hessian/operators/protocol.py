@@ -24,7 +24,8 @@ class Product:
 
     Attributes:
         vector: `H v`, `(n_local,)` fp32, in units of loss per squared parameter times those of v.
-        norm: `|H v| / |v|`, over all ranks.
+        norm: `|H v| / |v|`, over all ranks; of a product in 16 bits that is zero, what their
+            rounding may hide.
         displacement: The length h of the step in parameter space to either side (not relative).
         nonlinearity: `|g(w+h) + g(w-h) - 2 g(w)| / |g(w+h) - g(w-h)|`; None where the latter is
             zero, and with forward differences, which have no g(w-h).

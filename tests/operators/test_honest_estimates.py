@@ -364,6 +364,32 @@ def test_a_hessian_of_zero_shows_no_nonlinearity() -> None:
     assert product.norm == 0 and product.nonlinearity == 0
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_product_of_which_no_bit_changes_has_what_rounding_hides_for_its_error(
+    count: int,
+) -> None:
+    """A loss that is linear but for a ten-thousandth: 0 without an error, at any displacement."""
+
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        outputs = net(batch[0].to(next(net.parameters()).dtype))
+        wide = outputs if outputs.dtype == torch.float64 else outputs.float()
+        return wide.mean() + 1e-4 * wide.square().mean()
+
+    torch.manual_seed(0)
+    net, data = nn.Linear(10, 3).to(torch.bfloat16), batches(count)
+    exact = Exact(net, data, loss)
+    backend = ModuleBackend(net)
+    v = random_vector(backend.layout, backend.space, seed=0)
+    with measuring(backend, data, loss) as session:
+        product = FiniteDifferenceHessian(session).matvec(v)
+    error = float((product.vector.double() - exact(v)).norm())
+    assert product.error is not None and product.error * product.norm > error / 5
+    with measuring(backend, data, loss) as session:
+        pairs = ritz(lanczos(FiniteDifferenceHessian(session), v, 1, lambda _: v))
+    true = torch.linalg.eigvalsh(exact.matrix()).numpy()
+    assert abs(pairs.values[-1] - true[-1]) <= pairs.errors[-1]
+
+
 class Pairs(nn.Module):
     """A net of pairs of tokens."""
 

@@ -281,15 +281,18 @@ def test_a_product_unlike_its_pilot_is_repeated_where_its_ratio_is_noise() -> No
 
 
 def test_a_product_that_bends_more_than_its_pilot_has_as_much_more_truncation() -> None:
-    """Of the pilot's third difference, which is noise there, that is not known."""
+    """Of the pilot's third difference, which is noise there, that is not known. Far more may be of
+    few micro-batches: then all have one.
+    """
     errors = []
-    for share in (1.0, 1 / 4):
+    for share in (1.0, 2 / 3, 1 / 4):
         controller = taught()
         controller.learn([seen(H, bend=share * BEND, third=1.05 * NOISE / H)])
         product = seen(H, micro_batches=8)
         controller.judge(product)
-        assert not controller.doubts_of_slice(product)
-        errors.append(controller.conclude(product)[1] or 0.0)
+        assert controller.doubts_of_slice(product) == (share < 1 / 2)
+        if share > 1 / 2:
+            errors.append(controller.conclude(product)[1] or 0.0)
     truth = math.exp(controller.kappa.mean) * (BEND * H) ** 2
     assert all(truth < error < 3 * truth for error in errors), errors
 

@@ -418,8 +418,13 @@ class Belief:
 
     @property
     def _larger(self) -> float:
-        """The ratio of the slice's truncation to the pilot's."""
-        return LARGER if self.around.spread else 1.0
+        """The ratio of the slice's truncation to the pilot's: of a blind vector, where r does not
+        show what other micro-batches bend, a standard deviation more (b is Laplace's, `_blurred`).
+        """
+        if not self.around.spread:
+            return 1.0
+        unknown = self.blind and self.around.roundoff <= ROUNDOFF
+        return math.exp(self.around.order * math.sqrt(2) * UNLIKE) if unknown else LARGER
 
     def _likelihood(self, trial: Trial, quiet: float) -> Array:
         if not trial.usable:

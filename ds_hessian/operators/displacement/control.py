@@ -145,7 +145,9 @@ class StepController(Estimates):
     def _share_witnesses(self) -> None:
         counts = self.pilot, self.num_micro_batches
         self.interval = products_of_a_trial_above(self.order, self.narrow, *counts)
-        self.thirds = products_of_a_third(self.pilot / self.num_micro_batches)
+        # A pilot that told nothing of the slice tells that its micro-batches are unlike.
+        unlike = self.whole and self.num_micro_batches > 1 and self.of_pilot is None
+        self.thirds = products_of_a_third(0.0 if unlike else self.pilot / self.num_micro_batches)
 
     @override
     def take_slice(self) -> None:
@@ -387,7 +389,7 @@ class StepController(Estimates):
             return self.shown * product.h**self.order
         if product.third is not None:
             return 0.0
-        return possible_truncation(self.belief, self.accepted, product)
+        return possible_truncation(self.belief, self.accepted, product, self.num_micro_batches)
 
     def judge(self, product: Trial) -> float:
         """Return the h at which to repeat a product of all micro-batches; its own to keep it."""

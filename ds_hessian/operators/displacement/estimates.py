@@ -190,6 +190,10 @@ class Estimates:
         h = self._clamp((noise / (math.sqrt(self.order) * bent)) ** (1 / (self.order + 1)))
         return h, math.hypot(noise / h, bent * h**self.order)
 
+    def unseen(self, h: float) -> float:
+        """Return what |Hv| may be where no bit of a gradient in 16 bits changes within h."""
+        return max(self.rounded, self.in_gradients) / h if self.narrow else 0.0
+
     # ---- measurements of a run
 
     def lessons(self) -> dict[str, Any] | None:

@@ -8,6 +8,9 @@ No truncation is more than r, as that of a kink is: a larger kappa belongs to a 
 
 Micro-batches that bend more than the pilot have truncation that the pilot has not: kappa times the
 square of what *they* bend. So whichever bends more, the pilot or the slice, makes the truncation.
+Where the slice has more of a second difference than its pilot, few micro-batches may have made it:
+each bends by more than the mean of all, which r is, and squares add up to more than the square of
+their mean, at most to as many times it as there are micro-batches.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from ds_hessian.operators.displacement.belief import (
 from ds_hessian.operators.displacement.trials import THIRD, Trial
 
 
-def possible_truncation(belief: Belief, trial: Trial, product: Trial) -> float:
+def possible_truncation(belief: Belief, trial: Trial, product: Trial, micro_batches: int) -> float:
     """Return the root mean square of a product's truncation, relative; 0 where r tells nothing of
     it, and with formulas that have other witnesses.
 
@@ -37,6 +40,7 @@ def possible_truncation(belief: Belief, trial: Trial, product: Trial) -> float:
         belief: What is known of the vector.
         trial: The pilot's accepted trial.
         product: The product of the slice.
+        micro_batches: Their number in the slice.
     """
     around, third = belief.around, trial.third
     tells = third is not None and math.isfinite(third)
@@ -53,6 +57,10 @@ def possible_truncation(belief: Belief, trial: Trial, product: Trial) -> float:
         weight = weight * np.exp(student(off / SCATTER, FREEDOM))
     shown = around.quiet * noise / belief.hidden / (product.h * product.size)
     bent = math.sqrt(max(product.nonlinearity**2 - 3 * shown**2, 0.0))
+    uneven = 1.0
+    if around.spread:
+        farther = bent * product.size / (bend * product.h * trial.size)
+        uneven = min(max(farther, 1.0), micro_batches)
     bent = min(max(bent, bend * product.h), LARGEST[1])
-    truncated = np.minimum(kappa * bent, 1.0) * bent
+    truncated = np.minimum(kappa * uneven * bent, 1.0) * bent
     return math.sqrt(float(weight @ truncated**2 / weight.sum()))
