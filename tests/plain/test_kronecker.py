@@ -185,6 +185,39 @@ def test_sums_of_squares_are_whole_from_one_triangle(n: int) -> None:
     assert torch.equal(lower.tril(), found.tril())
 
 
+def test_adams_diagonal_is_that_of_its_second_moments() -> None:
+    """Of gradients in fp64 at each step's weights; against the dense block of H."""
+    net, moments = mlp(), dict[str, Tensor]()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, betas=(0.9, 0.98), eps=1e-3)
+    hessian: Any = ds_hessian.attach(net, optimizer, QUIET).use(DATA, loss_of)
+    steps = 12
+    for i in range(steps):
+        entry = DATA[i % len(DATA)]
+        wide = copy.deepcopy(net).double()
+        loss_of(wide, entry).backward()
+        for name, p in wide.named_parameters():
+            assert p.grad is not None
+            moments[name] = 0.98 * moments.get(name, 0.0) + 0.02 * p.grad.square()
+        optimizer.zero_grad()
+        loss_of(net, entry).backward()
+        optimizer.step()
+        hessian.step()
+    found = hessian.kronecker(["adam"], basis=12, probes=8, extremes=8)
+    assert (found.samples == steps).all()
+    exact, offset = Exact(net, DATA).matrix(), 0
+    for name, p in net.named_parameters():
+        part = slice(offset, offset + p.numel())
+        offset = part.stop
+        if name not in found.layers:
+            continue
+        i, c = found.layers.index(name), exact[part, part]
+        k = ((moments[name] / (1 - 0.98**steps)).sqrt() + 1e-3).flatten().diag()
+        assert abs(found.cosines[i, 0] - cosine(c, k)) <= 4 * found.cosine_errors[i, 0]
+        scale = float((c * k).sum() / k.square().sum())
+        assert abs(found.scales[i, 0] - scale) <= 4 * found.scale_errors[i, 0]
+        _check_extreme(found, i, 0, c, k)
+
+
 @pytest.mark.full
 def test_kl_shampoo_is_its_fixed_point(net: nn.Module) -> None:
     """Of the gradients of single examples; with few gradients the iteration has no fixed point."""
