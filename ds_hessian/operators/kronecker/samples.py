@@ -22,9 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hessian.backends.hooks import on_cotangents
+from ds_hessian.backends.hooks import beside, on_cotangents
 from ds_hessian.backends.protocol import Session
 from ds_hessian.backends.weights import module_weights
+
+ENTRIES = 64
+"""Entries of a token's cotangent that tell its size."""
 
 ROUNDED = 2.0**-16
 """Cotangents that are no larger than this, in units of those of the same token nearer to the loss,
@@ -53,8 +56,8 @@ class Samples:
         if before is None:
             lost = size == 0
         else:
-            total, known = (x.sum(dtype=torch.float64) for x in (size, before))
-            lost = size <= (before * (ROUNDED * total / known)).nan_to_num_(0.0)  # none before
+            units = size.sum() / before.sum()
+            lost = size <= (before * (ROUNDED * units)).nan_to_num_(0.0)  # where there was none
             size = torch.maximum(size, before)
         self._sizes[len(c)] = size
         return ~lost if bool(lost.any()) else None
@@ -89,13 +92,17 @@ class Terms:
         self._backward = None
         with ExitStack() as stack:
             for module in self._modules:
-                stack.callback(module.register_forward_hook(self._hook).remove)
+                stack.callback(module.register_forward_hook(beside(self._hook)).remove)
             yield
 
     def _hook(self, module: nn.Module, args: object, output: Any) -> None:
         y = output[0] if isinstance(output, (tuple, list)) else output
         if isinstance(y, Tensor) and y.ndim and torch.is_grad_enabled() and y.requires_grad:
-            y.register_hook(on_cotangents(partial(self._note, module)))
+            y.register_hook(partial(self._told, module))
+
+    def _told(self, module: nn.Module, c: Tensor) -> None:
+        if module is self._nearest or self.session.backward != self._backward:
+            on_cotangents(self._note)(module, c)
 
     def _note(self, module: nn.Module, c: Tensor) -> None:
         backward = self.session.backward
@@ -107,5 +114,11 @@ class Terms:
 
 
 def _sizes(c: Tensor) -> Tensor:
-    """Return the largest entry of each row, in absolute value (on CPUs faster than a norm's)."""
-    return c.abs().amax(1)
+    """Return the largest of the first entries of each row, in absolute value; of all entries where
+    these are zero.
+    """
+    size = c[:, :ENTRIES].abs().amax(1)
+    none = size == 0
+    if bool(none.any()):
+        size[none] = c[none].abs().amax(1)
+    return size
