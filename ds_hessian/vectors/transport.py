@@ -28,12 +28,20 @@ def collected(
 
     Collective: one reduction to the rank.
     """
+    whole = placed(layout, space, v, name, shape)
+    if space.distributed:
+        dist.reduce(whole, dst=rank, group=space.group)
+    return whole
+
+
+def placed(
+    layout: Layout, space: VectorSpace, v: Tensor, name: str, shape: Sequence[int]
+) -> Tensor:
+    """Return a parameter's coordinates of v that this rank owns in its unsharded shape, else 0."""
     whole = torch.zeros(math.prod(shape), dtype=torch.float32, device=space.device)
     for fragment, part in layout:
         if fragment.name == name and fragment.owned:
             whole[fragment.place(whole.device)] = v[part]
-    if space.distributed:
-        dist.reduce(whole, dst=rank, group=space.group)
     return whole.reshape(tuple(shape))
 
 

@@ -30,7 +30,7 @@ from ds_hessian.operators.kronecker.sums import (
     Shampoo,
     Square,
 )
-from ds_hessian.vectors import VectorSpace, collected
+from ds_hessian.vectors import VectorSpace, collected, placed
 
 MISMATCH = 0.05
 """Largest relative distance of `sum c a'` to the job's gradient: above what rounding of bf16 passes
@@ -137,10 +137,13 @@ class LayerPasses:
 
     def _whole(self, layer: Layer, gradient: Tensor) -> Tensor | None:
         """Return the part of a vector that is a layer's weight on its owner, `(m, n)` fp32."""
-        shape = next(s for n, s in self.backend.parameters if n == layer.name)
         layout, space = self.backend.layout, self.backend.space
-        whole = collected(layout, space, gradient, layer.name, shape, layer.owner)
+        whole = collected(layout, space, gradient, *self._stored(layer), layer.owner)
         return layer.oriented(whole) if space.rank == layer.owner else None
+
+    def _stored(self, layer: Layer) -> tuple[str, torch.Size]:
+        """Return the name of a layer's weight, and the shape in which it is stored."""
+        return next((n, s) for n, s in self.backend.parameters if n == layer.name)
 
     def _owned(self, layer: Layer, part: Tensor) -> Tensor:
         """Return the sum over all ranks, complete on the owner; nothing elsewhere."""
@@ -196,7 +199,7 @@ class LayerPasses:
         gradient.mul_(session.gradient_scale)
         self.cotangent_scale = self.cotangent_scale or session.cotangent_scale
         self._measure(seen)
-        return {x.name: self._fit(x, seen[x.name], gradient) for x in self.layers}
+        return self._fit(seen, gradient)
 
     def _measure(self, seen: Mapping[str, Seen]) -> None:
         """Find what fp32 rounds of the gradients that were seen, in units of the sums."""
@@ -220,41 +223,50 @@ class LayerPasses:
         found = self.space.reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
         return {x.name for x, count in zip(self.layers, found, strict=True) if count}
 
-    def _fit(self, layer: Layer, seen: Seen, gradient: Tensor) -> float:
-        """Find the factor of a layer; return the mismatch, beyond the rounding of both sums.
+    def _fit(self, seen: Mapping[str, Seen], gradient: Tensor) -> dict[str, float]:
+        """Find the factors of all layers; return the mismatches."""
+        figures = torch.zeros(len(self.layers), 2, dtype=torch.float64)
+        for row, layer in zip(figures, self.layers, strict=True):
+            mine = seen[layer.name]
+            whole = placed(self.backend.layout, self.backend.space, gradient, *self._stored(layer))
+            both = torch.stack([mine.sketch * layer.counts, layer.oriented(whole) @ mine.signs])
+            found = summed(both, layer, self.space)
+            if layer.owner == self.space.rank:
+                row[:] = torch.tensor(self._figures(layer, *found.double()))
+        known = self.space.reduce(figures.flatten()).view(-1, 2).tolist()
+        for layer, (scale, _) in zip(self.layers, known, strict=True):
+            self.scales[layer.name] = scale
+        return {x.name: mismatch for x, (_, mismatch) in zip(self.layers, known, strict=True)}
+
+    def _figures(self, layer: Layer, total: Tensor, known: Tensor) -> tuple[float, float]:
+        """Return the factor of a layer and the mismatch, beyond the rounding of both sums, from
+        the products of `sum c a'` and of the gradient with random signs.
 
         Where the terms cancel, as at a minimum, nothing else is left of these, and the factor is
         what the host says of its scaling.
         """
-        total, known = self._owned(layer, seen.sketch).double(), self._whole(layer, gradient)
         assert self.session.gradient_scale is not None
         host = self.session.gradient_scale * self.cotangent_scale
-        figures = torch.zeros(2, dtype=torch.float64)
-        if known is not None:
-            known = (known @ seen.signs).double()
-            square = float((total * total).sum())
-            scale = float((total * known).sum()) / square if square else 0.0
-            least = abs(host) * self.rounded[layer.name][0] * math.sqrt(SKETCH) / MISMATCH
-            size = float(known.norm())
-            if size < least:
-                scale, size = host, least
-            distance = float((scale * total - known).norm())
-            figures[:] = torch.tensor([scale, distance / size if size else float(square > 0)])
-        scale, mismatch = self.space.reduce(figures).tolist()
-        self.scales[layer.name] = scale
-        return mismatch
+        square = float((total * total).sum())
+        scale = float((total * known).sum()) / square if square else 0.0
+        least = abs(host) * self.rounded[layer.name][0] * math.sqrt(SKETCH) / MISMATCH
+        size = float(known.norm())
+        if size < least:
+            scale, size = host, least
+        distance = float((scale * total - known).norm())
+        return scale, distance / size if size else float(square > 0)
 
     def _count(self, counts: Mapping[str, Count]) -> None:
         """Add up samples and micro-batches of all ranks."""
         evaluated = self.session.num_micro_batches * self.session.head.per_unit
         evaluated *= max(self.labels.draws, 1)
+        mine = list[list[float]]()
         for x in self.layers:
-            seen = counts[x.name]
-            batches = [seen.batches / x.parts, evaluated / x.parts]
-            mine = torch.tensor([seen.tokens, *batches], dtype=torch.float64)
-            self.tokens[x.name], self.batches[x.name], self.evaluated[x.name] = map(
-                round, self.space.reduce(mine * x.counts).tolist()
-            )
+            seen, share = counts[x.name], x.counts / x.parts
+            mine.append([seen.tokens * x.counts, seen.batches * share, evaluated * share])
+        found = self.space.reduce(torch.tensor(mine, dtype=torch.float64).flatten()).view(-1, 3)
+        for x, figures in zip(self.layers, found.tolist(), strict=True):
+            self.tokens[x.name], self.batches[x.name], self.evaluated[x.name] = map(round, figures)
 
     def _gain(self, layer: Layer, count: int) -> float:
         """Return the factor from sums of squares of `count` terms to a mean of the loss'.
