@@ -80,6 +80,52 @@ def test_fp32_products_of_experts_by_the_automatic_step_are_those_of_fp64(
             assert run[4] == pytest.approx(2.0, abs=0.01)  # each forward twice, as in training
 
 
+DEEPSEEK: dict[str, Any] = {
+    **{**MOE, "latent": True, "positions": "rope", "tied": False, "shared": 8},
+    **{"expert_bias": True, "aux_loss": 0.05, "balancing": "seq_aux_loss"},
+}
+GROUPS = (
+    ("moe_router_num_groups", 2),
+    ("moe_router_group_topk", 1),
+    ("moe_router_topk_scaling_factor", 2.5),
+)
+SINKHORN = (("moe_router_load_balancing_type", "sinkhorn"), ("moe_router_topk", 1))
+TWO = (
+    ("moe_router_load_balancing_type", ("aux_loss", "seq_aux_loss")),
+    ("moe_aux_loss_coeff", (0.05, 0.03)),
+)
+ROUTERS: dict[str, dict[str, Any]] = {
+    "groups of experts": {**MOE, "ep": 2, "expert_bias": True, "options": GROUPS},
+    "sinkhorn": {**MOE, "ep": 2, "options": SINKHORN},
+    "two auxiliary losses": {**MOE, "ep": 2, "aux_loss": 0.05, "options": TWO},
+    "probabilities of all experts": {
+        **{**MOE, "ep": 2, "aux_loss": 0.05, "options": (("moe_router_pre_softmax", True),)},
+    },
+    "later tokens dropped": {
+        **{**MOE, "ep": 2, "capacity": 0.8, "options": (("moe_token_drop_policy", "position"),)},
+    },
+    "experts filled up": {
+        **{**MOE, "ep": 2, "capacity": 1.0},
+        "options": (("moe_pad_expert_input_to_capacity", True),),
+    },
+    "latent attention and experts": {**DEEPSEEK, "ep": 2},
+    "latent attention and experts, interleaved": {**DEEPSEEK, "pp": 2, "vpp": 2, "layers": 4},
+}
+
+
+@pytest.mark.parametrize("name", cells(ROUTERS, []))
+def test_fp32_products_of_other_routers_are_those_of_fp64(
+    megatron_ranks: Ranks, exact: Callable[[Job], Any], name: str
+) -> None:
+    layout = Job(**ROUTERS[name])
+    v, product = exact(layout)
+    runs = megatron_ranks(2).run(routes_jobs.automatic, layout)
+    assert error(whole([r[0] for r in runs]), v) == 0.0
+    true = error(whole([r[1] for r in runs]), product)
+    assert true < 5e-4
+    assert true < 5 * runs[0][2]
+
+
 STOPPED: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
     "TP sequence parallel": (2, {"tp": 2, "sequence_parallel": True}),
