@@ -12,7 +12,8 @@ measurement takes once included), as shares of these, and the peak memory of eac
 training. Of the Gauss-Newton matrix also v'Gv by forwards alone, and Kronecker factors of all
 layers: K-FAC and Shampoo in one pass, EK-FAC in one more; of these also the sums alone, without the
 eigendecompositions, which each owner makes once however many micro-batches there are. Gradients and
-measurements take turns, since a machine's speed changes from minute to minute. On a machine with
+measurements take turns, since a machine's speed changes from minute to minute; between measurements
+is a training step, so that later ones begin with what the first has learnt. On a machine with
 other work, `--processor` takes rank 0's processor time in place of the clock, which leaves out what
 ranks wait for each other.
 """
@@ -120,17 +121,24 @@ def main() -> None:
         model=model, model_parameters=model.parameters(), config=CONFIG
     )
     text, generator = standard_library(), torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(3):  # Adam's state and the gather trace exist from here on
-        for _ in range(8):
+
+    def train(steps: int) -> None:
+        for _ in range(8 * steps):
             engine.backward(engine(*sample(text, 4, args.context, generator)))
             engine.step()
+
+    train(3)  # Adam's state and the gather trace exist from here on
     batches = [sample(text, 4, args.context, generator) for _ in range(8)]
     trained = peak_megabytes()
     engine.module.eval()  # without dropout, as the measurement
     plain_gradient(engine, batches)
     spectra, steps = [], list[float]()
     gradients = [plain_gradient(engine, batches) for _ in range(4)]
-    for _ in range(args.rounds):
+    for number in range(args.rounds):
+        if number:
+            engine.module.train()
+            train(1)
+            engine.module.eval()
         with timed(LanczosState, "step", steps):
             spectra.append(
                 engine.hessian_spectrum(
@@ -174,6 +182,7 @@ def report(
     spectrum, n_local = spectra[0], engine.hessian.backend.layout.n_local
     products = sum(s.cost.products for s in spectra)
     product = fmean(s.cost.seconds_per_product for s in spectra)
+    first, *others = (s.cost.seconds_per_product for s in spectra)
     gradient = fmean(gradients)
     extra = peak_megabytes() - trained
     vectors = extra * 2**20 / (4 * n_local)
@@ -185,9 +194,15 @@ def report(
         f"gradient (mean of {len(gradients)})             {gradient:8.3f} s",
         f"product (mean of {products})              {product:8.3f} s"
         f"  = {product / gradient:.3f} gradients",
+        f"of the run's first measurement    {first:8.3f} s  = {first / gradient:.3f} gradients, "
+        f"{spectrum.cost.gradients_per_product:.3f} evaluated",
+        *(
+            f"of a later one                    {one:8.3f} s  = {one / gradient:.3f} gradients, "
+            f"{s.cost.gradients_per_product:.3f} evaluated"
+            for one, s in zip(others, spectra[1:], strict=True)
+        ),
         f"a step, from the third on         {fmean(later):8.3f} s"
         f"  = {fmean(later) / gradient:.3f} gradients",
-        f"gradients evaluated per product   {spectrum.cost.gradients_per_product:8.3f}",
         "Lanczos' own part                 "
         f"{100 * (sum(steps) / (products * product) - 1):8.2f} % of the products",
         "outside of products               "
