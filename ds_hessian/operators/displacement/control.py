@@ -54,7 +54,7 @@ from ds_hessian.operators.displacement.belief import (
     Surroundings,
 )
 from ds_hessian.operators.displacement.estimates import Estimates
-from ds_hessian.operators.displacement.possible import possible_truncation
+from ds_hessian.operators.displacement.possible import possible_truncation, shown_by_others
 from ds_hessian.operators.displacement.priors import (
     BEND_SPREAD,
     KAPPA_SPREAD,
@@ -138,6 +138,7 @@ class StepController(Estimates):
         self.expected = 0.0  # error of the accepted trial before its third difference
         self.accepted: Trial | None = None
         self.seen = 0.0  # the largest |D| of its trials that are not lost
+        self.apart = 0.0  # the error of the accepted one that the others show
         self.surveys = True  # whether the first trial of the first vector is far out
         self.belief: Belief | None = None
         self.outlook: Outlook | None = None  # of the last product
@@ -317,6 +318,7 @@ class StepController(Estimates):
         self.belief = belief = self._observe(trials)
         noise = UNEXPECTED * math.exp(belief.of_pilot()[0])
         self.seen = max((t.size for t in sound if t.h * t.size > noise), default=0.0)
+        self.apart = shown_by_others(trials) if self.narrow else 0.0
         for count, trial in enumerate(trials, 1):
             belief.observe_change(trials[:count], learns=self.products > 0 or self._has_thirds)
             belief.observe_removed(trial)
@@ -449,7 +451,7 @@ class StepController(Estimates):
         likely = min(math.hypot(noise, truncated), LARGEST[0])
         self.most = max(self.most, product.size)
         summed = SUMMED * ROUNDOFF * max(1.0, self.most / (CANCELS * product.size))
-        error = max(outlook.error, witnessed, likely, summed)
+        error = max(outlook.error, witnessed, likely, summed, self.apart)
         if self.accepted is not None and self.accepted.third is not None:
             unexpected = max(witnessed, truncated) > UNEXPECTED * self.expected
             surprising = self.products == 0 or unexpected
@@ -546,6 +548,8 @@ class StepController(Estimates):
         """
         assert self.accepted is not None
         accepted, pilot = self.accepted, outlook.noise / self.quiet
+        if self.narrow:  # that of gradients, if it is more, is the slice's
+            pilot = min(pilot, math.exp(belief.of_pilot()[0]) / (product.h * product.size))
         if accepted.third is not None and math.isfinite(accepted.third):
             here = accepted.third / accepted.size * accepted.h / product.h
             pilot = max(pilot, min(here, UNEXPECTED * pilot))

@@ -16,6 +16,7 @@ their mean, at most to as many times it as there are micro-batches.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,11 +24,14 @@ from ds_hessian.operators.displacement.belief import (
     FREEDOM,
     LARGEST,
     NODES,
+    SATURATING,
     SCATTER,
+    UNEXPECTED,
     Belief,
     student,
 )
-from ds_hessian.operators.displacement.trials import THIRD, Trial
+from ds_hessian.operators.displacement.steps import AMPLIFY, differences
+from ds_hessian.operators.displacement.trials import ROUNDOFF, THIRD, Trial
 
 
 def possible_truncation(belief: Belief, trial: Trial, product: Trial, micro_batches: int) -> float:
@@ -58,9 +62,35 @@ def possible_truncation(belief: Belief, trial: Trial, product: Trial, micro_batc
     shown = around.quiet * noise / belief.hidden / (product.h * product.size)
     bent = math.sqrt(max(product.nonlinearity**2 - 3 * shown**2, 0.0))
     uneven = 1.0
-    if around.spread:
+    if around.spread and around.roundoff <= ROUNDOFF:  # where third differences of all decide
         farther = bent * product.size / (bend * product.h * trial.size)
         uneven = min(max(farther, 1.0), micro_batches)
     bent = min(max(bent, bend * product.h), LARGEST[1])
     truncated = np.minimum(kappa * uneven * bent, 1.0) * bent
     return math.sqrt(float(weight @ truncated**2 / weight.sum()))
+
+
+def shown_by_others(trials: Sequence[Trial]) -> float:
+    """Return the relative error of the last trial that others of the vector show without a model; 0
+    for none.
+
+    In 16 bits a ratio of few rounded numbers may be small by luck, and the trial with the smallest
+    one is the one that is accepted. But with h a ratio changes by no more than in proportion to h,
+    or to 1 / h: less than a trial nearby allows is luck. And what D has changed by from a shorter
+    displacement is an error of the longer one, but for the noise of the shorter one.
+    """
+    last = trials[-1]
+    sound = [trial for trial in trials if trial.sound and trial.h != last.h]
+    if not last.sound:
+        return 0.0
+    ratio = max((t.nonlinearity * min(last.h / t.h, t.h / last.h) for t in sound), default=0.0)
+    found = 0.0
+    if ratio > UNEXPECTED * last.nonlinearity:
+        found = min(ratio, LARGEST[0]) if ratio > SATURATING else ratio / math.sqrt(3)
+    for pair in differences(trials):
+        below, near = pair.below, pair.above.h < AMPLIFY * pair.below.h
+        noise = below.nonlinearity * below.size / math.sqrt(3)
+        if pair.above.h == last.h > below.h and near and below.sound:
+            if pair.change > UNEXPECTED * noise:
+                found = max(found, math.sqrt(pair.change**2 - noise**2) / last.size)
+    return found

@@ -129,7 +129,7 @@ def marked(trials: Sequence[Trial], rounded: float | None) -> list[Trial]:
         rounded: N by the rounding of gradients in 16 bits; None in fp32. A gradient that changes
             less, or in no bit, stays on a step.
     """
-    found = [pair.below for pair in _differences(trials) if any(pair.of_step(t) for t in trials)]
+    found = [pair.below for pair in differences(trials) if any(pair.of_step(t) for t in trials)]
     found += [t for t in trials if rounded is not None and t.h * max(t.size, t.second) <= rounded]
     longest = longest_step([*trials, *(replace(trial, stepped=True) for trial in found)])
     return [replace(trial, stepped=trial.h <= longest) for trial in trials]
@@ -140,7 +140,8 @@ def longest_step(trials: Sequence[Trial]) -> float:
     return max((trial.h for trial in trials if trial.stepped), default=0.0)
 
 
-def _differences(trials: Sequence[Trial]) -> Iterator[Difference]:
+def differences(trials: Sequence[Trial]) -> Iterator[Difference]:
+    """Yield the pairs of trials whose products were compared."""
     for i, trial in enumerate(trials):
         for earlier in [t for t in trials[:i] if trial.since in (None, t.h)][-1:]:
             if 0 < trial.change < math.inf:
