@@ -40,6 +40,9 @@ Lessons = dict[str, dict[int, dict[str, Any]]]
 ALIKE = ("operator", "outputs", "probe", "finite_difference", "dropout", "batch_statistics")
 """Settings that steps of the displacement depend on."""
 
+OF_DATA = ("loud",)
+"""What lessons tell of their micro-batches, and of no others."""
+
 S = TypeVar("S", bound=SavedRun)
 T = TypeVar("T")
 
@@ -159,7 +162,7 @@ class Subject:
                 saved.resume(operator, here, session.unit_roundoff)
             yield Measurement(subject, session, operator, saved, began, reduced), saved
             if isinstance(operator, Taught) and (found := operator.lessons()) is not None:
-                taught[self.backend.step] = found
+                taught[self.backend.step] = found | {"data": self.objective.fingerprint()}
                 for step in sorted(taught)[:-2]:
                     del taught[step]
 
@@ -177,7 +180,11 @@ class Subject:
         # A measurement that has failed late may have taught some ranks alone.
         everywhere = self.backend.space.everywhere(before is not None)
         if before is not None and everywhere and isinstance(operator, Taught):
-            operator.begin(taught[before])
+            lessons = taught[before]
+            alike = lessons["data"] == self.objective.fingerprint()
+            if not self.backend.space.everywhere(alike):
+                lessons = {key: value for key, value in lessons.items() if key not in OF_DATA}
+            operator.begin(lessons)
         return taught
 
     def _retire(self, place: Path, identity: Mapping[str, object]) -> None:

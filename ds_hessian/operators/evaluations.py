@@ -37,6 +37,10 @@ FIRST_OF_SIDES, DOUBTED = 2.0, 0.2
 """With a tolerance that one-sided differences reach: discarded trials of the first two vectors; and
 the share of the products with a trial on both sides of the pilot."""
 
+HEARD = 0.4
+"""Share of the runs in fp32 in which the noise of all micro-batches is measured, as it is in all of
+16 bits."""
+
 REPEATED = 0.02
 """Share of the products that are repeated, if the pilot is not all micro-batches."""
 
@@ -120,8 +124,9 @@ def expected_evaluations(
         extra += OF_ROUNDING * min(MEASURED, num_products) / num_products
     if narrow:  # the rounding of the first trial's gradient
         extra += 1 / num_products
-    of_slice = 0.0  # the first product's third difference of all micro-batches
+    of_slice = 0.0  # the first product's third difference of all micro-batches, and their noise
+    if formula.order == 2 and pilot < 1:
+        of_slice = 1 / num_products if narrow else (1 + HEARD) / num_products
     if has_thirds(formula.order, narrow):
         extra += 1 / products_of_a_third(pilot)
-        of_slice = 1 / num_products if pilot < 1 else 0.0
     return evaluations(nodes * (1 + repeated) + of_slice, extra)

@@ -6,7 +6,8 @@
 
 Cost of a product, in gradients over all micro-batches: 2 (forward 1, fourth_order 4) and, for
 trials of the displacement on a *pilot* of one micro-batch in eight, some 0.2 - 0.4 more; one for
-the third difference of the first product; rarely a second product, where the pilot turns out to
+the third difference of the first product, and one for the noise of it where the pilot's may not
+tell that; rarely a second product, where the pilot turns out to
 differ from the rest. Where runs of the host are costly (`Session.costly_runs`), trials are of all
 micro-batches from the third product on: 2.3 - 2.5 gradients in as many runs, for 2.2 in five. A
 product costs ten small all-reduces with the trial that becomes part of it, two more with a third
@@ -296,8 +297,24 @@ class FiniteDifferenceHessian:
         better, doubted = self.space.of_rank_0(better, doubts)
         if doubted:
             outcome = replace(outcome, third=self._gradients.third_of_slice(line, product))
+        if self._hears(line, product, outcome) or doubted:
             (better,) = self.space.of_rank_0(self._better(outcome))
         return better, outcome
+
+    def _hears(self, line: Line, product: Product, outcome: Trial) -> bool:
+        """Measure the noise of all micro-batches where the pilot's may not tell it; return whether
+        that was done.
+        """
+        control, belief = self._controller, self._controller.belief
+        if not control.may_hear:
+            return False
+        doubts = control.doubts_noise(outcome, belief)
+        doubts &= self._sides is None or not self._sides.spares(outcome)
+        (doubted,) = self.space.of_rank_0(doubts)
+        if doubted:
+            assert belief is not None
+            control.hear(self._gradients.nearer(line, product), outcome, belief)
+        return bool(doubted)
 
     def _better(self, outcome: Trial) -> float:
         """Return the displacement at which to repeat a product; its own to keep it."""

@@ -23,6 +23,7 @@ from ds_hessian.operators.clock import add_gradient
 from ds_hessian.operators.displacement.belief import SATURATING
 from ds_hessian.operators.displacement.figures import distance, quotient, removed_square, tangent
 from ds_hessian.operators.displacement.line import Line
+from ds_hessian.operators.displacement.loudness import NEARER
 from ds_hessian.operators.displacement.schemes import Scheme
 from ds_hessian.operators.displacement.steps import DECADE
 from ds_hessian.operators.displacement.trials import Trial
@@ -239,22 +240,35 @@ class Gradients:
     def third_of_pilot(self, line: Line, h: float) -> float:
         """Return `Trial.third` of the last trial, at h; it takes the memory of a product."""
         third = self.space.zeros()
-        self._add_farther(third, line, h, self.pilot)
+        self._add_at(third, line, 2 * h, self.pilot)
         third.add_(self.at[1], alpha=-3).add_(self.pilot_at_w, alpha=3).sub_(self.at[-1])
         return self._third_difference(third, h, self.pilot)
 
     def third_of_slice(self, line: Line, product: Product) -> float:
         """Return that of a product which has been assembled, in the memory of its gradient."""
         third, h = self.at[1].zero_(), product.displacement
-        self._add_farther(third, line, h, self.all)
+        self._add_at(third, line, 2 * h, self.all)
         # g(w + hv) is g(w - hv) + 2h Hv.
         third.add_(product.vector, alpha=-6 * h / (self.scale * line.length))
         third.add_(self.at_w, alpha=3).sub_(self.at[-1], alpha=4)
         return self._third_difference(third, h, self.all)
 
-    def _add_farther(self, out: Tensor, line: Line, h: float, micro_batches: range) -> None:
-        """Add the gradient at w + 2hv to `out`."""
-        line.move(2 * h / line.length, inner=False)
+    def nearer(self, line: Line, product: Product) -> float:
+        """Return how far the gradient of all micro-batches at w + chv is from the parabola through
+        those of a product which has been assembled, over the square root of 2
+        (`ds_hessian.operators.displacement.loudness`), in the memory of its gradient.
+        """
+        apart, h, c = self.at[1].zero_(), product.displacement, NEARER
+        self._add_at(apart, line, c * h, self.all)
+        # Where this is the third difference c is 2.
+        apart.add_(product.vector, alpha=-(c + c * c) * h / (self.scale * line.length))
+        apart.add_(self.at_w, alpha=c * c - 1).sub_(self.at[-1], alpha=c * c)
+        norm = self.space.norm(apart) * self.scale / math.sqrt(2)
+        return norm if math.isfinite(norm) else math.inf
+
+    def _add_at(self, out: Tensor, line: Line, h: float, micro_batches: range) -> None:
+        """Add the gradient at w + hv to `out`, beside the points of the formula."""
+        line.move(h / line.length, inner=False)
         self.add(out, micro_batches)
         self.cost.gradient_evaluations += len(micro_batches) / len(self.all)
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
+import ds_hessian
 from ds_hessian.errors import NumericsError
 from ds_hessian.operators import FiniteDifferenceHessian
 from ds_hessian.operators.displacement.control import MAX_TRIALS
+from ds_hessian.operators.displacement.line import Line
+from ds_hessian.operators.gradients import Gradients
+from ds_hessian.operators.protocol import Product
 from tests.operators.nets import Batch, Exact, backend_of, batches, measuring, mlp, relative, train
 from tests.operators.nets import loss_of as plain
 from tests.tiers import cells
@@ -133,3 +138,54 @@ def test_trials_of_all_micro_batches_are_kept_by_states_and_lessons() -> None:
         next_one.begin(lessons)
         next_one.matvec(vectors[0])
     assert next_one.cost.gradient_evaluations < 2 * 2 + 1, next_one.cost
+
+
+def louder(count: int) -> tuple[nn.Module, list[Weighted], Exact]:
+    """A trained net, the last of whose micro-batches has ten times the loss of each other one."""
+    data = batches(count)
+    net = train(mlp(), data, 60)
+    given = [(10.0 if i == count - 1 else 1.0, batch) for i, batch in enumerate(data)]
+    return net, given, Exact(net, given, loss_of)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("count", cells([4, 8, 16], [4]))
+def test_the_noise_of_micro_batches_that_are_louder_than_their_pilot_is_measured(
+    count: int, bf16: bool
+) -> None:
+    """It was told as 0.2 of what it is, with estimates of a third of the error."""
+    net, data, exact = louder(count)
+    backend = backend_of(net, bf16)
+    with measuring(backend, data, loss_of) as session:
+        operator, told = FiniteDifferenceHessian(session), list[float]()
+        for v, truth in exact.krylov(backend, 6):
+            product, size = operator.matvec(v), float(truth.norm())
+            assert product.noise is not None and product.error is not None
+            error = relative(product.vector, truth) * size
+            assert product.error * product.norm > error / 3
+            # Of which the error is noise alone.
+            h = product.displacement / (2 if bf16 else 8)
+            true = relative(operator.product_at(v, h).vector, truth) * size * h
+            told.append(product.noise * product.norm * product.displacement / true)
+    assert 0.5 < float(np.exp(np.mean(np.log(told)))) < 3, told
+
+
+def test_lessons_tell_how_loud_micro_batches_are_and_of_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net, data, _ = louder(4)
+    hessian = ds_hessian.attach(net, config={"progress": False})
+    heard, nearer = list[int](), Gradients.nearer
+
+    def noted(self: Gradients, line: Line, product: Product) -> float:
+        heard.append(hessian.step)
+        return nearer(self, line, product)
+
+    monkeypatch.setattr(Gradients, "nearer", noted)
+    others = [*data[:-1], (20.0, data[-1][1])]
+    for step, given in enumerate((data, data, others)):
+        hessian.step = step
+        with hessian.use(given, loss_of).measuring() as operator:
+            for number in range(2):
+                operator.matvec(hessian.random_vector(seed=number))
+    assert heard == [0, 2]

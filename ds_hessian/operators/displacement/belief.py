@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -322,10 +322,16 @@ class Belief:
 
     def observe_product(self, product: Trial) -> None:
         """Learn from a product of all micro-batches, if these are more than the pilot."""
-        if self.around.spread and product.third is None:  # which come after it
+        new = product.third is None or not self._slice.any()  # which come after it
+        if self.around.spread and new:
             self._slice += self._likelihood(product, self.around.quiet)
         for change in changes_of([product]):
             self._observe(change, learns=True, of_pilot=False)
+
+    def hear(self, quiet: float) -> None:
+        """Take another ratio of the slice's N to the pilot's, before its products tell anything."""
+        self.around = replace(self.around, quiet=quiet)
+        self._slice = np.zeros_like(self._expected)
 
     def shows_noise(self, trial: Trial) -> bool:
         """Return whether r shows noise only, so that it bounds b but does not tell it."""

@@ -18,12 +18,14 @@ import numpy as np
 from ds_hessian.operators.displacement.belief import (
     LARGER,
     SCATTER,
+    UNEXPECTED,
     UNLIKE,
     UNLIKELY,
     Belief,
     Estimate,
     shared,
 )
+from ds_hessian.operators.displacement.loudness import noise_of, possible_noise
 from ds_hessian.operators.displacement.priors import (
     AFTER_PROBE,
     BEND,
@@ -65,7 +67,7 @@ that the pilot has not."""
 LEARNT = (
     *("h", "smallest", "largest", "products", "size", "bend_unlike", "size_unlike"),
     *("hidden", "blind", "rough", "next_third", "cleared", "firsts", "taught"),
-    *("least", "most", "lacking", "of_pilot", "bounded"),
+    *("least", "most", "lacking", "of_pilot", "bounded", "loud"),
 )
 ESTIMATES = ("noise", "bend", "kappa")
 """Attributes that change from product to product."""
@@ -115,6 +117,8 @@ class Estimates:
         self.rounded = ITSELF * unit_roundoff * gradient / math.sqrt(num_micro_batches)
         self.in_gradients = rounding
         self.noise: Estimate | None = None
+        self.heard = False  # whether the slice's was measured
+        self.loud = 1.0  # by how much the slice's is more than its pilot's lets expect
         self.bend = self.any_bend = Estimate(BEND.mean - math.log(scale), BEND.spread)
         self.kappa = Estimate(math.log(scheme.truncation), scheme.truncation_spread)
         self.bend_unlike, self.size_unlike = 0.0, 0.0 if self.whole else SMALLER
@@ -145,7 +149,7 @@ class Estimates:
     @property
     def quiet(self) -> float:
         """The ratio of the slice's noise to the pilot's."""
-        return float((self.pilot / self.num_micro_batches) ** (SHARED / 2))
+        return self.loud * float((self.pilot / self.num_micro_batches) ** (SHARED / 2))
 
     def take_slice(self) -> None:
         """Make trials of all micro-batches, by what those of the pilot have taught."""
@@ -155,7 +159,7 @@ class Estimates:
         self.kappa = Estimate(self.kappa.mean + math.log(LARGER), self.kappa.spread)
         self.size *= math.exp(self.size_unlike)
         self.pilot = self.num_micro_batches
-        self.bend_unlike = self.size_unlike = 0.0
+        self.bend_unlike, self.size_unlike, self.loud = 0.0, 0.0, 1.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the estimates from the products so far, as JSON values."""
@@ -212,6 +216,7 @@ class Estimates:
             "bend_unlike": self.bend_unlike,
             "size_unlike": self.size_unlike,
             "cleared": self.cleared,
+            "loud": self.loud,
             "smallest": self.smallest,
         }
 
@@ -224,6 +229,7 @@ class Estimates:
         self.kappa = Estimate(**lessons["kappa"])
         self.bend_unlike, self.size_unlike = lessons["bend_unlike"], lessons["size_unlike"]
         self.cleared = lessons.get("cleared", 0.0)  # not in those of an older version
+        self.loud = lessons.get("loud", 1.0)
         self.smallest = lessons.get("smallest", self.smallest)
         (bend, spread, size), _ = lessons["firsts"]
         self.bend = Estimate(bend, spread).widened(BEND_DRIFT)
@@ -272,6 +278,35 @@ class Estimates:
         return float(large / small)
 
     # ---- of the pilot and the slice
+
+    @property
+    def may_hear(self) -> bool:
+        """Whether the noise of all micro-batches is to be measured where it is in doubt: by the
+        first product, where no lesson tells it; the same on every rank.
+        """
+        told = self.heard or (self.taught is not None and "loud" in self.taught)
+        return self.products == 0 and self.order == 2 and not self.whole and not told
+
+    def doubts_noise(self, product: Trial, belief: Belief | None) -> bool:
+        """Return whether to measure it: where a product may have more than its pilot lets expect,
+        for all that it shows.
+        """
+        if belief is None or not product.usable:
+            return False
+        return possible_noise(product) > UNEXPECTED * self._expected_noise(belief)
+
+    def hear(self, apart: float, product: Trial, belief: Belief) -> None:
+        """Learn the noise of all micro-batches from `Gradients.nearer`."""
+        found, self.heard = noise_of(apart, product), True
+        if math.isfinite(found):
+            alike = math.exp(belief.of_pilot()[0]) * self.quiet / self.loud
+            self.loud = max(1.0, found / alike)
+            belief.hear(self.quiet)
+
+    def _expected_noise(self, belief: Belief) -> float:
+        """Return N of the slice, as the pilot's lets expect it."""
+        noise = float(shared(np.exp(belief.of_pilot()[0]) * self.quiet, self.in_gradients))
+        return max(noise, self.rounded)
 
     @property
     def _usual(self) -> float:
