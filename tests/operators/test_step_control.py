@@ -280,6 +280,19 @@ def test_a_product_unlike_its_pilot_is_repeated_where_its_ratio_is_noise() -> No
     assert error is not None and error < 0.2 * BEND * H and controller.rough == 0
 
 
+def test_where_no_trial_is_clear_the_product_may_be_as_long_as_any() -> None:
+    """Where h saturates |D| is far less than |Hv|, and where it does not |D| is noise, which may be
+    less: the sines of 30 times their arguments in bf16 had bars of a tenth of the eigenvalue.
+    """
+    controller = taught(1)
+    controller.noise = Estimate(math.log(2 * H), 0.5)
+    controller.learn([Trial(H / 10, 20.0, 1.6), Trial(H, 1.0, 1.7, change=20.0, since=H / 10)])
+    product = Trial(H, 1.0, 1.7)
+    controller.judge(product)
+    _, error = controller.conclude(product)
+    assert error is not None and error >= 20
+
+
 def test_a_product_that_bends_more_than_its_pilot_has_as_much_more_truncation() -> None:
     """Of the pilot's third difference, which is noise there, that is not known. Far more may be of
     few micro-batches: then all have one.

@@ -316,7 +316,8 @@ class StepController(Estimates):
         sound = [trial for trial in trials if trial.sound]
         self.wall = _wall(sound)
         self.belief = belief = self._observe(trials)
-        noise = UNEXPECTED * math.exp(belief.of_pilot()[0])
+        clear = any(trial.nonlinearity <= SATURATING for trial in sound)  # else |Hv| may be noise
+        noise = clear * UNEXPECTED * math.exp(belief.of_pilot()[0])
         self.seen = max((t.size for t in sound if t.h * t.size > noise), default=0.0)
         self.apart = shown_by_others(trials) if self.narrow else 0.0
         for count, trial in enumerate(trials, 1):
