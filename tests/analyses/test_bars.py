@@ -43,3 +43,17 @@ def test_bars_hold_the_truth_of_all_families(bars: dict[str, Any], arithmetic: s
     found = {name: ratios(bars, name, arithmetic) for name in NAMES}
     every = np.array([r for by in found.values() for figures in by.values() for r in figures])
     assert np.mean(every <= 1) >= 0.95 and every.max() < 3, found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arithmetic", ["fp32", "bf16"])
+def test_bars_hold_with_one_and_with_many_micro_batches(
+    bars: dict[str, Any], arithmetic: str
+) -> None:
+    """Of experts and of nets with kinks and without."""
+    ratios = []
+    for name in ("moe", "relu", "saddle"):
+        for count in (1, 16):
+            p = bars["problem"](name, arithmetic, count)
+            ratios += [error / bar for _, error, bar in bars["told"](p, arithmetic)]
+    assert np.mean(np.array(ratios) <= 1) >= 0.95 and max(ratios) < 3, ratios
