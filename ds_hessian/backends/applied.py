@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
@@ -60,27 +59,5 @@ def outside(mode: TorchFunctionMode, call: Callable[..., T]) -> Callable[..., T]
             return call(*args, **kwargs)
         finally:
             mode.__enter__()
-
-    return called
-
-
-def unfollowed(mode: TorchFunctionMode, each: Callable[..., T]) -> Callable[..., T]:
-    """Return a function of a host's that applies another to all tensors of a value, which leaves a
-    mode for those of the graph: hooks pass these on as they are, with a backward of their own.
-
-    Args:
-        mode: The mode.
-        each: Called with the other function first.
-    """
-
-    @functools.wraps(each)
-    def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> T:
-        moving = outside(mode, function)
-
-        def passed(x: Tensor) -> Any:
-            graph = torch.is_grad_enabled() and x.grad_fn is not None
-            return (moving if graph else function)(x)
-
-        return each(passed, *args, **kwargs)
 
     return called

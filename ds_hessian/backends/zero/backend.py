@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hessian.backends.adam import collect
-from ds_hessian.backends.applied import outside, unfollowed
+from ds_hessian.backends.applied import outside
 from ds_hessian.backends.guard import Guard, guarded
 from ds_hessian.backends.names import (
     require_same,
@@ -211,9 +211,6 @@ class ZeroBackend:
                 for owner, name in host.transport(engine):
                     moving = outside(guard.function, getattr(owner, name))
                     guard.attributes.set(owner, name, moving)
-                for owner, name in host.passing_on():
-                    passing = unfollowed(guard.function, getattr(owner, name))
-                    guard.attributes.set(owner, name, passing)
                 refuse_methods(engine, host.WRITES_WEIGHTS, guard.attributes)
                 masters = [m for m in map(shards.master, self.pieces) if m is not None]
                 stack.enter_context(training_refused(self.modules, masters))

@@ -213,16 +213,6 @@ def transport(engine: Engine) -> list[tuple[object, str]]:
     return [(owner, name) for owner, names in owners for name in names if hasattr(owner, name)]
 
 
-def passing_on() -> list[tuple[object, str]]:
-    """Return `(owner, name)` of the function by which hooks of ZeRO-3 apply one of theirs to all
-    inputs or outputs of a module: two calls for each of them.
-    """
-    from deepspeed.runtime.zero import parameter_offload
-
-    name = "apply_to_tensors_only"
-    return [(parameter_offload, name)] if hasattr(parameter_offload, name) else []
-
-
 @contextmanager
 def forward_stack() -> Iterator[None]:
     """Restore ZeRO-3's global list of modules in forward, on which an exception leaves some."""
