@@ -67,7 +67,8 @@ def test_what_the_pilot_does_not_tell_all_micro_batches_do(name: str, count: int
             assert product.error * product.norm > error * size / 5, (i, product.error, error)
             assert error < 1e-3, i
     wasted = 2 * MAX_TRIALS / min(count, 8)  # a search with the pilot
-    assert operator.cost.gradient_evaluations < 6 * (2 + 2.5) + wasted, operator.cost
+    # With a third difference of all for every second product.
+    assert operator.cost.gradient_evaluations < 6 * (2 + 2.5 + 0.5) + wasted, operator.cost
 
 
 def test_a_displacement_at_which_only_others_than_the_pilot_are_not_finite_is_given_up() -> None:

@@ -48,9 +48,12 @@ def test_few_micro_batches_that_bend_have_more_truncation_than_their_mean() -> N
     around = Surroundings(order=2, quiet=0.4, bend=0.0, size=0.0, spread=0.4)
     belief = Belief(*expected, around, [pilot])
 
-    def possible(ratio: float) -> float:
-        return possible_truncation(belief, pilot, Trial(1.0, 1.0, ratio), 8) / ratio**2
+    def possible(ratio: float, known: float = 1.0) -> float:
+        return possible_truncation(belief, pilot, Trial(1.0, 1.0, ratio), 8, known) / ratio**2
 
     alike = possible(1e-2)
     assert possible(5e-2) == pytest.approx(5 * alike, rel=0.1)
     assert possible(0.1) == pytest.approx(8 * alike, rel=0.1)  # one has made it all
+    # A third difference of all has shown that three times the pilot's are no sign of it.
+    assert possible(3e-2, known=3.0) == pytest.approx(alike, rel=0.1)
+    assert possible(6e-2, known=3.0) == pytest.approx(2 * alike, rel=0.1)

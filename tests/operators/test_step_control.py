@@ -234,9 +234,9 @@ def test_auto_is_near_the_best_constant_of_each_vector(steps: int, bf16: bool) -
 NOISE, BEND, H = 1e-6, 1.0, 1e-2  # of |Hv| = 1: at H noise and truncation are 1e-4 each
 
 
-def taught(micro_batches: int = 8) -> StepController:
+def taught(micro_batches: int = 8, unit_roundoff: float = 2.0**-24) -> StepController:
     """A controller that knows them, after three like vectors."""
-    controller = StepController(SCHEMES["central"], 2.0**-24, 10.0, 1, micro_batches)
+    controller = StepController(SCHEMES["central"], unit_roundoff, 10.0, 1, micro_batches)
     controller.h, controller.products = H, 3
     controller.noise = Estimate(math.log(NOISE), 0.2)
     controller.bend = Estimate(math.log(BEND), 0.3)
@@ -284,7 +284,7 @@ def test_where_no_trial_is_clear_the_product_may_be_as_long_as_any() -> None:
     """Where h saturates |D| is far less than |Hv|, and where it does not |D| is noise, which may be
     less: the sines of 30 times their arguments in bf16 had bars of a tenth of the eigenvalue.
     """
-    controller = taught(1)
+    controller = taught(1, 2.0**-9)
     controller.noise = Estimate(math.log(2 * H), 0.5)
     controller.learn([Trial(H / 10, 20.0, 1.6), Trial(H, 1.0, 1.7, change=20.0, since=H / 10)])
     product = Trial(H, 1.0, 1.7)

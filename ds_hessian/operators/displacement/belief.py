@@ -535,3 +535,14 @@ def _blurred(table: Array, shift: float, width: float) -> Array:
     kernel /= kernel.sum(axis=1, keepdims=True)
     moved = np.einsum("ij,jk->ik", np.exp(table - table.max()), kernel)
     return np.asarray(np.log(moved + 1e-12 * moved.max()))
+
+
+def wall_of(trials: Sequence[Trial]) -> float:
+    """Return the least displacement that saturates where a smaller one does not; inf for none.
+
+    A loss can have a wall where no model of noise and bend expects it: no displacement beyond one
+    is tried again, and no product is repeated nearer to it.
+    """
+    clear = [trial.h for trial in trials if trial.nonlinearity <= SATURATING]
+    bent = [trial.h for trial in trials if trial.nonlinearity > SATURATING]
+    return min((h for h in bent if clear and h > min(clear)), default=math.inf)

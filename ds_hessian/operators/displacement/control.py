@@ -52,9 +52,14 @@ from ds_hessian.operators.displacement.belief import (
     Estimate,
     Outlook,
     Surroundings,
+    wall_of,
 )
 from ds_hessian.operators.displacement.estimates import Estimates
-from ds_hessian.operators.displacement.possible import possible_truncation, shown_by_others
+from ds_hessian.operators.displacement.possible import (
+    farther,
+    possible_truncation,
+    shown_by_others,
+)
 from ds_hessian.operators.displacement.priors import (
     BEND_SPREAD,
     KAPPA_SPREAD,
@@ -314,9 +319,10 @@ class StepController(Estimates):
         """Return what the current vector's trials tell; the last one is finite and not 0."""
         self.size, self.accepted = trials[-1].size, trials[-1]
         sound = [trial for trial in trials if trial.sound]
-        self.wall = _wall(sound)
+        self.wall = wall_of(sound)
         self.belief = belief = self._observe(trials)
-        clear = any(trial.nonlinearity <= SATURATING for trial in sound)  # else |Hv| may be noise
+        # In 16 bits |Hv| may be what looks like noise where no trial is clear.
+        clear = not self.narrow or any(trial.nonlinearity <= SATURATING for trial in sound)
         noise = clear * UNEXPECTED * math.exp(belief.of_pilot()[0])
         self.seen = max((t.size for t in sound if t.h * t.size > noise), default=0.0)
         self.apart = shown_by_others(trials) if self.narrow else 0.0
@@ -392,7 +398,8 @@ class StepController(Estimates):
             return self.shown * product.h**self.order
         if product.third is not None:
             return 0.0
-        return possible_truncation(self.belief, self.accepted, product, self.num_micro_batches)
+        told = self.belief, self.accepted, product, self.num_micro_batches
+        return possible_truncation(*told, self.harmless[0])
 
     def judge(self, product: Trial) -> float:
         """Return the h at which to repeat a product of all micro-batches; its own to keep it."""
@@ -401,8 +408,8 @@ class StepController(Estimates):
         if product.third is not None:
             self.belief.kinked = False  # what the pilot's said of kinks, this one tells of all
         self.belief.observe_product(product)
-        outlook = self.belief.outlook(product, self._displacements(), of_pilot=False)
-        self.outlook = outlook
+        before = self.outlook
+        self.outlook = outlook = self.belief.outlook(product, self._displacements(), of_pilot=False)
         if product.third is not None:
             self.kinked = self.belief.kinked
             self.shown = 0.0 if self.kinked else self.belief.truncation
@@ -410,6 +417,10 @@ class StepController(Estimates):
             if not self.kinked:
                 self.cleared = max(self.cleared, self._unlike(product))
                 self.even = product.h
+                small = before and self.shown * product.h**self.order <= COVERAGE * before.error
+                if small and self.accepted is not None:
+                    ratio = farther(self.belief, self.accepted, product)
+                    self.harmless = sorted([*self.harmless, ratio])[-2:]
         strange = self._is_strange(product, outlook)
         if self.fixed is None and strange and not self._often_rough:
             # Where its ratio is its error, and noise as large.
@@ -582,17 +593,6 @@ class StepController(Estimates):
             shown = min(ratio, product.removed if self.order > 2 else ratio, LARGEST[0])
             return max(shown, longer - 1) if ratio > SATURATING else shown
         return product.extrapolated if product.removed > VISIBLE * outlook.noise else 0.0
-
-
-def _wall(trials: Sequence[Trial]) -> float:
-    """Return the least displacement that saturates where a smaller one does not; inf for none.
-
-    A loss can have a wall where no model of noise and bend expects it: no displacement beyond one
-    is tried again, and no product is repeated nearer to it.
-    """
-    clear = [trial.h for trial in trials if trial.nonlinearity <= SATURATING]
-    bent = [trial.h for trial in trials if trial.nonlinearity > SATURATING]
-    return min((h for h in bent if clear and h > min(clear)), default=math.inf)
 
 
 def _bent(product: Trial, outlook: Outlook) -> bool:

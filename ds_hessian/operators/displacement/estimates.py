@@ -67,7 +67,7 @@ that the pilot has not."""
 LEARNT = (
     *("h", "smallest", "largest", "products", "size", "bend_unlike", "size_unlike"),
     *("hidden", "blind", "rough", "next_third", "cleared", "firsts", "taught"),
-    *("least", "most", "lacking", "of_pilot", "bounded", "loud"),
+    *("least", "most", "lacking", "of_pilot", "bounded", "loud", "harmless"),
 )
 ESTIMATES = ("noise", "bend", "kappa")
 """Attributes that change from product to product."""
@@ -128,6 +128,8 @@ class Estimates:
         self.hidden, self.blind = 1.0, False  # of the last vector, see `Belief`
         self.rough = 0  # products that bend more than the pilot lets expect
         self.cleared = 0.0  # the largest ratio of the slice's r to the pilot's that was no kink
+        # The two largest ones of their second differences that were no truncation.
+        self.harmless = [1.0, 1.0]
         self.firsts = list[list[float]]()  # of the first two vectors: ln b, its spread, and |D|
         self.taught: dict[str, Any] | None = None
         self.untaught: dict[str, Any] = {}  # what lessons have replaced

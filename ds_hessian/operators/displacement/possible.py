@@ -34,7 +34,9 @@ from ds_hessian.operators.displacement.steps import AMPLIFY, differences
 from ds_hessian.operators.displacement.trials import ROUNDOFF, THIRD, Trial
 
 
-def possible_truncation(belief: Belief, trial: Trial, product: Trial, micro_batches: int) -> float:
+def possible_truncation(
+    belief: Belief, trial: Trial, product: Trial, micro_batches: int, known: float = 1.0
+) -> float:
     """Return the root mean square of a product's truncation, relative; 0 where r tells nothing of
     it, and with formulas that have other witnesses.
 
@@ -45,6 +47,8 @@ def possible_truncation(belief: Belief, trial: Trial, product: Trial, micro_batc
         trial: The pilot's accepted trial.
         product: The product of the slice.
         micro_batches: Their number in the slice.
+        known: The ratio of second differences, `farther`, of which products have shown that it is
+            no sign of truncation.
     """
     around, third = belief.around, trial.third
     tells = third is not None and math.isfinite(third)
@@ -59,15 +63,26 @@ def possible_truncation(belief: Belief, trial: Trial, product: Trial, micro_batc
         total = np.hypot(rounding, trial.size * kappa * (bend * trial.h) ** 2)
         off = np.log(max(third, least) / total)
         weight = weight * np.exp(student(off / SCATTER, FREEDOM))
-    shown = around.quiet * noise / belief.hidden / (product.h * product.size)
-    bent = math.sqrt(max(product.nonlinearity**2 - 3 * shown**2, 0.0))
     uneven = 1.0
     if around.spread and around.roundoff <= ROUNDOFF:  # where third differences of all decide
-        farther = bent * product.size / (bend * product.h * trial.size)
-        uneven = min(max(farther, 1.0), micro_batches)
-    bent = min(max(bent, bend * product.h), LARGEST[1])
+        uneven = min(max(farther(belief, trial, product) / known, 1.0), micro_batches)
+    bent = min(max(_bent(belief, product), bend * product.h), LARGEST[1])
     truncated = np.minimum(kappa * uneven * bent, 1.0) * bent
     return math.sqrt(float(weight @ truncated**2 / weight.sum()))
+
+
+def farther(belief: Belief, trial: Trial, product: Trial) -> float:
+    """Return the second difference of the slice, r |D| for its step, over that of its pilot."""
+    _, bend = belief.of_pilot()
+    pilot = math.exp(bend) * product.h * trial.size
+    return _bent(belief, product) * product.size / pilot
+
+
+def _bent(belief: Belief, product: Trial) -> float:
+    """Return r of the slice without its noise."""
+    noise = belief.around.quiet * math.exp(belief.of_pilot()[0])
+    shown = noise / belief.hidden / (product.h * product.size)
+    return math.sqrt(max(product.nonlinearity**2 - 3 * shown**2, 0.0))
 
 
 def shown_by_others(trials: Sequence[Trial]) -> float:
