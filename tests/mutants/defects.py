@@ -753,7 +753,7 @@ OPERATORS = (
         ("operators/test_honest_estimates.py",),
     ),
     Defect(
-        "bent = min(max(bent, bend * product.h), LARGEST[1])",
+        "bent = min(max(_bent(belief, product), bend * product.h), LARGEST[1])",
         "bent = min(bend * product.h, LARGEST[1])",
         "micro-batches that bend more than the pilot have no more truncation",
         (
