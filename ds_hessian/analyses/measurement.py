@@ -154,7 +154,8 @@ class Subject:
             self.choice.evaluated = True
             if session.kinks.holds:  # else the next measurement may hold them again
                 self.objective.sides = session.kinks.held
-            taught = self._taught(operator, folder)
+            data = self.objective.fingerprint()
+            taught = self._taught(operator, folder, data)
             if saved is not None:
                 here = {**subject._identity(session, operator), **(identity or {})}
                 if self.retires and saved.is_of_other_training(here, session.unit_roundoff):
@@ -162,11 +163,11 @@ class Subject:
                 saved.resume(operator, here, session.unit_roundoff)
             yield Measurement(subject, session, operator, saved, began, reduced), saved
             if isinstance(operator, Taught) and (found := operator.lessons()) is not None:
-                taught[self.backend.step] = found | {"data": self.objective.fingerprint()}
+                taught[self.backend.step] = found | {"data": data}
                 for step in sorted(taught)[:-2]:
                     del taught[step]
 
-    def _taught(self, operator: Curvature, kind: str) -> dict[int, dict[str, Any]]:
+    def _taught(self, operator: Curvature, kind: str, data: str) -> dict[int, dict[str, Any]]:
         """Let an operator begin with what a measurement of its kind and loss taught at the latest
         other step; return what those of all steps did. At the same step figures repeat.
 
@@ -181,8 +182,7 @@ class Subject:
         everywhere = self.backend.space.everywhere(before is not None)
         if before is not None and everywhere and isinstance(operator, Taught):
             lessons = taught[before]
-            alike = lessons["data"] == self.objective.fingerprint()
-            if not self.backend.space.everywhere(alike):
+            if not self.backend.space.everywhere(lessons["data"] == data):
                 lessons = {key: value for key, value in lessons.items() if key not in OF_DATA}
             operator.begin(lessons)
         return taught

@@ -246,25 +246,27 @@ class Gradients:
 
     def third_of_slice(self, line: Line, product: Product) -> float:
         """Return that of a product which has been assembled, in the memory of its gradient."""
-        third, h = self.at[1].zero_(), product.displacement
-        self._add_at(third, line, 2 * h, self.all)
-        # g(w + hv) is g(w - hv) + 2h Hv.
-        third.add_(product.vector, alpha=-6 * h / (self.scale * line.length))
-        third.add_(self.at_w, alpha=3).sub_(self.at[-1], alpha=4)
-        return self._third_difference(third, h, self.all)
+        third = self._off_parabola(line, product, 2.0)
+        return self._third_difference(third, product.displacement, self.all)
 
     def nearer(self, line: Line, product: Product) -> float:
         """Return how far the gradient of all micro-batches at w + chv is from the parabola through
-        those of a product which has been assembled, over the square root of 2
-        (`ds_hessian.operators.displacement.loudness`), in the memory of its gradient.
+        those of such a product, over the square root of 2
+        (`ds_hessian.operators.displacement.loudness`), in the same memory.
         """
-        apart, h, c = self.at[1].zero_(), product.displacement, NEARER
-        self._add_at(apart, line, c * h, self.all)
-        # Where this is the third difference c is 2.
-        apart.add_(product.vector, alpha=-(c + c * c) * h / (self.scale * line.length))
-        apart.add_(self.at_w, alpha=c * c - 1).sub_(self.at[-1], alpha=c * c)
+        apart = self._off_parabola(line, product, NEARER)
         norm = self.space.norm(apart) * self.scale / math.sqrt(2)
         return norm if math.isfinite(norm) else math.inf
+
+    def _off_parabola(self, line: Line, product: Product, c: float) -> Tensor:
+        """Return the gradient at w + chv less the parabola through those of a product, of all
+        micro-batches; where c is 2, it is the third difference.
+        """
+        apart, h = self.at[1].zero_(), product.displacement
+        self._add_at(apart, line, c * h, self.all)
+        # g(w + hv) is g(w - hv) + 2h Hv.
+        apart.add_(product.vector, alpha=-(c + c * c) * h / (self.scale * line.length))
+        return apart.add_(self.at_w, alpha=c * c - 1).sub_(self.at[-1], alpha=c * c)
 
     def _add_at(self, out: Tensor, line: Line, h: float, micro_batches: range) -> None:
         """Add the gradient at w + hv to `out`, beside the points of the formula."""

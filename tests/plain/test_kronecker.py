@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -204,18 +205,10 @@ def test_adams_diagonal_is_that_of_its_second_moments() -> None:
         hessian.step()
     found = hessian.kronecker(["adam"], basis=12, probes=8, extremes=8)
     assert (found.samples == steps).all()
-    exact, offset = Exact(net, DATA).matrix(), 0
-    for name, p in net.named_parameters():
-        part = slice(offset, offset + p.numel())
-        offset = part.stop
-        if name not in found.layers:
-            continue
-        i, c = found.layers.index(name), exact[part, part]
+    exact = Exact(net, DATA).matrix()
+    for i, name, part in _parts(found, net):
         k = ((moments[name] / (1 - 0.98**steps)).sqrt() + 1e-3).flatten().diag()
-        assert abs(found.cosines[i, 0] - cosine(c, k)) <= 4 * found.cosine_errors[i, 0]
-        scale = float((c * k).sum() / k.square().sum())
-        assert abs(found.scales[i, 0] - scale) <= 4 * found.scale_errors[i, 0]
-        _check_extreme(found, i, 0, c, k)
+        _check(found, i, 0, exact[part, part], k)
 
 
 @pytest.mark.full
@@ -331,14 +324,10 @@ def record(net: nn.Module) -> HessianKronecker:
 
 
 def test_comparisons_are_those_of_dense_matrices(record: HessianKronecker, net: nn.Module) -> None:
-    exact, parts, offset = Exact(net, DATA), seen(net, DATA, loss_of), 0
+    exact, parts = Exact(net, DATA), seen(net, DATA, loss_of)
     matrix = exact.matrix()
-    for name, p in net.named_parameters():
-        part = slice(offset, offset + p.numel())
-        offset = part.stop
-        if name not in record.layers:
-            continue
-        i, c = record.layers.index(name), matrix[part, part]
+    for i, name, part in _parts(record, net):
+        c = matrix[part, part]
         assert record.tops[i] == pytest.approx(float(torch.linalg.eigvalsh(c).abs().max()), 1e-3)
         assert abs(record.norms[i] - float(c.norm())) <= 4 * record.norm_errors[i]
         plain = float(c.diag().square().sum() / c.square().sum())
@@ -346,10 +335,7 @@ def test_comparisons_are_those_of_dense_matrices(record: HessianKronecker, net: 
         gradient = exact.gradient[part].detach()
         for j, (kind, k) in enumerate(matrices(parts[name]).items()):
             assert record.kinds[j] == kind
-            assert abs(record.cosines[i, j] - cosine(c, k)) <= 4 * record.cosine_errors[i, j]
-            scale = float((c * k).sum() / k.square().sum())
-            assert abs(record.scales[i, j] - scale) <= 4 * record.scale_errors[i, j]
-            _check_extreme(record, i, j, c, k)
+            scale = _check(record, i, j, c, k)
             shift = record.dampings[i] * torch.eye(len(c))
             a, b = (torch.linalg.solve(m + shift, gradient) for m in (c, scale * k))
             assert abs(record.solves[i, j] - cosine(a, b)) <= 2 * record.solve_errors[i, j]
@@ -357,11 +343,25 @@ def test_comparisons_are_those_of_dense_matrices(record: HessianKronecker, net: 
     assert (record.cosine_errors < 0.1).all() and np.median(record.cosine_errors) < 0.02
 
 
-def _check_extreme(record: HessianKronecker, i: int, j: int, c: Tensor, k: Tensor) -> None:
+def _parts(record: HessianKronecker, net: nn.Module) -> Iterator[tuple[int, str, slice]]:
+    """Yield (number, name, coordinates) of the layers of a record."""
+    offset = 0
+    for name, p in net.named_parameters():
+        if name in record.layers:
+            yield record.layers.index(name), name, slice(offset, offset + p.numel())
+        offset += p.numel()
+
+
+def _check(record: HessianKronecker, i: int, j: int, c: Tensor, k: Tensor) -> float:
+    """Assert that figures of a layer and a kind are those of dense matrices; return the scale."""
+    assert abs(record.cosines[i, j] - cosine(c, k)) <= 4 * record.cosine_errors[i, j]
+    scale = float((c * k).sum() / k.square().sum())
+    assert abs(record.scales[i, j] - scale) <= 4 * record.scale_errors[i, j]
     values, vectors = torch.linalg.eigh(k + record.ridge * k.trace() / len(k) * torch.eye(len(k)))
     root = vectors @ torch.diag(values.rsqrt()) @ vectors.T
     exact = float(torch.linalg.eigvalsh(root @ c @ root)[-1])
     assert abs(record.extremes[i, j] - exact) <= 2 * record.extreme_errors[i, j]
+    return scale
 
 
 def test_the_record_is_saved_printed_and_drawn(record: HessianKronecker, tmp_path: Path) -> None:

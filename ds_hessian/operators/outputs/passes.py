@@ -386,7 +386,7 @@ class Passes:
     ) -> None:
         """Have the outputs at `w + step v` and those at `w - step v` noted."""
         again = self.rounded is not None
-        self._outputs(v, step, micro_batches, _rounding(above) if again else above)
+        self._outputs(v, step, micro_batches, _rounded(above) if again else above)
         sums.change = self._outputs(v, -step, micro_batches, below).double().cpu()
         sums.choices += self.session.choices(micro_batches).cpu()
 
@@ -481,7 +481,7 @@ def _unmasked(f: Tensor) -> Tensor:
     return some.masked_fill(some < torch.finfo(some.dtype).min / 4, 0.0)
 
 
-def _rounding(note: Note) -> Note:
+def _rounded(note: Note) -> Note:
     """Return what has outputs noted that are rounded otherwise: those that are the same number for
     two weights are rounded alike for both.
     """

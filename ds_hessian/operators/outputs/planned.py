@@ -58,7 +58,7 @@ class Outputs:
             vector: Bytes of a vector.
         """
         width = FP64 if fits_fp64(self.size, vector) else FP32
-        whole = self.count * width * sampled(self.size // FP32)
+        whole = self.count * self.sample * width // FP32
         return {True: 0, False: whole, None: whole // 2}[self.known]
 
     def peak(self, vector: int) -> int:
@@ -67,7 +67,7 @@ class Outputs:
         of a product those of a group: differences with samples of sums and, where the loss is known
         by its values, cotangents; and of one micro-batch outputs or cotangents, or what a loss in
         fp64 has. Where it is not known which, the mean, which is within a tenth of both where
-        outputs are not far larger than a vector. They are two vectors where nothing is foreseen.
+        outputs are not far larger than a vector. They are three vectors where nothing is foreseen.
 
         Args:
             vector: Bytes of a vector, into which a group fits if it has several.
